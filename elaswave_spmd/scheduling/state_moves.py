@@ -2,29 +2,31 @@
 
 A search over stages and cuts looks at thousands of candidates and estimates the state that each would move by a closed
 form (`stage_search.MoveEstimates`). The few placements that may really be chosen are planned here, by the function that
-moves the state of a run: `sharding.plan_reshard`.
+moves the state of a run: `sharding.plan_reshard`. On a large mesh that takes from seconds to
+minutes, so there they are estimated as well: whether pages are lost exactly, bytes and seconds nearly.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
-from elaswave_spmd.scheduling.cost_model import CostModel
-from elaswave_spmd.sharding import ReshardPlan, StateSharding, plan_reshard
+from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
+from elaswave_spmd.scheduling.stage_search import MoveEstimates, old_stages_of
+from elaswave_spmd.sharding import ReshardPlan, Shardings, StateSharding, plan_reshard
 from elaswave_spmd.sharding.layout import LOSS, STATE, LayerLayout, LayerUse, ModelLayout, ParameterInfo, lay_out
-from elaswave_spmd.sharding.replica_placement import least_pages, place_replicas
-from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
+from elaswave_spmd.sharding.replica_placement import least_pages, place_replicas, replicas_at
+from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, all_replica_sets
 from elaswave_spmd.sharding.reshard import MASTER_BYTES
 
 _ELEMENT_BYTES = 12
 """State of one element with AdamW: fp32 master parameter and two moments."""
 
-_SMALL = 1000
-"""Up to so many workers a plan is made for the whole mesh, which takes less than a second."""
+_MOST_PLANNED = 512
+"""Up to so many workers the figures are those of a plan. On more, whose pages are millions, they are estimated."""
 
 _CHECKPOINT = -1
 """Stands for the checkpoint among the ranks of a replica map: it has all pages."""
@@ -47,7 +49,9 @@ class Move:
         promotions: page ranges whose primary is lost; a mirror takes its place without a byte being moved.
         copies: page ranges that are sent, once for each worker that gets them.
         from_checkpoint: some page has lost all its replicas, so every worker reads its pages from a checkpoint.
-        plan: the plan itself; None: nothing changes, or it was made for a part of a large mesh.
+        is_estimate: no plan was made, as the mesh is large: there is no lower bound, and `copies` counts only those of
+            lost replicas.
+        plan: the plan itself; None: nothing changes, or this is an estimate.
     """
 
     bytes: float = 0.0
@@ -56,6 +60,7 @@ class Move:
     promotions: int = 0
     copies: int = 0
     from_checkpoint: bool = False
+    is_estimate: bool = False
     plan: ReshardPlan | None = field(default=None, repr=False, compare=False)
 
     def text(self) -> str:
@@ -66,6 +71,8 @@ class Move:
         size = f"{self.bytes:,.0f} B"
         if self.from_checkpoint:
             return f"{size} are read from the checkpoint, since pages have lost all replicas, {self.seconds:.4g} s"
+        if self.is_estimate:
+            return f"{size} move, by estimate, {self.seconds:.4g} s on a link"
         return f"{size} move (at least {self.bound_bytes:,.0f} B), {self.seconds:.4g} s on a link"
 
 
@@ -104,25 +111,18 @@ class StateMoves:
 
     def at_once(self, stages: Stages, cuts: Cuts) -> Move:
         """The figures of the plan right after the event, which makes lost replicas again where their layers are now."""
-        changed = self._changed_stages(stages, cuts)
-        if not changed:
+        if (tuple(map(tuple, stages)), tuple(cuts)) == (self.before.stages, self.before.layer_cuts):
             return NO_MOVE
-        if len(changed) < len(stages) and self.before.mesh.num_workers > _SMALL:
-            found = self._part_at_once(changed, stages, cuts)
-            if not found.from_checkpoint:  # else all stages go back to the checkpoint, the unchanged ones as well
-                return found
+        if self.before.mesh.num_workers > _MOST_PLANNED:
+            return self._estimated_at_once(stages, cuts)
         return self._figures(*self._plan_at_once(stages, cuts))
-
-    def _part_at_once(self, changed: Sequence[int], stages: Stages, cuts: Cuts) -> Move:
-        """The figures of the plan for these stages alone."""
-        spans = tuple(pairwise(cuts))
-        part_cuts = tuple(accumulate((spans[s][1] - spans[s][0] for s in changed), initial=0))
-        part_stages = tuple(stages[s] for s in changed)
-        part = self._only(changed)
-        return replace(part._figures(*part._plan_at_once(part_stages, part_cuts)), plan=None)  # it has other numbers
 
     def afterwards(self, now: tuple[Stages, Cuts], then: tuple[Stages, Cuts]) -> Move:
         """The figures of the plan to the stages and cuts `then`, when the plan to those of `now` is carried out."""
+        if self.before.mesh.num_workers > _MOST_PLANNED:
+            (stages, cuts), (new_stages, new_cuts) = now, then
+            found = MoveEstimates(self.costs, cuts, old_stages_of(new_stages, stages)).to(new_cuts, self._rule)
+            return Move(found.bytes, seconds=found.seconds, is_estimate=True)
         first, _ = self._plan_at_once(*now)
         return self._figures(plan_reshard(self.layout, first.after, to=self._sharding(*then)))
 
@@ -144,40 +144,93 @@ class StateMoves:
     def _sharding(self, stages: Stages, cuts: Cuts) -> StateSharding:
         return replace(self.before, mesh=self.before.mesh.with_stages(stages), layer_cuts=tuple(cuts))
 
-    def _changed_stages(self, stages: Stages, cuts: Cuts) -> list[int]:
-        """The stages with other workers or layers, or all of them if a plan for these alone might be another one.
+    @property
+    def _rule(self) -> MemoryRule:
+        return MemoryRule(Shardings(optim=self.before.spec), self.before.mirror_count)
 
-        The state of a stage whose workers and layers stay does not move. So for a mesh of 100,000 workers of which one
-        stage has changed, the plan for that stage alone has the bytes of the plan for all. This holds as long as
-        mirrors lie within their stage.
+    def _estimated_at_once(self, stages: Stages, cuts: Cuts) -> Move:
+        """`at_once` without a plan.
+
+        Replicas that are lost are looked at page by page. What moves with layers, and to newcomers for even shares, is
+        counted by the search's closed form; a lost replica may be made again by that, and is not counted twice.
         """
-        old = self.before
-        numbers = list(range(len(stages)))
-        smallest = min(map(len, (*old.stages, *stages)))
-        if len(old.stages) != len(stages) or (self.replicas is None and smallest <= old.mirror_count):
-            return numbers
-        rows = zip(numbers, old.stages, stages, pairwise(old.layer_cuts), pairwise(cuts), strict=True)
-        changed = [s for s, was, now, layers, new_layers in rows if (was, layers) != (tuple(now), new_layers)]
-        return changed if self.replicas is None or not changed else numbers
+        old, rule = self.before, self._rule
+        gone = frozenset(old.mesh.members).difference(*stages)
+        promoted = plan_reshard(self.layout, self._replicas_at(gone), lost=gone)
+        if promoted.lost:
+            return self._estimated_restart(stages, cuts)
+        estimates = MoveEstimates(self.costs, old.layer_cuts, old_stages_of(stages, old.stages))
+        moved, by_layer = estimates.to(cuts, rule), estimates.table(rule)
+        missing = self._missing(promoted, sum(map(len, stages)))
+        sent: defaultdict[int, float] = defaultdict(float)  # bytes by worker
+        lacking: defaultdict[int, float] = defaultdict(float)  # bytes by layer
+        for copy, num_bytes in missing:
+            sent[copy.primary] += num_bytes
+            lacking[copy.layer] += num_bytes
+        made_again, busiest = 0.0, max(sent.values(), default=0.0)
+        for stage, (members, (first, stop)) in enumerate(zip(stages, pairwise(cuts), strict=True)):
+            again = sum(max(0.0, lacking[layer] - float(by_layer[stage, layer])) for layer in range(first, stop))
+            made_again += again
+            busiest = max(busiest, again / len(members))
+            if newcomers := sum(rank not in old.mesh for rank in members):
+                # They get their share as primaries, and what is made again before others do.
+                share = sum(layer.state_bytes for layer in self.costs.layers[first:stop]) / len(members)
+                busiest = max(busiest, share + min(again / newcomers, old.mirror_count * share))
+        return Move(
+            bytes=moved.bytes + made_again,
+            seconds=max(moved.seconds, self._link_seconds(busiest)),
+            promotions=len(promoted.promotions),
+            copies=len(missing),
+            is_estimate=True,
+        )
 
-    def _only(self, numbers: Sequence[int]) -> StateMoves:
-        """These stages alone, with their layers, which are numbered anew."""
-        layers = [layer for s in numbers for layer in self.before.layers_of_stage(s)]
-        cuts = tuple(accumulate((len(self.before.layers_of_stage(s)) for s in numbers), initial=0))
-        mesh = self.before.mesh.with_stages(self.before.stages[s] for s in numbers)
-        pages = tuple(replace(self.layout.layers[layer], index=i) for i, layer in enumerate(layers))
-        costs = replace(self.costs, layers=tuple(self.costs.layers[layer] for layer in layers))
-        before = replace(self.before, mesh=mesh, layer_cuts=cuts)
-        return StateMoves(before, replace(self.layout, layers=pages), costs)
+    def _missing(self, promoted: ReshardPlan, num_workers: int) -> list[tuple[ReplicaSet, float]]:
+        """The page ranges of sharded state that lack replicas, and the bytes that it takes to make these again."""
+        if self.before.is_replicated:
+            return []
+        wanted, found = 1 + min(self.before.mirror_count, num_workers - 1), []
+        for pages in all_replica_sets(promoted.during):
+            if (lacking := wanted - len(pages.replicas)) > 0 and (elements := promoted.elements(pages.key)):
+                frozen = promoted.is_frozen(pages.key)
+                found.append((pages, lacking * elements * self._element_bytes[pages.layer, frozen]))
+        return found
 
-    def _figures(self, plan: ReshardPlan, from_checkpoint: bool = False) -> Move:
-        """The bytes of a plan's copies. All links carry their part at the same time."""
-        element_bytes = {
-            (layer.index, frozen): each
+    def _link_seconds(self, num_bytes: float) -> float:
+        """Seconds for which a link is occupied that carries so much."""
+        return num_bytes / self.costs.bandwidth + self.costs.latency_s if num_bytes else 0.0
+
+    @cached_property
+    def _element_bytes(self) -> Mapping[tuple[int, bool], float]:
+        """By layer, bytes of one trained element, and of a frozen one."""
+        return {
+            (layer.index, bool(frozen)): each
             for cost, layer in zip(self.costs.layers, self.layout.layers, strict=True)
             for frozen, each in enumerate(_element_bytes(cost.state_bytes, layer))
         }
-        num_copies = 0
+
+    def _replicas_at(self, ranks: frozenset[int]) -> ReplicaMap:
+        """The page ranges that have one of these workers as a replica, before the event."""
+        if self.replicas is None:
+            return replicas_at(self.layout, self.before, ranks, least_pages=least_pages(self.layout))
+        return {
+            layer: tuple(it for it in of_layer if not it.replicas.isdisjoint(ranks))
+            for layer, of_layer in self.replicas.items()
+        }
+
+    def _estimated_restart(self, stages: Stages, cuts: Cuts) -> Move:
+        """The figures of reading a checkpoint: every worker reads all that it is to hold."""
+        old = self.before
+        mirrors = min(old.mirror_count, sum(map(len, stages)) - 1)
+        total = busiest = 0.0
+        for members, (first, stop) in zip(stages, pairwise(cuts), strict=True):
+            times = len(members) if old.is_replicated else 1 + mirrors
+            num_bytes = times * sum(layer.state_bytes for layer in self.costs.layers[first:stop])
+            total, busiest = total + num_bytes, max(busiest, num_bytes / len(members))
+        return Move(total, seconds=self._link_seconds(busiest), from_checkpoint=True, is_estimate=True)
+
+    def _figures(self, plan: ReshardPlan, from_checkpoint: bool = False) -> Move:
+        """The bytes of a plan's copies. All links carry their part at the same time."""
+        element_bytes, num_copies = self._element_bytes, 0
         moved = Counter[tuple[int, bool]]()  # elements by layer, trained or frozen
         sent: defaultdict[int, float] = defaultdict(float)  # bytes by worker; a link carries both ways at once
         received: defaultdict[int, float] = defaultdict(float)
@@ -195,7 +248,7 @@ class StateMoves:
         return Move(
             bytes=sum(elements * element_bytes[kind] for kind, elements in moved.items()),
             bound_bytes=plan.least_elements * min((each for each in element_bytes.values() if each), default=0.0),
-            seconds=busiest / self.costs.bandwidth + self.costs.latency_s if busiest else 0.0,
+            seconds=self._link_seconds(busiest),
             promotions=len(plan.promotions),
             copies=num_copies,
             from_checkpoint=from_checkpoint,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -48,15 +48,10 @@ def place_replicas(layout: ModelLayout, sharding: StateSharding, *, least_pages:
         least_pages: page ranges are not cut in smaller pieces than that: each is a message of its own in every step.
     """
     choice = MirrorChoice(sharding)
-    placed: list[list[ReplicaSet]] = []
-    for stage, members in enumerate(sharding.stages):
-        if sharding.is_replicated:
-            everybody = [frozenset(members)]
-            # Replicated state is its own mirror: one shared set object for the whole stage.
-            sets = {rank: everybody for rank in members}
-        else:
-            sets = _copyset_replicas(members, sharding.mesh.topology, choice.count, choice.width(stage))
-        placed.append(list(_in_pieces(sharding.primary_ranges(layout, stage), sets, least_pages)))
+    placed = [
+        list(_in_pieces(sharding.primary_ranges(layout, stage), _replica_sets(sharding, stage, choice), least_pages))
+        for stage in range(len(sharding.stages))
+    ]
     if any(len(members) <= choice.count for members in sharding.stages):
         for of_stage in placed:
             choice.count_mirrors(of_stage)
@@ -65,6 +60,45 @@ def place_replicas(layout: ModelLayout, sharding: StateSharding, *, least_pages:
         for pages in of_stage:
             found[pages.layer].append(pages if len(members) > choice.count else choice.completed(pages))
     return {layer: tuple(of_layer) for layer, of_layer in found.items()}
+
+
+def replicas_at(
+    layout: ModelLayout, sharding: StateSharding, ranks: Collection[int], *, least_pages: int = 1
+) -> ReplicaMap:
+    """The page ranges of `place_replicas` that have one of these workers as a replica, all others left out.
+
+    It takes as long as there are such page ranges, and stages with such workers.
+    """
+    choice, wanted = MirrorChoice(sharding), frozenset(ranks)
+    if any(len(members) <= choice.count for members in sharding.stages):
+        # Mirrors in other stages are chosen by the loads that all page ranges make.
+        whole = place_replicas(layout, sharding, least_pages=least_pages)
+        return {layer: tuple(it for it in of_layer if it.replicas & wanted) for layer, of_layer in whole.items()}
+    found: dict[int, list[ReplicaSet]] = {layer: [] for layer in range(sharding.layer_cuts[-1])}
+    for stage, members in enumerate(sharding.stages):
+        if wanted.isdisjoint(members):
+            continue
+        sets = _replica_sets(sharding, stage, choice, wanted)
+        for pages in _in_pieces(sharding.primary_ranges(layout, stage, sets.keys()), sets, least_pages):
+            if pages.replicas & wanted:
+                found[pages.layer].append(pages)
+    return {layer: tuple(of_layer) for layer, of_layer in found.items()}
+
+
+def _replica_sets(
+    sharding: StateSharding, stage: int, choice: MirrorChoice, at: Set[int] | None = None
+) -> Mapping[int, Sequence[frozenset[int]]]:
+    """The replica sets of each primary's pieces, as far as they lie in its stage.
+
+    Args:
+        at: only primaries that share a piece with one of these workers are needed; None: all.
+    """
+    members = sharding.stages[stage]
+    if sharding.is_replicated:
+        everybody = [frozenset(members)]
+        # Replicated state is its own mirror: one shared set object for the whole stage.
+        return {rank: everybody for rank in members}
+    return _copyset_replicas(members, sharding.mesh.topology, choice.count, choice.width(stage), at)
 
 
 def _in_pieces(
@@ -88,9 +122,13 @@ def _in_pieces(
 
 
 def _copyset_replicas(
-    members: Sequence[int], topology: Topology, count: int, width: int
+    members: Sequence[int], topology: Topology, count: int, width: int, at: Set[int] | None = None
 ) -> dict[int, list[frozenset[int]]]:
-    """The replica sets of each worker's pieces, within its stage: the worker and `count` of its peers in turn."""
+    """The replica sets of each worker's pieces, within its stage: the worker and `count` of its peers in turn.
+
+    Args:
+        at: workers without a peer among these may be left out, where that saves time; None: none.
+    """
     if count >= len(members) - 1:
         everybody = [frozenset(members)] * max(1, width)
         return {rank: everybody for rank in members}
@@ -103,6 +141,7 @@ def _copyset_replicas(
     return {
         rank: [frozenset((rank, *(own[(j + i) % width] for i in range(count)))) for j in range(width)]
         for rank, own in peers.items()
+        if at is None or rank in at or not at.isdisjoint(own)
     }
 
 

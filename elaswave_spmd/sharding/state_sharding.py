@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from elaswave_spmd.mesh import Mesh, MeshShape
@@ -54,7 +54,9 @@ class StateSharding:
         """The layers of a stage."""
         return range(self.layer_cuts[stage], self.layer_cuts[stage + 1])
 
-    def primary_ranges(self, layout: ModelLayout, stage: int) -> Iterator[tuple[PageRange, int]]:
+    def primary_ranges(
+        self, layout: ModelLayout, stage: int, only: Collection[int] | None = None
+    ) -> Iterator[tuple[PageRange, int]]:
         """The page ranges of a new mesh's stage with their primaries, in page order.
 
         Every layer is cut over all workers of the stage, so that moving a layer between stages of n workers is n
@@ -62,18 +64,22 @@ class StateSharding:
         layer where the layer before left off, so that the stage's pages are even within one page. A range lies in one
         block; the loss page goes to the stage's last worker. The frozen pages of a layer are cut by themselves, so that
         trained pages, which have gradients and an update, are as even as all pages are.
+
+        Args:
+            only: the workers whose page ranges are wanted; None: all.
         """
         members, layers = self.stages[stage], [layout.layers[layer] for layer in self.layers_of_stage(stage)]
+        places = [i for i, rank in enumerate(members) if only is None or rank in only]
         # The next layer's longer parts begin where this layer's ended: over the stage, pages are even within one.
         # Those of the frozen pages begin where the trained pages of all layers ended.
         turn, frozen_turn = 0, sum(of_layer.num_trained_pages for of_layer in layers) % len(members)
         for of_layer in layers:
             layer, trained = of_layer.index, of_layer.num_trained_pages
             frozen = of_layer.num_state_pages - trained
-            yield from _cut(of_layer, 0, trained, members, turn)
-            yield from _cut(of_layer, trained, frozen, members, frozen_turn)
+            yield from _cut(of_layer, 0, trained, members, places, turn)
+            yield from _cut(of_layer, trained, frozen, members, places, frozen_turn)
             turn, frozen_turn = (turn + trained) % len(members), (frozen_turn + frozen) % len(members)
-            if of_layer.loss_block is not None:
+            if of_layer.loss_block is not None and (only is None or members[-1] in only):
                 loss = of_layer.loss_block.first_page
                 yield (layer, loss, loss + 1), members[-1]
 
@@ -99,17 +105,27 @@ class StateSharding:
 
 
 def _cut(
-    layer: LayerLayout, first_page: int, num_pages: int, members: Sequence[int], longer_from: int
+    layer: LayerLayout,
+    first_page: int,
+    num_pages: int,
+    members: Sequence[int],
+    places: Sequence[int],
+    longer_from: int,
 ) -> Iterator[tuple[PageRange, int]]:
-    """`num_pages` state pages of a layer from `first_page` on, cut over the members of its stage, in page order."""
+    """`num_pages` state pages of a layer from `first_page` on, cut over the members of its stage, in page order.
+
+    Args:
+        places: the members whose parts are wanted, by place, ascending.
+    """
     if not num_pages:
         return
     shape = MeshShape.of(dp=len(members))
     tiles = TileMap(shape, _PRIMARIES, (num_pages,), layer.name, longer_from=longer_from)
-    starts, stops = ((first_page + bound[:, 0]).tolist() for bound in tiles.bounds)
+    starts, stops = ((first_page + bound[places, 0]).tolist() for bound in tiles.bounds)
+    primaries = [members[place] for place in places]
     for block in layer.state_blocks:
         end = block.first_page + block.num_pages
-        for primary, start, stop in zip(members, starts, stops, strict=True):
+        for primary, start, stop in zip(primaries, starts, stops, strict=True):
             # A tile may span several blocks, but a page range lies in one: it is one slice of memory.
             if max(start, block.first_page) < min(stop, end):
                 yield (layer.index, max(start, block.first_page), min(stop, end)), primary

@@ -15,7 +15,7 @@ from elaswave_spmd.mesh import Mesh, MeshShape, Topology
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding import P, Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
-from elaswave_spmd.sharding.replica_placement import copyset_width, copysets, place_replicas
+from elaswave_spmd.sharding.replica_placement import copyset_width, copysets, place_replicas, replicas_at
 from elaswave_spmd.sharding.replica_rebalance import rebalance_replicas
 from elaswave_spmd.sharding.replicas import (
     ReplicaMap,
@@ -225,6 +225,15 @@ def test_placed_mirrors_are_even_and_on_few_peers(case: Case):
             assert max(loads) - min(loads) <= max(1, case.mirrors)
         for replica_set in all_replica_sets(replicas):
             assert replica_set.replicas <= set(case.members_of(replica_set.layer)), "mirrors stay in the stage"
+
+
+@given(cases(max_workers=9, max_pages=40), st.sampled_from([1, 4]), st.data())
+@settings(deadline=None, max_examples=150)
+def test_the_page_ranges_at_some_workers_are_those_of_the_whole_map(case: Case, least_pages: int, data):
+    ranks = data.draw(st.sets(st.sampled_from(case.workers)))
+    whole = case.place(least_pages)
+    wanted = {layer: tuple(it for it in ranges if it.replicas & ranks) for layer, ranges in whole.items()}
+    assert replicas_at(case.layout, case.sharding, ranks, least_pages=least_pages) == wanted
 
 
 def test_placed_mirrors_per_layer_and_in_turn():
