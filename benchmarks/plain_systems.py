@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -171,39 +176,70 @@ class _Stage(nn.Module):
 
 
 class Pipeline:
-    """Schedule1F1B of torch.distributed.pipelining over the stages of our placement, one process each."""
+    """A schedule of torch.distributed.pipelining over the layers in so many stages as there are workers, or twice that.
 
-    def __init__(self, plan: RunPlan, rank: int, world: int) -> None:
-        model = empty_model(plan)  # stays on the meta device, except this stage's layers
-        self._rank, self._last = rank, rank == world - 1
-        names = [model.layer_names[number] for number in plan.placement.layers_of_stage(rank)]
-        stage = _Stage([model.get_submodule(name) for name in names]).to_empty(device="cpu")
-        mine = [pair for name in names for pair in model.get_submodule(name).named_parameters(prefix=name)]
-        fill(plan, model, mine)
-        self._optimizer = adamw(plan, model, mine)
-        self._parameters = [p for _, p in mine]
+    Args:
+        kind: "pipeline" for Schedule1F1B; "pipeline_zb1p" and "pipeline_zb_interleaved" for
+            ScheduleInterleavedZeroBubble with one stage or two for each worker; "pipeline_zbv" for
+            ScheduleZBVZeroBubble, whose two stages of a worker lie in a V.
+    """
+
+    def __init__(self, plan: RunPlan, rank: int, world: int, kind: str) -> None:
+        model = empty_model(plan)  # stays on the meta device, except the layers of this worker's stages
+        cuts = plan.placement.layer_cuts if kind in ("pipeline", "pipeline_zb1p") else _even_blocks(model, 2 * world)
+        num_stages = len(cuts) - 1
+        if num_stages == world:
+            mine = [rank]
+        else:
+            mine = [rank, 2 * world - 1 - rank if kind == "pipeline_zbv" else world + rank]
+        names = {s: model.layer_names[cuts[s] : cuts[s + 1]] for s in mine}
+        stages = [
+            PipelineStage(
+                _Stage([model.get_submodule(name) for name in names[s]]).to_empty(device="cpu"),
+                s,
+                num_stages,
+                torch.device("cpu"),
+            )
+            for s in mine
+        ]
+        named = [
+            pair
+            for of_stage in names.values()
+            for name in of_stage
+            for pair in model.get_submodule(name).named_parameters(prefix=name)
+        ]
+        fill(plan, model, named)
+        self._first, self._last = 0 in mine, num_stages - 1 in mine
+        self._optimizer = adamw(plan, model, named)
+        self._parameters = [p for _, p in named]
         self._clip, self._windows = plan.job.clip, Windows(plan, range(plan.job.num_microbatches))
         scale = 1.0 / plan.job.tokens_per_step
 
         def loss(output: Tensor, targets: Tensor) -> Tensor:
             return model.loss(output, Batch(targets, targets)) * scale
 
-        self._schedule = Schedule1F1B(
-            PipelineStage(stage, rank, world, torch.device("cpu")),
-            plan.job.num_microbatches,
-            loss_fn=loss,  # on every stage: a schedule without one runs no backward
-            scale_grads=False,
-        )
+        # The loss on every stage: a schedule without one runs no backward.
+        options: dict[str, Any] = {
+            "n_microbatches": plan.job.num_microbatches,
+            "loss_fn": loss,
+            "scale_grads": False,
+        }
+        if kind == "pipeline":
+            self._schedule = Schedule1F1B(stages[0], **options)
+        elif kind == "pipeline_zbv":
+            self._schedule = ScheduleZBVZeroBubble(stages, **options)
+        else:
+            self._schedule = ScheduleInterleavedZeroBubble(stages, **options)
 
     def step(self, number: int) -> float:
         losses: list[Tensor] = []
-        if self._rank == 0:
-            self._schedule.step(torch.cat([b.tokens for b in self._windows.of_step(number)]))
-        elif self._last:
+        inputs, outputs = (), {}
+        if self._first:
+            inputs = (torch.cat([b.tokens for b in self._windows.of_step(number)]),)
+        if self._last:
             targets = torch.cat([b.targets for b in self._windows.of_step(number)])
-            self._schedule.step(target=targets, losses=losses)
-        else:
-            self._schedule.step()
+            outputs = {"target": targets, "losses": losses}
+        self._schedule.step(*inputs, **outputs)
         self._clip_over_stages()
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -216,6 +252,13 @@ class Pipeline:
         nn.utils.clip_grads_with_norm_(self._parameters, self._clip, square.sqrt())
 
 
+def _even_blocks(model: LayeredModel, num_stages: int) -> tuple[int, ...]:
+    """Cuts of the layers into stages with equally many blocks; the first layer and the last come on top."""
+    blocks = [len(part) for part in np.array_split(np.arange(1, len(model.layer_names) - 1), num_stages)]
+    inner = np.cumsum(blocks)[:-1] + 1
+    return (0, *inner.tolist(), len(model.layer_names))
+
+
 def even_share(num_microbatches: int, rank: int, world: int) -> range:
     """The micro-batches of one worker: contiguous; the first workers have one more if they cannot be divided evenly."""
     base, extra = divmod(num_microbatches, world)
@@ -224,11 +267,11 @@ def even_share(num_microbatches: int, rank: int, world: int) -> range:
 
 
 def make_system(kind: str, plan: RunPlan, rank: int, world: int) -> System:
-    """The system called `kind`: plain, ddp, fsdp, fsdp_sync_each or pipeline."""
+    """The system called `kind`: plain, ddp, fsdp, fsdp_sync_each, or one of `Pipeline`."""
     if kind in ("plain", "ddp"):
         return Replicated(plan, rank, world)
     if kind in ("fsdp", "fsdp_sync_each"):
         return FullyShard(plan, rank, world, sync_each=kind == "fsdp_sync_each")
-    if kind == "pipeline":
-        return Pipeline(plan, rank, world)
+    if kind.startswith("pipeline"):
+        return Pipeline(plan, rank, world, kind)
     raise ValueError(f"no such system: {kind!r}")

@@ -45,6 +45,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "model": {"name": "gpt_10m", "target": "gpt", "layers": 6, "d_model": 384, "heads": 6},
         "microbatch": 2,
     },
+    "deep": {
+        "model": {"name": "gpt_deep", "target": "gpt", "layers": 16, "d_model": 128, "heads": 4},
+        "microbatch": 4,
+    },
 }
 SEQ_LEN = 128
 

@@ -3,8 +3,8 @@
     python -m benchmarks.steady_state [--quick] [--rows TEXT] [--part speed|memory] [--json PATH]
 
 Ours is the whole product (controller, metrics, TensorBoard and all) on real processes; the other side is a loop of
-plain PyTorch (benchmarks/plain_systems.py): one process, DistributedDataParallel, FSDP2 or Schedule1F1B. Same model
-code, initial values, samples, micro-batch, global batch, fused AdamW, clipping; one thread per process,
+plain PyTorch (benchmarks/plain_systems.py): one process, DistributedDataParallel, FSDP2 or a schedule of pipelining.
+Same model code, initial values, samples, micro-batch, global batch, fused AdamW, clipping; one thread per process,
 gloo. Ours runs with mirror.count=0: the others have no mirrors of sharded state either.
 
 How it is timed. Both sides are alive at the same time; a gate (benchmarks/gate.py) lets one run a block of steps while
@@ -50,11 +50,21 @@ _KINDS: tuple[tuple[str, dict[str, int], str, str], ...] = (
     ("pp2 against Schedule1F1B", {"pp": 2}, "zero0", "pipeline"),
     ("dp4 zero1 against DDP, four workers", {"dp": 4}, "zero1", "ddp"),
 )
+_PIPELINES = {
+    "Schedule1F1B": "pipeline",
+    "ScheduleInterleavedZeroBubble, a stage each": "pipeline_zb1p",
+    "ScheduleInterleavedZeroBubble, two stages each": "pipeline_zb_interleaved",
+    "ScheduleZBVZeroBubble": "pipeline_zbv",
+}
+_DEEP = "deep"
 
 
 def cases(models: Sequence[str]) -> list[Case]:
-    """All rows of the tables."""
-    return [Case(model, *kind) for model in models for kind in _KINDS]
+    """All rows of the tables. Pipelines need blocks enough for two stages on each of four workers."""
+    found = [Case(model, *kind) for model in models if model != _DEEP for kind in _KINDS]
+    for stages, (name, kind) in itertools.product((2, 4), _PIPELINES.items()):
+        found.append(Case(_DEEP, f"pp{stages} against {name}", {"pp": stages}, "zero0", kind))
+    return found
 
 
 def measure(case: Case, launches: int, pairs: int) -> dict[str, Any]:
