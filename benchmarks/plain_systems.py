@@ -193,7 +193,7 @@ class Pipeline:
         else:
             mine = [rank, 2 * world - 1 - rank if kind == "pipeline_zbv" else world + rank]
         names = {s: model.layer_names[cuts[s] : cuts[s + 1]] for s in mine}
-        stages = [
+        stages: list[Any] = [
             PipelineStage(
                 _Stage([model.get_submodule(name) for name in names[s]]).to_empty(device="cpu"),
                 s,
