@@ -56,8 +56,9 @@ SEQ_LEN = 128
 def settings_of(case: Case, microbatches: int, steps: int, directory: Path) -> dict[str, Any]:
     """The settings of a run in the form of `Settings.from_dict`. The plain side reads the same ones.
 
-    There are no mirrors, since the systems that it is compared with have none. The failure detector runs, but does not
-    check progress: it would take a worker that waits at the benchmark's gate for one that hangs.
+    There are no mirrors and no checks of devices, since the systems that it is compared with have none. The failure
+    detector runs, but does not check progress: it would take a worker that waits at the benchmark's gate for one that
+    hangs.
     """
     microbatch = MODELS[case.model]["microbatch"]
     return {
@@ -73,6 +74,7 @@ def settings_of(case: Case, microbatches: int, steps: int, directory: Path) -> d
         },
         "optim": {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0, "clip": 1.0},
         "mirror": {"count": 0},
+        "verify": {"rate": 0.0},
         "timeouts": {"progress": 3600, "start": 7200},
         "run": {"dir": str(directory / "run")},
     }

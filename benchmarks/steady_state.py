@@ -5,7 +5,8 @@
 Ours is the whole product (controller, metrics, TensorBoard and all) on real processes; the other side is a loop of
 plain PyTorch (benchmarks/plain_systems.py): one process, DistributedDataParallel, FSDP2 or a schedule of pipelining.
 Same model code, initial values, samples, micro-batch, global batch, fused AdamW, clipping; one thread per process,
-gloo. Ours runs with mirror.count=0: the others have no mirrors of sharded state either.
+gloo. Ours runs with mirror.count=0 and verify.rate=0: the others have neither mirrors of sharded state nor checks of
+devices. `benchmarks.checks` has what checks cost.
 
 How it is timed. Both sides are alive at the same time; a gate (benchmarks/gate.py) lets one run a block of steps while
 the other's workers block in a read, then they swap, and every other pair begins with the other side. So a machine that
