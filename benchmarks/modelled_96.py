@@ -46,9 +46,8 @@ def means(table: Table) -> Table:
     columns = [f"{name}{what}" for name in _AGAINST for what in ("", ", least", ", most")]
     notes = (
         "geometric mean over the rows above",
-        "reroute has the split backward and staggered optimizer of ReCycle, which fill bubbles with the "
-        "micro-batches of "
-        "lost workers; ours runs whole backwards, and stages of different sizes take longer to fill",
+        "ours and reroute run backwards in two parts; reroute has the staggered optimizer of ReCycle besides, and is "
+        "never faster than before the loss, when it runs plain 1F1B",
         "drop replica gives up all devices of a pipeline that has lost one",
     )
     title = "Modelled, 96 devices: ratio of throughputs after the loss"

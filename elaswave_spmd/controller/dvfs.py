@@ -25,6 +25,7 @@ from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.dvfs import MOST_ROWS, FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import frequency_hints
+from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
 from elaswave_spmd.scheduling.step_time import Assignment, stage_seconds, timed_graph
 
 Pids: TypeAlias = Mapping[int, int | None]
@@ -118,7 +119,9 @@ class Frequencies:
             return clock.before if clock is not None else 1.0
         return clock.now if step >= clock.until else None
 
-    def hint(self, placement: Placement, costs: CostModel, step: int, pids: Pids) -> None:
+    def hint(
+        self, placement: Placement, costs: CostModel, step: int, pids: Pids, split: SplitBackward | None = None
+    ) -> None:
         """Slows down workers that would wait and raises those that are waited for, as nothing else is to be changed.
 
         Nothing happens if this very placement had its hints.
@@ -126,12 +129,13 @@ class Frequencies:
         Args:
             step: the last one that is committed.
             pids: rank -> process id of a worker on this machine.
+            split: the layers whose backward may be in two parts; None: there are none.
         """
-        key = placement.mesh.stages, placement.layer_cuts, placement.microbatch_counts, costs.speeds
+        assignment = executed(Assignment.of(placement), split)
+        key = assignment, costs.speeds
         if self._guard is None or self._orders or key == self._hinted:
             return
         self._hinted = key
-        assignment = Assignment.of(placement)
         plan, wanted = worker_frequencies(assignment, costs, self._limits, self._power)
         if all(abs(f - self._now(rank)) < _LEAST_CHANGE for rank, f in wanted.items()):
             return

@@ -26,6 +26,7 @@ from elaswave_spmd.scheduling.lasting import LastingCosts
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.profiler import SLOWEST, LayerSample, ProfileSmoother
 from elaswave_spmd.scheduling.rebalance import Decision, plan_change, reassign_microbatches
+from elaswave_spmd.scheduling.split_backward import SplitBackward, executed, priced
 from elaswave_spmd.scheduling.step_time import Assignment, state_of, step_time
 
 _MOST_DOUBLINGS = 6
@@ -89,10 +90,11 @@ class MeasuredCosts:
             self._links[message.rank] = message.link
         if scale is None:
             return
+        put_off = {layer: seconds / number for layer, seconds, number in message.weights if number}
         for layer, forward_s, backward_s, forwards, backwards in message.rows:
             if forwards and backwards:
-                sample = LayerSample(message.rank, layer, scale * forward_s / forwards, scale * backward_s / backwards)
-                self._samples[message.step].append(sample)
+                each = (scale * forward_s / forwards, scale * backward_s / backwards, scale * put_off.get(layer, 0.0))
+                self._samples[message.step].append(LayerSample(message.rank, layer, *each))
 
     def committed(self, step: int, members: Collection[int]) -> int:
         """A step is committed: every member has reported the one before the last. Returns how many steps that adds."""
@@ -106,7 +108,9 @@ class MeasuredCosts:
         """Members have come or gone."""
         self._links = {rank: link for rank, link in self._links.items() if rank in members}
 
-    def assign(self, old: Placement, stages: Stages, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
+    def assign(
+        self, old: Placement, stages: Stages, num_microbatches: int, *, split: SplitBackward | None = None
+    ) -> tuple[tuple[int, ...], ...]:
         """The micro-batches of each worker: as `plan_change` would assign them, where layers stay."""
         if not self._follows_speeds:
             return assign_evenly(stages, num_microbatches)
@@ -116,7 +120,12 @@ class MeasuredCosts:
         large = sum(map(len, stages)) > _TIMED_WORKERS  # everybody waits for this: no lists of a large mesh are timed
         if len(found) == 1 or len(stages) != len(cuts) - 1 or large:
             return found[0]
-        return min(found, key=lambda counts: step_time(Assignment(stages, cuts, counts, order), costs).seconds)
+        costs = priced(costs, split)
+
+        def seconds(counts: tuple[tuple[int, ...], ...]) -> float:
+            return step_time(executed(Assignment(stages, cuts, counts, order), split), costs).seconds
+
+        return min(found, key=seconds)
 
 
 @dataclass(frozen=True)
@@ -215,10 +224,13 @@ class Rescheduler:
 
     def _review(self, step: int, now: float) -> list[Action]:
         is_known = self._measured.review(now)
-        actions: list[Action] = [WriteCosts(self._measured.costs.to_json())] if self._measured.is_measured else []
+        actions: list[Action] = []
+        split = self._protocol.split
+        if self._measured.is_measured:
+            actions.append(WriteCosts(priced(self._measured.costs, split).to_json()))
         if not is_known:
             return actions
-        costs = self._measured.lasting
+        costs = priced(self._measured.lasting, split)
         decision, complaints = self._plan(costs, max(0, self._policy.steps - step))
         actions += complaints
         if decision is None:
@@ -233,7 +245,7 @@ class Rescheduler:
             self._asked = None
             self._content += 1
             if self._content >= self._settings.patience:  # hints come last
-                self._frequencies.hint(self._protocol.placement, costs, step, self._roster.pids)
+                self._frequencies.hint(self._protocol.placement, costs, step, self._roster.pids, split)
             return actions
         self._content = 0
         times = self._asked[1] + 1 if self._asked is not None and _alike(self._asked[0], goal) else 1
@@ -253,7 +265,8 @@ class Rescheduler:
         mesh = self._protocol.placement.mesh
         stages = self._settings.layers and self._settings.stages
         seconds = tuple(round(math.log2(max(layer.seconds, 1e-9)) * 8) for layer in costs.layers)
-        known = mesh.epoch, costs.speeds, seconds
+        shares = tuple(round(layer.weight_share * 8) for layer in costs.layers)
+        known = mesh.epoch, costs.speeds, seconds, shares
         if stages and self._planned is not None and self._planned[0] == known:
             return self._planned[1], []
         complaints: list[Action] = []
@@ -264,6 +277,7 @@ class Rescheduler:
                 remaining_steps,
                 layout=self._protocol.layout,
                 mirror_count=self._policy.mirror_count,
+                split=self._protocol.split,
                 memory_limit=self._settings.memory_limit or math.inf,
                 state_limit=self._state_limit(costs),
                 stage_counts=None if stages else (),

@@ -453,7 +453,7 @@ def _refused_shard(bounds: MessageBounds, message: m.ShardWritten, at: Controlle
 
 
 def _refused_times(bounds: MessageBounds, message: m.Measured) -> str:
-    for rows in (message.rows, message.memory):
+    for rows in (message.rows, message.memory, message.weights):
         layers = [layer for layer, *_ in rows]
         if not all(0 <= layer < len(bounds.layout.layers) for layer in layers):
             return PLACE
@@ -463,7 +463,7 @@ def _refused_times(bounds: MessageBounds, message: m.Measured) -> str:
         return SIZE
     # The link: a latency in seconds and a bandwidth.
     good = _are_amounts(number for _, *numbers in message.rows for number in numbers)
-    good = good and _are_amounts(number for _, *numbers in message.memory for number in numbers)
+    good = good and _are_amounts(n for rows in (message.memory, message.weights) for _, *some in rows for n in some)
     return "" if good and _are_amounts(message.link) and all(message.link[1:]) else VALUE
 
 

@@ -79,15 +79,24 @@ class Policy:
 class MicrobatchAssigner(Protocol):
     """Decides how many micro-batches each worker gets when members have come or gone."""
 
-    def assign(self, old: Placement, stages: Stages, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
-        """The number of micro-batches of each worker of `stages`, by stage; `old`: the placement until now."""
+    def assign(
+        self, old: Placement, stages: Stages, num_microbatches: int, *, split: SplitBackward | None = None
+    ) -> tuple[tuple[int, ...], ...]:
+        """The number of micro-batches of each worker of `stages`, by stage.
+
+        Args:
+            old: the placement until now.
+            split: the layers whose backward may be in two parts; None: there are none.
+        """
         ...
 
 
 class EvenAssigner:
     """The assignment for workers that are all equally fast."""
 
-    def assign(self, old: Placement, stages: Stages, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
+    def assign(
+        self, old: Placement, stages: Stages, num_microbatches: int, *, split: SplitBackward | None = None
+    ) -> tuple[tuple[int, ...], ...]:
         return assign_evenly(stages, num_microbatches)
 
 
@@ -399,7 +408,7 @@ class ControllerProtocol:
                 self.layout,
                 starters,
                 self._domains.get,
-                partial(self._assigner.assign, self.placement),
+                partial(self._assigner.assign, self.placement, split=self.split),
                 (self._policy.mirror_count, self._policy.mirror_scatter),
             )
         return self._send_all(self._reconfigure_message(self.version, None, as_planned=as_planned))
@@ -629,7 +638,7 @@ class ControllerProtocol:
         """The placement on the new members, without replicas, before anything moves on purpose."""
         old = self.placement
         stages = next_stages(old.mesh.stages, membership.removed, membership.newcomers, self._wanted_stages)
-        assign = partial(self._assigner.assign, old)
+        assign = partial(self._assigner.assign, old, split=self.split)
         return reconfiguration.next_placement(old, self.layout, epoch, stages, self._domains.get, assign)
 
     def _with_state(

@@ -672,7 +672,10 @@ class Measured(Message, frozen=True):
         memory: what micro-batches keep of layers that are new to the worker, as worker.profiling.MemoryRow.
         compiled: number of programs that it has compiled so far.
         link: (latency in s, bytes per s) of its link to a neighbour, once it is known; else empty.
+        weights: times of weight gradients that were put off, as worker.profiling.WeightsRow.
     """
+
+    NUM_OPTIONS = 1
 
     rank: int
     step: int
@@ -680,6 +683,7 @@ class Measured(Message, frozen=True):
     memory: tuple[tuple[int, int, int], ...] = ()
     compiled: int = 0
     link: tuple[float, ...] = ()
+    weights: tuple[tuple[int, float, int], ...] = ()
 
 
 class ValidationLoss(Message, frozen=True):

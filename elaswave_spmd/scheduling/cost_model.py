@@ -21,6 +21,10 @@ from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh.mesh import format_ints
 from elaswave_spmd.sharding import Shardings
 
+WEIGHT_SHARE = 0.5
+"""The part of a backward that is assumed to make weight gradients, where that is not measured: as many products as make
+the gradients of inputs."""
+
 _SHOWN = 24  # layers, and slow workers, that `str` lists
 
 
@@ -37,9 +41,11 @@ class LayerCost:
         activation_bytes: bytes that one micro-batch keeps between forward and backward.
         boundary_bytes: its output for one micro-batch, which crosses a link if a stage ends here; the gradient of the
             output has as many.
+        put_off_bytes: bytes that one micro-batch keeps between the two parts of a backward.
+        weight_share: the part of backward_s that makes weight gradients, which may be put off; 0: backwards are whole.
 
     Raises:
-        PlanError: seconds are negative or not finite, or bytes are negative or not whole.
+        PlanError: seconds are negative or not finite, bytes are negative or not whole, or the share is not one.
     """
 
     name: str
@@ -50,6 +56,8 @@ class LayerCost:
     gradient_bytes: int = 0
     activation_bytes: int = 0
     boundary_bytes: int = 0
+    put_off_bytes: int = 0
+    weight_share: float = 0.0
 
     def __post_init__(self) -> None:
         where = f"layer {self.name!r}"
@@ -58,7 +66,11 @@ class LayerCost:
         for name in ("forward_s", "backward_s"):
             seconds = _number(getattr(self, name), f"{name} of {where}", at_least=0.0)
             object.__setattr__(self, name, seconds)
-        for field in fields(self)[3:]:
+        share = _number(self.weight_share, f"weight_share of {where}", at_least=0.0)
+        if share > 1:
+            raise PlanError(f"weight_share of {where} is {share:g}", rule="it is a part of the backward, from 0 to 1")
+        object.__setattr__(self, "weight_share", share)
+        for field in fields(self)[3:-1]:
             value = getattr(self, field.name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise PlanError(
@@ -71,6 +83,11 @@ class LayerCost:
     def seconds(self) -> float:
         """Seconds of forward and backward of one micro-batch."""
         return self.forward_s + self.backward_s
+
+    @property
+    def weights_s(self) -> float:
+        """The seconds of `backward_s` that may be put off."""
+        return self.backward_s * self.weight_share
 
 
 @dataclass(frozen=True)
@@ -178,7 +195,7 @@ class CostModel:
     # ---- layers
 
     def prefix(self, field: str) -> np.ndarray:
-        """Prefix sums of a field of LayerCost: [layers + 1], int64 for bytes and float64 for seconds."""
+        """Prefix sums of a number of LayerCost: [layers + 1], int64 for bytes and float64 for seconds."""
         if field not in self._prefixes:
             values = np.array([getattr(layer, field) for layer in self.layers])
             self._prefixes[field] = np.concatenate([np.zeros(1, values.dtype), np.cumsum(values)])
@@ -238,6 +255,7 @@ class CostModel:
             lines.append(
                 f"  {i} {layer.name}: {layer.forward_s:.4g} + {layer.backward_s:.4g} s, state {state:,} B, "
                 f"{kept:,} B a micro-batch in flight, boundary {sent:,} B"
+                + (f", {layer.weights_s:.4g} s may be put off" if layer.weight_share else "")
             )
         lines += [f"  ... {len(self.layers) - _SHOWN} more"] if len(self.layers) > _SHOWN else []
         slow = [f"{rank}: {speed:.3g}" for rank, speed in self.speeds if speed != 1.0]

@@ -54,11 +54,14 @@ class LastingCosts:
 
 def _followed(planned: CostModel, latest: CostModel, seen: Sequence[CostModel]) -> CostModel:
     """`latest` with the seconds and speeds of `planned`, moved as far as all that was seen agrees."""
+    followed = ("forward_s", "backward_s", "weight_share")
     layers = tuple(
         replace(
             layer,
-            forward_s=_clamped(planned.layers[i].forward_s, [costs.layers[i].forward_s for costs in seen]),
-            backward_s=_clamped(planned.layers[i].backward_s, [costs.layers[i].backward_s for costs in seen]),
+            **{
+                name: _clamped(getattr(planned.layers[i], name), [getattr(costs.layers[i], name) for costs in seen])
+                for name in followed
+            },
         )
         for i, layer in enumerate(latest.layers)
     )

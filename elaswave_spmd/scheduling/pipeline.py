@@ -1,10 +1,11 @@
 """The order of a step's actions: the rules by which workers choose, and the lists that they give in one simulated step.
 
 The rule is that of 1F1B (Narayanan et al., 2019): a worker runs a backward as soon as one is ready, else a forward,
-with a bounded number of micro-batches in flight (`in_flight_limits`); of several ready ones it takes the one whose turn
-it is (`turns`). Workers follow it while they run (`worker.ready_order`). `execute` simulates a step of them, by which
-plans are judged, and `schedule` lists each worker's actions in such a step, in order, such as `1F4` (stage 1, forward,
-4). `check` proves that lists can be run.
+with a bounded number of micro-batches in flight (`in_flight_limits`), else weight gradients that it has put off, of
+which there is a bounded number, too (`weight_limits`); of several ready ones it takes the one whose turn it is
+(`turns`). Workers follow it while they run (`worker.ready_order`). `execute` simulates a step of them, by which plans
+are judged, and `schedule` lists each worker's actions in such a step, in order, such as `1F4` (stage 1, forward, 4).
+`check` proves that lists can be run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MORE = 2  # micro-batches in flight beyond the estimate, where they come from s
 
 @dataclass(frozen=True)
 class PipelineAction:
-    """Forward or backward of one micro-batch through one stage."""
+    """Forward, backward, or weight gradients that were put off, of one micro-batch through one stage."""
 
     stage: int
     kind: str
@@ -38,6 +39,8 @@ class PipelineAction:
         """The actions whose results this one needs."""
         if self.kind == FORWARD:
             return (PipelineAction(self.stage - 1, FORWARD, self.microbatch),) if self.stage else ()
+        if self.kind == WEIGHTS:
+            return (PipelineAction(self.stage, BACKWARD, self.microbatch),)
         own = PipelineAction(self.stage, FORWARD, self.microbatch)
         if self.stage == num_stages - 1:
             return (own,)
@@ -100,14 +103,17 @@ def schedule(
     placement: Placement,
     *,
     limits: Sequence[int] | None = None,
-    seconds: tuple[Mapping[int, float], Mapping[int, float]] | None = None,
+    put_off: Sequence[int] = (),
+    seconds: tuple[Mapping[int, float], Mapping[int, float], Mapping[int, float]] | None = None,
     delays: Sequence[float] | None = None,
 ) -> Schedule:
     """The actions of every worker in a step, in the order in which it executes them: rank -> list.
 
     Args:
         limits: per stage, the most micro-batches in flight; None: `in_flight_limits` of this mesh.
-        seconds: by rank, those of one forward and of one backward; None: as the counts have it (`_duration`).
+        put_off: per stage, the most micro-batches whose weight gradients a worker puts off; (): backwards are whole.
+        seconds: by rank, those of one forward, of one whole backward, and of its weight gradients; None: as the counts
+            have it (`_duration`).
         delays: per boundary between stages, seconds from the end of an action to the arrival of its result; None: 0.
     """
     mesh, counts = placement.mesh, placement.microbatch_counts
@@ -119,20 +125,28 @@ def schedule(
             for members, of_stage in zip(mesh.stages, counts, strict=True)
             for rank, count in zip(members, of_stage, strict=True)
         }
-        seconds = takes, {rank: _BACKWARD * each for rank, each in takes.items()}
+        seconds = takes, {rank: _BACKWARD * each for rank, each in takes.items()}, takes
     row = {rank: i for i, rank in enumerate(mesh.members)}
     order = turns(placement, range(placement.num_microbatches))
     owners = [
         [row[placement.worker_of_microbatch(s, u)] for u in range(placement.num_microbatches)]
         for s in range(placement.num_stages)
     ]
-    forward_s, backward_s = ([of_kind[rank] for rank in mesh.members] for of_kind in seconds)
-    _, done = execute(owners, order, limits, forward_s, backward_s, delays or [0] * (placement.num_stages - 1))
+    forward_s, backward_s, weights_s = ([of_kind[rank] for rank in mesh.members] for of_kind in seconds)
+    gaps, number = delays or [0] * (placement.num_stages - 1), placement.num_microbatches
+    _, done = execute(owners, order, limits, forward_s, backward_s, gaps, weights_s, put_off)
     stage_of = [mesh.stage_of(rank) for rank in mesh.members]
     return {
-        rank: tuple(PipelineAction(stage, BACKWARD if u < 0 else FORWARD, ~u if u < 0 else u) for u in todo)
+        rank: tuple(PipelineAction(stage, *_kind_of(u, number)) for u in todo)
         for rank, stage, todo in zip(mesh.members, stage_of, done, strict=True)
     }
+
+
+def _kind_of(action: int, num_microbatches: int) -> tuple[str, int]:
+    """Kind and micro-batch of an action as `execute` numbers it."""
+    if action < 0:
+        return BACKWARD, ~action
+    return (FORWARD, action) if action < num_microbatches else (WEIGHTS, action - num_microbatches)
 
 
 def turns(placement: Placement, microbatches: Iterable[int]) -> dict[int, float]:
@@ -165,6 +179,8 @@ def execute(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     delays: Sequence[float],
+    weights_s: Sequence[float] = (),
+    put_off: Sequence[int] = (),
 ) -> tuple[float, list[list[int]]]:
     """Simulates a step as workers execute it (`worker.ready_order`).
 
@@ -172,13 +188,16 @@ def execute(
 
     Args:
         owners: per stage, the worker of each micro-batch. A worker, a number from 0 on, is in one stage.
-        turn: of each micro-batch.
+        turn: of each micro-batch; these are numbers from 0 on.
         limits: per stage, the most micro-batches that a worker has in flight.
         forward_s, backward_s: by worker, of one micro-batch.
         delays: per boundary between stages, from the end of an action to the arrival of its result.
+        weights_s: by worker, the part of `backward_s` that makes weight gradients, where these may be put off.
+        put_off: per stage, the most micro-batches whose weight gradients a worker puts off; 0: backwards are whole. ()
+            if they are on all stages.
 
-    Returns: the time at which the last action ends, and what each worker did: u for the forward of micro-batch u, and
-        ~u for its backward.
+    Returns: the time at which the last action ends, and what each worker did: u for the forward of micro-batch u, ~u
+        for its backward, and u + (number of micro-batches) for its weight gradients, where these were put off.
     """
     by_turn = sorted(turn, key=lambda u: (turn[u], u))
     owner = [[of_stage[u] for u in by_turn] for of_stage in owners]
@@ -189,10 +208,15 @@ def execute(
             stage_of[row] = s
     forwards: list[list[int]] = [[] for _ in range(size)]  # ready, as places in `by_turn`
     backwards: list[list[int]] = [[] for _ in range(size)]
+    weights: list[list[int]] = [[] for _ in range(size)]  # put off
     room = [limits[s] for s in stage_of]
+    most = [put_off[s] for s in stage_of] if put_off else [0] * size
+    if put_off:
+        backward_s = [b - w if n else b for b, w, n in zip(backward_s, weights_s, most, strict=True)]
     idle = [True] * size
     done: list[list[int]] = [[] for _ in range(size)]
-    # (time, has it arrived or ended, backward, stage, place)
+    # (time, has it arrived or ended, backward, stage, place). Of weight gradients, for which no action waits, ~worker
+    # stands in place of the stage.
     events: list[tuple[float, bool, bool, int, int]] = []
     push, pop = heapq.heappush, heapq.heappop
     for place, row in enumerate(owner[0]):
@@ -203,16 +227,23 @@ def execute(
             if not idle[row]:
                 continue
             # Backward first, as in 1F1B: it frees the activations of a micro-batch.
-            if backwards[row]:
+            late = weights[row]
+            if backwards[row] and (not late or len(late) < most[row]):
                 place = pop(backwards[row])
+                if most[row]:
+                    push(late, place)
                 room[row] += 1
                 done[row].append(~by_turn[place])
                 push(events, (now + backward_s[row], False, True, stage_of[row], place))
-            elif forwards[row] and room[row]:
+            elif forwards[row] and room[row] and not backwards[row]:
                 place = pop(forwards[row])
                 room[row] -= 1
                 done[row].append(by_turn[place])
                 push(events, (now + forward_s[row], False, False, stage_of[row], place))
+            elif late:
+                place = pop(late)
+                done[row].append(by_turn[place] + len(by_turn))
+                push(events, (now + weights_s[row], False, True, ~row, place))
             else:
                 continue
             idle[row] = False
@@ -224,6 +255,10 @@ def execute(
         while events and events[0][0] == now:
             _, arrived, is_backward, s, place = pop(events)
             if not arrived:
+                if s < 0:
+                    idle[~s] = True
+                    touched.add(~s)
+                    continue
                 row = owner[s][place]
                 idle[row] = True
                 touched.add(row)

@@ -28,6 +28,9 @@ SLOWEST = 0.02
 class LayerSample:
     """One worker's measurement of one layer in one step: seconds of a micro-batch, usually the median over several.
 
+    Args:
+        weights_s: the part of backward_s that made weight gradients; 0: none were put off.
+
     Raises:
         PlanError: seconds that are negative or not finite.
     """
@@ -36,9 +39,10 @@ class LayerSample:
     layer: int
     forward_s: float
     backward_s: float
+    weights_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(s) and s >= 0 for s in (self.forward_s, self.backward_s)):
+        if not all(math.isfinite(s) and s >= 0 for s in (self.forward_s, self.backward_s, self.weights_s)):
             raise PlanError(
                 f"layer {self.layer} on rank {self.rank} took {self.forward_s} + {self.backward_s} s",
                 rule="measured seconds are finite and not negative",
@@ -63,6 +67,8 @@ class ProfileSmoother:
         window: number of steps that the medians are taken over.
         grain: speeds that differ by less count as equal.
         layers: layer -> its seconds at speed 1 in the last steps, oldest first.
+        shares: layer -> the part of its backward that made weight gradients, in the last steps in which any were put
+            off, oldest first.
         workers: rank -> its relative speeds in the last steps, oldest first.
         reported: rank -> the speed to plan with.
     """
@@ -71,6 +77,7 @@ class ProfileSmoother:
     window: int = 5
     grain: float = SLOWEST
     layers: Mapping[int, tuple[_Seconds, ...]] = field(default_factory=dict, hash=False)
+    shares: Mapping[int, tuple[float, ...]] = field(default_factory=dict, hash=False)
     workers: Mapping[int, tuple[float, ...]] = field(default_factory=dict, hash=False)
     reported: Mapping[int, float] = field(default_factory=dict, hash=False)
 
@@ -101,14 +108,16 @@ class ProfileSmoother:
         for layer in by_layer.keys() - expected.keys():
             expected[layer] = median_low(s.seconds * self._speed(s.rank) for s in by_layer[layer])
         now = {rank: median(expected[s.layer] / s.seconds for s in some) for rank, some in by_rank.items()}
-        layers, workers = dict(self.layers), dict(self.workers)
+        layers, shares, workers = dict(self.layers), dict(self.shares), dict(self.workers)
         for layer, some in by_layer.items():
             forward = median_low(s.forward_s * now[s.rank] for s in some)
             backward = median_low(s.backward_s * now[s.rank] for s in some)
             layers[layer] = (*layers.get(layer, ()), (forward, backward))[-self.window :]
+            if parts := [min(1.0, s.weights_s / s.backward_s) for s in some if s.weights_s and s.backward_s]:
+                shares[layer] = (*shares.get(layer, ()), median_low(parts))[-self.window :]
         for rank, speed in now.items():
             workers[rank] = (*workers.get(rank, ()), speed)[-self.window :]
-        found = replace(self, layers=layers, workers=workers)
+        found = replace(self, layers=layers, shares=shares, workers=workers)
         return replace(found, reported=found._rounded())
 
     def forget(self, ranks: Collection[int]) -> ProfileSmoother:
@@ -128,6 +137,8 @@ class ProfileSmoother:
         for layer in self.layers:
             forward, backward = self._layer_s(layer)
             layers[layer] = replace(layers[layer], forward_s=forward / middle, backward_s=backward / middle)
+        for layer, recent in self.shares.items():
+            layers[layer] = replace(layers[layer], weight_share=median(recent))
         speeds = {**dict(base.speeds), **self.reported}
         some = tuple((rank, speed) for rank, speed in speeds.items() if speed != 1.0)
         return replace(base, layers=tuple(layers), speeds=some)

@@ -28,6 +28,7 @@ from elaswave_spmd.scheduling.microbatch_assignment import (
 )
 from elaswave_spmd.scheduling.partition import StageWorkers, partition
 from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
 from elaswave_spmd.scheduling.stage_search import (
     Groupings,
     MoveEstimate,
@@ -50,6 +51,7 @@ from elaswave_spmd.scheduling.step_time import (
     step_time,
     step_time_below,
     timed_graph,
+    weights_seconds,
 )
 from elaswave_spmd.sharding.layout import ModelLayout
 
@@ -172,6 +174,7 @@ def plan_change(
     memory_limit: float = math.inf,
     state_limit: float = math.inf,
     mirror_count: int = 1,
+    split: SplitBackward | None = None,
     stage_counts: Collection[int] | None = None,
     frequencies: FrequencyRange | None = None,
     power: PowerModel = _POWER,
@@ -189,6 +192,8 @@ def plan_change(
         memory_limit: bytes that each worker has.
         state_limit: the most bytes of state that the plan may give a worker.
         mirror_count: mirrors of each page of sharded state.
+        split: the layers whose backward is in two parts, which says how much the workers of a plan put off; None: all
+            backwards are whole.
         stage_counts: numbers of stages that may replace the present one; None: any; (): none.
         frequencies: the range that devices may be set to; None: no hints.
         goal_s: a step time; frequencies are raised only as far as it takes to reach this, for example the step time
@@ -210,7 +215,7 @@ def plan_change(
     rule = MemoryRule(placement.shardings, mirror_count, state_limit)
     sharding = placement.state_sharding(mirror_count)
     moves = StateMoves(sharding, layout or layout_of_costs(costs), costs, placement.replicas)
-    planner = _Planner(old, costs, remaining_steps, rule, memory_limit, moves)
+    planner = _Planner(old, costs, remaining_steps, rule, memory_limit, moves, split)
     crew = planner.crew(present)
     at_once, why_anew = planner.now(crew)
     now = at_once.planned(moves.at_once(*at_once.key))
@@ -221,7 +226,8 @@ def plan_change(
     if frequencies is not None:
         plan, hints = frequency_hints((later or now).assignment, costs, frequencies, power, goal_s)
         reasons.append(str(plan))
-    return Decision(step_time(old, costs, rule), now, later, not why_anew, hints, plan, remaining_steps, tuple(reasons))
+    before = step_time(executed(old, split), costs, rule)
+    return Decision(before, now, later, not why_anew, hints, plan, remaining_steps, tuple(reasons))
 
 
 def _reason_for_now(now: Variant, why_anew: str) -> str:
@@ -260,6 +266,7 @@ class _Planner:
     rule: MemoryRule
     memory_limit: float
     moves: StateMoves
+    split: SplitBackward | None = None
     tables: MemoryTables = field(default_factory=dict)
 
     def crew(self, stages: Stages) -> _Crew:
@@ -344,6 +351,7 @@ class _Planner:
             self.remaining_steps,
             self.rule,
             self.memory_limit,
+            self.split,
         )
         found: list[tuple[_Crew, Candidate]] = []
 
@@ -439,7 +447,8 @@ class _Planner:
         """The fastest of these and `best`, the first of equal ones. Those that cannot be it are not simulated."""
         best_fits = best is not None and self.fits(best)
         for microbatches in choices:
-            assignment = Assignment(crew.stages, tuple(cuts), microbatches.counts, self.old.microbatch_order)
+            order = self.old.microbatch_order
+            assignment = executed(Assignment(crew.stages, tuple(cuts), microbatches.counts, order), self.split)
             fits = self.has_room(assignment)
             if best_fits and not fits:
                 continue
@@ -531,7 +540,8 @@ def _hints_by_class(
 ) -> tuple[FrequencyPlan, tuple[Hint, ...]]:
     """Frequencies where workers of a stage with equal speeds and counts are one row, and the makespan is the bound."""
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
-    forward_s, backward_s, counts, groups = [], [], [], []
+    weights = weights_seconds(assignment, costs)
+    forward_s, backward_s, weights_s, counts, groups = [], [], [], [], []
     for s, members in enumerate(assignment.stages):
         kinds = np.stack([assignment.microbatch_counts[s], costs.speeds_of(members)], axis=1)
         alike, which = np.unique(kinds, axis=0, return_inverse=True)
@@ -541,6 +551,7 @@ def _hints_by_class(
         counts.append(alike[:, 0])
         forward_s.append(forward[s] / alike[:, 1])
         backward_s.append(backward[s] / alike[:, 1])
+        weights_s.append(weights[s] / alike[:, 1])
     ends = np.cumsum([len(of_stage) for of_stage in counts])[:-1]
     work = np.zeros((len(groups), len(CLASSES)))
     work[:, 1] = np.concatenate(counts) * np.concatenate(forward_s)
@@ -548,8 +559,11 @@ def _hints_by_class(
 
     def makespan(frequencies: np.ndarray) -> float:
         f = [a / b for a, b in zip(forward_s, np.split(frequencies[:, 1], ends), strict=True)]
-        b = [a / b for a, b in zip(backward_s, np.split(frequencies[:, 2], ends), strict=True)]
-        return bound(f, b, counts, delays, assignment.limits)
+        b, w = (
+            [a / b for a, b in zip(of_kind, np.split(frequencies[:, 2], ends), strict=True)]
+            for of_kind in (backward_s, weights_s)
+        )
+        return bound(f, b, counts, delays, assignment.limits, w, assignment.put_off)
 
     devices = [len(ranks) for _, ranks in groups]
     plan = plan_frequencies(work, limits, devices=devices, makespan=makespan, goal_s=goal_s, power=power)

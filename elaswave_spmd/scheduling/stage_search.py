@@ -20,7 +20,8 @@ from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRul
 from elaswave_spmd.scheduling.microbatch_assignment import balanced_counts
 from elaswave_spmd.scheduling.partition import Partition, StageWorkers, partition
 from elaswave_spmd.scheduling.pipeline import in_flight_limits
-from elaswave_spmd.scheduling.step_time import bound, stage_seconds, traffic_bytes
+from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
+from elaswave_spmd.scheduling.step_time import Assignment, bound, stage_seconds, traffic_bytes, weights_seconds
 
 MOST_NUMBERS = 24
 """The most numbers of stages that are tried: those with the smallest lower bounds."""
@@ -207,6 +208,7 @@ class Groupings:
         old_stages, old_cuts: the stages and cuts before, which say where state is.
         remaining_steps: steps until the run ends.
         memory_limit: bytes of each worker.
+        split: the layers whose backward is in two parts; None: all backwards are whole.
     """
 
     costs: CostModel
@@ -217,6 +219,7 @@ class Groupings:
     remaining_steps: int
     rule: MemoryRule = REPLICATED
     memory_limit: float = math.inf
+    split: SplitBackward | None = None
 
     def best(self, stage_counts: Collection[int] | None = None) -> StageChoice:
         """The best of the present grouping and all even groupings, by lower bound.
@@ -329,7 +332,7 @@ class Groupings:
         at least that of all speeds. The compute of stage s starts and ends after a micro-batch has passed the stages
         before it, which takes P_s of its whole path, so the stage can have at most (bound - P_s) / load_s of the path.
         Summed over the stages, the whole path W is at most bound x (1 - product over stages of (1 - 1 / (load x highest
-        speed))).
+        speed))). Weight gradients that may be put off are left out of the path.
         """
         fastest, microbatches, layers = float(self.speeds.max()), self.num_microbatches, self.costs.layers
         base, extra = divmod(len(self.order), num_stages)
@@ -338,7 +341,8 @@ class Groupings:
         )
         together = min(sum(1 / load for load in loads), float(self.speeds.sum()) / microbatches)
         microbatch_s, longest_s = sum(layer.seconds for layer in layers), max(layer.seconds for layer in layers)
-        way = microbatch_s / fastest / (1 - math.prod(1 - 1 / (load * fastest) for load in loads))
+        late_s = 0.0 if self.split is None else sum(layer.weights_s for layer in layers)
+        way = (microbatch_s - late_s) / fastest / (1 - math.prod(1 - 1 / (load * fastest) for load in loads))
         return max(microbatch_s / together, longest_s * min(loads), way)
 
     def evaluate(self, sizes: Sequence[int], name: str, tolerance: float = 0.0) -> StageChoice:
@@ -356,13 +360,20 @@ class Groupings:
         forward, backward, delays = stage_seconds(found.cuts, self.costs)
         forward_s = [f / v for f, v in zip(forward, speeds, strict=True)]
         backward_s = [b / v for b, v in zip(backward, speeds, strict=True)]
-        pipeline_s = bound(forward_s, backward_s, counts, delays, [row.in_flight for row in rows])
+        stages = tuple(self.order[part] for part in parts)
+        weights_s, put_off = None, ()
+        if self.split is not None:
+            balanced = tuple(tuple(of_stage.tolist()) for of_stage in counts)
+            assignment = executed(Assignment(stages, found.cuts, balanced), self.split)
+            weights_s = [w / v for w, v in zip(weights_seconds(assignment, self.costs), speeds, strict=True)]
+            put_off = assignment.put_off
+        limits = [row.in_flight for row in rows]
+        pipeline_s = bound(forward_s, backward_s, counts, delays, limits, weights_s, put_off)
         spans = zip(pairwise(found.cuts), rows, strict=True)
         sent = max(traffic_bytes(self.costs, self.rule, a, b, row.size, 1) for (a, b), row in spans)
         seconds = max(pipeline_s, sent / self.costs.bandwidth)
         shown = "-".join(map(str, sizes[:12])) + ("-..." if len(sizes) > 12 else "")
         reason = f"{name} (workers {shown}): {seconds:.4g} s a step, {self.remaining_steps} steps left"
-        stages = tuple(self.order[part] for part in parts)
         return StageChoice(stages, found, seconds, moves.to(found.cuts, self.rule), reason)
 
 

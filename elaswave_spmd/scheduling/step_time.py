@@ -25,6 +25,7 @@ from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRul
 from elaswave_spmd.scheduling.microbatch_assignment import count_tree_nodes
 from elaswave_spmd.scheduling.pipeline import (
     FORWARD,
+    WEIGHTS,
     PipelineAction,
     Schedule,
     execute,
@@ -36,7 +37,7 @@ from elaswave_spmd.scheduling.placement import CONTIGUOUS, TIME_MAJOR, Placement
 from elaswave_spmd.sharding import P, Shardings
 
 MOST_ACTIONS = 8192
-"""Up to this many actions are simulated; more would make planning slow."""
+"""Up to this many actions are simulated; more would make planning slow. A backward in two parts counts as one."""
 
 EXACT, PART, ESTIMATE = "executed order", "executed order of a part", "lower bound"
 
@@ -54,16 +55,19 @@ class Assignment:
         layer_cuts: stage s runs layers [layer_cuts[s], layer_cuts[s + 1]).
         microbatch_counts: per stage, the micro-batches of each worker.
         microbatch_order: Placement.microbatch_order.
+        put_off: per stage, the most micro-batches whose weight gradients a worker puts off
+            (`scheduling.split_backward`); (): backwards are whole.
     """
 
     stages: tuple[tuple[int, ...], ...]
     layer_cuts: tuple[int, ...]
     microbatch_counts: tuple[tuple[int, ...], ...]
     microbatch_order: str = CONTIGUOUS
+    put_off: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, placement: Placement) -> Assignment:
-        """The assignment of a placement."""
+        """The assignment of a placement, with whole backwards."""
         return cls(placement.mesh.stages, placement.layer_cuts, placement.microbatch_counts, placement.microbatch_order)
 
     @property
@@ -131,18 +135,22 @@ class StepTime:
 class ActionGraph:
     """A schedule as arrays, in an order in which each action comes after everything that it waits for.
 
+    A backward takes the seconds of its class; of one in two parts each part takes its share of them.
+
     Args:
         actions: rank -> action list, as `schedule` makes them.
+        weight_shares: per stage, the part of a backward that makes weight gradients; () if all backwards are whole.
 
     Attributes:
         ranks: row r of every per-worker argument belongs to worker ranks[r]; they are in the order of `actions`.
     """
 
-    def __init__(self, actions: Schedule) -> None:
+    def __init__(self, actions: Schedule, weight_shares: Sequence[float] = ()) -> None:
         self.ranks = tuple(actions)
         self._rows: list[int] = []  # by action: the row of its worker
         self._classes: list[int] = []  # by action: its class, an index of CLASSES
         self._waits: list[tuple[int, int]] = []  # (index of the action that it waits for, or -1; the boundary between)
+        self._parts: list[float] = []  # by action: the part that it takes of the seconds of its class
         self.order: list[PipelineAction] = []
         last_stage = max((a.stage for todo in actions.values() for a in todo), default=0)
         lists = [list(zip(todo, action_classes(todo), strict=True)) for todo in actions.values()]
@@ -157,7 +165,8 @@ class ActionGraph:
                 stage, kind, microbatch = action.stage, action.kind, action.microbatch
                 forward = kind == FORWARD
                 needed = (stage - 1, kind, microbatch) if forward else (stage + 1, kind, microbatch)
-                first = stage == 0 if forward else stage == last_stage
+                # Weight gradients wait for the backward of this worker alone, which stands before them in its list.
+                first = kind == WEIGHTS or stage == (0 if forward else last_stage)
                 # The list of a worker stops here until another worker's list has reached what it waits for.
                 if not first and needed not in place:
                     waiting[needed] = row
@@ -166,6 +175,8 @@ class ActionGraph:
                 self.order.append(action)
                 self._rows.append(row)
                 self._classes.append(of_class)
+                share = weight_shares[stage] if weight_shares and not forward else 0.0
+                self._parts.append(share if kind == WEIGHTS else 1.0 - share)
                 self._waits.append((-1, 0) if first else (place[needed], min(stage, needed[0])))
                 at[row] += 1
                 if (stage, kind, microbatch) in waiting:
@@ -177,7 +188,7 @@ class ActionGraph:
     def work(self, seconds: np.ndarray) -> np.ndarray:
         """float64 [rows, classes]: seconds that each worker computes, given the seconds of one action."""
         found = np.zeros((len(self.ranks), len(CLASSES)))
-        np.add.at(found, (self._rows, self._classes), 1.0)
+        np.add.at(found, (self._rows, self._classes), self._parts)
         return found * seconds
 
     @staticmethod
@@ -195,11 +206,12 @@ class ActionGraph:
         table = seconds.tolist()
         free = [0.0] * len(table)
         found: list[float] = []
-        for row, of_class, (before, boundary) in zip(self._rows, self._classes, self._waits, strict=True):
+        each = zip(self._rows, self._classes, self._parts, self._waits, strict=True)
+        for row, of_class, part, (before, boundary) in each:
             start = free[row]
             if before >= 0 and found[before] + delays[boundary] > start:
                 start = found[before] + delays[boundary]
-            free[row] = end = start + table[row][of_class]
+            free[row] = end = start + table[row][of_class] * part
             found.append(end)
         return found
 
@@ -224,37 +236,56 @@ def stage_seconds(cuts: Sequence[int], costs: CostModel) -> tuple[np.ndarray, np
     return forward, backward, [costs.message_s(cut - 1) for cut in cuts[1:-1]]
 
 
+def weights_seconds(assignment: Assignment, costs: CostModel) -> np.ndarray:
+    """The part of one micro-batch's backward, in seconds at speed 1, that each stage may put off; 0 where it may not.
+
+    A layer that is not split makes its weight gradients in the first part.
+    """
+    if not assignment.put_off:
+        return np.zeros(assignment.num_stages)
+    return np.where(assignment.put_off, np.diff(costs.prefix("weights_s")[np.array(assignment.layer_cuts)]), 0.0)
+
+
 def bound(
     forward_s: Sequence[np.ndarray],
     backward_s: Sequence[np.ndarray],
     counts: Sequence[np.ndarray],
     delays: Sequence[float],
     limits: Sequence[int],
+    weights_s: Sequence[np.ndarray] | None = None,
+    put_off: Sequence[int] = (),
 ) -> float:
     """A lower bound in seconds for every order of a step's actions.
 
     A worker cannot begin before the first micro-batch has passed the earlier stages, on the fastest worker of each, and
     after its last backward that micro-batch still has to pass these stages backward. In between the worker computes all
     its micro-batches. Or it waits until its first micro-batch is back from the later stages, while it may compute only
-    as many forwards as may be in flight.
+    as many forwards as may be in flight. Weight gradients that it puts off may come after its last backward, and no
+    other stage waits for them.
 
     Args:
         forward_s, backward_s: per stage, float64 [workers]: seconds of one micro-batch.
         counts: per stage, int64 [workers]: micro-batches.
         delays: seconds of a message over each boundary between stages.
         limits: per stage, the most micro-batches that a worker has in flight.
+        weights_s: per stage, float64 [workers]: the seconds of `backward_s` that may be put off; None if none may.
+        put_off: per stage, the most micro-batches of which a worker puts these off.
     """
+    late = weights_s if weights_s is not None and put_off else [np.zeros(1)] * len(counts)
+    most = put_off or [0] * len(counts)
     gaps = np.array([*delays, 0.0])
     there = np.concatenate([[0.0], np.cumsum(np.array([f.min() for f in forward_s]) + gaps)])
-    back = np.concatenate([[0.0], np.cumsum(np.array([b.min() for b in backward_s]) + gaps)])
+    inputs_s = [(b - w).min() for b, w in zip(backward_s, late, strict=True)]
+    back = np.concatenate([[0.0], np.cumsum(np.array(inputs_s) + gaps)])
     total = worst = float(there[-1] + back[-1])
     for s, (f, b, microbatches) in enumerate(zip(forward_s, backward_s, counts, strict=True)):
         # The way from this stage to the last one and back, on the fastest worker of each.
         later = total - there[s + 1] - back[s + 1] + 2 * gaps[s]
         # While its first micro-batch is on that way, a worker computes at most as many forwards as may be in flight.
         queued = f + later + microbatches * b + np.maximum(microbatches - limits[s], 0) * f
-        busy = np.where(microbatches > 0, np.maximum(microbatches * (f + b), queued), 0.0).max()
-        worst = max(worst, float(there[s] + back[s] + busy))
+        busy = np.where(microbatches > 0, np.maximum(microbatches * (f + b), queued), 0.0)
+        until_last_backward = (busy - np.minimum(microbatches, most[s]) * late[s]).max()
+        worst = max(worst, float(there[s] + busy.max()), float(there[s] + back[s] + until_last_backward))
     return worst
 
 
@@ -294,10 +325,11 @@ def step_time_below(
     forward, backward, delays = stage_seconds(cuts, costs)
     forward_s = [f / v for f, v in zip(forward, speeds, strict=True)]
     backward_s = [b / v for b, v in zip(backward, speeds, strict=True)]
+    weights_s = [w / v for w, v in zip(weights_seconds(assignment, costs), speeds, strict=True)]
     compute = [(f + b) * c for f, b, c in zip(forward_s, backward_s, counts, strict=True)]
     slowest = int(np.argmax([of_stage.max() for of_stage in compute]))
     position = int(compute[slowest].argmax())
-    bound_s = bound(forward_s, backward_s, counts, delays, assignment.limits)
+    bound_s = bound(forward_s, backward_s, counts, delays, assignment.limits, weights_s, assignment.put_off)
     traffic_s = max(_traffic_s(assignment, costs, rule, s) for s in range(assignment.num_stages))
     if max(bound_s, traffic_s) >= seconds:
         return None
@@ -491,8 +523,11 @@ def _counts_s(
     members = [of_stage[where] for of_stage, where in zip(assignment.stages, piece, strict=True)]
     speeds = costs.speeds_of([rank for of_stage in members for rank in of_stage])
     stage = np.repeat(np.arange(len(members)), [len(of_stage) for of_stage in members])
-    of_kind = (tuple((seconds[stage] / speeds).tolist()) for seconds in (forward, backward))
-    return _executed_s(counts, assignment.microbatch_order, assignment.limits, *of_kind, tuple(delays))
+    kinds = (forward, backward, weights_seconds(assignment, costs))
+    forward_s, backward_s, weights_s = (tuple((seconds[stage] / speeds).tolist()) for seconds in kinds)
+    late = (weights_s, assignment.put_off) if assignment.put_off else ((), ())
+    order, limits = assignment.microbatch_order, assignment.limits
+    return _executed_s(counts, order, limits, forward_s, backward_s, tuple(delays), *late)
 
 
 @lru_cache(maxsize=1024)
@@ -503,9 +538,11 @@ def _executed_s(
     forward_s: tuple[float, ...],
     backward_s: tuple[float, ...],
     delays: tuple[float, ...],
+    weights_s: tuple[float, ...],
+    put_off: tuple[int, ...],
 ) -> float:
     owners, order = _owners(counts, microbatch_order)
-    return execute(owners, order, limits, forward_s, backward_s, delays)[0]
+    return execute(owners, order, limits, forward_s, backward_s, delays, weights_s, put_off)[0]
 
 
 @lru_cache(maxsize=64)
@@ -523,21 +560,23 @@ def _owners(
 def executed_lists(assignment: Assignment, costs: CostModel) -> Schedule:
     """The actions of every worker, in the order in which these costs make it execute them."""
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
-    forward_s, backward_s = (
+    forward_s, backward_s, weights_s = (
         {
             rank: float(seconds[s] / speed)
             for s, members in enumerate(assignment.stages)
             for rank, speed in zip(members, costs.speeds_of(members).tolist(), strict=True)
         }
-        for seconds in (forward, backward)
+        for seconds in (forward, backward, weights_seconds(assignment, costs))
     )
-    return schedule(assignment.placement(), seconds=(forward_s, backward_s), delays=delays)
+    of_kind = forward_s, backward_s, weights_s
+    return schedule(assignment.placement(), put_off=assignment.put_off, seconds=of_kind, delays=delays)
 
 
 def timed_graph(assignment: Assignment, costs: CostModel) -> tuple[ActionGraph, np.ndarray, list[float]]:
     """The graph of `executed_lists`, the seconds of one action on each of its rows, and the boundary delays."""
-    graph = ActionGraph(executed_lists(assignment, costs))
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
+    shares = weights_seconds(assignment, costs) / np.where(backward > 0, backward, 1.0)
+    graph = ActionGraph(executed_lists(assignment, costs), shares.tolist() if assignment.put_off else ())
     stage = np.repeat(np.arange(assignment.num_stages), [len(members) for members in assignment.stages])
     speeds = costs.speeds_of(graph.ranks)
     return graph, graph.microbatch_seconds(forward[stage] / speeds, backward[stage] / speeds), delays

@@ -9,6 +9,7 @@ Not modelled: a receiver's own wire, switches, and compute that links slow down.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -143,9 +144,12 @@ class _Engine:
         self._touched: set[int] = set()
         self._layer_s = {
             kind: [getattr(layer, name) for layer in costs.layers]
-            for kind, name in ((FORWARD, "forward_s"), (BACKWARD, "backward_s"))
+            for kind, name in ((FORWARD, "forward_s"), (BACKWARD, "backward_s"), (WEIGHTS, "weights_s"))
         }
+        if work.weight_share:
+            self._layer_s[WEIGHTS] = [work.weight_share * layer.backward_s for layer in costs.layers]
         self._stage_s = [costs.stage_s(*work.layer_cuts[s : s + 2]) for s in range(work.num_stages)]
+        self._weights_s = [self._put_off_s(s) for s in range(work.num_stages)]
         self._frequencies = frequencies
         self._forwards_of = work.left(FORWARD)
 
@@ -165,11 +169,15 @@ class _Engine:
         """The order of a worker's actions in a step; made on first use, with the actions that wait for nothing."""
         if step not in worker.orders:
             work = self._work
-            order = ReadyOrder(work.limits[worker.stage], work.turns, WEIGHTS if work.weight_share else BACKWARD)
+            stage = worker.stage
+            put_off = work.put_off[stage] if work.put_off else math.inf
+            last = WEIGHTS if work.weight_share else BACKWARD
+            in_flight = work.in_flight(stage, worker.rank)
+            order = ReadyOrder(work.limits[stage], work.turns, last, put_off, in_flight)
             worker.orders[step] = order
-            for microbatch, rank in enumerate(work.owners[worker.stage]):
+            for microbatch, rank in enumerate(work.owners[stage]):
                 if rank == worker.rank:
-                    for kind in (FORWARD, BACKWARD, *((WEIGHTS,) if work.weight_share else ())):
+                    for kind in work.kinds(stage):
                         action = PipelineAction(worker.stage, kind, microbatch)
                         if action not in work.done and not self._waits(step, action):
                             order.add_ready(action)
@@ -178,14 +186,9 @@ class _Engine:
     def _waits(self, step: int, action: PipelineAction) -> int:
         """The number of results that an action still waits for."""
         if (step, action) not in self._missing:
-            needed = self._needs(action)
+            needed = action.needs(self._work.num_stages)
             self._missing[step, action] = sum(other not in self._work.done for other in needed)
         return self._missing[step, action]
-
-    def _needs(self, action: PipelineAction) -> tuple[PipelineAction, ...]:
-        if action.kind == WEIGHTS:
-            return (PipelineAction(action.stage, BACKWARD, action.microbatch),)
-        return action.needs(self._work.num_stages)
 
     def _begin(self, worker: _Worker, step: int) -> None:
         worker.step = step
@@ -255,12 +258,13 @@ class _Engine:
             else:
                 stop += self._stage_s[action.stage][0] / speed
         else:
-            share = self._work.weight_share
             # A split backward: the gradients of inputs first, those of weights when nothing else is ready.
-            part = share if action.kind == WEIGHTS else 1.0 - share
-            stop = now + self._stage_s[action.stage][1] * part / speed
-            if action.kind == BACKWARD and self._sums is not None:
-                self._report_backward(worker, action, now, part / speed)
+            late_s = self._weights_s[action.stage]
+            seconds = late_s if action.kind == WEIGHTS else self._stage_s[action.stage][1] - late_s
+            stop = now + seconds / speed
+            makes_gradients = action.kind == WEIGHTS or not self._work.splits(action.stage)
+            if makes_gradients and self._sums is not None:
+                self._report_gradients(worker, action, now, speed)
         stop += self._wires.action_s
         worker.busy = True
         self._spans.append(Span(worker.rank, action, now, stop, worker.step))
@@ -277,13 +281,23 @@ class _Engine:
         by_class = self._frequencies.get(worker.rank)
         return by_class[CLASSES.index(of_class)] if by_class else 1.0
 
-    def _report_backward(self, worker: _Worker, action: PipelineAction, now: float, factor: float) -> None:
+    def _put_off_s(self, stage: int) -> float:
+        """Seconds of one micro-batch's weight gradients at speed 1, where a stage puts them off."""
+        work = self._work
+        if work.weight_share:
+            return work.weight_share * self._stage_s[stage][1]
+        if not work.splits(stage):
+            return 0.0
+        return sum(self._layer_s[WEIGHTS][layer] for layer in range(*work.layer_cuts[stage : stage + 2]))
+
+    def _report_gradients(self, worker: _Worker, action: PipelineAction, now: float, speed: float) -> None:
+        """A whole backward begins, or the weight gradients that were put off: layer by layer gradients are there."""
         assert self._sums is not None
         ends, time = [], now
         for layer in reversed(range(*self._work.layer_cuts[action.stage : action.stage + 2])):
-            time += self._layer_s[BACKWARD][layer] * factor
+            time += self._layer_s[action.kind][layer] / speed
             ends.append((layer, time))
-        self._sums.backward_begins(worker.step, worker.rank, action.stage, action.microbatch, ends)
+        self._sums.gradients_begin(worker.step, worker.rank, action.stage, action.microbatch, ends)
 
     def _finish(self, worker: _Worker, step: int, action: PipelineAction) -> None:
         worker.busy = False
@@ -294,7 +308,7 @@ class _Engine:
             self._result(step, PipelineAction(stage, BACKWARD, microbatch))
             self._send(worker, step, PipelineAction(stage + 1, FORWARD, microbatch), boundary=stage)
         elif action.kind == BACKWARD:
-            if self._work.weight_share:
+            if self._work.splits(stage):
                 self._result(step, PipelineAction(stage, WEIGHTS, microbatch))
             self._send(worker, step, PipelineAction(stage - 1, BACKWARD, microbatch), boundary=stage - 1)
         if not worker.left:

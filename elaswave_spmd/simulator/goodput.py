@@ -2,8 +2,8 @@
 
 Workers are counted by class: a step depends only on how many of them are missing in each stage, so that a million
 devices take seconds. A step takes `step_time.bound`, a lower bound, times the factor by which an executed step of few
-replicas exceeds it. A policy that could do better than whole backwards has a lower bound of its own. No step is faster
-than that of a whole fleet.
+replicas exceeds it. Ours and reroute run backwards in two parts after a loss. No step is faster than that of a whole
+fleet with whole backwards.
 
 Not modelled: memory, traffic, links that break by themselves, failures that come together (a rack), slow workers, a
 scheduler's queue, and a growth of detection or restart with the number of devices: all in favour of every policy alike,
@@ -22,7 +22,7 @@ import numpy as np
 
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.partition import StageWorkers, partition
-from elaswave_spmd.scheduling.pipeline import in_flight_limits
+from elaswave_spmd.scheduling.pipeline import in_flight_limits, weight_limits
 from elaswave_spmd.scheduling.step_time import bound, stage_seconds
 from elaswave_spmd.simulator.failures import Fleet, Outage
 
@@ -66,8 +66,11 @@ class Scale:
 
     @cached_property
     def healthy_s(self) -> float:
-        """Seconds of a step when no worker is missing."""
-        return self.elastic_s((0,) * self.fleet.stages)
+        """Seconds of a step when no worker is missing, with whole backwards."""
+        counts = self._counts((0,) * self.fleet.stages)
+        assert counts is not None
+        limits = in_flight_limits([self.fleet.replicas] * self.fleet.stages)
+        return self._bound(self.healthy_cuts, counts, limits, 1.0, splits=False)
 
     def _partition(self, most: tuple[int, ...]) -> tuple[int, ...]:
         if most not in self._cuts:
@@ -105,15 +108,28 @@ class Scale:
             # The layers may stay as they were or be cut for this loss, whichever is faster.
             every = {self._partition(key[0]), self._partition((self.fleet.microbatches,) * self.fleet.stages)}
             seconds = min(self._bound(cuts, counts, limits, highest) for cuts in every)
-            self._known[key] = max(seconds, self.healthy_s) if any(missing) else seconds
+            self._known[key] = max(seconds, self.healthy_s)
         return self._known[key]
 
-    def _bound(self, cuts: Sequence[int], counts: Sequence[np.ndarray], limits: Sequence[int], highest: float) -> float:
+    def _bound(
+        self,
+        cuts: Sequence[int],
+        counts: Sequence[np.ndarray],
+        limits: Sequence[int],
+        highest: float,
+        *,
+        splits: bool = True,
+    ) -> float:
         forward, backward, delays = stage_seconds(cuts, self._costs)
+        weights = np.diff(self._costs.prefix("weights_s")[np.array(cuts)])
         speeds = [np.where(of > self.fleet.microbatches, highest, 1.0) for of in counts]
         forward_s = [f / v for f, v in zip(forward, speeds, strict=True)]
         backward_s = [b / v for b, v in zip(backward, speeds, strict=True)]
-        return bound(forward_s, backward_s, counts, delays, limits)
+        if not (splits and weights.any()):
+            return bound(forward_s, backward_s, counts, delays, limits)
+        put_off = [most if late else 0 for most, late in zip(weight_limits(limits), weights, strict=True)]
+        weights_s = [late * (most > 0) / v for late, most, v in zip(weights, put_off, speeds, strict=True)]
+        return bound(forward_s, backward_s, counts, delays, limits, weights_s, put_off)
 
     def rerouted_s(self, missing: Missing) -> float:
         """Seconds of a step with rerouted micro-batches, on the layers as they were.

@@ -19,6 +19,7 @@ import numpy as np
 from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRule
 from elaswave_spmd.scheduling.microbatch_assignment import candidate_assignments, least_load
 from elaswave_spmd.scheduling.placement import CONTIGUOUS
+from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
 from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
 
 Counts = tuple[int, ...]
@@ -52,6 +53,7 @@ def optimum(
     rule: MemoryRule = REPLICATED,
     memory_limit: float = math.inf,
     microbatch_order: str = CONTIGUOUS,
+    split: SplitBackward | None = None,
     most: int = 400,
 ) -> Optimum | None:
     """Search all groupings of these workers for the fastest step.
@@ -59,11 +61,12 @@ def optimum(
     Args:
         ranks: the workers. Workers of equal speed may stand for each other.
         stage_counts: numbers of stages that are allowed; None: any.
+        split: the layers whose backward is in two parts; None: all backwards are whole.
         most: the most groupings whose lists are timed.
 
     Returns: None if no grouping fits in memory.
     """
-    search = _Search(costs, tuple(ranks), num_microbatches, rule, memory_limit, microbatch_order)
+    search = _Search(costs, tuple(ranks), num_microbatches, rule, memory_limit, microbatch_order, split)
     allowed = frozenset(range(1, min(len(ranks), len(costs.layers)) + 1) if stage_counts is None else stage_counts)
     best, chosen, looked, least = math.inf, None, 0, math.inf
     for bound_s, stages in search.by_bound(allowed):
@@ -94,6 +97,7 @@ class _Search:
     rule: MemoryRule
     memory_limit: float
     microbatch_order: str
+    split: SplitBackward | None
 
     @cached_property
     def classes(self) -> list[tuple[float, list[int]]]:
@@ -106,6 +110,14 @@ class _Search:
     @cached_property
     def total(self) -> np.ndarray:
         return self.costs.prefix("forward_s") + self.costs.prefix("backward_s")
+
+    @cached_property
+    def way(self) -> np.ndarray:
+        """Seconds in which nothing of a stage can be done, by its first layer: those of the layers before it.
+
+        Their backwards come after it only if it puts nothing off: else it may end the step itself.
+        """
+        return self.total if self.split is None else self.costs.prefix("forward_s")
 
     def by_bound(self, allowed: frozenset[int]) -> Iterator[tuple[float, tuple[Stage, ...]]]:
         """All groupings into allowed numbers of stages, the least bound first (best-first search)."""
@@ -145,7 +157,7 @@ class _Search:
         if self.memory_limit < math.inf and self.memory(used, left)[first, stop] > self.memory_limit:
             return math.inf
         fastest = self.classes[0][0]
-        return float(self.total[first] / fastest + self.least(used)[0] * (self.total[stop] - self.total[first]))
+        return float(self.way[first] / fastest + self.least(used)[0] * (self.total[stop] - self.total[first]))
 
     @cached_property
     def _known(self) -> dict[tuple[int, Counts], float]:
@@ -207,7 +219,7 @@ class _Search:
         speeds = [self.costs.speeds_of(ranks) for ranks in members]
         found = []
         for candidate in candidate_assignments(self.num_microbatches, speeds, microbatch_order=self.microbatch_order):
-            assignment = Assignment(members, cuts, candidate.counts, self.microbatch_order)
+            assignment = executed(Assignment(members, cuts, candidate.counts, self.microbatch_order), self.split)
             fits = max(memory_of(assignment, self.costs, self.rule)) <= self.memory_limit
             seconds = step_time(assignment, self.costs, self.rule).seconds if fits else math.inf
             found.append((seconds, assignment))

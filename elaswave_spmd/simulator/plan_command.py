@@ -54,6 +54,8 @@ All settings of train are accepted, so that its command line can be used here. T
   schedule.profile=costs.json    measured costs of a run
   schedule.bandwidth=, schedule.latency=      of a link
   schedule.memory_limit=64e9     bytes that each worker has room for
+  runtime.check_model=false      backwards are whole, as with runtime.compile=true and on other devices; else they are
+                                 in two parts, as the profile says, or where none is named in all layers
   schedule.layers=false          layers stay where they are
   schedule.stages=true           the number of stages may change
   schedule.frequency=            with f_min, f_max and f_margin: hints for the frequencies of devices
@@ -138,7 +140,7 @@ def make(settings: Settings, named: Collection[str], event: str) -> Plan:
         memory_limit=schedule.memory_limit or math.inf,
         layout=layout_of_costs(costs, settings.page.size),
     )
-    before = step_time(case.healthy, costs, case.rule)
+    before = step_time(case.healthy_split, costs, case.rule)
     wants_hints = schedule.frequency != "none"
     began = perf_counter()
     decision = plan_change(
@@ -149,6 +151,7 @@ def make(settings: Settings, named: Collection[str], event: str) -> Plan:
         stages=case.change.stages(mesh),
         memory_limit=case.memory_limit,
         mirror_count=case.mirror_count,
+        split=case.split,
         stage_counts=None if schedule.layers and schedule.stages else (),
         frequencies=FrequencyRange(schedule.f_min, schedule.f_max, schedule.f_margin) if wants_hints else None,
         goal_s=before.seconds,
@@ -180,7 +183,14 @@ def _costs(settings: Settings, named: Collection[str], mesh: Mesh) -> tuple[Cost
         number = model.layers + 2 if names_model else _LAYERS
         costs = alike(number)
         source = f"made up: {number} layers that are alike, the bytes of Llama 7B"
+    if not _splits(settings):
+        costs = replace(costs, layers=tuple(replace(layer, weight_share=0.0) for layer in costs.layers))
     return costs.with_links(schedule.latency, schedule.bandwidth), source
+
+
+def _splits(settings: Settings) -> bool:
+    """True if workers with these settings run the backward of a layer in two parts, where its bits allow it."""
+    return settings.checks_model and settings.runtime.device == "cpu" and not settings.runtime.compile
 
 
 def _shape(settings: Settings) -> LlamaShape | None:

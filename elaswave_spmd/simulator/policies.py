@@ -3,9 +3,11 @@
 Common to all: the same layers, workers, links and seconds. A step takes what `step_time.step_time` gives (as
 workers execute it, with free wires, or the reduction's bytes where these take longer), unless a policy has an order of
 its own. All take the same seconds to detect a loss and to inform all workers. Before the loss all run the same
-placement, with its mirrors; afterwards only our policy has any. Steps are those that a policy ends with. Other systems'
-policies are modelled after their papers, not run: nothing here is a measurement of their code. Only our policy takes
-newcomers.
+placement, with its mirrors; afterwards only our policy has any. Backwards are in two parts in our steps, before a loss
+too, and in those of `reroute`; all others have whole ones. Ratios are over one step before the loss, that of whole
+backwards, so that ratios of policies are those of their steps after it. Steps are those that a policy ends with. Other
+systems' policies are modelled after their papers, not run: nothing here is a measurement of their code. Only our policy
+takes newcomers.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import Decision, plan_change
+from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
 from elaswave_spmd.scheduling.step_time import Assignment, step_time
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.simulator.changes import Change, remaining_share
@@ -77,8 +80,18 @@ class Case:
 
     @cached_property
     def healthy(self) -> Assignment:
-        """The assignment before the change."""
+        """The assignment before the change, with whole backwards."""
         return Assignment.of(self.placement)
+
+    @cached_property
+    def split(self) -> SplitBackward | None:
+        """The layers whose backward our workers run in two parts: those that have a share of weight gradients."""
+        return SplitBackward.of_costs(self.costs, self.rule, self.memory_limit)
+
+    @cached_property
+    def healthy_split(self) -> Assignment:
+        """The assignment before the change, as our workers execute it."""
+        return executed(self.healthy, self.split)
 
     @cached_property
     def rule(self) -> MemoryRule:
@@ -92,7 +105,7 @@ class Case:
 
     @cached_property
     def before_s(self) -> float:
-        """Seconds of a step before the change."""
+        """Seconds of a step before the change, with whole backwards."""
         return self.seconds(self.healthy, self.costs)
 
     @cached_property
@@ -152,11 +165,11 @@ class Policy(Protocol):
 class Ours:
     """This project: `plan_change`, with its axes to choose from.
 
-    Modelled: micro-batches assigned by speed, layers and stages moved if that pays, and frequencies, all by
-    `plan_change`, which real runs plan with; the step in which workers are lost, recomputed action by action; a restart
-    from the checkpoint where the reshard plan finds that pages have lost all replicas. Not modelled: the reduction's
-    share of what is recomputed, and the slower steps until layers have moved (`simulate_transition` has these). A run
-    cannot go on if no partition fits in memory.
+    Modelled: backwards in two parts, within the limits that real runs have; micro-batches assigned by speed, layers and
+    stages moved if that pays, and frequencies, all by `plan_change`, which real runs plan with; the step in which
+    workers are lost, recomputed action by action; a restart from the checkpoint where the reshard plan finds that pages
+    have lost all replicas. Not modelled: the reduction's share of what is recomputed, and the slower steps until layers
+    have moved (`simulate_transition` has these). A run cannot go on if no partition fits in memory.
 
     Args:
         layers: layers may move.
@@ -179,6 +192,7 @@ class Ours:
                 stages=case.change.stages(case.placement.mesh),
                 memory_limit=case.memory_limit,
                 mirror_count=case.mirror_count,
+                split=case.split,
                 stage_counts=None if self.stages and self.layers else (),
                 frequencies=self.frequencies,
                 goal_s=case.before_s,
@@ -196,7 +210,7 @@ class Ours:
             recovery_s += constants.detect_s + constants.restart_s + constants.checkpoint_s / 2
         elif case.change.gone:
             now_s = case.seconds(decision.now.assignment, case.after)
-            recovery_s += constants.detect_s + mean_recompute_s(case.healthy, case.costs, case.change.gone, now_s)
+            recovery_s += constants.detect_s + mean_recompute_s(case.healthy_split, case.costs, case.change.gone, now_s)
         return Outcome(
             self.name, seconds, case.healthy.num_microbatches, recovery_s, "; ".join(decision.reasons), decision
         )

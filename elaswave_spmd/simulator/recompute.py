@@ -1,10 +1,11 @@
 """A failure within a step: the survivors keep what they have, and the rest is executed in virtual time.
 
 Modelled: the lost worker's forwards and partial sums are gone, so that its micro-batches run through its stage again on
-its peers, from activations and gradients that their senders kept. Everything else stays. Survivors run whatever is
-ready, without limits on micro-batches in flight, as the worker's executor does. Slightly too slow: an action that was
-under way when the worker was lost begins again. Not modelled: partial sums that the lost worker had completed and sent
-(fewer micro-batches would run again), and messages that are sent again.
+its peers, from activations and gradients that their senders kept: forward, backward, and the weight gradients that it
+had put off or made. Everything else stays; what a worker that is left has put off is its own affair. Survivors run
+whatever is ready, within the limits of the new assignment. Slightly too slow: an action that was under way when the
+worker was lost begins again. Not modelled: partial sums that the lost worker had completed and sent (fewer
+micro-batches would run again), and messages that are sent again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from elaswave_spmd.scheduling.cost_model import CostModel
-from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, PipelineAction
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS, PipelineAction, in_flight_limits
 from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.simulator.engine import FREE, Run, execute
 from elaswave_spmd.simulator.work import Span, Work
@@ -55,11 +56,12 @@ def recompute_step(
     kept = tuple(span for span in whole.spans if span.stop <= at)
     done = frozenset(span.action for span in kept if span.worker not in lost)
     owners = tuple(
-        _reassign(stage, of_stage, members, done, costs)
+        _reassign(stage, of_stage, members, done, costs, splits=work.splits(stage))
         for stage, (of_stage, members) in enumerate(zip(work.owners, stages, strict=True))
     )
-    limits, turns = (assignment.num_microbatches,) * len(stages), ()
-    left = replace(work, stages=stages, owners=owners, done=done, limits=limits, turns=turns)
+    counts = [[of_stage.count(rank) for rank in members] for of_stage, members in zip(owners, stages, strict=True)]
+    limits = in_flight_limits([len(members) for members in stages], counts)
+    left = replace(work, stages=stages, owners=owners, done=done, limits=limits, turns=())
     if not any(left.left().values()):
         return RecomputedStep(whole.step_s, kept, (), max(at, whole.step_s))
     run = execute(left, costs, wires=FREE)
@@ -68,15 +70,19 @@ def recompute_step(
 
 
 def _reassign(
-    stage: int, owners: Sequence[int], members: Sequence[int], done: Collection[PipelineAction], costs: CostModel
+    stage: int,
+    owners: Sequence[int],
+    members: Sequence[int],
+    done: Collection[PipelineAction],
+    costs: CostModel,
+    *,
+    splits: bool,
 ) -> tuple[int, ...]:
     """The workers of a stage's micro-batches: those of lost workers go to the members with the least left to run."""
-    left = dict.fromkeys(members, 0.0)
+    left, kinds = dict.fromkeys(members, 0.0), (FORWARD, BACKWARD, WEIGHTS if splits else BACKWARD)
     for microbatch, rank in enumerate(owners):
         if rank in left:
-            left[rank] += sum(
-                PipelineAction(stage, kind, microbatch) not in done for kind in (FORWARD, BACKWARD, BACKWARD)
-            )
+            left[rank] += sum(PipelineAction(stage, kind, microbatch) not in done for kind in kinds)
     found = list(owners)
     for microbatch, rank in enumerate(owners):
         if rank not in left:

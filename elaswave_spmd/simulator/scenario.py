@@ -217,7 +217,8 @@ def load(name: str) -> Events | Goodput:
 
 
 def model_of(model: Mapping[str, Any]) -> CostModel:
-    """The cost model that {alike: 24} or {llama: 7B, tokens: 4096} stands for. tflops: of one worker.
+    """The cost model that {alike: 24} or {llama: 7B, tokens: 4096} stands for. tflops: of one worker. weight_share: the
+    part of a backward that our workers may put off; 0: backwards are whole.
 
     Raises:
         ConfigError: neither, both, or arguments that are none.
@@ -247,8 +248,8 @@ _LEAST = {"alike": 1, "tokens": 1, "tflops": 1e-6, "bandwidth": 1.0}
 """The smallest value of a number of a model; 0 for others."""
 
 _MODEL = {
-    "alike": {"alike", "forward_s", "backward_s", "bandwidth", "latency_s", "tokens"},
-    "llama": {"llama", "tokens", "tflops", "bandwidth", "latency_s"},
+    "alike": {"alike", "forward_s", "backward_s", "bandwidth", "latency_s", "tokens", "weight_share"},
+    "llama": {"llama", "tokens", "tflops", "bandwidth", "latency_s", "weight_share"},
 }
 
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.mesh.shape import even_counts
-from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
+from elaswave_spmd.scheduling.cost_model import WEIGHT_SHARE, CostModel, LayerCost
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import P, Shardings
@@ -59,14 +59,19 @@ def alike(
     bandwidth: float = 25e9,
     latency_s: float = 1e-5,
     tokens: int = 4096,
+    weight_share: float = WEIGHT_SHARE,
 ) -> CostModel:
     """Equal layers: the seconds of the emulated accelerator's defaults, the bytes of a layer of Llama 7B.
 
+    Args:
+        weight_share: the part of a backward that makes weight gradients, which our workers may put off; 0: backwards
+            are whole.
+
     Raises:
-        PlanError: no layer.
+        PlanError: no layer, or a share that is none.
     """
     shape = LLAMAS["7B"]
-    one = _layer("", shape.layer_parameters, (forward_s, backward_s), shape.width, tokens)
+    one = _layer("", shape.layer_parameters, (forward_s, backward_s), shape.width, tokens, weight_share)
     return CostModel(tuple(replace(one, name=f"layer {i}") for i in range(layers)), bandwidth, latency_s)
 
 
@@ -77,20 +82,23 @@ def llama(
     flops: float = 160e12,
     bandwidth: float = 25e9,
     latency_s: float = 1e-5,
+    weight_share: float = WEIGHT_SHARE,
 ) -> CostModel:
     """Embedding, transformer layers and head of a Llama model.
 
     Forward takes 2 operations for each parameter and token and 2 x width x tokens for each token of causal attention,
     backward twice that. 24 bytes for each token and micro-batch of width stay between the two (fused attention, norms
-    and the product inside the feed-forward part computed again).
+    and the product inside the feed-forward part computed again), and as many until the weight gradients of a layer
+    whose backward is in two parts: of all but the embedding.
 
     Args:
         name: a key of LLAMAS, or the sizes themselves.
         tokens: tokens of one micro-batch.
         flops: operations per second that one worker sustains.
+        weight_share: as for `alike`.
 
     Raises:
-        PlanError: no such model.
+        PlanError: no such model, or a share that is none.
     """
     if isinstance(name, str) and name not in LLAMAS:
         raise PlanError(f"no Llama shape is called {name}", where="model", exists=", ".join(LLAMAS), fix="llama: 7B")
@@ -101,10 +109,10 @@ def llama(
     words = shape.width * shape.words
     layers = [_layer("embed", words, (0.0, 0.0), shape.width, tokens, kept=0)]
     layers += [
-        _layer(f"layer {i}", shape.layer_parameters, (inside, 2 * inside), shape.width, tokens)
+        _layer(f"layer {i}", shape.layer_parameters, (inside, 2 * inside), shape.width, tokens, weight_share)
         for i in range(shape.layers)
     ]
-    layers.append(_layer("head", words, (head, 2 * head), shape.width, tokens, kept=4))
+    layers.append(_layer("head", words, (head, 2 * head), shape.width, tokens, weight_share, kept=4))
     return CostModel(tuple(layers), bandwidth, latency_s)
 
 
@@ -135,7 +143,13 @@ def healthy(mesh: Mesh, costs: CostModel, num_microbatches: int, shardings: Shar
 
 
 def _layer(
-    name: str, parameters: int, seconds: tuple[float, float], width: int, tokens: int, kept: int = 24
+    name: str,
+    parameters: int,
+    seconds: tuple[float, float],
+    width: int,
+    tokens: int,
+    weight_share: float = 0.0,
+    kept: int = 24,
 ) -> LayerCost:
     return LayerCost(
         name,
@@ -145,4 +159,6 @@ def _layer(
         gradient_bytes=_GRADIENT * parameters,
         activation_bytes=kept * tokens * width,
         boundary_bytes=_VALUE * tokens * width,
+        put_off_bytes=kept * tokens * width,
+        weight_share=weight_share,
     )

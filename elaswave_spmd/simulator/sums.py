@@ -1,8 +1,7 @@
 """The traffic of a step beside activations: partial sums, reduced gradients to mirrors, new parameters to the stage.
 
 The bytes are those of `step_time.traffic_bytes`, but message by message: the partial sum of a tree node is sent when
-the backward of its last micro-batch is through the layer. Each worker is the primary of an equal part of its stage's
-pages.
+the gradients of its last micro-batch are there. Each worker is the primary of an equal part of its stage's pages.
 """
 
 from __future__ import annotations
@@ -66,13 +65,13 @@ class Sums:
                 self._microbatches_of.append(node[1] - node[0])
             self._nodes[stage] += len(nodes)
 
-    def backward_begins(
+    def gradients_begin(
         self, step: int, rank: int, stage: int, microbatch: int, ends: Sequence[tuple[int, float]]
     ) -> None:
-        """A worker begins a micro-batch's backward.
+        """A worker begins to make a micro-batch's gradients: in a whole backward, or in its second part.
 
         Args:
-            ends: (layer, the time at which the backward will be through it).
+            ends: (layer, the time at which its gradients will be there).
         """
         key = step, self._node_of[stage, microbatch]
         left = self._missing.get(key, self._microbatches_of[key[1]]) - 1

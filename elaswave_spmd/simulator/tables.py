@@ -13,14 +13,13 @@ from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.cost_model import MemoryRule
 from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
+from elaswave_spmd.scheduling.step_time import Assignment, memory_of
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.simulator.changes import Change
 from elaswave_spmd.simulator.failures import DAY, Fleet, Repair, exponential, outages
 from elaswave_spmd.simulator.goodput import Drops, GoesOn, Restarts, Scale, Stalls, Survivor
 from elaswave_spmd.simulator.optimum import Optimum, optimum
 from elaswave_spmd.simulator.policies import (
-    MOST_ACTIONS,
     Case,
     Constants,
     DropReplica,
@@ -54,7 +53,8 @@ ABLATION: tuple[Policy, ...] = (
 )
 
 _MEANS = (
-    "ratio: (throughput after / before) over (aggregate speed after / before); 1 is proportional",
+    "ratio: (throughput after / before) over (aggregate speed after / before); 1 is proportional; before: a step with "
+    "whole backwards, for all policies, and beside it the one that ours takes, with backwards in two parts",
     "modelled: virtual time on the cost model above, no device ran",
 )
 
@@ -118,7 +118,8 @@ def _events(name: str, scenario: Events, progress: Progress) -> Report:
         for label, cases in cases_of(scenario, row):
             progress(label)
             first = cases[0]
-            head = (label, row.mesh, row.microbatches, first.before_s, first.share)
+            ours_s = first.seconds(first.healthy_split, first.costs)
+            head = (label, row.mesh, row.microbatches, first.before_s, ours_s, first.share)
             answers = [[policy.answer(case) for policy in POLICIES] for case in cases]
             means = _means(cases, answers)
             least = _least(first) if scenario.optimum else None
@@ -132,7 +133,7 @@ def _events(name: str, scenario: Events, progress: Progress) -> Report:
                 groupings.append((label, *_grouping(answers[0][0], least)))
     best = ("best of all groupings", "lower bound") if scenario.optimum else ()
     names = tuple(policy.name for policy in POLICIES)
-    head = ("case", "mesh", "microbatches", "step before s", "speed left")
+    head = ("case", "mesh", "microbatches", "step before s", "ours before s", "speed left")
     columns = (*head, *best, *names, "ours / reroute", "ours / drop replica")
     tables = [
         Table("Modelled throughput after a change, over the aggregate speed left", columns, tuple(ratios), _MEANS),
@@ -189,6 +190,7 @@ def _least(case: Case) -> Optimum | None:
         rule=case.rule,
         memory_limit=case.memory_limit,
         microbatch_order=case.healthy.microbatch_order,
+        split=case.split,
     )
 
 
@@ -265,10 +267,10 @@ def recomputed_share(scenario: Goodput, replicas: int = 8) -> float:
 
     It is measured in virtual time on fewer replicas than the fleet has, which gives too large a part.
     """
-    costs, placement = model_of(scenario.model), _small(scenario, replicas)
-    whole_s = step_time(Assignment.of(placement), costs, most_actions=MOST_ACTIONS).seconds
-    gone = [placement.mesh.stages[scenario.stages // 2][1]]
-    return mean_recompute_s(Assignment.of(placement), costs, gone, whole_s) / whole_s
+    case = Case(_small(scenario, replicas), model_of(scenario.model), Change())
+    whole_s = case.seconds(case.healthy_split, case.costs)
+    gone = [case.placement.mesh.stages[scenario.stages // 2][1]]
+    return mean_recompute_s(case.healthy_split, case.costs, gone, whole_s) / whole_s
 
 
 def executed(scenario: Goodput, replicas: int = 16) -> Table:
@@ -285,7 +287,7 @@ def executed(scenario: Goodput, replicas: int = 16) -> Table:
         missing = tuple(int(s in where) for s in range(stages))
         case = Case(placement, costs, Change(gone))
         found = [
-            (scale.elastic_s(missing), Ours(stages=False).answer(case).step_s),
+            (scale.elastic_s(missing), max(case.before_s, Ours(stages=False).answer(case).step_s)),
             (scale.rerouted_s(missing), Reroute().answer(case).step_s),
         ]
         over.append([step_s / bound_s for bound_s, step_s in found])

@@ -90,7 +90,7 @@ class _Simulation:
         case, decision = self._case, self._decision
         self._timeline.name_rows(case.healthy.stages)
         self._timeline.name_rows(decision.last.assignment.stages)
-        self._steps(HEALTHY, case.healthy, case.costs, self._shown)
+        self._steps(HEALTHY, case.healthy_split, case.costs, self._shown)
         if case.change.gone:
             self._loss(moment)
         for rank, speed in case.change.slow:
@@ -161,8 +161,9 @@ class _Simulation:
         self._step += len(run.seconds)
 
     def _loss(self, moment: float) -> None:
-        case, at = self._case, moment * self._case.before_s
-        found = recompute_step(case.healthy, case.costs, case.change.gone, at)
+        case = self._case
+        at = moment * case.seconds(case.healthy_split, case.costs)
+        found = recompute_step(case.healthy_split, case.costs, case.change.gone, at)
         for rank in case.change.gone:
             self._timeline.event(self._now + at, f"worker {rank} is lost")
         detect_s, start = case.constants.detect_s, self._now

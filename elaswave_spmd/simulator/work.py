@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,8 +36,10 @@ class Work:
         owners: per stage, the rank that runs each micro-batch.
         limits: by stage, the most micro-batches that a worker has in flight.
         turns: per micro-batch, its priority where several are ready, lowest first; () for the order of their numbers.
-        weight_share: part of a backward that is put off until its worker has nothing else to do (decoupled backward:
-            Tang et al., 2024; Gandhi et al., 2024). 0: backward is whole.
+        weight_share: part of every backward that is put off until its worker has nothing else to do, where activations
+            are kept as long (decoupled backward: Tang et al., 2024; Gandhi et al., 2024). 0: it is not so.
+        put_off: by stage, the most micro-batches whose weight gradients a worker puts off, as our workers do: these are
+            not in flight any more, and take their part of the costs' seconds. (): backwards are whole.
         done: actions whose results exist already.
     """
 
@@ -46,6 +49,7 @@ class Work:
     limits: tuple[int, ...]
     turns: tuple[float, ...] = ()
     weight_share: float = 0.0
+    put_off: tuple[int, ...] = ()
     done: frozenset[PipelineAction] = frozenset()
 
     @classmethod
@@ -54,7 +58,8 @@ class Work:
         owners = owners_of(assignment)
         turn = turns_of_ways(dict(enumerate(zip(*owners, strict=True))))
         order = tuple(turn[u] for u in range(assignment.num_microbatches))
-        return cls(assignment.stages, assignment.layer_cuts, owners, assignment.limits, order)
+        put_off = assignment.put_off
+        return cls(assignment.stages, assignment.layer_cuts, owners, assignment.limits, order, put_off=put_off)
 
     @property
     def num_stages(self) -> int:
@@ -66,14 +71,30 @@ class Work:
         """Micro-batches of a step."""
         return len(self.owners[0])
 
+    def splits(self, stage: int) -> bool:
+        """True if the backwards of a stage are in two parts."""
+        return bool(self.weight_share or (self.put_off and self.put_off[stage]))
+
+    def kinds(self, stage: int) -> tuple[str, ...]:
+        """The kinds of actions of a stage: weight gradients are one of their own where backwards are in two parts."""
+        return KINDS if self.splits(stage) else KINDS[:2]
+
     def left(self, *kinds: str) -> dict[int, int]:
         """Rank -> the number of actions that it still has to run, of these kinds; of all, if none is named."""
-        kinds = kinds or (KINDS if self.weight_share else KINDS[:2])
         found = {rank: 0 for members in self.stages for rank in members}
         for stage, of_stage in enumerate(self.owners):
+            wanted = kinds or self.kinds(stage)
             for microbatch, rank in enumerate(of_stage):
-                found[rank] += sum(PipelineAction(stage, kind, microbatch) not in self.done for kind in kinds)
+                found[rank] += sum(PipelineAction(stage, kind, microbatch) not in self.done for kind in wanted)
         return found
+
+    def in_flight(self, stage: int, rank: int) -> int:
+        """The micro-batches of which a worker has a forward, and no backward yet, at the beginning."""
+        mine = [u for u, owner in enumerate(self.owners[stage]) if owner == rank] if self.done else []
+        return sum(
+            PipelineAction(stage, FORWARD, u) in self.done and PipelineAction(stage, BACKWARD, u) not in self.done
+            for u in mine
+        )
 
 
 def owners_of(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
@@ -85,17 +106,24 @@ def owners_of(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
 class ReadyOrder:
     """The order of readiness: a backward, else a forward if few micro-batches are in flight, else gradients of weights.
 
-    A micro-batch is in flight until its activations are not needed any more.
+    A micro-batch is in flight until its activations are not needed any more. Gradients of weights come before a
+    backward where no more may be put off.
 
     Args:
-        last: the kind of action after which a micro-batch's activations are freed.
+        limit: the most micro-batches in flight.
+        last: the kind of action after which a micro-batch is not in flight any more.
+        put_off: the most micro-batches whose gradients of weights are put off.
+        in_flight: micro-batches that are in flight at the beginning.
     """
 
-    def __init__(self, limit: int, turns: Sequence[float], last: str) -> None:
+    def __init__(
+        self, limit: int, turns: Sequence[float], last: str, put_off: float = math.inf, in_flight: int = 0
+    ) -> None:
         self._limit = limit
         self._turns = turns
         self._last = last
-        self._in_flight = 0
+        self._put_off = put_off
+        self._in_flight = in_flight
         self._ready: Mapping[str, list[tuple[float, int, PipelineAction]]] = {kind: [] for kind in KINDS}
 
     def add_ready(self, action: PipelineAction) -> None:
@@ -105,7 +133,8 @@ class ReadyOrder:
 
     def next_action(self) -> PipelineAction | None:
         """Removes and returns the action to begin now; None: the worker has to wait."""
-        for kind in KINDS:
+        is_full = len(self._ready[WEIGHTS]) >= self._put_off and self._ready[BACKWARD]
+        for kind in (WEIGHTS,) if is_full and self._ready[WEIGHTS] else KINDS:
             if self._ready[kind] and (kind != FORWARD or self._in_flight < self._limit):
                 self._in_flight += (kind == FORWARD) - (kind == self._last)
                 return heapq.heappop(self._ready[kind])[2]

@@ -21,7 +21,7 @@ from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.channel import Channel
 from elaswave_spmd.worker.fault_points import FaultPoint, OnFaultPoint, no_op
 from elaswave_spmd.worker.initial_values import MadeValues
-from elaswave_spmd.worker.profiling import MemoryRow, Row
+from elaswave_spmd.worker.profiling import MemoryRow, Row, WeightsRow
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms
 from elaswave_spmd.worker.spec import Job
 
@@ -90,7 +90,8 @@ class WorkerHooks:
             on with. Wrong results are injected here.
         layer_ran: (step, micro-batch, layer, kind, began, ended): a layer program has run, of a kind of
             `scheduling.pipeline`; times by time.perf_counter(), or of the device.
-        step_measured: (step, times of layer programs, memory of layers that are new): after every step.
+        step_measured: (step, times of layer programs, of weight gradients that were put off, memory of layers that are
+            new): after every step.
         applied: (report, replica): a version is complete. The state may be copied now, and changes after the call.
         save: (replica): the run is about to stop; the state is to be written as it is.
         members_changed: (message): members of the new configuration; links are opened and closed to match.
@@ -101,7 +102,7 @@ class WorkerHooks:
     on_point: OnFaultPoint = no_op
     computed: Callable[[FaultPoint, int, Tensor], Tensor] = _as_computed
     layer_ran: Callable[[int, int, int, str, float, float], None] = _ignore
-    step_measured: Callable[[int, tuple[Row, ...], tuple[MemoryRow, ...]], None] = _ignore
+    step_measured: Callable[[int, tuple[Row, ...], tuple[WeightsRow, ...], tuple[MemoryRow, ...]], None] = _ignore
     applied: Callable[[m.Applied, StateReplica], None] = _ignore
     save: Callable[[StateReplica], None] = _ignore
     members_changed: Callable[[m.Reconfigure], None] = _ignore

@@ -20,7 +20,7 @@ from elaswave_spmd.worker.context import WorkerContext
 from elaswave_spmd.worker.digests import MicrobatchDigests
 from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.gradient_reduction import GradientReducer
-from elaswave_spmd.worker.profiling import LayerTimes, Row
+from elaswave_spmd.worker.profiling import LayerTimes, Row, WeightsRow
 from elaswave_spmd.worker.programs.eager import Batches
 from elaswave_spmd.worker.stage_boundary import ACTIVATION, GRADIENT, VALIDATION, Boundaries, BoundaryKey
 from elaswave_spmd.worker.waiting import ConfigurationChanged, Reason, Waiting, Waits
@@ -411,8 +411,8 @@ class MicrobatchRunner:
         self._times.add(layer, ended - began, kind)
         self._hooks.layer_ran(step, microbatch, layer, kind, began, ended)
 
-    def pop_times(self) -> tuple[Row, ...]:
-        """The times of the layer programs that have run since the last call."""
+    def pop_times(self) -> tuple[tuple[Row, ...], tuple[WeightsRow, ...]]:
+        """The times of the layer programs that have run since the last call, and of weight gradients among them."""
         if self._unasked:
             times = iter(self._device.times([mark for _, *marks in self._unasked for mark in marks]))
             for (program, _, _), began, ended in zip(self._unasked, times, times, strict=True):

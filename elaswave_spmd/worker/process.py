@@ -49,7 +49,8 @@ from elaswave_spmd.worker.plan_run import (
     open_datasets,
     plan_run,
 )
-from elaswave_spmd.worker.profiling import MemoryRow, Row
+from elaswave_spmd.worker.profiling import MemoryRow, Row, WeightsRow
+from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.spec import WorkerSpec, message_bounds
 from elaswave_spmd.worker.tracing import TracedChannel, open_trace
 
@@ -239,7 +240,7 @@ class WorkerProcess:
         hooks = WorkerHooks(
             on_point=self._on_point,
             computed=self._computed,
-            step_measured=lambda step, rows, memory: self._send_costs(step, rows, memory, model.programs.num_compiled),
+            step_measured=partial(self._send_costs, model.programs),
             applied=checkpoints.applied,
             save=checkpoints.save,
             members_changed=self._members_changed,
@@ -327,12 +328,19 @@ class WorkerProcess:
         assert self._executor is not None and self._faults is not None
         return self._faults.computed(point, step, self._executor.placement.mesh.members, result)
 
-    def _send_costs(self, step: int, rows: tuple[Row, ...], memory: tuple[MemoryRow, ...], num_compiled: int) -> None:
+    def _send_costs(
+        self,
+        programs: StagePrograms,
+        step: int,
+        rows: tuple[Row, ...],
+        weights: tuple[WeightsRow, ...],
+        memory: tuple[MemoryRow, ...],
+    ) -> None:
         """Report what was measured in a step, and once the link to a neighbour."""
         link = () if self._link_reported else self._probe.result or ()
         if rows or memory or link:
             self._link_reported = self._link_reported or bool(link)
-            self._send(m.Measured(self._rank, step, rows, memory, num_compiled, link))
+            self._send(m.Measured(self._rank, step, rows, memory, programs.num_compiled, link, weights))
 
     def _members_changed(self, message: m.Reconfigure) -> None:
         """Open links to members that are new, and close those to workers that are members no more."""

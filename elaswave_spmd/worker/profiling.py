@@ -12,10 +12,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from elaswave_spmd.scheduling.pipeline import FORWARD, WEIGHTS
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS
 
 Row = tuple[int, float, float, int, int]
 """(layer, seconds of all forwards, seconds of all backwards, number of forwards, number of backwards)."""
+
+WeightsRow = tuple[int, float, int]
+"""(layer, seconds of all weight gradients that were put off, which are part of its backwards' seconds; number of
+these)."""
 
 MemoryRow = tuple[int, int, int]
 """(layer, bytes that one micro-batch keeps until its backward, bytes of its output)."""
@@ -25,35 +29,37 @@ MemoryRow = tuple[int, int, int]
 class LayerTimes:
     """Wall time of layer programs since the last `pop_rows`. Costs two clock reads per program, about 0.1 us."""
 
-    _seconds: dict[tuple[int, bool], float] = field(default_factory=dict)
-    _counts: dict[tuple[int, bool], int] = field(default_factory=dict)
+    _seconds: dict[tuple[int, str], float] = field(default_factory=dict)
+    _counts: dict[tuple[int, str], int] = field(default_factory=dict)
 
     def add(self, layer: int, seconds: float, kind: str) -> None:
         """Records that a program of this layer ran for this long, on one micro-batch.
 
         Args:
-            kind: of `scheduling.pipeline`; a backward in two parts is one backward.
+            kind: of `scheduling.pipeline`; a backward in two parts is one backward, and its weight gradients beside.
         """
-        key = layer, kind != FORWARD
+        key = layer, kind
         self._seconds[key] = self._seconds.get(key, 0.0) + seconds
-        self._counts[key] = self._counts.get(key, 0) + (kind != WEIGHTS)
+        self._counts[key] = self._counts.get(key, 0) + 1
 
-    def pop_rows(self) -> tuple[Row, ...]:
+    def pop_rows(self) -> tuple[tuple[Row, ...], tuple[WeightsRow, ...]]:
         """Returns the measurements since the last call, sorted by layer, and begins anew."""
         seconds = self._seconds
         counts = self._counts
         self._seconds = {}
         self._counts = {}
-        return tuple(
+        rows = tuple(
             (
                 layer,
-                seconds.get((layer, False), 0.0),
-                seconds.get((layer, True), 0.0),
-                counts.get((layer, False), 0),
-                counts.get((layer, True), 0),
+                seconds.get((layer, FORWARD), 0.0),
+                seconds.get((layer, BACKWARD), 0.0) + seconds.get((layer, WEIGHTS), 0.0),
+                counts.get((layer, FORWARD), 0),
+                counts.get((layer, BACKWARD), 0),
             )
             for layer in sorted({layer for layer, _ in counts})
         )
+        put_off = sorted(layer for layer, kind in counts if kind == WEIGHTS)
+        return rows, tuple((layer, seconds[layer, WEIGHTS], counts[layer, WEIGHTS]) for layer in put_off)
 
 
 class LayerMemory:

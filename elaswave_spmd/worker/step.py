@@ -153,7 +153,7 @@ class StepRunner:
         self._boundaries.drop_decided(step)
         # After the step, not in it: on a device with streams, to read the times waits until their programs have run.
         times, memory = self._microbatches.pop_times(), self._microbatches.programs.memory.pop_rows()
-        self._context.hooks.step_measured(step, times, memory)
+        self._context.hooks.step_measured(step, *times, memory)
 
     def _begin(self, step: int) -> None:
         """Begin a step, unless it has begun: assign this worker its micro-batches.

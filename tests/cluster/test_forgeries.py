@@ -305,8 +305,20 @@ def test_the_time_to_refuse_a_shape_does_not_grow_with_its_square() -> None:
         m.Heartbeat(SENDER, 17, False, "", (("malformed message", -1),)),
         m.Measured(SENDER, 3, (), ((1, 10, 20),) * 1000),
         m.Measured(SENDER, 3, ((1, 0.1, 0.2, 2, 2),) * 2, ((1, 10, 20),)),
+        m.Measured(SENDER, 3, (), weights=((1, 0.1, 2),) * 2),
+        m.Measured(SENDER, 3, (), weights=((1, -0.1, 2),)),
+        m.Measured(SENDER, 3, (), weights=((10_000, 0.1, 2),)),
     ],
-    ids=["many reasons", "a long reason", "a negative count", "a layer's memory often", "a layer's times twice"],
+    ids=[
+        "many reasons",
+        "a long reason",
+        "a negative count",
+        "a layer's memory often",
+        "a layer's times twice",
+        "a layer's weight gradients twice",
+        "a negative time",
+        "a layer that there is not",
+    ],
 )
 def test_reports_without_end_are_refused(report: m.AnyMessage) -> None:
     assert by_controller(report, SENDER, None)

@@ -63,7 +63,9 @@ class World:
 
     def __init__(self, sizes: Sequence[int], guard: MadeUpGuard | None, layers: int = 6, **fields: Any) -> None:
         self.placement: Placement = placed(sizes, 12, layers)
-        self.protocol = SimpleNamespace(placement=self.placement, layout=None, settled=True, rebalance=self.rebalance)
+        self.protocol = SimpleNamespace(
+            placement=self.placement, layout=None, split=None, settled=True, rebalance=self.rebalance
+        )
         self.goals: list[Goal] = []
         self.events: list[dict[str, Any]] = []
         self.costs, self.speeds = [1.0] * layers, {}

@@ -17,8 +17,10 @@ from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.recovery.controller_protocol import Goal
 from elaswave_spmd.recovery.messages import Measured
+from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.rebalance import plan_change
+from elaswave_spmd.scheduling.rebalance import Decision, plan_change
+from elaswave_spmd.scheduling.split_backward import SplitBackward
 from tests.unit.scheduling.planning_cases import costs_of, placed
 
 MICROBATCHES, LAYERS = 12, 6
@@ -34,7 +36,7 @@ class World:
     ) -> None:
         self.placement: Placement = placed(sizes, MICROBATCHES, LAYERS)
         self.protocol = SimpleNamespace(
-            placement=self.placement, layout=None, settled=True, rebalance=self.rebalance, drain=self.drain
+            placement=self.placement, layout=None, split=None, settled=True, rebalance=self.rebalance, drain=self.drain
         )
         self.goals: list[Goal] = []
         self.drained: list[int] = []
@@ -76,7 +78,10 @@ class World:
                 for layer in self.placement.layers_of_stage(self.placement.mesh.stage_of(rank)):
                     seconds = microbatches * self.costs[layer] / self.speeds.get(rank, 1.0)
                     rows.append((layer, 0.01 * seconds, 0.02 * seconds, microbatches, microbatches))
-                self.rescheduler.report(Measured(rank, self.step, tuple(rows)))
+                # A quarter of the backward is put off, of micro-batches that are in two parts.
+                weights = tuple((layer, backward_s / 4, number) for layer, _, backward_s, _, number in rows)
+                late = weights if self.protocol.split is not None and rank not in self.placement.mesh.stages[0] else ()
+                self.rescheduler.report(Measured(rank, self.step, tuple(rows), weights=late))
 
 
 def test_equal_workers_and_layers_stay_as_they_are() -> None:
@@ -268,3 +273,25 @@ def test_links_that_settings_name_are_not_measured_ones() -> None:
     world = World([2], bandwidth=5e6, latency=0.25)
     world.rescheduler.report(Measured(0, 1, (), link=(1e-5, 1e9)))
     assert (world.measured.costs.latency_s, world.measured.costs.bandwidth) == (0.25, 5e6)
+
+
+def test_plans_are_judged_with_what_workers_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The share of weight gradients is measured where there are any, and saved for the next run."""
+    world, plans = World([2, 2]), []
+    every = tuple(range(LAYERS))
+    world.protocol.split = SplitBackward(every, (100,) * LAYERS, costs_of([1.0] * LAYERS), MemoryRule())
+
+    def planned(*args: Any, **kwargs: Any) -> Decision:
+        plans.append((args[1], plan_change(*args, **kwargs)))
+        return plans[-1][1]
+
+    monkeypatch.setattr(rescheduler, "plan_change", planned)
+    world.train(20)
+    costs, decision = plans[-1]
+    assert [layer.weight_share for layer in costs.layers] == [pytest.approx(0.25)] * LAYERS
+    assert decision.now.assignment.put_off == (0, 1)
+    whole = plan_change(world.placement, costs, 80)
+    assert decision.before.seconds < whole.before.seconds and whole.now.assignment.put_off == ()
+    assert SplitBackward.of_costs(CostModel.from_json(world.saved), MemoryRule()) is not None
+    counts = world.measured.assign(world.placement, ((0, 1), (2,)), MICROBATCHES, split=world.protocol.split)
+    assert counts == ((6, 6), (12,))

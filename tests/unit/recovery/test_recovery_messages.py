@@ -88,6 +88,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Heartbeat(3, 2**40, True, "votes of step 7", (("malformed message", 2),)),
     m.Applied(9, 0, 1, 0.1, 0.2, False),
     m.Measured(3, 7, ((0, 0.25, 0.5, 4, 4), (1, 0.0, 0.5, 0, 4)), ((0, 4096, 1024),), 4, (1e-4, 2e9)),
+    m.Measured(3, 7, ((1, 0.25, 0.5, 4, 4),), weights=((1, 0.25, 4),)),
     m.ValidationLoss(5, 2, (0, 2), (1.25, 3.0)),
     m.Validated(5),
     m.FinalPages(0, 0, 9),
@@ -127,6 +128,7 @@ OPTIONS_OFF: list[tuple[m.Message, int]] = [
     (m.ActivationGradient(8, 2, 1, (4, 3)), 4),
     (m.PartialSum(8, 1, 0, 3, 2, 4), 6),
     (m.ReducedGradient(8, 1, 0, 3, b""), 5),
+    (m.Measured(3, 7, ((0, 0.25, 0.5, 4, 4),)), 6),
 ]
 """(a message of a run without options, the number of its other fields)."""
 

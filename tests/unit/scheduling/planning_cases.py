@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -52,6 +53,17 @@ def assigned(
         num_microbatches, [costs.speeds_of(members) for members in stages], microbatch_order=microbatch_order
     ).counts
     return Assignment(stages, tuple(cuts) or even_cuts(len(costs.layers), len(sizes)), counts, microbatch_order)
+
+
+def split_at_random(draw, assignment: Assignment, costs: CostModel) -> tuple[Assignment, CostModel]:
+    """The assignment as it is, or with backwards in two parts on some stages, and layers that are split or not."""
+    if draw(st.booleans()):
+        return assignment, costs
+    number, stages = len(costs.layers), assignment.num_stages
+    shares = draw(st.lists(st.sampled_from([0.0, 0.25, 0.5]), min_size=number, max_size=number))
+    layers = tuple(replace(layer, weight_share=share) for layer, share in zip(costs.layers, shares, strict=True))
+    put_off = draw(st.lists(st.integers(0, 3), min_size=stages, max_size=stages))
+    return replace(assignment, put_off=tuple(put_off)), replace(costs, layers=layers)
 
 
 def microbatch_s(costs: CostModel, first: int, stop: int, rank: int) -> float:

@@ -18,7 +18,7 @@ from tests.unit.scheduling.planning_cases import microbatch_s, rule_of
 SECONDS = st.floats(0, 1e3)
 BYTES = st.integers(0, 1 << 40)
 LAYERS = st.lists(
-    st.builds(LayerCost, st.text(max_size=5), SECONDS, st.floats(1e-6, 1e3), BYTES, BYTES, BYTES, BYTES, BYTES),
+    st.builds(LayerCost, st.text(max_size=5), SECONDS, st.floats(1e-6, 1e3), *[BYTES] * 6, st.floats(0, 1)),
     min_size=1,
     max_size=6,
 ).map(tuple)
@@ -269,3 +269,18 @@ def test_bad_samples_are_refused_and_empty_ones_change_nothing():
 def test_prefixes_are_cumulative():
     costs = costs_of([3, 6, 9])
     assert [b - a for a, b in pairwise(costs.prefix("forward_s"))] == pytest.approx([1, 2, 3])
+
+
+def test_the_share_of_weight_gradients_is_the_median_where_they_were_put_off():
+    smoother = ProfileSmoother(2, window=3)
+    for weights_s in (0.5, 0.75, 1.5, 1.0):
+        smoother = smoother.observe([LayerSample(0, 0, 1.0, 2.0), LayerSample(1, 1, 1.0, 2.0, weights_s)])
+    costs = smoother.observe([LayerSample(1, 1, 1.0, 2.0)]).costs(costs_of([1, 2]))
+    assert [layer.weight_share for layer in costs.layers] == [0.0, 0.5]
+    assert [layer.backward_s for layer in costs.layers] == [2.0, 2.0] and costs.layers[1].weights_s == 1.0
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_a_share_that_is_none_is_refused(share):
+    with pytest.raises(PlanError, match="weight_share"):
+        LayerCost("a", 1, 1, weight_share=share)

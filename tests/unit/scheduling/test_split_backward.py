@@ -1,15 +1,16 @@
-"""How many micro-batches' weight gradients a worker may put off: as there is room for, none on the first stage."""
+"""The number of micro-batches whose weight gradients may be put off: as there is room for, none on the first stage."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling import Placement
-from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
-from elaswave_spmd.scheduling.split_backward import SplitBackward
+from elaswave_spmd.scheduling.cost_model import WEIGHT_SHARE, CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
 from elaswave_spmd.scheduling.step_time import Assignment, memory_of
 from elaswave_spmd.sharding import Shardings
 
@@ -60,3 +61,25 @@ def test_what_is_put_off_fits_beside_what_a_plan_counts(extra: float, put_off: i
 
 def test_a_limit_below_what_is_kept_anyway_makes_backwards_whole() -> None:
     assert split(memory_limit=1.0).limits(placed("pp4")) == ()
+
+
+def test_the_limits_of_an_assignment_are_those_of_its_placement() -> None:
+    placement = placed("pp4")
+    assert executed(Assignment.of(placement), split()).put_off == split().limits(placement) == (0, 1, 2, 3)
+    assert executed(Assignment.of(placement), split(range(2))).put_off == ()
+
+
+def test_layers_that_were_not_measured_have_the_share_of_those_that_were() -> None:
+    """Those that are not split have none, whatever was measured of them."""
+    measured = {2: 0.3, 3: 0.4, 4: 0.5, 7: 0.01}
+    layers = tuple(replace(layer, weight_share=measured.get(i, 0.0)) for i, layer in enumerate(COSTS.layers))
+    priced = split(range(1, 6)).priced(replace(COSTS, layers=layers))
+    assert [layer.weight_share for layer in priced.layers] == [0.0, 0.4, 0.3, 0.4, 0.5, 0.4, 0.0, 0.0]
+    assert {layer.put_off_bytes for layer in priced.layers} == {60}
+    assert {layer.weight_share for layer in split().priced(COSTS).layers} == {WEIGHT_SHARE}
+
+
+def test_what_costs_say_of_a_split_is_read_from_them() -> None:
+    priced = split(range(1, 6), 1e6).priced(COSTS)
+    assert SplitBackward.of_costs(priced, MemoryRule(), 1e6) == replace(split(range(1, 6), 1e6), costs=priced)
+    assert SplitBackward.of_costs(COSTS, MemoryRule()) is None

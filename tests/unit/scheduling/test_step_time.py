@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
-from elaswave_spmd.scheduling.pipeline import PipelineAction, Schedule
+from elaswave_spmd.scheduling.pipeline import PipelineAction, Schedule, check
 from elaswave_spmd.scheduling.step_time import (
     CLASSES,
     EXACT,
@@ -30,6 +32,7 @@ from tests.unit.scheduling.planning_cases import (
     even_cuts,
     microbatch_s,
     rule_of,
+    split_at_random,
     stages_of,
 )
 
@@ -44,7 +47,7 @@ def cases(draw) -> tuple[Assignment, CostModel]:
     latency = draw(st.sampled_from([0.0, 0.0, 0.3]))
     costs = costs_of(seconds, bandwidth=100.0, latency_s=latency, boundary_bytes=draw(st.integers(0, 50)))
     costs = costs.with_speeds({rank: draw(SPEEDS) for rank in range(sum(sizes))})
-    return assigned(sizes, draw(st.integers(1, 13)), costs, draw(DEALINGS)), costs
+    return split_at_random(draw, assigned(sizes, draw(st.integers(1, 13)), costs, draw(DEALINGS)), costs)
 
 
 def slowly(actions: Schedule, assignment: Assignment, costs: CostModel) -> float:
@@ -62,7 +65,9 @@ def slowly(actions: Schedule, assignment: Assignment, costs: CostModel) -> float
                 crossed = 0.0 if needed.stage == s else costs.message_s(cuts[max(s, needed.stage)] - 1)
                 start = max(start, end(needed) + crossed)
             forward, backward = costs.stage_s(cuts[s], cuts[s + 1])
-            known[action] = start + (forward if action.kind == "F" else backward) / costs.speed(rank)
+            late = sum(layer.weights_s for layer in costs.layers[cuts[s] : cuts[s + 1]])
+            backward -= late if assignment.put_off and assignment.put_off[s] else 0.0
+            known[action] = start + {"F": forward, "B": backward, "W": late}[action.kind] / costs.speed(rank)
         return known[action]
 
     return max(end(action) for action in home)
@@ -75,7 +80,9 @@ def test_makespan_is_when_the_last_action_ends(case):
     graph, seconds, delays = timed_graph(assignment, costs)
     wanted = slowly(executed_lists(assignment, costs), assignment, costs)
     assert graph.makespan(seconds, delays) == pytest.approx(wanted)
-    assert len(graph.order) == len(set(graph.order)) == 2 * assignment.num_stages * assignment.num_microbatches
+    number = 2 * assignment.num_stages + sum(most > 0 for most in assignment.put_off)
+    assert len(graph.order) == len(set(graph.order)) == number * assignment.num_microbatches
+    check(executed_lists(assignment, costs), assignment.num_stages)
 
 
 @given(cases())
@@ -108,6 +115,15 @@ def test_an_even_pipeline_takes_what_1f1b_takes():
         found = step_time(assignment, costs_of([3.0] * stages))
         assert found.seconds == found.bound_s == pytest.approx(3.0 * (microbatches + stages - 1))
         assert found.bottleneck_s == pytest.approx(3.0 * microbatches)
+
+
+def test_an_even_pipeline_that_puts_weight_gradients_off_takes_what_zb_h1_takes():
+    """A forward, a first and a second part take as long; the first stage's backwards are whole (Qi et al., 2024)."""
+    assignment = Assignment(stages_of([1] * 4), even_cuts(4, 4), ((8,),) * 4, put_off=(0, 1, 2, 3))
+    costs = costs_of([3.0] * 4)
+    split = replace(costs, layers=tuple(replace(layer, weight_share=0.5) for layer in costs.layers))
+    assert step_time(assignment, split).seconds == 28.0
+    assert step_time(replace(assignment, put_off=()), split).seconds == step_time(assignment, costs).seconds + 0 == 33.0
 
 
 def test_waiting_for_the_first_microbatch_counts_where_links_are_slow():

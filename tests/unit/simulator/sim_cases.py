@@ -12,24 +12,27 @@ from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.simulator.changes import Change
 from elaswave_spmd.simulator.policies import Case
 from elaswave_spmd.simulator.shapes import healthy
-from tests.unit.scheduling.planning_cases import SPEEDS, assigned, costs_of
+from tests.unit.scheduling.planning_cases import SPEEDS, assigned, costs_of, split_at_random
 
 
 @st.composite
 def assignments(draw) -> tuple[Assignment, CostModel]:
-    """Ragged stages, uneven layers and speeds, both orders of micro-batches, links that take time."""
+    """Ragged stages, uneven layers and speeds, both orders of micro-batches, links that take time; backwards that are
+    whole, or in two parts on some stages."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-    seconds = draw(st.lists(st.floats(0.1, 5), min_size=len(sizes), max_size=len(sizes) + 3))
+    # Of numbers that are added without rounding: what happens at one time does so in every step.
+    seconds = draw(st.lists(st.integers(1, 27), min_size=len(sizes), max_size=len(sizes) + 3))
     costs = costs_of(
-        seconds,
-        bandwidth=100.0,
-        latency_s=draw(st.sampled_from([0.0, 0.0, 0.3])),
+        [3 * each / 16 for each in seconds],
+        bandwidth=128.0,
+        latency_s=draw(st.sampled_from([0.0, 0.0, 0.25])),
         boundary_bytes=draw(st.integers(0, 80)),
         gradient_bytes=draw(st.integers(0, 60)),
         value_bytes=draw(st.integers(0, 60)),
     )
     costs = costs.with_speeds({rank: draw(SPEEDS) for rank in range(sum(sizes))})
-    return assigned(sizes, draw(st.integers(1, 12)), costs, draw(st.sampled_from(["contiguous", "time-major"]))), costs
+    order = draw(st.sampled_from(["contiguous", "time-major"]))
+    return split_at_random(draw, assigned(sizes, draw(st.integers(1, 12)), costs, order), costs)
 
 
 def case_of(

@@ -276,3 +276,26 @@ def test_settings_take_the_place_of_a_scenarios_own(call, tmp_path):
     changed = with_settings(chosen, ["sharding=zero0", "train.steps=7", "seed=5"])
     assert changed == replace(chosen, zero=0, steps=7, seed=5) and with_settings(chosen, []) == chosen
     assert call("simulate", f"scenario={path}", "json=true", "sharding=zero0")[0] == 0
+
+
+@pytest.mark.parametrize("whole", ["runtime.check_model=false", "runtime.compile=true", "runtime.device=xla"])
+def test_a_plan_is_for_backwards_in_two_parts_where_workers_would_run_them_so(call, whole):
+    words = ("plan", "mesh=pp4", "train.global_batch=8", "json=true")
+    step_s = {}
+    for settings in ((), (whole,)):
+        code, out, _ = call(*words, *settings)
+        assert code == 0
+        step_s[settings] = json.loads(out)["old"]["step_s"]
+    assert step_s[()] < 0.9 * step_s[whole,]
+
+
+def test_a_profile_says_which_layers_are_in_two_parts(call, tmp_path):
+    profile, found = tmp_path / "costs.json", []
+    for share in (0.0, 0.4):
+        costs = costs_of([1.0] * 8)
+        layers = tuple(replace(layer, weight_share=share) for layer in costs.layers)
+        profile.write_text(replace(costs, layers=layers).to_json(), encoding="utf-8")
+        code, out, _ = call("plan", "mesh=pp4", "train.global_batch=8", "json=true", f"schedule.profile={profile}")
+        found.append(json.loads(out)["old"]["step_s"])
+        assert code == 0
+    assert found[1] < found[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 import pytest
@@ -11,14 +12,15 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.scheduling.cost_model import CostModel
+from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
 from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
 from elaswave_spmd.simulator.changes import Change, remaining_share
 from elaswave_spmd.simulator.optimum import optimum
-from elaswave_spmd.simulator.policies import DropReplica, Ours, Policy, Restart, columns_of
+from elaswave_spmd.simulator.policies import Case, DropReplica, Ours, Policy, Restart, columns_of
 from elaswave_spmd.simulator.reroute import Reroute
+from elaswave_spmd.simulator.shapes import alike, healthy
 from elaswave_spmd.simulator.templates import Templates
 from tests.unit.scheduling.planning_cases import costs_of, rule_of
 from tests.unit.simulator.sim_cases import case_of
@@ -295,3 +297,29 @@ def test_no_plan_beats_the_optimum():
         present = [rank for members in case.change.stages(case.placement.mesh) for rank in members]
         least = optimum(case.after, present, 6, rule=case.rule)
         assert least is not None and least.best_s <= Ours().answer(case).step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("policy", [Reroute(split=False), DropReplica(), Restart()])
+def test_only_ours_and_reroute_run_backwards_in_two_parts(policy):
+    """A step before the loss is the same for all: with whole backwards. What ours takes then stands beside it."""
+    whole = case_of("dp3_pp4", 12, "fail 4")
+    layers = tuple(replace(layer, weight_share=0.5) for layer in whole.costs.layers)
+    split = replace(whole, costs=replace(whole.costs, layers=layers))
+    assert split.before_s == whole.before_s and policy.answer(split) == policy.answer(whole)
+    assert split.seconds(split.healthy_split, split.costs) < split.before_s
+    ours, decision = Ours().answer(split), Ours().answer(split).decision
+    assert ours.step_s < Ours().answer(whole).step_s and ours.recovery_s < Ours().answer(whole).recovery_s * 1.1
+    assert decision is not None and any(decision.last.assignment.put_off)
+
+
+def test_what_is_put_off_fits_in_the_memory_of_a_case():
+    costs = alike(16)
+    placement = healthy(Mesh.initial(MeshShape.parse("dp2_pp4")), costs, 16)
+    needed = max(memory_of(Assignment.of(placement), costs, MemoryRule(placement.shardings)))
+    of_limit = [
+        Case(placement, costs, Change(), memory_limit=limit).healthy_split.put_off
+        for limit in (math.inf, needed, 100 * needed)
+    ]
+    assert of_limit[0] == (0, 1, 2, 3) and of_limit[2] == (0, 8, 8, 8)
+    assert of_limit[1][0] == 0 and 0 < of_limit[1][3] < 8
+    assert Case(placement, alike(16, weight_share=0), Change()).split is None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from elaswave_spmd.worker.profiling import LayerMemory
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS
+from elaswave_spmd.worker.profiling import LayerMemory, LayerTimes
 
 ROWS, WIDTH, HIDDEN = 3, 8, 32
 
@@ -59,3 +60,11 @@ def test_measuring_changes_no_bit() -> None:
         gradients.append((x.grad, block.weight.grad))
     for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other)
+
+
+def test_weight_gradients_are_part_of_a_backward_and_measured_beside() -> None:
+    times = LayerTimes()
+    for layer, seconds, kind in [(1, 1.0, FORWARD), (1, 2.0, BACKWARD), (0, 3.0, BACKWARD), (1, 4.0, WEIGHTS)] * 2:
+        times.add(layer, seconds, kind)
+    assert times.pop_rows() == (((0, 0.0, 6.0, 0, 2), (1, 2.0, 12.0, 2, 2)), ((1, 8.0, 2),))
+    assert times.pop_rows() == ((), ())

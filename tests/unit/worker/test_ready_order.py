@@ -108,6 +108,7 @@ class Line:
         self.here: set[tuple[int, str, int]] = {(0, FORWARD, u) for u in range(len(owners[0]))}
         self.busy: set[int] = set()
         self.events: list[tuple[float, int, object]] = []
+        self.begun: list[tuple[float, PipelineAction]] = []
         self.ran: list[PipelineAction] = []
         self.most: dict[int, tuple[int, int]] = dict.fromkeys(self.work, (0, 0))
         self.now = 0.0
@@ -140,6 +141,7 @@ class Line:
                 self.busy.add(rank)
                 left = work[microbatch]
                 kind = FORWARD if left.forward else WEIGHTS if left.backward == WEIGHTS_ONLY else BACKWARD
+                self.begun.append((now, PipelineAction(stage, kind, microbatch)))
                 self.later(now, PipelineAction(stage, kind, microbatch))
 
     def finish(self, now: float, action: PipelineAction) -> None:
@@ -232,6 +234,56 @@ def even_line(shape: str, num_microbatches: int, *, splits: bool) -> tuple[Place
     line.later = exactly
     line.run()
     return placement, line
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    num_microbatches=st.integers(1, 14),
+    seed=st.integers(0, 1 << 30),
+)
+def test_the_simulated_step_of_plans_is_what_workers_do(sizes, num_microbatches, seed) -> None:
+    """`pipeline.execute` judges plans, `next_ready` runs them: with all seconds alike their actions are the same."""
+    rng = random.Random(seed)
+    first = [sum(sizes[:s]) for s in range(len(sizes))]
+    owners = [[first[s] + rng.randrange(size) for _ in range(num_microbatches)] for s, size in enumerate(sizes)]
+    stage_of = {rank: s for s, of_stage in enumerate(owners) for rank in of_stage}
+    in_flight, put_off = ([rng.randint(least, 3) for _ in sizes] for least in (1, 0))
+    # Short whole numbers: often several things happen at one time.
+    forward_s, input_s, weights_s = ([rng.randint(least, 4) for _ in range(sum(sizes))] for least in (1, 1, 0))
+    delays = [rng.randint(0, 2) for _ in sizes[1:]]
+    turns = {u: rng.randint(0, 4) / 4 for u in range(num_microbatches)}
+    limits = {rank: Limits(in_flight[s], put_off[s]) for rank, s in stage_of.items()}
+    line = Line(owners, limits, lambda u: (turns[u], u), rng)
+    for of_stage in owners:
+        for u, rank in enumerate(of_stage):
+            line.work[rank][u] = MicrobatchWork(True, FULL, False)
+    numbers = iter(range(1 << 30))
+
+    def exactly(now: float, event: object) -> None:
+        if isinstance(event, PipelineAction):
+            rank = owners[event.stage][event.microbatch]
+            whole = put_off[event.stage] == 0
+            backward_s = input_s[rank] + (weights_s[rank] if whole else 0)
+            takes = {FORWARD: forward_s[rank], BACKWARD: backward_s, WEIGHTS: weights_s[rank]}[event.kind]
+        else:
+            assert isinstance(event, tuple)
+            stage, kind, _ = event
+            takes = delays[stage - 1 if kind == FORWARD else stage] if 0 <= stage < len(sizes) and len(sizes) > 1 else 0
+            if (kind == FORWARD and stage == len(sizes)) or stage < 0:
+                return
+        heapq.heappush(line.events, (now + takes, next(numbers), event))
+
+    line.later = exactly
+    line.run()
+    backward_s = [i + w for i, w in zip(input_s, weights_s, strict=True)]
+    late = (weights_s, put_off) if any(put_off) else ((), ())
+    seconds, done = pipeline.execute(owners, turns, in_flight, forward_s, backward_s, delays, *late)
+    found = [[pipeline._kind_of(u, num_microbatches) for u in todo] for todo in done]  # pyright: ignore[reportPrivateUsage]
+    by_rank: dict[int, list[tuple[str, int]]] = {}
+    for _, action in line.begun:
+        by_rank.setdefault(owners[action.stage][action.microbatch], []).append((action.kind, action.microbatch))
+    assert {rank: todo for rank, todo in enumerate(found) if todo} == by_rank and seconds == line.now
 
 
 @pytest.mark.parametrize("shape", ["pp3", "dp2_pp2", "pp4"])
