@@ -46,6 +46,7 @@ DIGEST_BYTES = 16
 _LOSS_TOLERANCE = 1e-3  # relative, in fp32: sums of other lengths are rounded otherwise, a mean is off by a factor
 _LONGEST_REASON = 200  # characters
 _GRADIENT = 1e-3  # size of the made-up gradient of a layer's output, about what training has
+_DISTURBANCE = 0.01  # of parameters, at most twice; never below what they begin with, as of a variance of zero
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,7 @@ class _Check:
             twice = self._run(layer, values, watch, first, returned=outputs[other.number])
             _compare(layer.name, once, twice)
             self._check_addition(layer, values, watch, twice)
-            put_off = self._bytes_put_off(layer, first, twice)
+            put_off = self._bytes_put_off(layer, values)
             if layer.index == self._last:
                 self._check_loss(layer, values.module)
         if self._programs.num_compiled > compiled:
@@ -241,27 +242,58 @@ class _Check:
         digest = hashlib.blake2b(found, digest_size=DIGEST_BYTES).digest()
         return LayerCheck(layer.index, 1, kept, output, put_off, digest), outputs
 
-    def _bytes_put_off(self, layer: LayerLayout, sample: Sample, whole: _Result) -> int:
-        """Run the backward in two parts, and compare it with the whole.
+    def _bytes_put_off(self, layer: LayerLayout, values: ValueBuffer) -> int:
+        """Run the backward in two parts, and compare it with the whole, for both micro-batches.
+
+        Parameters are disturbed meanwhile. Behind a gate that begins at zero, or before a product with a weight that
+        does, all gradients are zero, and nothing would be compared.
+
+        Args:
+            values: of the bound copy of the layer.
 
         Returns:
             The bytes that are kept between the two; 0 if it must stay whole: nothing of it can be put off, it has other
             bits than the whole, or the layer's code cannot be run so.
         """
-        programs = self._programs
-        if not programs.can_split or whole.dx is None or layer.index < self._model.layout.first_trained:
+        programs, first_trained = self._programs, self._model.layout.first_trained
+        of_tokens = not self._inputs[self._first.number].is_floating_point()
+        if not programs.can_split or of_tokens or layer.index < first_trained:
             return 0
-        programs.put_off([layer.index])
+        initial = values.flat.detach().clone()
+        values.flat.add_(_waves(values.flat).add_(1.0).mul_(_DISTURBANCE))
         try:
-            put_off, found = self._run_in_parts(layer, sample)
+            # All workers try both micro-batches, so that they find the same, whichever they begin with.
+            kept = [self._bytes_if_equal(layer, sample) for sample in (self._first, self._other)]
         except Exception:
-            # The whole backward has run twice by now. Code may take nothing but torch's own type of parameters.
+            # The whole backward has run twice by now. Code may take nothing but torch's own type of parameters, or no
+            # other values than those that it begins with.
             programs.discard_all()
             return 0
         finally:
             programs.put_off(())
-        pairs = zip(found, (whole.y, whole.dx, whole.gradient), strict=True)
-        return put_off if all(one is not None and equal_bits(one, other) for one, other in pairs) else 0
+            values.flat.copy_(initial)
+        return max(kept) if all(kept) else 0
+
+    def _bytes_if_equal(self, layer: LayerLayout, sample: Sample) -> int:
+        """What is kept of a micro-batch whose backward in two parts has the bits of the whole; 0 if it has others."""
+        self._programs.put_off([layer.index])
+        put_off, found = self._run_in_parts(layer, sample)
+        self._programs.put_off(())
+        if not put_off:
+            return 0
+        # Infinities and what comes of them would be the same whatever is wrong.
+        pairs = zip(found, self._run_whole(layer, sample), strict=True)
+        same = all(one is not None and other is not None and equal_bits(one, other) for one, other in pairs)
+        return put_off if same and all(one is not None and _finite(one) for one in found) else 0
+
+    def _run_whole(self, layer: LayerLayout, sample: Sample) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Run a micro-batch, and nothing else. Returns its output and gradients."""
+        programs, x, number = self._programs, self._inputs[sample.number], sample.number
+        keys = Keys.make(self._job.seed, sample.step, sample.ids, layer.index, self._place)
+        into = GradientBuffer(layer, self._place)
+        y = programs.forward(layer.index, number, x, keys, sample.batch)
+        dy = None if layer.index == self._last else _made_up_gradient(y)
+        return y, programs.backward(layer.index, number, dy, into, add=False, batch=sample.batch), into.flat
 
     def _run_in_parts(self, layer: LayerLayout, sample: Sample) -> tuple[int, tuple[Tensor, Tensor | None, Tensor]]:
         """Run a micro-batch in parts. Returns the bytes that are kept between these; its output and gradients."""

@@ -179,7 +179,7 @@ class StagePrograms:
     def put_off(self, layers: Collection[int]) -> None:
         """Sets the bound layers whose forwards, from now on, let their backward put off the products of weights."""
         for layer in self._split.keys() - set(layers):
-            self._split.pop(layer).unbind()
+            del self._split[layer]
         for layer in set(layers) - self._split.keys():
             if self.can_split and layer >= self._first_trained:
                 self._split[layer] = SplitLayer(self._values[layer].trained)
@@ -264,11 +264,8 @@ class StagePrograms:
         if split is None:
             yield None
             return
-        split.products = products = WeightProducts()
-        try:
+        with split.putting_off() as products:
             yield products
-        finally:
-            split.products = None
 
     def backward(
         self, layer: int, microbatch: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
@@ -360,13 +357,17 @@ class StagePrograms:
         Args:
             layer, microbatch: as for `backward_input`, which has run.
             into, add: as for `backward`.
+
+        Raises:
+            RuntimeError: the model's code has changed what they are made of, with a note that names the layer.
         """
         if layer < self._first_trained:
             return
         begun = self._begun.pop((layer, microbatch))
         gradients = begun.gradients
         if begun.products is not None:
-            gradients = begun.products.gradients(self._values[layer].trained, gradients)
+            with naming_layer(self._name_of(layer), "weight gradients"):
+                gradients = begun.products.gradients(self._values[layer].trained, gradients)
         if add:
             for view, gradient in zip(into.views, gradients, strict=True):
                 if gradient is not None:
@@ -467,7 +468,7 @@ class StagePrograms:
 
 
 @contextmanager
-def naming_layer(name: str, phase: str, x: Tensor) -> Iterator[None]:
+def naming_layer(name: str, phase: str, x: Tensor | None = None) -> Iterator[None]:
     """Adds a note to an exception that comes out of a layer: the layer, what it was doing, and its input.
 
     For example "in layer 'block0' (forward), input float32[2, 16, 32]". The exception itself goes on unchanged, so that
@@ -475,13 +476,13 @@ def naming_layer(name: str, phase: str, x: Tensor) -> Iterator[None]:
 
     Args:
         name: of the layer.
-        phase: "forward", "backward", "evaluation" or "compilation", perhaps with an addition.
-        x: the layer's input; only its shape and dtype are read.
+        phase: "forward", "backward", "weight gradients", "evaluation" or "compilation", perhaps with an addition.
+        x: the layer's input, if it is there still; only its shape and dtype are read.
     """
     try:
         yield
     except Exception as error:
-        note = f"in layer '{name}' ({phase}), input {_form_of(x)}"
+        note = f"in layer '{name}' ({phase})" + (f", input {_form_of(x)}" if x is not None else "")
         # What `add_note` of Python 3.11 does; Python 3.10 has no such method.
         vars(error).setdefault("__notes__", []).append(note)
         raise

@@ -8,12 +8,16 @@ of the user's) is differentiated in B as ever, and kept.
 
 The products are those that autograd would call, on the same operands, so the bits should be its bits. Whether they are
 is tried for each kind of layer before the first step (`worker.model_check`); a layer in which they are not has its
-backward whole.
+backward whole. But code may take other branches later. So an operator passes through this only in the one form whose
+formula is known: operands of torch's own type, rows that lie one behind the other, no autocast. A weight that is used
+in another way as well, or that has hooks, gets its gradient in B, where autograd adds it to the others in its own
+order. What nobody may change until W, or differentiate again, is an error if somebody does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,16 +30,26 @@ class _Product:
     """A weight product.
 
     Args:
-        parameters: the weight, and the bias or None: what W gives gradients of.
+        parameters: the weight, and a bias whose gradient is made with it, or None: what W gives gradients of.
         operand: what W needs beside the gradient of the output: the operator's input.
         of_input: the gradient of the operator's output -> that of its input.
         of_weights: the same -> those of the parameters.
+        of_bias: the same -> that of a bias that B makes, perhaps to be summed up to the form of the bias.
     """
 
     parameters: tuple[nn.Parameter, nn.Parameter | None]
     operand: Tensor
     of_input: Callable[[Tensor], Tensor]
     of_weights: Callable[[Tensor], tuple[Tensor, Tensor | None]]
+    of_bias: Callable[[Tensor], Tensor] | None = None
+
+    def can_wait(self, used_otherwise: set[int]) -> bool:
+        """True if nothing but products makes gradients of the parameters, and nobody looks at these on the way."""
+        return not any(
+            id(one) in used_otherwise or one._backward_hooks or one._post_accumulate_grad_hooks
+            for one in self.parameters
+            if one is not None
+        )
 
 
 class _PutOff(torch.autograd.Function):
@@ -46,17 +60,65 @@ class _PutOff(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Callable[[], Tensor], product: _Product, products: WeightProducts) -> Tensor:
-        ctx.product, ctx.products = product, products
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        run: Callable[[], Tensor],
+        product: _Product,
+        products: WeightProducts,
+    ) -> Tensor:
+        ctx.product, ctx.products, ctx.version = product, products, product.operand._version
+        ctx.set_materialize_grads(False)
         y = run()
         # The output of torch's linear may be a view of another tensor's rows, which could not be changed in place here.
         return torch.ops.aten._unsafe_view.default(y, y.shape) if y._is_view() else y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (dy,) = grads
-        ctx.products.brought.append((ctx.product, dy))
-        return ctx.product.of_input(dy), None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        product, products, (dy,) = ctx.product, ctx.products, grads
+        if dy is None:
+            return (None,) * 6
+        if products.in_forward or torch.is_grad_enabled():
+            raise RuntimeError("the weight gradients of this layer are put off: its forward cannot be differentiated")
+        _refuse_change(product.operand, ctx.version)
+        of_bias = product.of_bias(dy) if product.of_bias is not None else None
+        if product.can_wait(products.used_otherwise) and not _is_of_parameters(dy, product.parameters[0]):
+            products.brought.append(_Brought(product, dy, dy._version, ctx.version))
+            return product.of_input(dy), None, of_bias, None, None, None
+        of_weight, with_it = product.of_weights(dy)
+        return product.of_input(dy), of_weight, with_it if of_bias is None else of_bias, None, None, None
+
+
+def _refuse_change(tensor: Tensor, version: int) -> None:
+    """Refuse a tensor that was changed in place since autograd would have saved it, as autograd does."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor {list(tensor.shape)} of a weight gradient that was put off"
+        )
+
+
+@dataclass(frozen=True)
+class _Brought:
+    """A product with the gradient of its output.
+
+    Args:
+        dy: that gradient.
+        version, of_operand: of `dy`, and of the operand, as the product needs them.
+    """
+
+    product: _Product
+    dy: Tensor
+    version: int
+    of_operand: int
+
+    def gradients(self) -> tuple[Tensor, Tensor | None]:
+        """The gradients of the product's parameters."""
+        _refuse_change(self.dy, self.version)
+        _refuse_change(self.product.operand, self.of_operand)
+        return self.product.of_weights(self.dy)
 
 
 @dataclass
@@ -65,114 +127,166 @@ class WeightProducts:
 
     Args:
         brought: products with the gradient of their output, in the order in which B has brought them.
+        used_otherwise: ids of parameters that an operator without a weight product has used.
+        in_forward: the forward is not over.
     """
 
-    brought: list[tuple[_Product, Tensor]] = field(default_factory=list)
+    brought: list[_Brought] = field(default_factory=list)
+    used_otherwise: set[int] = field(default_factory=set)
+    in_forward: bool = False
 
     @property
     def operands(self) -> tuple[Tensor, ...]:
         """All tensors that are kept until W."""
-        return tuple(tensor for product, dy in self.brought for tensor in (product.operand, dy))
+        return tuple(tensor for one in self.brought for tensor in (one.product.operand, one.dy))
 
     def gradients(self, parameters: Sequence[nn.Parameter], others: Sequence[Tensor | None]) -> list[Tensor | None]:
         """W: the gradients of a layer's parameters.
 
         Args:
             others: those that B has made, by parameter; None where it has made none.
+
+        Raises:
+            RuntimeError: an operand was changed in place, or a sum has an order that only autograd knows.
         """
         found: dict[int, Tensor] = {}
-        for product, dy in self.brought:
-            for parameter, gradient in zip(product.parameters, product.of_weights(dy), strict=True):
+        several: set[int] = set()
+        for one in self.brought:
+            for parameter, gradient in zip(one.product.parameters, one.gradients(), strict=True):
                 if parameter is not None and gradient is not None:
                     before = found.get(id(parameter))
                     found[id(parameter)] = gradient if before is None else before + gradient
+                    several |= {id(parameter)} if before is not None else set()
         self.brought.clear()
         together = []
         for parameter, other in zip(parameters, others, strict=True):
             own = found.get(id(parameter))
+            if own is not None and other is not None and id(parameter) in several:
+                # a + (b + c) is not (a + b) + c. Of two it does not matter which one comes first.
+                raise RuntimeError("a parameter has several weight gradients that were put off, and one that was not")
             together.append(other if own is None else own if other is None else other + own)
         return together
 
 
 class SplitLayer:
-    """A layer whose forwards put off the weight products of their backward, while `products` is set.
+    """A layer whose forwards can put off the weight products of their backward.
 
     Args:
         parameters: of the layer, those that are trained. Those that can be a weight of a product, having two dims or
-            more, are `SplitParameter`s until `unbind`. One of a class of its own, a tensor that wraps another one, has
-            its own way with operators, and keeps it.
+            more, are `SplitParameter`s within `putting_off`, and plain ones at all other times: in a validation, which
+            torch runs otherwise if parameters have a class of their own, and in a backward. One of a class of its own,
+            a tensor that wraps another one, has its own way with operators, and keeps it.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.products: WeightProducts | None = None
         self._weights = [one for one in parameters if one.dim() >= 2 and type(one) is nn.Parameter]
+
+    @contextmanager
+    def putting_off(self) -> Iterator[WeightProducts]:
+        """A forward whose backward puts off the products that are yielded."""
+        products = WeightProducts(in_forward=True)
         for parameter in self._weights:
             parameter.__class__ = SplitParameter
-            assert isinstance(parameter, SplitParameter)
-            parameter.layer = self
-
-    def unbind(self) -> None:
-        """Make the parameters plain ones again: their operators cost nothing more."""
-        for parameter in self._weights:
-            parameter.__class__ = nn.Parameter
-            del vars(parameter)["layer"]
+            vars(parameter)["products"] = products
+        try:
+            yield products
+        finally:
+            products.in_forward = False
+            for parameter in self._weights:
+                parameter.__class__ = nn.Parameter
+                del vars(parameter)["products"]
 
 
 class SplitParameter(nn.Parameter):
     """A parameter that tells operators with a weight product from others. Only operators that it is given to pay."""
 
-    layer: SplitLayer
+    products: WeightProducts
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         put_off = _OPERATORS.get(func)
-        if put_off is not None and torch.is_grad_enabled():
+        if put_off is not None and torch.is_grad_enabled() and len(types) == 1:
             with torch._C.DisableTorchFunctionSubclass():
                 output = put_off(*args, **(kwargs or {}))
             if output is not None:
                 return output
-        return super().__torch_function__(func, types, args, kwargs or {})
+        output = super().__torch_function__(func, types, args, kwargs or {})
+        if _has_tensor(output):
+            for parameter in _split_parameters((args, kwargs)):
+                parameter.products.used_otherwise.add(id(parameter))
+        return output
 
 
-def _products_of(weight: object) -> WeightProducts | None:
-    """Where the products of this weight are put off; None: they are not."""
-    if isinstance(weight, SplitParameter) and weight.requires_grad:
-        return weight.layer.products
-    return None
+def _has_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(_has_tensor(one) for one in value))
 
 
-def _detached(bias: Tensor | None) -> tuple[Tensor | None, nn.Parameter | None]:
-    """A bias as the operator gets it, and as W has to make a gradient of it: that of a sum over rows."""
-    if isinstance(bias, nn.Parameter) and bias.requires_grad:
-        return bias.detach(), bias
-    return bias, None
+def _split_parameters(value: Any) -> Iterator[SplitParameter]:
+    """The parameters within the arguments of an operator."""
+    if isinstance(value, SplitParameter):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _split_parameters(one)
+
+
+def _products_of(input: Tensor, weight: object) -> WeightProducts | None:
+    """Where the product of an input and a weight is put off; None: it is not."""
+    if not isinstance(weight, SplitParameter) or not weight.requires_grad:
+        return None
+    if type(input) is not Tensor or not input.requires_grad or input.dtype is not weight.dtype:
+        return None
+    # A part of a parameter: its memory may be given back before W (ZeRO-3).
+    if _is_of_parameters(input, weight):
+        return None
+    # Autocast computes with converted operands.
+    return None if torch.is_autocast_enabled(input.device.type) else weight.products
+
+
+def _is_of_parameters(tensor: Tensor, weight: Tensor) -> bool:
+    """True if a tensor lies in the memory of the layer's parameters, which all lie in one."""
+    return tensor.untyped_storage()._cdata == weight.untyped_storage()._cdata
+
+
+def _has_plain_rows(tensor: Tensor) -> bool:
+    """True if its elements lie one behind the other. Of others torch's choice of a kernel depends on the strides."""
+    elements = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != elements:
+            return False
+        elements *= max(size, 1)
+    return tensor.dim() >= 2
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    products = _products_of(weight)
-    if products is None or not input.requires_grad or input.dim() < 2:
+    products = _products_of(input, weight)
+    if products is None or not _has_plain_rows(input) or (bias is not None and bias.dim() != 1):
         return None
     assert isinstance(weight, nn.Parameter)
-    x, w, (given, graded) = input.detach(), weight.detach(), _detached(bias)
+    x, w, given = input.detach(), weight.detach(), None if bias is None else bias.detach()
 
     def of_input(dy: Tensor) -> Tensor:
         return _rows(dy).mm(w).view(x.shape)
 
-    def of_weights(dy: Tensor) -> tuple[Tensor, Tensor | None]:
-        rows = _rows(dy)
-        return rows.t().mm(_rows(x)), None if graded is None else rows.sum(0)
+    def of_weights(dy: Tensor) -> tuple[Tensor, None]:
+        return _rows(dy).t().mm(_rows(x)), None
 
-    product = _Product((weight, graded), x, of_input, of_weights)
-    return _PutOff.apply(input, lambda: torch.nn.functional.linear(x, w, given), product, products)
+    # The sum over rows costs little, and a bias may be anything: a part of it, or what is computed of parameters.
+    of_bias = _rows if bias is not None and bias.requires_grad else None
+    product = _Product((weight, None), x, of_input, of_weights, of_bias)
+    run = lambda: torch.nn.functional.linear(x, w, given)  # noqa: E731
+    return _PutOff.apply(input, weight, bias, run, product, products)
 
 
-def _matmul(input: Tensor, other: Tensor) -> Tensor | None:
-    products = _products_of(other)
-    if products is None or not input.requires_grad or input.dim() < 2 or other.dim() != 2:
+def _matmul(input: Tensor, other: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    products = _products_of(input, other)
+    if products is None or kwargs or not _has_plain_rows(input):
         return None
     assert isinstance(other, nn.Parameter)
+    if other.dim() != 2:
+        return None
     x, w = input.detach(), other.detach()
 
     def of_input(dy: Tensor) -> Tensor:
@@ -182,7 +296,11 @@ def _matmul(input: Tensor, other: Tensor) -> Tensor | None:
         return _rows(x).t().mm(_rows(dy)), None
 
     product = _Product((other, None), x, of_input, of_weights)
-    return _PutOff.apply(input, lambda: torch.matmul(x, w), product, products)
+    return _PutOff.apply(input, other, None, lambda: torch.matmul(x, w), product, products)
+
+
+def _mm(input: Tensor, mat2: Tensor, **kwargs: Any) -> Tensor | None:
+    return _matmul(input, mat2, **kwargs)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -201,11 +319,15 @@ def _convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor | None:
-    products = _products_of(weight)
-    if products is None or not input.requires_grad or isinstance(padding, str) or input.dim() != dims + 2:
+    products = _products_of(input, weight)
+    if products is None or isinstance(padding, str) or input.dim() != dims + 2:
         return None
     assert isinstance(weight, nn.Parameter)
-    x, w, (given, graded) = input.detach(), weight.detach(), _detached(bias)
+    # Its gradient is made with that of the weight.
+    graded = bias if isinstance(bias, nn.Parameter) and bias.requires_grad else None
+    if bias is not None and bias.requires_grad and graded is None:
+        return None
+    x, w, given = input.detach(), weight.detach(), None if bias is None else bias.detach()
     each = lambda value: [value] * dims if isinstance(value, int) else list(value)  # noqa: E731
     forms = (each(stride), each(padding), each(dilation), False, [0] * dims, groups)
 
@@ -222,7 +344,7 @@ def _convolution(
 
     product = _Product((weight, graded), x, of_input, of_weights)
     run = lambda: operator(x, w, given, stride, padding, dilation, groups)  # noqa: E731
-    return _PutOff.apply(input, run, product, products)
+    return _PutOff.apply(input, weight, bias, run, product, products)
 
 
 def _conv1d(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -240,7 +362,7 @@ def _conv3d(*args: Any, **kwargs: Any) -> Tensor | None:
 _OPERATORS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
     torch.nn.functional.linear: _linear,
     torch.matmul: _matmul,
-    torch.mm: _matmul,
+    torch.mm: _mm,
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
     torch.conv1d: _conv1d,

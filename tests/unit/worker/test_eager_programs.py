@@ -134,6 +134,37 @@ def test_both_parts_of_a_backward_have_the_bits_of_the_whole(add: bool, checkpoi
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 
 
+class LowRank(nn.Module):
+    """x @ (a @ b): the operand of the product with b is a parameter, or a part of one."""
+
+    def __init__(self, part: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.part = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4, 4)), part
+
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        return x @ (self.part(self.a) @ self.b)
+
+
+@pytest.mark.parametrize("part", [lambda a: a, lambda a: a.t(), lambda a: a.view(4, 4), lambda a: a[:]])
+def test_parameters_that_are_dropped_before_the_second_part_are_no_operands(part: Callable[[Tensor], Tensor]) -> None:
+    """With ZeRO-3 their memory is given back after the first."""
+    both = (ParameterInfo("block0.a", (4, 4)), ParameterInfo("block0.b", (4, 4)))
+    layout, made, found = lay_out([LayerUse("embed", ()), LayerUse("block0", both)]).layers[1], programs(), []
+    for layers in ([], [1]):
+        value = ValueBuffer(layout, LowRank(part), torch.float32, CPU)
+        value.flat.copy_(torch.linspace(-1, 1, len(value.flat)))
+        made.bind({1: value.module}, {1: value})
+        made.put_off(layers)
+        x, into = torch.linspace(-1, 1, 24).view(2, 3, 4), GradientBuffer(layout, CPU)
+        for microbatch in (5, 0):  # nothing is put off in the first forward of a layer
+            made.forward(1, microbatch, x, KEYS, BATCH)
+        made.backward_input(1, 0, torch.linspace(1, 2, 24).view(2, 3, 4), batch=BATCH)
+        value.drop()
+        made.backward_weights(1, 0, into, add=False)
+        found.append(into.flat)
+    assert torch.equal(*found) and found[0].any()
+
+
 def test_a_backward_whose_forward_put_products_off_is_whole_all_the_same() -> None:
     """A recovery plan may want the input's gradient alone of a micro-batch, and a check runs backwards whole."""
     whole, other = programs(), programs()

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elaswave_spmd.determinism import sample_ids
+from elaswave_spmd.determinism import Keys, sample_ids
 from elaswave_spmd.errors import ModelError
 from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama, build_model, constructing
+from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.context import LocalModel
 from elaswave_spmd.worker.initial_values import MadeValues
 from elaswave_spmd.worker.layer_kinds import kind_of
 from elaswave_spmd.worker.learning_rate import LearningRate
-from elaswave_spmd.worker.model_check import ModelCheck, check_loss, check_model
+from elaswave_spmd.worker.model_check import ModelCheck, check_loss, check_model, fill_initial
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.optimizers import make_optimizer
 from elaswave_spmd.worker.programs.eager import StagePrograms, program_args
@@ -163,7 +164,7 @@ def test_a_layer_whose_parts_have_other_bits_keeps_its_backward_whole(monkeypatc
     gradients = WeightProducts.gradients
 
     def wrong(products: WeightProducts, *args: Any) -> list[Any]:
-        is_block = products.brought[0][0].parameters[0].shape == (WIDTH, WIDTH)
+        is_block = products.brought[0].product.parameters[0].shape == (WIDTH, WIDTH)
         return [made if made is None or not is_block else -made for made in gradients(products, *args)]
 
     monkeypatch.setattr(WeightProducts, "gradients", wrong)
@@ -171,6 +172,97 @@ def test_a_layer_whose_parts_have_other_bits_keeps_its_backward_whole(monkeypatc
     assert {one.layer for one in found.layers if one.put_off_bytes} == {3}
     digests = zip(right.layers, found.layers, strict=True)
     assert [one.digest == other.digest for one, other in digests] == [True, False, True], "others must find the same"
+
+
+class Gated(nn.Module):
+    """x + gate * tanh(linear(x)), whose gate begins at zero (ReZero, LoRA): so does every gradient of the linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, keys: Any) -> Tensor:
+        return x + self.gate * torch.tanh(self.linear(x))
+
+
+class OfTorch(nn.TransformerEncoderLayer):
+    """A layer of torch, which has kernels of its own for a validation."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor, keys: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x)
+
+
+class Around(LayeredModel):
+    """An embedding, one layer and a head."""
+
+    shardings = Mistaken.shardings
+
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        embed, head = mistaken_model.Embed(VOCABULARY, WIDTH), mistaken_model.Head(WIDTH, VOCABULARY)
+        super().__init__({"embed": embed, "block0": layer(), "head": head})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_layer_behind_a_gate_that_begins_at_zero_is_compared(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with constructing(3):
+        model = Around(Gated)
+    assert {one.layer for one in check(model, rank=rank).layers if one.put_off_bytes} == {1, 2}
+    gradients = WeightProducts.gradients
+
+    def wrong(products: WeightProducts, *args: Any) -> list[Any]:
+        right = gradients(products, *args)
+        return [2 * made if made is not None and made.shape == (WIDTH, WIDTH) else made for made in right]
+
+    monkeypatch.setattr(WeightProducts, "gradients", wrong)
+    assert {one.layer for one in check(model, rank=rank).layers if one.put_off_bytes} == {2}
+
+
+def test_parameters_have_their_initial_values_after_both_parts_were_compared() -> None:
+    """The loss is checked with them, and what is refused there must not depend on whether a backward was split."""
+    seen: list[Tensor] = []
+
+    class Seen(Around):
+        def loss(self, output: Tensor, batch: Batch) -> Tensor:
+            if not torch.is_grad_enabled():
+                seen.append(output.detach().clone())
+            return super().loss(output, batch)
+
+    for changes in ({}, {"dtype": "bf16"}):
+        with constructing(3):
+            model = Seen(Gated)
+        job, made = a_job(**changes), local(model, a_job(**changes))
+        splits, seen[:] = made.programs.can_split, []
+        check_model(made, job, Numbers(), CPU)
+        with_parts, made.programs.can_split = list(seen), False
+        seen.clear()
+        check_model(made, job, Numbers(), CPU)
+        assert splits and seen and all(torch.equal(one, two) for one, two in zip(seen, with_parts, strict=True))
+
+
+def test_a_validation_has_the_bits_of_plain_parameters_where_products_are_put_off() -> None:
+    """Torch has other kernels for attention if parameters have a class of their own. Stages that put nothing off, and
+    meshes of one stage, would validate with other bits."""
+    with constructing(3):
+        made = local(Around(OfTorch), a_job())
+    module = made.make_modules([1])[1]
+    value = ValueBuffer(made.layout.layers[1], module, torch.float32, CPU)
+    value.flat.zero_()
+    fill_initial(value, made, 3)
+    programs = made.programs
+    programs.bind({1: module}, {1: value})
+    x, keys, found = torch.randn(2, TIME, WIDTH), Keys.make(3, 1, [0, 1], 1), []
+    for layers in ([], [1]):
+        programs.put_off(layers)
+        assert programs.puts_off == bool(layers)
+        programs.forward(1, 0, x, keys, None)
+        programs.forward(1, 1, x, keys, None)  # in a layer's first forward nothing is put off
+        programs.set_training(False)
+        found.append(programs.evaluate(1, x, keys, None))
+        programs.set_training(True)
+    assert torch.equal(*found)
 
 
 def test_a_layer_that_cannot_be_run_in_parts_keeps_its_backward_whole() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from elaswave_spmd.worker.programs.split_backward import SplitLayer, SplitParameter, WeightProducts
+from elaswave_spmd.worker.programs.split_backward import SplitLayer, SplitParameter
 
 
 class Transposed(nn.Module):
@@ -64,6 +67,128 @@ class Constant(nn.Module):
         return self.linear(x) + self.position(torch.ones_like(x[0]).detach())
 
 
+class Thrice(nn.Module):
+    """A weight of two products that is used in another way in between: which gradients are added first matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.tanh(self.linear(x)) * self.linear.weight.norm())
+
+
+class Added(nn.Module):
+    """The bias of a product is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.parts = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(3, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.parts.sum(0))
+
+
+class AddedToImages(nn.Module):
+    """The bias of a convolution is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.conv.bias is not None
+        return torch.conv2d(x, self.conv.weight, self.conv.bias.exp())
+
+
+class Autocast(nn.Module):
+    """A product with operands that autocast converts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.linear(x)
+        return y.to(x.dtype)
+
+
+class Strides(nn.Module):
+    """The rows of an input do not lie one behind the other, so torch copies them, or multiplies matrix by matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.view(3, 4, 2, 4).transpose(1, 2)).flatten(1)
+
+
+class Keywords(nn.Module):
+    """Operands are given by name, and the operators have other names for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.mm(input=x.flatten(0, 1), mat2=self.weight)
+        return torch.matmul(input=functional.linear(input=rows, weight=self.weight), other=self.weight)
+
+
+class Hooked(nn.Module):
+    """A hook changes the gradient of a weight. It is given with the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.is_hooked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_hooked:
+            self.linear.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+            self.is_hooked = True
+        return self.linear(x)
+
+
+class AnExpert(nn.Module):
+    """A product of no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.expert = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).flatten(0, 1)
+        return torch.cat([y, self.expert(y[torch.zeros(len(y), dtype=torch.bool)])])
+
+
+class Same(torch.autograd.Function):
+    """A function of the user's, which nothing tells of the weight that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight.t(), x.flatten(0, 1).t() @ grads[0].flatten(0, 1)
+
+
+class Function(nn.Module):
+    """A weight of two products, and of a function of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Same.apply(x @ self.weight, self.weight) @ self.weight  # pyright: ignore[reportOptionalOperand]
+
+
 def images(module: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Unflatten(-1, (2, 2, 2)), nn.Flatten(0, 1), module, nn.Flatten(1))
 
@@ -76,12 +201,21 @@ LAYERS = {
     "convolution": (lambda: images(nn.Conv2d(2, 3, 2, padding=1)), 1),
     "grouped convolution": (lambda: images(nn.Conv2d(2, 4, 2, groups=2, bias=False)), 1),
     "twice": (Twice, 2),
-    "mixed": (Mixed, 1),
+    "mixed": (Mixed, 0),
     "in place": (InPlace, 1),
     "an input without gradient": (Constant, 1),
     "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2),
     "recurrent": (lambda: FirstOf(nn.GRU(8, 8, batch_first=True)), 0),
     "norm": (lambda: nn.LayerNorm(8), 0),
+    "thrice": (Thrice, 0),
+    "function": (Function, 0),
+    "a computed bias": (Added, 1),
+    "a computed bias of a convolution": (lambda: images(AddedToImages()), 0),
+    "autocast": (Autocast, 0),
+    "strides": (Strides, 0),
+    "keywords": (Keywords, 3),
+    "hooked": (Hooked, 0),
+    "no rows": (AnExpert, 2),
 }
 
 
@@ -111,11 +245,9 @@ def test_both_parts_have_the_bits_of_the_whole(name: str, dtype: torch.dtype) ->
     whole = [x.grad, *(parameter.grad for parameter in parameters)]
     module.zero_grad()
 
-    layer = SplitLayer(parameters)
-    products = layer.products = WeightProducts()
     again = given.clone().requires_grad_()
-    output = module(again)
-    layer.products = None
+    with SplitLayer(parameters).putting_off() as products:
+        output = module(again)
     torch.autograd.backward(output, dy)
     assert len(products.brought) == num_products
     gradients = products.gradients(parameters, [parameter.grad for parameter in parameters])
@@ -137,9 +269,9 @@ def test_the_products_need_no_values_of_weights(name: str) -> None:
     torch.autograd.backward(y, dy)
     whole = [parameter.grad for parameter in parameters]
     module.zero_grad()
-    layer = SplitLayer(parameters)
-    products = layer.products = WeightProducts()
-    torch.autograd.backward(module(x), dy)
+    with SplitLayer(parameters).putting_off() as products:
+        y = module(x)
+    torch.autograd.backward(y, dy)
     for parameter in parameters:
         parameter.untyped_storage().resize_(0)
     for one, other in zip(products.gradients(parameters, [p.grad for p in parameters]), whole, strict=True):
@@ -149,29 +281,83 @@ def test_the_products_need_no_values_of_weights(name: str) -> None:
 def test_a_frozen_weight_is_no_product() -> None:
     linear = nn.Linear(8, 8)
     linear.weight.requires_grad_(False)
-    layer = SplitLayer(list(linear.parameters())[:1])
-    products = layer.products = WeightProducts()
-    linear(torch.randn(2, 8, requires_grad=True)).sum().backward()
+    with SplitLayer(list(linear.parameters())[:1]).putting_off() as products:
+        y = linear(torch.randn(2, 8, requires_grad=True))
+    y.sum().backward()
     assert not products.brought and linear.bias.grad is not None
 
 
-def test_without_products_a_layer_is_as_it_was() -> None:
+def test_parameters_are_plain_but_in_a_forward_that_puts_off() -> None:
     linear = nn.Linear(8, 8)
     layer = SplitLayer(list(linear.parameters()))
-    assert isinstance(linear.weight, SplitParameter) and type(linear.bias) is nn.Parameter
+    with pytest.raises(ZeroDivisionError), layer.putting_off():
+        assert isinstance(linear.weight, SplitParameter) and type(linear.bias) is nn.Parameter
+        raise ZeroDivisionError
+    assert type(linear.weight) is nn.Parameter and not vars(linear.weight)
     linear(torch.randn(2, 8, requires_grad=True)).sum().backward()
     assert linear.weight.grad is not None
-    layer.unbind()
-    assert type(linear.weight) is nn.Parameter and not vars(linear.weight)
 
 
 def test_no_product_is_put_off_without_grad() -> None:
     linear = nn.Linear(8, 8)
-    layer = SplitLayer(list(linear.parameters()))
-    products = layer.products = WeightProducts()
-    with torch.no_grad():
+    with SplitLayer(list(linear.parameters())).putting_off() as products, torch.no_grad():
         linear(torch.randn(2, 8, requires_grad=True))
     assert not products.brought
+
+
+@pytest.mark.parametrize("changed", ["operand", "gradient"])
+def test_what_is_changed_in_place_before_its_product_is_made_is_refused(changed: str) -> None:
+    """Such as in a scratch buffer that the next micro-batch writes to. Torch refuses it in a whole backward."""
+    linear = nn.Linear(8, 8)
+    x = torch.randn(2, 8, requires_grad=True)
+    operand, dy = torch.tanh(x), torch.ones(2, 8)
+    with SplitLayer(list(linear.parameters())).putting_off() as products:
+        y = linear(operand)
+    torch.autograd.backward(y, dy)
+    (operand if changed == "operand" else dy).detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        products.gradients(list(linear.parameters()), [None, linear.bias.grad])
+
+
+def test_an_operand_that_is_changed_in_place_before_the_backward_is_refused() -> None:
+    linear = nn.Linear(8, 8)
+    operand = torch.tanh(torch.randn(2, 8, requires_grad=True))
+    with SplitLayer(list(linear.parameters())).putting_off():
+        y = linear(operand).sum()
+        operand.detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_gradient_within_a_forward_is_refused(create_graph: bool) -> None:
+    """As of a gradient penalty: its product would count twice, and those of second order not at all."""
+    linear = nn.Linear(8, 8)
+    x = torch.randn(2, 8, requires_grad=True)
+    with SplitLayer(list(linear.parameters())).putting_off(), pytest.raises(RuntimeError, match="put off"):
+        torch.autograd.grad(linear(x).square().sum(), x, create_graph=create_graph)
+
+
+def test_an_output_without_a_gradient_gives_none() -> None:
+    """Not zeros, of which products with infinities would be NaN."""
+    linear = nn.Linear(8, 8)
+    x = torch.randn(2, 8, requires_grad=True)
+    with SplitLayer(list(linear.parameters())).putting_off() as products:
+        y = linear(x)
+    Cut.apply(y, x).sum().backward()  # pyright: ignore[reportOptionalMemberAccess]
+    assert not products.brought and linear.bias.grad is None and x.grad is not None
+
+
+class Cut(torch.autograd.Function):
+    """Adds two tensors, of which the first one gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
+        return one + other
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, grads[0]
 
 
 class Wrapped(Tensor):
@@ -181,7 +367,6 @@ class Wrapped(Tensor):
 def test_parameters_of_a_class_of_their_own_keep_it() -> None:
     weight = nn.Parameter(torch.randn(3, 3).as_subclass(Wrapped))
     assert type(weight) is Wrapped and isinstance(weight, nn.Parameter)
-    split = SplitLayer([weight, nn.Parameter(torch.randn(3, 3))])
-    assert type(weight) is Wrapped
-    split.unbind()
+    with SplitLayer([weight, nn.Parameter(torch.randn(3, 3))]).putting_off():
+        assert type(weight) is Wrapped
     assert type(weight) is Wrapped
