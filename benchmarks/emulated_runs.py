@@ -15,15 +15,16 @@ import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import new_directory, processes_with, program
 from benchmarks.recovery_runs import json_lines
 from elaswave_spmd.mesh import Mesh
-from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.cost_model import WEIGHT_SHARE, CostModel, LayerCost, MemoryRule
 from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
 from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.sharding import P, Shardings
 from elaswave_spmd.simulator import Wires, Work, execute
@@ -80,7 +81,10 @@ class Run:
 
 
 def costs_of(num_stages: int, times: float = 1.0) -> CostModel:
-    """The configured costs of the layers: `times` as long as FORWARD_S, and about the bytes that they have."""
+    """The configured costs of the layers: `times` as long as FORWARD_S, and about the bytes that they have.
+
+    Backwards of all but the first are in two parts, as runs have it with the setting `emulated.weight_share`.
+    """
     parameters = 2 * WIDTH * WIDTH + 4 * WIDTH
     seconds = times * FORWARD_S / LAYERS
     layer = LayerCost(
@@ -92,8 +96,11 @@ def costs_of(num_stages: int, times: float = 1.0) -> CostModel:
         gradient_bytes=4 * parameters,
         activation_bytes=4 * SEQ_LEN * WIDTH,
         boundary_bytes=4 * SEQ_LEN * WIDTH,
+        put_off_bytes=4 * parameters,
+        weight_share=WEIGHT_SHARE,
     )
-    return CostModel((layer,) * (LAYERS * num_stages), BANDWIDTH, LATENCY_S)
+    first = replace(layer, put_off_bytes=0, weight_share=0.0)
+    return CostModel((first, *(layer,) * (LAYERS * num_stages - 1)), BANDWIDTH, LATENCY_S)
 
 
 def emulated(mesh: Mesh, microbatches: int, steps: int, times: float = 1.0, /, **settings: object) -> dict[str, object]:
@@ -120,6 +127,7 @@ def emulated(mesh: Mesh, microbatches: int, steps: int, times: float = 1.0, /, *
         "runtime.device": "emulated",
         "emulated.forward_ms": 1e3 * layer.forward_s,
         "emulated.backward_ms": 1e3 * layer.backward_s,
+        "emulated.weight_share": WEIGHT_SHARE,
         "run.tensorboard": "false",
     }
     return found | {name.replace("__", "."): value for name, value in settings.items()}
@@ -190,10 +198,13 @@ def _cpu_seconds(mark: str) -> dict[int, float]:
 
 
 def simulated_step(assignment: Assignment, costs: CostModel) -> float:
-    """The simulated duration of a step in steady state, with sharding=zero1 and mirror.count=1, in seconds."""
-    return execute(
-        Work.from_assignment(assignment), costs, wires=Wires(), rule=MemoryRule(Shardings(optim=P("dp"))), steps=3
-    ).step_s
+    """The simulated duration of a step in steady state, with sharding=zero1 and mirror.count=1, in seconds.
+
+    Backwards are in two parts where the costs say so.
+    """
+    rule = MemoryRule(Shardings(optim=P("dp")))
+    work = Work.from_assignment(executed(assignment, SplitBackward.of_costs(costs, rule)))
+    return execute(work, costs, wires=Wires(), rule=rule, steps=3).step_s
 
 
 def placed(stages: Sequence[Sequence[int]], layer_cuts: Sequence[int]) -> str:

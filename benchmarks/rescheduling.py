@@ -15,8 +15,10 @@ plan_change predicts, and the best ratio over all cuts of the layers (all are tr
 micro-batches are assigned by the planner, steps last as workers execute them): the optimum over whole layers and
 micro-batches. "No order" is a lower bound of the step over all cuts, whatever the order of actions. "Any grouping" is
 elaswave_spmd.simulator.optimum: workers may change their stage, too (same number of stages; cut off after 400).
-Reroute (ReCycle's policy) and drop replica (TorchFT's) are modelled on the same costs, not run. The ablation leaves
-axes out: schedule.microbatches=false (micro-batches are assigned again only if a worker is lost, or layers move),
+Backwards are in two parts, as in any run. Reroute (ReCycle's policy) and drop replica (TorchFT's) are modelled on the
+same costs, not run; they run plain 1F1B before the event, which takes longer than our healthy step. Their ratios are
+over ours, so that all compare steps after the event. The ablation leaves axes out: schedule.microbatches=false
+(micro-batches are assigned again only if a worker is lost, or layers move),
 schedule.layers=false, both; and with frequencies from 0.8 to 1.1 of normal (schedule.frequency=simulated).
 
 The losses of all runs with equally many layers and micro-batches are compared, bit for bit.
@@ -42,6 +44,7 @@ from benchmarks.recovery import different_losses
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
 from elaswave_spmd.scheduling.rebalance import plan_change
+from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
 from elaswave_spmd.scheduling.step_time import Assignment, bound, stage_seconds, step_time
 from elaswave_spmd.simulator import Case, Change, DropReplica, Reroute, healthy, optimum
 
@@ -157,7 +160,7 @@ def least(case: Case) -> tuple[float, float]:
         if bound_s >= best:
             break
         for counts in candidates:
-            assignment = Assignment(stages, cuts, counts, case.healthy.microbatch_order)
+            assignment = executed(Assignment(stages, cuts, counts, case.healthy.microbatch_order), case.split)
             best = min(best, step_time(assignment, case.after, case.rule).seconds)
     return best, found[0][0]
 
@@ -171,24 +174,34 @@ def _bounds(
     for inner in combinations(range(1, layers), number - 1):
         cuts = (0, *inner, layers)
         forward, backward, delays = stage_seconds(cuts, case.after)
-        pairs = [(f / v, b / v) for f, b, v in zip(forward, backward, speeds, strict=True)]
-        limits = [_NO_LIMIT] * number
-        yield bound([f for f, _ in pairs], [b for _, b in pairs], microbatches, delays, limits), cuts
+        weights = np.diff(case.after.prefix("weights_s")[np.array(cuts)])
+        weights[0] = 0.0  # nobody waits for a part of the first stage's backward
+        forward_s, backward_s, weights_s = (
+            [s / v for s, v in zip(kind, speeds, strict=True)] for kind in (forward, backward, weights)
+        )
+        limits, put_off = [_NO_LIMIT] * number, [_NO_LIMIT if late else 0 for late in weights]
+        yield bound(forward_s, backward_s, microbatches, delays, limits, weights_s, put_off), cuts
 
 
 def modelled(case: Case) -> dict[str, float]:
     """The ratios in advance, with the configured costs of the programs."""
     stages = case.change.stages(case.placement.mesh)
-    decision = plan_change(case.placement, case.after, case.remaining_steps, stages=stages, stage_counts=())
+    decision = plan_change(
+        case.placement, case.after, case.remaining_steps, stages=stages, split=case.split, stage_counts=()
+    )
     best_s, bound_s = least(case)
     ranks = [rank for members in stages for rank in members]
-    best = optimum(case.after, ranks, case.healthy.num_microbatches, stage_counts=(len(stages),), rule=case.rule)
+    number = case.healthy.num_microbatches
+    best = optimum(case.after, ranks, number, stage_counts=(len(stages),), rule=case.rule, split=case.split)
     seconds = {"plan": decision.last.time.seconds, "optimum": best_s, "no order": bound_s}
     if best is not None:
         seconds["any grouping"] = best.best_s
-    found = {name: case.before_s / s / case.share for name, s in seconds.items()}
-    found |= {policy.name: case.ratio(policy.answer(case)) for policy in (Reroute(), DropReplica())}
-    return found | {"before_s": case.before_s, "plan_s": decision.last.time.seconds}
+    before_s = case.seconds(case.healthy_split, case.costs)
+    found = {name: before_s / s / case.share for name, s in seconds.items()}
+    # All ratios are over the healthy step of ours, so that they compare steps after the event.
+    of_whole = before_s / case.before_s
+    found |= {policy.name: of_whole * case.ratio(policy.answer(case)) for policy in (Reroute(), DropReplica())}
+    return found | {"before_s": before_s, "whole_before_s": case.before_s, "plan_s": decision.last.time.seconds}
 
 
 # ---- tables
@@ -198,7 +211,8 @@ def row_of(event: Event, done: Run, times: Times, figures: Mapping[str, float]) 
     """One line of the first table."""
     case, ratio = event.case, ratio_of(event, times)
     chosen = done.assignment(case.placement)
-    planned_s = step_time(chosen, done.costs or case.after, case.rule).seconds
+    costs = done.costs or case.after
+    planned_s = step_time(executed(chosen, SplitBackward.of_costs(costs, case.rule)), costs, case.rule).seconds
     return [
         *_head(event),
         f"{1e3 * times.before_s:.0f} to {1e3 * times.after_s:.0f}",

@@ -630,6 +630,12 @@ class EmulatedSettings(Section, group="emulated"):
         at_least=0,
         example="emulated.layer_costs=[1,1,2]",
     )
+    weight_share: float = setting(
+        0.5,
+        "part of a backward that makes weight gradients, put off where another stage waits; 0: backwards are whole",
+        at_least=0,
+        at_most=1,
+    )
     slow: tuple[SlowDevice, ...] = setting((), f"slow workers, quoted: '{_SLOW_EXAMPLE}'", example=_SLOW_EXAMPLE)
 
     def speed(self, rank: int, step: int) -> float:
@@ -705,12 +711,14 @@ class Settings(Section):
         points = [event.point for event in self.chaos.events if event.point in _SPLIT_POINTS]
         if not points:
             return
-        runtime, is_one_stage = self.runtime, len(self.mesh.shape.stage_sizes) == 1 and not self.schedule.stages
+        runtime, is_emulated = self.runtime, self.runtime.device == EMULATED
+        is_one_stage = len(self.mesh.shape.stage_sizes) == 1 and not self.schedule.stages
         whole = {
             checks.override("mesh", str(self.mesh.shape)): (is_one_stage, "mesh=pp2"),
             "runtime.compile=true": (runtime.compile, "runtime.compile=false"),
-            "runtime.check_model=false": (not runtime.check_model, "runtime.check_model=true"),
-            f"runtime.device={runtime.device}": (runtime.device in ("xla", EMULATED), "runtime.device=cpu"),
+            "runtime.check_model=false": (not runtime.check_model and not is_emulated, "runtime.check_model=true"),
+            "runtime.device=xla": (runtime.device == "xla", "runtime.device=cpu"),
+            "emulated.weight_share=0": (is_emulated and not self.emulated.weight_share, "emulated.weight_share=0.5"),
         }
         for where, (is_so, fix) in whole.items():
             if is_so:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from elaswave_spmd.conf.schema import EMULATED
 from elaswave_spmd.controller.admin_client import SOCKET
 from elaswave_spmd.controller.admin_server import Administration
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator, CheckpointSpec
@@ -48,7 +49,7 @@ from elaswave_spmd.controller.events import (
 )
 from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, Stopping
 from elaswave_spmd.controller.io import ControllerIO
-from elaswave_spmd.controller.model_checks import Constructions, ModelChecks
+from elaswave_spmd.controller.model_checks import Constructions, ModelChecks, split_of_emulated
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.replica_verification import ReplicaVerifier
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
@@ -124,6 +125,8 @@ class Controller:
             assigner=measured,
             checks=draw,
         )
+        if settings.runtime.device == EMULATED:
+            self.protocol.split = split_of_emulated(plan)
         verdicts = Verdicts(settings, self.protocol, has_gone_back=has_gone_back)
         self._verifier = Verifier(verdicts, draw, self.protocol)
         self._sum_verifier = SumVerifier(verdicts, draw, self.protocol)

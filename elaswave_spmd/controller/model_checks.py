@@ -126,6 +126,22 @@ def _made_otherwise(name: str, is_constant: bool, first: int, other: int) -> Mod
     )
 
 
+def split_of_emulated(plan: RunPlan) -> SplitBackward | None:
+    """The layers that an emulated device may run backward in two parts: all that have a gradient of their input.
+
+    Nothing has to be tried: its numbers are the same either way. What it keeps until the weight gradients are these.
+    """
+    if not plan.settings.emulated.weight_share:
+        return None
+    first_trained = plan.description.layout.first_trained
+    rows = []
+    for number, cost in enumerate(plan.costs.layers):
+        _, _, gradient = plan.bytes_of(number)
+        splits = number > first_trained and gradient > 0
+        rows.append((cost.activation_bytes, cost.boundary_bytes, gradient if splits else 0))
+    return _split_of(plan, rows)
+
+
 def _split_of(plan: RunPlan, bytes_of: Sequence[tuple[int, int, int]]) -> SplitBackward | None:
     """What follows from a check of a model.
 

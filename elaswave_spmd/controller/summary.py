@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.conf.schema import EMULATED, Settings
+from elaswave_spmd.controller.model_checks import split_of_emulated
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.recovery.checks import CheckDraw
 from elaswave_spmd.recovery.messages import FinalPages, Finished
@@ -124,6 +125,10 @@ def _why_unchecked(settings: Settings) -> str:
 
 def _split_backward(plan: RunPlan, record: RunRecord) -> dict[str, object]:
     """The kinds of layers whose backward may be in two parts; if there are none, why not."""
+    if plan.settings.runtime.device == EMULATED:
+        split = split_of_emulated(plan)
+        names = [plan.description.layout.layers[layer].name for layer in split.layers] if split is not None else []
+        return {"kinds": names} if names else {"kinds": [], "why": "emulated.weight_share=0"}
     check = record.model_check
     if check is None:
         return {"kinds": [], "why": f"no worker has tried it: {_why_unchecked(plan.settings)}"}

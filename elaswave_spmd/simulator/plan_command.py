@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any
 
 from elaswave_spmd.conf.compose import named_settings, own_arguments, own_flag, settings_from
-from elaswave_spmd.conf.schema import ModelSettings, Settings
+from elaswave_spmd.conf.schema import EMULATED, ModelSettings, Settings
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.scheduling.cost_model import CostModel
@@ -190,6 +190,8 @@ def _costs(settings: Settings, named: Collection[str], mesh: Mesh) -> tuple[Cost
 
 def _splits(settings: Settings) -> bool:
     """True if workers with these settings run the backward of a layer in two parts, where its bits allow it."""
+    if settings.runtime.device == EMULATED:
+        return settings.emulated.weight_share > 0
     return settings.checks_model and settings.runtime.device == "cpu" and not settings.runtime.compile
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from elaswave_spmd.run_dir import read_metrics, read_summary
 from tests.multiprocess.real_runs import SMALL, train, write_text
 
 EMULATED = ("runtime.device=emulated", "emulated.forward_ms=1", "emulated.backward_ms=2")
+NO_PARTS = {"kinds": [], "why": "emulated.weight_share=0"}
 KILL = "chaos.events=[{step: 3, kind: kill, rank: 1, point: backward}]"
 
 
@@ -27,6 +29,19 @@ def test_the_mesh_changes_no_bit(tmp_path: Path) -> None:
         (("mesh=pp3", "sharding=zero1"), ("mesh=dp3", "sharding=zero3", KILL), ("mesh=dp2_pp2", "sharding=zero2", KILL))
     ):
         assert bits(tmp_path / str(number), *arguments) == single
+
+
+def test_weight_gradients_are_put_off_and_change_no_bit(tmp_path: Path) -> None:
+    """Also where a worker dies before it has made those that it put off."""
+    single = bits(tmp_path / "single", "mesh=single")
+    killed = "chaos.events=[{step: 3, kind: kill, rank: 1, point: weights}]"
+    assert bits(tmp_path / "parts", "mesh=pp3", killed, "run.trace=true") == single
+    assert bits(tmp_path / "whole", "mesh=pp3", "emulated.weight_share=0") == single
+    runs = {name: tmp_path / name / "run" for name in ("parts", "whole")}
+    told = {name: read_summary(run)["split_backward"] for name, run in runs.items()}
+    assert told == {"parts": {"kinds": ["block0", "block1", "head"]}, "whole": NO_PARTS}
+    actions = json.loads((runs["parts"] / "trace.json").read_text())["traceEvents"]
+    assert any(action.get("cat") == "weights" for action in actions)
 
 
 def test_costs_for_other_layers_are_refused(tmp_path: Path) -> None:

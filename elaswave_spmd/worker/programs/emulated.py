@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch import Tensor
 from elaswave_spmd.determinism import Keys
 from elaswave_spmd.models import Batch
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
-from elaswave_spmd.worker.programs.eager import Loss, SavedForward, StagePrograms, no_gradient
+from elaswave_spmd.worker.programs.eager import BegunBackward, Loss, SavedForward, StagePrograms, no_gradient
 
 _PERIOD = 4099
 """Numbers after which a keyed tensor repeats: a prime, so that no two rows of a tensor are alike."""
@@ -45,12 +45,14 @@ class EmulatedDevice:
         layer_costs: relative cost of each layer; () if all have cost 1.
         speed: step -> the speed of this worker now, relative to the configured one; 0.5 takes twice the time. It is
             called before every program, since DVFS may change it within a step.
+        weight_share: the part of a backward's seconds that its weight gradients take, where they are put off.
     """
 
     forward_s: float
     backward_s: float
     layer_costs: tuple[float, ...] = ()
     speed: Callable[[int], float] = lambda step: 1.0
+    weight_share: float = 0.0
 
     def seconds(self, layer: int, step: int, *, backward: bool) -> float:
         """The time that a program of this layer takes now, in seconds."""
@@ -58,18 +60,24 @@ class EmulatedDevice:
         return (self.backward_s if backward else self.forward_s) * cost / self.speed(step)
 
 
+@dataclass
+class _Begun(BegunBackward):
+    """The second part of a backward, which takes its time in a step."""
+
+    step: int
+
+
 class EmulatedPrograms(StagePrograms):
     """Layer programs of an emulated device; otherwise like `StagePrograms`.
 
     Outputs have the shape and dtype that the real layer's have: it is run once for each shape of its input, to see.
-    Activation checkpointing is ignored.
+    Activation checkpointing is ignored. Of a backward in two parts the first makes all numbers, and each takes its
+    share of the time.
 
     Args:
         num_layers, loss, loss_scale, checkpointing, first_trained: as for `StagePrograms`.
         device: the time that each program takes.
     """
-
-    can_split = False
 
     def __init__(
         self,
@@ -85,10 +93,18 @@ class EmulatedPrograms(StagePrograms):
             num_layers, loss=loss, loss_scale=loss_scale, checkpointing=checkpointing, first_trained=first_trained
         )
         self._device = device
+        self._in_parts: frozenset[int] = frozenset()
         # Layer -> (buffer, version of its parameters, their hash).
         self._hashes: dict[int, tuple[ValueBuffer, int | None, bytes]] = {}
         # (layer, shape of the input) -> (shape, dtype) of the output.
         self._forms: dict[tuple[int, tuple[int, ...]], tuple[tuple[int, ...], torch.dtype]] = {}
+
+    def put_off(self, layers: Collection[int]) -> None:
+        self._in_parts = frozenset(layer for layer in layers if layer >= self._first_trained)
+
+    @property
+    def puts_off(self) -> bool:
+        return bool(self._in_parts)
 
     def forward(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
         # The deadline is computed first: making the numbers is part of the emulated time, not added to it.
@@ -108,25 +124,61 @@ class EmulatedPrograms(StagePrograms):
         if layer < self._first_trained:
             return no_gradient(saved.x)
         ends = time.monotonic() + self._device.seconds(layer, int(saved.keys.step), backward=True)
+        gradients, dx = self._made(layer, microbatch, dy, saved)
+        self._put(into, gradients, self._losses.pop(microbatch) if layer == self._last else None, add=add)
+        _sleep_until(ends)
+        return dx
+
+    def backward_input(self, layer: int, microbatch: int, dy: Tensor | None, *, batch: Batch | None) -> Tensor | None:
+        saved = self._saved.pop((layer, microbatch))
+        if layer < self._first_trained:
+            return no_gradient(saved.x)
+        step = int(saved.keys.step)
+        part = 1.0 - self._device.weight_share if layer in self._in_parts else 1.0
+        ends = time.monotonic() + self._device.seconds(layer, step, backward=True) * part
+        gradients, dx = self._made(layer, microbatch, dy, saved)
+        loss = self._losses.pop(microbatch) if layer == self._last else None
+        # A layer that is not split takes all of its time now.
+        self._begun[layer, microbatch] = _Begun([*gradients], None, loss, step if part < 1.0 else -1)
+        _sleep_until(ends)
+        return dx
+
+    def backward_weights(self, layer: int, microbatch: int, into: GradientBuffer, *, add: bool) -> None:
+        if layer < self._first_trained:
+            return
+        begun = self._begun.pop((layer, microbatch))
+        assert isinstance(begun, _Begun)
+        ends = time.monotonic()
+        if begun.step >= 0:
+            ends += self._device.seconds(layer, begun.step, backward=True) * self._device.weight_share
+        self._put(into, begun.gradients, begun.loss, add=add)
+        _sleep_until(ends)
+
+    def _made(
+        self, layer: int, microbatch: int, dy: Tensor | None, saved: SavedForward
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """The gradients of the parameters and of the input: the same numbers in one part and in two."""
         # Keyed by the forward's output and the incoming gradient: if either is wrong, all gradients differ.
         assert saved.y is not None
         draw = _draw(b"backward", microbatch, layer, saved.y, *(() if dy is None else (dy,)))
-        gradients = [_keyed(draw, tuple(view.shape), _GRADIENT_SCALE) for view in into.views]
+        shapes = [tuple(parameter.shape) for parameter in self._values[layer].trained]
+        gradients = [_keyed(draw, shape, _GRADIENT_SCALE) for shape in shapes]
+        if not self._passes_gradient(layer):
+            return gradients, no_gradient(saved.x)
+        if not saved.x.is_floating_point():
+            return gradients, None
+        return gradients, _keyed(draw, tuple(saved.x.shape), _GRADIENT_SCALE).to(saved.x.dtype)
+
+    @staticmethod
+    def _put(into: GradientBuffer, gradients: Sequence[Tensor | None], loss: Tensor | None, *, add: bool) -> None:
         if add:
             for view, gradient in zip(into.views, gradients, strict=True):
+                assert gradient is not None
                 view.add_(gradient)
         else:
             into.set(gradients)
-        if layer == self._last:
-            loss = self._losses.pop(microbatch)
+        if loss is not None:
             into.loss.copy_(into.loss + loss if add else loss)
-        dx = None
-        if not self._passes_gradient(layer):
-            dx = no_gradient(saved.x)
-        elif saved.x.is_floating_point():
-            dx = _keyed(draw, tuple(saved.x.shape), _GRADIENT_SCALE).to(saved.x.dtype)
-        _sleep_until(ends)
-        return dx
 
     def evaluate(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
         ends = time.monotonic() + self._device.seconds(layer, int(keys.step), backward=False)

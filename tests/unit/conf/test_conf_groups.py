@@ -41,7 +41,8 @@ schedule.microbatches schedule.layers schedule.stages schedule.memory_limit sche
 schedule.window schedule.min_gain schedule.patience schedule.profile
 schedule.bandwidth schedule.latency schedule.frequency schedule.f_min schedule.f_max
 schedule.f_margin run.trace
-emulated.forward_ms emulated.backward_ms emulated.layer_costs emulated.slow
+emulated.forward_ms emulated.backward_ms emulated.layer_costs emulated.weight_share
+emulated.slow
 """
 
 

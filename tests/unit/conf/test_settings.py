@@ -55,6 +55,7 @@ BAD = [
     ("schedule.frequency", "nvml"), ("schedule.f_min", 0), ("schedule.f_min", 1.5), ("schedule.f_max", 0.9),
     ("schedule.f_margin", -0.1), ("schedule.f_margin", 1),
     ("emulated.forward_ms", -1), ("emulated.backward_ms", "fast"), ("emulated.layer_costs", 3),
+    ("emulated.weight_share", 1.1), ("emulated.weight_share", -0.1),
     ("emulated.layer_costs", [1, -1]), ("emulated.slow", 3), ("emulated.slow", [{"rank": 1}]),
     ("emulated.slow", [{"rank": 1, "speed": 0}]), ("emulated.slow", [{"rank": 1, "speed": 1, "step": 3, "until": 3}]),
     ("seed", -1), ("seed", 1.0), ("seed", None), ("seed", ""), ("seed", 2**63),

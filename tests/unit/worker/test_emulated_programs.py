@@ -14,6 +14,7 @@ from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.models import Batch
 from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
+from elaswave_spmd.worker.programs import emulated
 from elaswave_spmd.worker.programs.emulated import EmulatedDevice, EmulatedPrograms
 
 LAYOUT = lay_out([LayerUse(n, (ParameterInfo(f"{n}.weight", (8, 8)),)) for n in ("first", "last")], page_size=64)
@@ -21,6 +22,7 @@ KEYS = Keys.make(1, 1, [0, 1], 0)
 HOST = torch.device("cpu")
 TOKENS = torch.zeros(2, 3, dtype=torch.int64)
 BATCH = Batch(TOKENS, TOKENS)
+AT_ONCE = EmulatedDevice(0.0, 0.0)
 
 
 class Rows(nn.Module):
@@ -32,8 +34,7 @@ class Rows(nn.Module):
         return (x if x.is_floating_point() else torch.ones(*x.shape, 8)) @ self.weight
 
 
-def programs(scale: float = 1.0, fill: float = 0.0) -> EmulatedPrograms:
-    device = EmulatedDevice(0.0, 0.0)
+def programs(scale: float = 1.0, fill: float = 0.0, device: EmulatedDevice = AT_ONCE) -> EmulatedPrograms:
     made = EmulatedPrograms(2, loss=lambda y, _: y.sum(), loss_scale=scale, checkpointing=False, device=device)
     values = {i: ValueBuffer(layer, Rows(), torch.float32, HOST) for i, layer in enumerate(LAYOUT.layers)}
     for value in values.values():
@@ -55,6 +56,45 @@ def through(made: EmulatedPrograms, microbatch: int, tokens: Tensor = TOKENS) ->
 
 def test_the_same_microbatch_gives_the_same_bits() -> None:
     assert all(map(torch.equal, through(programs(), 3), through(programs(), 3)))
+
+
+def test_a_backward_in_two_parts_gives_the_same_bits() -> None:
+    """Whatever runs in between; and added to a buffer, too."""
+    whole = through(programs(), 3)
+    made = programs()
+    made.put_off([1])
+    assert made.puts_off and made.can_split
+    y = made.forward(0, 3, TOKENS, KEYS, None)
+    loss = made.forward(1, 3, y, KEYS, BATCH)
+    dy = made.backward_input(1, 3, None, batch=BATCH)
+    assert made.backward_input(0, 3, dy, batch=None) is None and made.begun == {3} and not made.forwarded
+    buffers = [GradientBuffer(layer, HOST) for layer in LAYOUT.layers]
+    through(made, 4)
+    for layer in (1, 0):
+        made.backward_weights(layer, 3, buffers[layer], add=False)
+    assert all(map(torch.equal, (y, loss, *(buffer.flat for buffer in buffers)), whole)) and not made.begun
+    other = through(programs(), 5)[3]
+    made.forward(1, 5, made.forward(0, 5, TOKENS, KEYS, None), KEYS, BATCH)
+    made.backward_input(1, 5, None, batch=BATCH)
+    made.backward_weights(1, 5, buffers[1], add=True)
+    assert torch.equal(buffers[1].flat, whole[3] + other)
+
+
+def test_each_part_of_a_backward_takes_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(emulated.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(emulated, "_sleep_until", slept.append)
+    made = programs(device=EmulatedDevice(1.0, 8.0, weight_share=0.25, speed=lambda step: 2.0))
+    buffers = [GradientBuffer(layer, HOST) for layer in LAYOUT.layers]
+    made.put_off([1])
+    made.forward(1, 3, made.forward(0, 3, TOKENS, KEYS, None), KEYS, BATCH)
+    dy = made.backward_input(1, 3, None, batch=BATCH)
+    made.backward_input(0, 3, dy, batch=None)
+    for layer in (1, 0):
+        made.backward_weights(layer, 3, buffers[layer], add=False)
+    assert slept == [0.5, 0.5, 3.0, 4.0, 1.0, 0.0], "a layer that is not split takes all of its time in the first part"
+    through(made, 4)
+    assert slept[-2:] == [4.0, 4.0]
 
 
 def test_microbatches_inputs_and_parameters_change_every_result() -> None:
