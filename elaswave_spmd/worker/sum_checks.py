@@ -123,12 +123,15 @@ class SumChecks:
         self._forget_sent()
         if not self._draw.rate:
             return
-        number = self._placement.num_microbatches
-        checks = {
-            pages.key: _Check(pages, RangeReduction(uses_of(self._layout, pages), number))
+        mine = [
+            pages
             for pages, checker in drawn_ranges(self._draw, step, self._layout, self._replica_map)
             if checker == self._rank
-        }
+        ]
+        # A worker that has nothing of its own to compute may have begun the step in an older mesh epoch, and added what
+        # members of this one have sent since. They do not send it again.
+        before = self._step.checks if step == self._step.number else {}
+        checks = {pages.key: self._new_check(pages, before.get(pages.key)) for pages in mine}
         self._step = _Step(
             step,
             self._placement.mesh.epoch,
@@ -139,6 +142,12 @@ class SumChecks:
         self._came = {key: payload for key, payload in self._came.items() if key[1].step >= step}
         for (sender, message), payload in list(self._came.items()):
             self._take(sender, message, payload)
+
+    def _new_check(self, pages: ReplicaSet, before: _Check | None) -> _Check:
+        """A check of pages with what came for it `before`, if the step was begun already. `gradient` follows."""
+        if before is None:
+            return _Check(pages, RangeReduction(uses_of(self._layout, pages), self._placement.num_microbatches))
+        return _Check(pages, before.reduction, added=before.added, is_settled=before.is_settled)
 
     def _drawn_routes(self, step: int, layer: int) -> tuple[Route, ...]:
         """The routes of a layer's gradient to checked pages: its own, and those of parameters that it reads."""

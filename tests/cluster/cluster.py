@@ -152,7 +152,7 @@ class SimulatedCluster:
         self._workers: dict[int, Worker] = {}
         self._lost: list[int] = []  # killed, or evicted by the controller
         self._absent: list[int] = []  # gone, or stopped
-        self._window: list[int] = []  # lost since every page had all its mirrors
+        self._window: list[int] = []  # lost, or with wrong state, since every page had all its mirrors
         self._paused = 0  # the controller does nothing before this turn
         self._applied: dict[int, int] = {}
         self._leaving: set[int] = set()
@@ -339,8 +339,14 @@ class SimulatedCluster:
         """The controller has found that state is lost, or that too few workers are left."""
         if self._end is None:
             left = len({*self.protocol.members} - {*self._lost, *self._leaving})
-            losses = len(self._window) if not {*self._window}.isdisjoint(self._lost) else 0
+            losses = len({*self._window}) if not {*self._window}.isdisjoint(self._lost) else 0
             self._end = LostStateError(action, losses, self._mirrored, left)
+
+    def noted(self, kind: str, fields: dict[str, object]) -> None:
+        """The run writes an event."""
+        self.events.append((kind, fields))
+        if kind == "corrupt" and fields["tensor"] == "state":  # its copy is as good as lost until it is made again
+            self._window += cast(list[int], fields["ranks"])
 
     # ---- workers
 

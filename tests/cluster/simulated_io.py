@@ -144,7 +144,7 @@ class MemoryObserver(RunObserver):
 
     def on_event(self, kind: str, **fields: object) -> None:
         self._cluster.note("EVENT", kind, fields.get("message", ""))
-        self._cluster.events.append((kind, fields))
+        self._cluster.noted(kind, fields)
 
     def on_validation(self, step: int, loss: float, num_microbatches: int) -> None:
         self._cluster.validated(step, loss)

@@ -31,6 +31,7 @@ from elaswave_spmd.worker.sum_checks import SumChecks
 from tests.cluster.tiny import TinyRun
 
 STEP = 4
+ALL = 10_000  # messages
 RUN = TinyRun(tied=True, microbatches=5)
 LAYOUT = RUN.description.layout
 
@@ -76,8 +77,8 @@ class Workers:
             checks.bind(self.placement, self.placement.replica_map(LAYOUT), STEP - 1)
             checks.begin(STEP)
 
-    def compute(self) -> None:
-        """All workers compute their micro-batches, and send their sums."""
+    def compute(self, deliver: int = ALL) -> None:
+        """All workers compute their micro-batches, and send their sums. So many messages arrive."""
         torch.manual_seed(1)
         for layer in range(len(LAYOUT.layers)):
             for microbatch in range(RUN.microbatches):
@@ -89,7 +90,7 @@ class Workers:
                 buffer = GradientBuffer(LAYOUT.layers[layer], torch.device("cpu"))
                 buffer.flat.copy_(self.sum(layer, node))
                 self.checks[rank].summed(STEP, layer, node, buffer)
-        self.deliver()
+        self.deliver(deliver)
 
     def sum(self, layer: int, node: Node) -> Tensor:
         lo, hi = node
@@ -112,8 +113,9 @@ class Workers:
         is_loss = LAYOUT.layers[pages.layer].block_of(pages.first).kind == LOSS
         return [] if is_loss else page_norm_values(gradient, LAYOUT.page_size)
 
-    def deliver(self) -> None:
-        while self.sent:
+    def deliver(self, number: int = ALL) -> None:
+        while self.sent and number > 0:
+            number -= 1
             sender, peer, message, payload = self.sent.popleft()
             if peer == CONTROLLER:
                 self.told.append(message)
@@ -206,6 +208,25 @@ def test_what_comes_before_its_step_is_kept_and_what_is_given_up_counts_no_more(
     workers.deliver()
     workers.give_all()
     assert all(checks.is_settled for checks in workers.checks.values()) and not workers.told
+
+
+@pytest.mark.parametrize(("came", "agreed"), [(0, False), (7, False), (ALL, False), (ALL, True)])
+def test_what_came_before_a_newer_mesh_epoch_counts_in_it(came: int, agreed: bool) -> None:
+    """A worker may begin a step, and enter a newer epoch of it after the others, which do not send again."""
+    workers = Workers(placed("dp3"))
+    workers.compute(deliver=came)
+    if agreed:
+        workers.deliver()
+        workers.give_all()
+    mesh = workers.placement.mesh
+    workers.placement = replace(workers.placement, mesh=replace(mesh, epoch=mesh.epoch + 1))
+    for late in workers.checks.values():
+        late.bind(workers.placement, workers.placement.replica_map(LAYOUT), STEP - 1)
+        late.begin(STEP)
+    assert agreed == all(late.is_settled for late in workers.checks.values())
+    workers.deliver()
+    workers.give_all()
+    assert all(late.is_settled for late in workers.checks.values()) and not workers.told
 
 
 def test_at_rate_0_nothing_is_sent() -> None:
