@@ -45,7 +45,7 @@ FRAMES = 10_000
 AT_CONTROLLER = ControllerPosition(version=3, last_epoch=2, num_ranks=3, ready={0, 2})
 AT_WORKER = WorkerPosition(version=3, epoch=2, members=(0, 1, 2))
 PART = m.PartialStep(
-    4, (0, 1), (0,), (1,), ((1, 0),), ((1, 0),), {1: ((0, 1), (0, 2))}, ((*PAGES, 1, ((0, 1),)),), (PAGES,)
+    4, (0, 1), (0,), (1,), ((1, 0),), ((1, 0),), {1: ((0, 1), (0, 2))}, ((*PAGES, 1, ((0, 1),)),), (PAGES,), (1,)
 )
 TO_WORKER: Mapping[m.AnyMessage, int | None] = {
     m.Activation(4, 2, 1, (2, 3, 8)): 48,
@@ -192,6 +192,12 @@ def test_gradients_that_cannot_be_right_are_refused(message: m.AnyMessage, why: 
 )
 def test_sums_that_cannot_be_right_are_refused(sums: tuple, results: tuple, why: str) -> None:
     assert by_controller(m.AddedUp(SENDER, 2, 4, *PAGES, True, sums, results), SENDER, None) == why
+
+
+@pytest.mark.parametrize("put_off", [(99,), (-1,), (1, 1), (2,)], ids=["no", "negative", "twice", "not its own"])
+def test_reports_of_weight_gradients_that_nobody_can_have_put_off_are_refused(put_off: tuple[int, ...]) -> None:
+    report = m.StepReport(2, SENDER, 3, (msgspec.structs.replace(PART, put_off=put_off),))
+    assert by_controller(report, SENDER, None) == admission.PLACE
 
 
 def test_without_checks_nobody_takes_their_messages() -> None:

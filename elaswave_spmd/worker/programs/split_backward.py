@@ -213,7 +213,7 @@ class SplitParameter(nn.Parameter):
             if output is not None:
                 return output
         output = super().__torch_function__(func, types, args, kwargs or {})
-        if _has_tensor(output):
+        if _has_tensor(output) and not isinstance(output, SplitParameter):  # that is given back as it is: no use of it
             for parameter in _split_parameters((args, kwargs)):
                 parameter.products.used_otherwise.add(id(parameter))
         return output

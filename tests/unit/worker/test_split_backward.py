@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -137,6 +140,17 @@ class Keywords(nn.Module):
         return torch.matmul(input=functional.linear(input=rows, weight=self.weight), other=self.weight)
 
 
+class Converted(nn.Module):
+    """A weight is converted to the dtype that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight.to(x.dtype))
+
+
 class Hooked(nn.Module):
     """A hook changes the gradient of a weight. It is given with the first forward."""
 
@@ -214,6 +228,7 @@ LAYERS = {
     "autocast": (Autocast, 0),
     "strides": (Strides, 0),
     "keywords": (Keywords, 3),
+    "converted": (Converted, 1),
     "hooked": (Hooked, 0),
     "no rows": (AnExpert, 2),
 }
@@ -276,6 +291,57 @@ def test_the_products_need_no_values_of_weights(name: str) -> None:
         parameter.untyped_storage().resize_(0)
     for one, other in zip(products.gradients(parameters, [p.grad for p in parameters]), whole, strict=True):
         assert one is not None and other is not None and torch.equal(one, other)
+
+
+OPERATORS: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], ...] = (
+    functional.linear,
+    lambda h, w, b: functional.linear(h, w),
+    lambda h, w, b: h @ w,
+    lambda h, w, b: h @ w.t(),
+    lambda h, w, b: torch.mm(h.reshape(-1, len(w)), w).view(h.shape),
+    lambda h, w, b: h + functional.linear(torch.tanh(h), w, b),
+    lambda h, w, b: functional.linear(h, w, b).relu_(),
+    lambda h, w, b: functional.linear(h, w, b) * torch.sigmoid(functional.linear(h, w)),
+    lambda h, w, b: functional.linear(h.transpose(0, 1), w, b).transpose(0, 1),
+    lambda h, w, b: functional.linear(h[:, :1].expand(h.shape), w),
+    lambda h, w, b: torch.cat([functional.linear(h[:, :1], w, b), h[:, 1:]], 1),
+    lambda h, w, b: h + functional.embedding(torch.arange(h.shape[1]) % len(w), w),
+    lambda h, w, b: h @ torch.cat([w[:1], w[1:]]),
+    lambda h, w, b: h * w.square().mean() + b,
+)
+"""Ways to use weights: those that are put off, and others."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", range(0, 400, 100))
+def test_layers_of_random_operators_have_the_bits_of_the_whole(first: int, dtype: torch.dtype) -> None:
+    num_products = 0
+    for seed in range(first, first + 100):
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        width, shape = draw.choice([2, 3, 16, 33]), (draw.choice([1, 2, 5]), draw.choice([1, 2, 9]))
+        weights = [nn.Parameter((torch.randn(width, width) / width**0.5).to(dtype)) for _ in range(2)]
+        biases = [nn.Parameter(torch.randn(width).to(dtype)) for _ in range(2)]
+        uses = [(draw.choice(OPERATORS), draw.choice(weights), draw.choice(biases)) for _ in range(draw.randint(1, 6))]
+        given, parameters, found = torch.randn(*shape, width).to(dtype), [*weights, *biases], []
+        for in_parts in (False, True):
+            for parameter in parameters:
+                parameter.grad = None
+            x, split = given.clone().requires_grad_(), SplitLayer(parameters)
+            with split.putting_off() if in_parts else nullcontext() as products:
+                y = x
+                for operator, weight, bias in uses:
+                    y = operator(y, weight, bias)
+            torch.autograd.backward(y, torch.linspace(-1, 1, y.numel()).cos().view(y.shape).to(dtype))
+            gradients = [parameter.grad for parameter in parameters]
+            if products is not None:
+                num_products += len(products.brought)
+                gradients = products.gradients(parameters, gradients)
+            found.append([y, x.grad, *gradients])
+        for one, other in zip(*found, strict=True):
+            assert (one is None) == (other is None), seed
+            assert one is None or (torch.equal(one, other) and torch.equal(one.signbit(), other.signbit())), seed
+    assert num_products > 50
 
 
 def test_a_frozen_weight_is_no_product() -> None:
