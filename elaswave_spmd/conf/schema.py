@@ -715,7 +715,6 @@ class Settings(Section):
         is_one_stage = len(self.mesh.shape.stage_sizes) == 1 and not self.schedule.stages
         whole = {
             checks.override("mesh", str(self.mesh.shape)): (is_one_stage, "mesh=pp2"),
-            "runtime.compile=true": (runtime.compile, "runtime.compile=false"),
             "runtime.check_model=false": (not runtime.check_model and not is_emulated, "runtime.check_model=true"),
             "runtime.device=xla": (runtime.device == "xla", "runtime.device=cpu"),
             "emulated.weight_share=0": (is_emulated and not self.emulated.weight_share, "emulated.weight_share=0.5"),
@@ -725,7 +724,7 @@ class Settings(Section):
                 given = checks.override("chaos.events.point", points[0])
                 raise ConfigError(
                     f"{given} is never reached with {where}",
-                    rule="it is a point of backwards in two parts: eager, in layers that were checked, behind a stage",
+                    rule="it is a point of backwards in two parts: in layers that were checked, behind a stage",
                     where=f"{given} {where}",
                     fix=f"point: backward, or {fix}",
                 )

@@ -17,6 +17,9 @@ from elaswave_spmd.runtime.devices import ThisMachine
 from elaswave_spmd.runtime.devices.selection import cxx, kind_of
 from elaswave_spmd.worker.programs.inductor import compiler_version
 
+_COMPILED_BITS = 2
+"""Raised when layers that are compiled get other bits than before. 1, or true: backwards were one program."""
+
 _PACKAGES = ("elaswave-spmd", "torch", "numpy", "randomgen")
 
 
@@ -46,7 +49,7 @@ def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
         versions["torch_xla"] = metadata.version("torch_xla")
     numbers: dict[str, Any] = {"dtype": runtime.dtype, "threads_per_worker": runtime.threads_per_worker}
     if runtime.compile:
-        numbers["compile"] = True
+        numbers["compile"] = _COMPILED_BITS
         versions["cxx"] = compiler_version(cxx(ThisMachine()))
     return {
         "seed": settings.seed,

@@ -135,9 +135,8 @@ def _split_backward(plan: RunPlan, record: RunRecord) -> dict[str, object]:
     rows = cast(list[dict[str, object]], check["layers"])
     if kinds := [row["layer"] for row in rows if row["put_off_bytes"]]:
         return {"kinds": kinds}
-    runtime = plan.settings.runtime
-    if runtime.compile or runtime.device == "xla":
-        return {"kinds": [], "why": "compiled programs run the whole backward"}
+    if plan.settings.runtime.device == "xla":
+        return {"kinds": [], "why": "programs of an island run the whole backward"}
     return {"kinds": [], "why": "no layer puts a weight product off with the bits of its whole backward"}
 
 

@@ -60,10 +60,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(tmp_path_factory.mktemp("compiled") / "undisturbed", "runtime.compile=true", "mesh=single")
 
 
-def assert_all_compiled_before(found: Run, workers: int) -> None:
-    """Embedding, block and head, each forward and for validation; backward comes with the forward or apart from it."""
+def assert_all_compiled_before(found: Run, workers: int, *, forwards: int = 1) -> None:
+    """Embedding, block and head, each for validation, forward, and backward; that of the last two is a pair."""
     assert len(found.programs) == workers
-    assert all(6 <= before <= 9 and later == 0 for before, later in found.programs.values()), found.programs
+    wanted = [3 + 3 * forwards + 5, 0]
+    assert all(programs == wanted for programs in found.programs.values()), found.programs
     assert not [event for event in found.events if event["event"] == "recompile"]
 
 
@@ -82,6 +83,24 @@ def test_a_kill_on_another_mesh_changes_no_bit_and_compiles_nothing(undisturbed:
     assert found.changes.ranks("fail") == [[1]]
     assert found.bits == undisturbed.bits
     assert_all_compiled_before(found, 2)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rank", "point", "setting"),
+    [("dp1_pp2", 1, "input", "runtime.activation_checkpointing=true"), ("dp2_pp2", 3, "weights", "sharding=zero3")],
+)
+def test_no_bit_depends_on_whether_weight_gradients_are_put_off(
+    undisturbed: Run, tmp_path: Path, mesh: str, rank: int, point: str, setting: str
+) -> None:
+    """On one stage none are; on the second of two they are, and a worker there is killed in either part."""
+    kill = chaos(f"step: 5, kind: kill, rank: {rank}, point: {point}")
+    found = run(tmp_path / "kill", "runtime.compile=true", f"mesh={mesh}", setting, kill)
+    assert found.changes.ranks("fail") == [[rank]]
+    assert found.bits == undisturbed.bits
+    # With activation checkpointing forwards without a graph, and those that are repeated.
+    assert_all_compiled_before(found, 2 if mesh == "dp1_pp2" else 4, forwards=1 + setting.endswith("=true"))
+    (check,) = [event for event in found.events if event["event"] == "model_check"]
+    assert [row["layer"] for row in check["layers"] if row["put_off_bytes"]] == ["block0", "head"]
 
 
 def test_a_spare_has_its_programs_before_it_takes_a_place(undisturbed: Run, tmp_path: Path) -> None:

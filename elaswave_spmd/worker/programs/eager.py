@@ -22,7 +22,7 @@ from elaswave_spmd.models import Batch
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.profiling import LayerMemory
-from elaswave_spmd.worker.programs.split_backward import SplitLayer, WeightProducts
+from elaswave_spmd.worker.programs.split_backward import PutOff, SplitLayer
 from elaswave_spmd.worker.spec import Job
 
 Loss = Callable[[Tensor, Batch], Tensor]
@@ -72,13 +72,13 @@ class SavedForward:
         x: the layer's input, a leaf.
         y: its output with the graph; None with activation checkpointing, where the forward is run again.
         keys: of the forward.
-        products: the weight products that its backward puts off; None: the backward makes all gradients.
+        put_off: receives what its backward puts off; None: the backward makes all gradients.
     """
 
     x: Tensor
     y: Tensor | None
     keys: Keys
-    products: WeightProducts | None = None
+    put_off: PutOff | None = None
 
 
 @dataclass
@@ -87,12 +87,12 @@ class BegunBackward:
 
     Args:
         gradients: what the first part has made, by trained parameter.
-        products: what it has put off.
+        put_off: what it has put off.
         loss: the micro-batch's loss, after the last layer.
     """
 
     gradients: list[Tensor | None]
-    products: WeightProducts | None
+    put_off: PutOff | None
     loss: Tensor | None
 
 
@@ -252,13 +252,13 @@ class StagePrograms:
             self._saved[layer, microbatch] = SavedForward(x, None, keys)
         else:
             # Of the first forward of a layer it is measured what autograd saves, so it saves all that a backward needs.
-            with self._putting_off(layer if layer in self.memory else None) as products:
+            with self._putting_off(layer if layer in self.memory else None) as put_off:
                 y = self._run(layer, microbatch, x, keys, batch)
-            self._saved[layer, microbatch] = SavedForward(x, y, keys, products)
+            self._saved[layer, microbatch] = SavedForward(x, y, keys, put_off)
         return y
 
     @contextmanager
-    def _putting_off(self, layer: int | None) -> Iterator[WeightProducts | None]:
+    def _putting_off(self, layer: int | None) -> Iterator[PutOff | None]:
         """Runs a forward whose backward puts off the weight products of the layer, if it is one that does."""
         split = None if layer is None else self._split.get(layer)
         if split is None:
@@ -289,7 +289,7 @@ class StagePrograms:
         Raises:
             Exception: whatever autograd or the model's code raises, with a note that names the layer.
         """
-        if self._saved[layer, microbatch].products is not None:
+        if self._saved[layer, microbatch].put_off is not None:
             dx = self.backward_input(layer, microbatch, dy, batch=batch)
             self.backward_weights(layer, microbatch, into, add=add)
             return dx
@@ -322,7 +322,7 @@ class StagePrograms:
         """The first part of a backward: the gradient of the layer's input. `backward_weights` follows, at any time.
 
         Both have the bits of `backward`, whatever runs in between. What is saved of the forward is discarded, but for
-        the operands of the products that are put off.
+        what the second part needs.
 
         Args:
             layer, microbatch, dy, batch: as for `backward`.
@@ -336,20 +336,33 @@ class StagePrograms:
         saved = self._saved.pop((layer, microbatch))
         if layer < self._first_trained:
             return saved.x
-        y, products = saved.y, saved.products
+        y, put_off = saved.y, saved.put_off
         if y is None:
-            with self._putting_off(layer) as products:
+            with self._putting_off(layer) as put_off:
                 y = self._output_again(layer, microbatch, saved, batch)
-        parameters = self._values[layer].trained
+        loss = self._losses.pop(microbatch) if layer == self._last else None
+        begun = BegunBackward([None] * len(self._values[layer].trained), put_off, loss)
         if y.requires_grad:
             with naming_layer(self._name_of(layer), "backward", saved.x):
-                torch.autograd.backward(y, dy)
-        loss = self._losses.pop(microbatch) if layer == self._last else None
-        made = [parameter.grad for parameter in parameters]
-        self._begun[layer, microbatch] = BegunBackward(made, products, loss)
+                self._begin_backward(layer, saved.x, y, dy, begun)
+        self._begun[layer, microbatch] = begun
+        return self._gradient_of(layer, saved.x)
+
+    def _begin_backward(self, layer: int, x: Tensor, y: Tensor, dy: Tensor | None, begun: BegunBackward) -> None:
+        """Runs the first part of a backward: the gradient of `x` becomes its `grad`, what else is made goes to `begun`.
+
+        Args:
+            layer: number of a bound layer.
+            x: the layer's input, a leaf.
+            y: its output, which requires a gradient.
+            dy: as for `backward`.
+            begun: the second part, to be completed.
+        """
+        torch.autograd.backward(y, dy)
+        parameters = self._values[layer].trained
+        begun.gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        return self._gradient_of(layer, saved.x)
 
     def backward_weights(self, layer: int, microbatch: int, into: GradientBuffer, *, add: bool) -> None:
         """The second part of a backward: the gradients of the layer's trained parameters, and the loss of the last.
@@ -365,9 +378,9 @@ class StagePrograms:
             return
         begun = self._begun.pop((layer, microbatch))
         gradients = begun.gradients
-        if begun.products is not None:
+        if begun.put_off is not None:
             with naming_layer(self._name_of(layer), "weight gradients"):
-                gradients = begun.products.gradients(self._values[layer].trained, gradients)
+                gradients = begun.put_off.gradients(self._values[layer].trained, gradients)
         if add:
             for view, gradient in zip(into.views, gradients, strict=True):
                 if gradient is not None:
@@ -383,12 +396,13 @@ class StagePrograms:
         return frozenset(microbatch for _, microbatch in self._begun)
 
     def bytes_put_off(self, layer: int, microbatch: int) -> int:
-        """The bytes that the second part of a layer's backward keeps; 0 if no weight product is put off."""
+        """The bytes that the second part of a layer's backward keeps; 0 if nothing is put off."""
         begun = self._begun[layer, microbatch]
-        if begun.products is None or not begun.products.brought:
+        operands = () if begun.put_off is None else begun.put_off.operands
+        if not operands:
             return 0
         made = (gradient for gradient in begun.gradients if gradient is not None)
-        storages = (kept.untyped_storage() for kept in (*begun.products.operands, *made))
+        storages = (kept.untyped_storage() for kept in (*operands, *made))
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def discard_begun(self, microbatch: int) -> None:

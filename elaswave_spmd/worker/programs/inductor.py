@@ -3,13 +3,16 @@
 A layer is traced as a function of tensors alone (parameters, input, keys), so layers that are alike share one program,
 and no step, micro-batch or reconfiguration needs another one. Every worker compiles the programs of all layers, since
 a reconfiguration may move any layer to it.
+
+The backward of a layer whose input has a gradient is two programs (backward_pair.py), on every mesh and whether or not
+the second is put off.
 """
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +24,8 @@ from elaswave_spmd.models import Batch
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.profiling import LayerMemory
-from elaswave_spmd.worker.programs.eager import Loss, StagePrograms
+from elaswave_spmd.worker.programs.backward_pair import PairBackend, WeightPrograms
+from elaswave_spmd.worker.programs.eager import BegunBackward, Loss, StagePrograms
 
 _FORMS = 3
 """Forms in which a layer is traced: for training, for evaluation, and without a graph for activation checkpointing."""
@@ -36,8 +40,6 @@ class CompiledPrograms(StagePrograms):
         place: the device of parameters, inputs and outputs.
         backend: of torch.compile; tests use "aot_eager", which needs no C++ compiler.
     """
-
-    can_split = False
 
     def __init__(
         self,
@@ -56,20 +58,29 @@ class CompiledPrograms(StagePrograms):
         )
         self._place = place
         self._num_compiled = 0
+        self._put_off: frozenset[int] = frozenset()
+        self._pairs = PairBackend(backend, self._count)
         _configure(threads, num_layers, self._count)
         # A whole layer or an error: after a graph break, parts of the layer would run eagerly without anybody noticing.
         # No dynamic shapes: all micro-batches have one shape, and a program for any shape may have other bits.
-        options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
+        options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": self._pairs.compile}
         self._run_layer: Callable[..., Tensor] = torch.compile(_run_layer, **options)
         self._run_last: Callable[..., Tensor] = torch.compile(_run_last, **options)
 
     def _count(self, args: object) -> None:
-        """Counts a compilation: of a forward, of an evaluation, or of a backward that is compiled on its own."""
+        """Counts a compilation: of a forward, of an evaluation, of a backward on its own, or of its second part."""
         self._num_compiled += 1
 
     @property
     def num_compiled(self) -> int:
         return self._num_compiled
+
+    def put_off(self, layers: Collection[int]) -> None:
+        self._put_off = frozenset(layers)
+
+    @property
+    def puts_off(self) -> bool:
+        return bool(self._put_off)
 
     def compile(
         self,
@@ -123,6 +134,23 @@ class CompiledPrograms(StagePrograms):
         dy = None if layer == self._last else torch.zeros_like(y)
         self.backward(layer, 0, dy, into, add=False, batch=batch)
         return torch.zeros_like(y)
+
+    def backward(
+        self, layer: int, microbatch: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
+    ) -> Tensor | None:
+        dx = self.backward_input(layer, microbatch, dy, batch=batch)
+        self.backward_weights(layer, microbatch, into, add=add)
+        return dx
+
+    def _begin_backward(self, layer: int, x: Tensor, y: Tensor, dy: Tensor | None, begun: BegunBackward) -> None:
+        begun.put_off = programs = WeightPrograms()
+        # No gradients of leaves: autograd would make a tensor of its own of a stand-in, as large as the gradient.
+        leaves = [x, *self._values[layer].trained] if x.requires_grad else self._values[layer].trained
+        with self._pairs.putting_off(programs):
+            gradients = torch.autograd.grad(y, leaves, dy, allow_unused=True)
+        if x.requires_grad:
+            x.grad, *gradients = gradients
+        begun.gradients = list(gradients)
 
     def _compute(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
         if layer < self._last:

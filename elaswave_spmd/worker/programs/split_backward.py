@@ -19,10 +19,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+
+class PutOff(Protocol):
+    """The second part of the backward of one layer and micro-batch."""
+
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """All tensors that are kept until then; () if nothing is put off."""
+        ...
+
+    def gradients(self, parameters: Sequence[nn.Parameter], others: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Makes the gradients of a layer's parameters, once.
+
+        Args:
+            others: what the first part has made, by parameter; None where it has made none.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -82,7 +99,7 @@ class _PutOff(torch.autograd.Function):
             return (None,) * 6
         if products.in_forward or torch.is_grad_enabled():
             raise RuntimeError("the weight gradients of this layer are put off: its forward cannot be differentiated")
-        _refuse_change(product.operand, ctx.version)
+        refuse_change(product.operand, ctx.version)
         of_bias = product.of_bias(dy) if product.of_bias is not None else None
         if product.can_wait(products.used_otherwise) and not _is_of_parameters(dy, product.parameters[0]):
             products.brought.append(_Brought(product, dy, dy._version, ctx.version))
@@ -91,7 +108,7 @@ class _PutOff(torch.autograd.Function):
         return product.of_input(dy), of_weight, with_it if of_bias is None else of_bias, None, None, None
 
 
-def _refuse_change(tensor: Tensor, version: int) -> None:
+def refuse_change(tensor: Tensor, version: int) -> None:
     """Refuse a tensor that was changed in place since autograd would have saved it, as autograd does."""
     if tensor._version != version:
         raise RuntimeError(
@@ -116,8 +133,8 @@ class _Brought:
 
     def gradients(self) -> tuple[Tensor, Tensor | None]:
         """The gradients of the product's parameters."""
-        _refuse_change(self.dy, self.version)
-        _refuse_change(self.product.operand, self.of_operand)
+        refuse_change(self.dy, self.version)
+        refuse_change(self.product.operand, self.of_operand)
         return self.product.of_weights(self.dy)
 
 

@@ -129,13 +129,12 @@ def test_an_event_after_the_last_step_is_refused(step: int, steps: int) -> None:
     ("words", "where"),
     [
         (["mesh=dp4"], "mesh=dp4"),
-        (["mesh=pp2", "runtime.compile=true"], "runtime.compile=true"),
         (["mesh=pp2", "runtime.check_model=false"], "runtime.check_model=false"),
         (["mesh=pp2", "runtime.device=emulated", "emulated.weight_share=0"], "emulated.weight_share=0"),
     ],
 )
 def test_a_point_that_no_worker_can_pass_is_refused(point: str, words: list[str], where: str) -> None:
-    """Backwards are whole on a single stage, compiled, unchecked, and emulated where they have no second part."""
+    """Backwards are whole on a single stage, unchecked, and emulated where they have no second part."""
     with pytest.raises(ConfigError) as caught:
         settings(f"chaos.events=[{{step: 2, kind: kill, point: {point}}}]", *words)
     assert caught.value.where == f"chaos.events.point={point} {where}" and caught.value.fix
@@ -147,6 +146,11 @@ def test_a_point_of_split_backwards_may_be_reached_when_stages_are_added() -> No
     settings("chaos.events=[{step: 2, kind: kill, point: weights}]", "mesh=dp4", "schedule.stages=true")
     emulated = ("mesh=pp2", "runtime.device=emulated", "runtime.check_model=false")
     settings("chaos.events=[{step: 2, kind: kill, point: weights}]", *emulated)
+
+
+@pytest.mark.parametrize("point", ["input", "weights"])
+def test_a_point_of_split_backwards_may_be_reached_in_compiled_layers(point: str) -> None:
+    settings(f"chaos.events=[{{step: 2, kind: kill, point: {point}}}]", "mesh=pp2", "runtime.compile=true")
 
 
 @given(stages=st.lists(st.integers(1, 5), min_size=1, max_size=4), least=st.integers(1, 25))

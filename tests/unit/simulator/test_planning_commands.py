@@ -278,7 +278,7 @@ def test_settings_take_the_place_of_a_scenarios_own(call, tmp_path):
     assert call("simulate", f"scenario={path}", "json=true", "sharding=zero0")[0] == 0
 
 
-@pytest.mark.parametrize("whole", ["runtime.check_model=false", "runtime.compile=true", "runtime.device=xla"])
+@pytest.mark.parametrize("whole", ["runtime.check_model=false", "runtime.device=xla"])
 def test_a_plan_is_for_backwards_in_two_parts_where_workers_would_run_them_so(call, whole):
     words = ("plan", "mesh=pp4", "train.global_batch=8", "json=true")
     step_s = {}

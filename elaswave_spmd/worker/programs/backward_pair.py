@@ -1,0 +1,369 @@
+"""The backward of a compiled layer as two programs: B for the gradient of its input, W for those of its weights.
+
+torch.compile makes one graph of a layer's backward. Here it is cut by what depends on what. B is all that the gradient
+of the input needs, and all that reads a parameter, whose values may be gone when W runs (ZeRO-3). W is the rest. What W
+needs of B is a result of B, unless it can be had again for nothing: a view, a wider dtype, a constant.
+
+A compiler fuses what it sees in one graph, so two programs need not have the bits of one. Hence a backward that can be
+cut is always these two programs, one right after the other where nothing is put off.
+
+Autograd runs B, within the function that torch.compile has made of the layer. In the place of a gradient that W will
+make it is given a stand-in: one element, expanded. By these the results of W are told apart.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from elaswave_spmd.worker.programs.split_backward import refuse_change
+
+Program = Callable[[list[Any]], Sequence[Any]]
+"""A compiled graph. It empties the list that it is given, so that no argument is kept longer than it is needed."""
+
+Compiler = Callable[..., Program]
+"""(graph, arguments without values) -> its program."""
+
+
+@dataclass(frozen=True)
+class _Second:
+    """A second program that is to be run.
+
+    Args:
+        program: it.
+        arguments: which it will empty.
+        versions: of the arguments, as it needs them.
+        stand_ins: of its results.
+    """
+
+    program: Program
+    arguments: list[Tensor]
+    versions: tuple[int, ...]
+    stand_ins: tuple[Tensor, ...]
+
+    def run(self) -> Iterator[tuple[int, Tensor]]:
+        """Run the program. Returns for each of its results the id of its stand-in, and the result."""
+        for argument, version in zip(self.arguments, self.versions, strict=True):
+            refuse_change(argument, version)
+        with torch.no_grad():
+            results = self.program(self.arguments)
+        return zip(map(id, self.stand_ins), results, strict=True)
+
+
+@dataclass
+class WeightPrograms:
+    """The second part of one backward, where it is put off: a `split_backward.PutOff` of compiled programs.
+
+    Args:
+        brought: the programs; one, or none if the backward is whole.
+    """
+
+    brought: list[_Second] = field(default_factory=list)
+
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """All tensors that are kept until W."""
+        return tuple(tensor for second in self.brought for tensor in second.arguments)
+
+    def gradients(self, parameters: Sequence[nn.Parameter], others: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """W: the gradients of a layer's parameters.
+
+        Args:
+            others: by parameter what B has given: a gradient, a stand-in, or None.
+        """
+        made = dict[int, Tensor]()
+        for second in self.brought:
+            made.update(second.run())
+        self.brought.clear()
+        assert made.keys() <= {id(other) for other in others}, "autograd has made another tensor of a stand-in"
+        return [None if other is None else made.get(id(other), other) for other in others]
+
+
+class PairBackend:
+    """A backend of torch.compile that makes two programs of a backward, and is otherwise the named one.
+
+    Args:
+        name: "inductor", or "aot_eager", which runs graphs as they are.
+        count: called for each W. Other programs are counted by torch.compile.
+    """
+
+    def __init__(self, name: str, count: Callable[[object], None]) -> None:
+        self._compile = {"inductor": _by_inductor, "aot_eager": _as_they_are}[name]
+        self._count = count
+        self._brought = WeightPrograms()
+
+    @contextmanager
+    def putting_off(self, programs: WeightPrograms) -> Iterator[None]:
+        """Runs a backward whose second part goes to `programs`."""
+        before, self._brought = self._brought, programs
+        try:
+            yield
+        finally:
+            self._brought = before
+
+    def compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compiles a function that was traced; torch.compile calls it.
+
+        Args:
+            inputs: parameters and other arguments. One of these may need a gradient: the layer's input.
+        """
+        import torch._functorch.config as functorch
+
+        # The cache of functions with their backward would bring one that is not cut. Each program is cached by itself.
+        # A donated buffer is one that a program may write in when it has read it; here the other program reads it, too.
+        with functorch.patch(enable_autograd_cache=False, donated_buffer=False):
+            return self._compile(graph, inputs, _LayerGraphs(self, inputs))
+
+    def pair(self, cut: Cut, inputs: Sequence[Any], compiler: Compiler) -> Program:
+        """Compiles both parts. Returns the program that autograd is to run: B, which puts W aside."""
+        first = compiler(cut.first, inputs)
+        self._count(cut)
+        second = compiler(cut.second, cut.second_inputs)
+        stand_ins = cut.stand_ins()
+
+        def run(arguments: list[Any]) -> list[Any]:
+            kept = [arguments[number] for number in cut.kept]
+            results = list(first(arguments))
+            gradients = results[: cut.num_gradients]
+            for number, stand_in in zip(cut.later, stand_ins, strict=True):
+                gradients[number] = stand_in
+            kept += results[cut.num_gradients :]
+            versions = tuple(tensor._version for tensor in kept)
+            self._brought.brought.append(_Second(second, kept, versions, stand_ins))
+            return gradients
+
+        vars(run)["_boxed_call"] = True
+        return run
+
+
+class _LayerGraphs:
+    """The graphs of one traced function. That of its forward comes before that of its backward."""
+
+    def __init__(self, backend: PairBackend, inputs: Sequence[Any]) -> None:
+        self._backend = backend
+        self._num_inputs = len(inputs)
+        graded = [number for number, one in enumerate(inputs) if isinstance(one, Tensor) and one.requires_grad]
+        self._parameters = [number for number, one in enumerate(inputs) if isinstance(one, nn.Parameter)]
+        self._of_input = [number for number in graded if number not in self._parameters]
+        self._values: list[Tensor] = []
+
+    def compile_forward(self, graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> Program:
+        self._values = [inputs[number] for number in self._parameters]
+        return compiler(graph, inputs)
+
+    def compile_backward(self, graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> Program:
+        if len(self._of_input) == 1 and len(_outputs(graph)) == self._num_inputs:
+            cut = cut_backward(graph, inputs, self._of_input[0], self._values)
+            if cut is not None:
+                return self._backend.pair(cut, inputs, compiler)
+        return compiler(graph, inputs)
+
+
+def _by_inductor(graph: fx.GraphModule, inputs: Sequence[Any], layer: _LayerGraphs) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_one(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        if not options.get("is_backward"):
+            return layer.compile_forward(graph, inputs, partial(compile_fx_inner, **options))
+        options["static_input_idxs"] = ()  # they were numbers of arguments of the whole
+        return layer.compile_backward(graph, inputs, partial(compile_fx_inner, **options))
+
+    return cast(Callable[..., Any], compile_fx(graph, inputs, inner_compile=compile_one))
+
+
+def _as_they_are(graph: fx.GraphModule, inputs: Sequence[Any], layer: _LayerGraphs) -> Callable[..., Any]:
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    return aot_autograd(
+        fw_compiler=partial(layer.compile_forward, compiler=boxed_nop),
+        bw_compiler=partial(layer.compile_backward, compiler=boxed_nop),
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )(graph, inputs)
+
+
+# ---- the cut
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The graph of a backward in two parts.
+
+    Args:
+        first: (*arguments of the whole) -> its gradients, None for those of W, and then what W needs of B.
+        second: (*arguments of the whole that W needs, *what it needs of B) -> its gradients.
+        num_gradients: of the whole.
+        kept: numbers of the arguments that W needs.
+        later: numbers of the gradients that W makes.
+        second_inputs: the arguments of W without values.
+        results: those of W without values.
+    """
+
+    first: fx.GraphModule
+    second: fx.GraphModule
+    num_gradients: int
+    kept: tuple[int, ...]
+    later: tuple[int, ...]
+    second_inputs: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+
+    def stand_ins(self) -> tuple[Tensor, ...]:
+        """For each result of W a tensor of its shape, dtype and device, but not of its size in memory."""
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        with unset_fake_temporarily():
+            return tuple(torch.zeros((), dtype=one.dtype, device=one.device).expand(one.shape) for one in self.results)
+
+
+def cut_backward(graph: fx.GraphModule, inputs: Sequence[Any], of_input: int, values: Sequence[Tensor]) -> Cut | None:
+    """Cuts the graph of a backward.
+
+    Args:
+        graph: (*inputs) -> gradients, or None for what has none.
+        inputs: its arguments without values.
+        of_input: number of the gradient that comes first.
+        values: parameters without values, as the graph of the forward had them; views of them share their storage.
+
+    Returns:
+        Both parts; None if nothing can be left to the second, or there is no gradient to come first.
+    """
+    _note_forms(graph, inputs)
+    nodes, gradients = list(graph.graph.nodes), _outputs(graph)
+    if not isinstance(gradients[of_input], fx.Node):
+        return None
+    storages = {value.untyped_storage()._cdata for value in values}
+    parameters = {node for node in nodes if storages & _storages(node)}
+    first = _first_part(nodes, gradients[of_input], parameters)
+    later = [number for number, one in enumerate(gradients) if _is_made(one) and one not in first]
+    if not later:
+        return None
+    second, needed = _second_part([gradients[number] for number in later], first, parameters)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    arguments = [node for node in placeholders if node in needed]
+    of_first = [node for node in nodes if node in needed and node.op != "placeholder"]
+    made = [None if number in later else one for number, one in enumerate(gradients)]
+    return Cut(
+        _part(graph, placeholders, [node for node in nodes if node in first], [*made, *of_first]),
+        _part(graph, arguments + of_first, [n for n in nodes if n in second], [gradients[n] for n in later]),
+        len(gradients),
+        tuple(placeholders.index(node) for node in arguments),
+        tuple(later),
+        tuple(node.meta["val"] for node in arguments + of_first),
+        tuple(gradients[number].meta["val"] for number in later),
+    )
+
+
+def _note_forms(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Notes at every node its result without values, as it follows from these inputs."""
+    from torch._guards import detect_fake_mode
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    FakeTensorProp(graph, mode=detect_fake_mode(inputs)).propagate_dont_convert_inputs(*inputs)
+
+
+def _outputs(graph: fx.GraphModule) -> list[Any]:
+    (output,) = graph.graph.find_nodes(op="output")
+    return list(output.args[0])
+
+
+def _is_made(value: Any) -> bool:
+    """True for what a graph computes; false for an argument, a constant, and None."""
+    return isinstance(value, fx.Node) and value.op == "call_function"
+
+
+def _storages(node: fx.Node) -> set[int]:
+    """The storage of a node's result, if it is one tensor."""
+    value = node.meta.get("val")
+    return {value.untyped_storage()._cdata} if isinstance(value, Tensor) else set()
+
+
+def _first_part(nodes: Sequence[fx.Node], of_input: fx.Node, parameters: set[fx.Node]) -> set[fx.Node]:
+    """The nodes of B: what the gradient of the input needs, what has effects, and what reads a parameter.
+
+    Args:
+        parameters: nodes that are parameters, or views of them.
+    """
+    ends = [node for node in nodes if _is_made(node) and (node.is_impure() or node in parameters)]
+    ends += [node for node in nodes if _is_made(node) and parameters & set(node.all_input_nodes)]
+    found, left = set(), [of_input, *ends]
+    while left:
+        node = left.pop()
+        if node not in found and node.op != "placeholder":
+            found.add(node)
+            left += node.all_input_nodes
+    # Of an operator with several results all are taken at once: W can be given tensors only.
+    for node in nodes:
+        if node.target is operator.getitem and node.args[0] in found:
+            found.add(node)
+    return found
+
+
+def _second_part(
+    ends: Iterable[fx.Node], first: set[fx.Node], parameters: set[fx.Node]
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The nodes of W, and the arguments and nodes of B that it needs.
+
+    Args:
+        ends: the gradients that W makes.
+        first: the nodes of B.
+        parameters: as for `_first_part`.
+    """
+    found: set[fx.Node] = set()
+    needed: set[fx.Node] = set()
+    left = list(ends)
+    while left:
+        node = left.pop()
+        if node.op == "placeholder" or (node in first and not _is_had_for_nothing(node, parameters)):
+            needed.add(node)
+        elif node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found, needed
+
+
+def _is_had_for_nothing(node: fx.Node, parameters: set[fx.Node]) -> bool:
+    """True if a node of B is made again in W, not kept: a constant, or a view or a wider dtype of another node."""
+    inputs = node.all_input_nodes
+    if node.target is operator.getitem or node.is_impure() or parameters & {node, *inputs}:
+        return False
+    if not inputs:
+        tags = getattr(node.target, "tags", ())
+        return node.op == "get_attr" or torch.Tag.nondeterministic_seeded not in tags
+    if len(inputs) > 1 or not isinstance(inputs[0].meta.get("val"), Tensor):
+        return False
+    before, after = inputs[0].meta["val"], node.meta["val"]
+    if _storages(node) & _storages(inputs[0]):
+        return True
+    casts = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+    return node.target in casts and before.dtype.itemsize < after.dtype.itemsize
+
+
+def _part(
+    whole: fx.GraphModule, arguments: Sequence[fx.Node], nodes: Sequence[fx.Node], results: Sequence[Any]
+) -> fx.GraphModule:
+    """A part of a graph.
+
+    Args:
+        arguments: nodes of the whole that the part is given.
+        nodes: those that it computes, in order.
+        results: its results: nodes, and None.
+    """
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in arguments:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    output = graph.output(tuple(copies[one] if isinstance(one, fx.Node) else one for one in results))
+    # A program must return them in just the form that the other program, and autograd, expect.
+    output.meta["user_visible_output_idxs"] = [n for n, one in enumerate(results) if isinstance(one, fx.Node)]
+    return fx.GraphModule(whole, graph)
