@@ -269,7 +269,9 @@ def _is_of_parameters(tensor: Tensor, weight: Tensor) -> bool:
 
 def _has_plain_rows(tensor: Tensor) -> bool:
     """True if its elements lie one behind the other. Of others torch's choice of a kernel depends on the strides."""
-    elements = 1
+    if tensor.is_contiguous() and min(tensor.shape) > 1:
+        return tensor.dim() >= 2
+    elements = 1  # strides of dims of one element may be any, and of no elements
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != elements:
             return False

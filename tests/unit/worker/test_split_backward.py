@@ -313,10 +313,10 @@ OPERATORS: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], ...] = (
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("first", range(0, 400, 100))
+@pytest.mark.parametrize("first", range(0, 200, 50))
 def test_layers_of_random_operators_have_the_bits_of_the_whole(first: int, dtype: torch.dtype) -> None:
     num_products = 0
-    for seed in range(first, first + 100):
+    for seed in range(first, first + 50):
         draw = random.Random(seed)
         torch.manual_seed(seed)
         width, shape = draw.choice([2, 3, 16, 33]), (draw.choice([1, 2, 5]), draw.choice([1, 2, 9]))
@@ -341,7 +341,7 @@ def test_layers_of_random_operators_have_the_bits_of_the_whole(first: int, dtype
         for one, other in zip(*found, strict=True):
             assert (one is None) == (other is None), seed
             assert one is None or (torch.equal(one, other) and torch.equal(one.signbit(), other.signbit())), seed
-    assert num_products > 50
+    assert num_products > 20
 
 
 def test_a_frozen_weight_is_no_product() -> None:
