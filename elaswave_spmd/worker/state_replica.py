@@ -352,6 +352,8 @@ class StateReplica:
         if damaged := self.state.disown_damaged(self._written):
             self._send(CONTROLLER, m.Damaged(self.rank, self.protocol.epoch, step, tuple(damaged)), None)
         for part in self.state:
+            if self.state.is_frozen(part.pages.layer, part.pages.first):
+                continue  # there is no update of it that could be computed wrongly
             if (wrong := self._context.hooks.computed(FaultPoint.APPLY, step, part.master)) is not part.master:
                 part.master.copy_(wrong)
         for values in self._values.values():

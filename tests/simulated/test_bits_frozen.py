@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from elaswave_spmd.models import LayeredModel, freeze_parameters
-from tests.cluster.faults import SENDER, MessageFault
+from elaswave_spmd.sharding.layout import STATE
+from elaswave_spmd.sharding.replicas import all_replica_sets
+from tests.cluster.faults import SENDER, Fault, MessageFault
 from tests.reference import Settings, train
 from tests.simulated import bits_cases
 from tests.simulated.bits_cases import (
@@ -16,7 +18,9 @@ from tests.simulated.bits_cases import (
     MirroredCluster,
     Run,
     assert_as_reference,
+    description_of,
     expected,
+    mirrored_placement,
     one_thread,
     outcome,
     placement_of,
@@ -69,6 +73,21 @@ def test_frozen_parameters_keep_their_bits_and_the_others_do_not(monkeypatch: py
     frozen_names = {name for name, p in MODELS["mixed"]().named_parameters() if not p.requires_grad}
     same = {name for name, _, values in expected(run).weights if values == start[name].numpy().tobytes()}
     assert same == frozen_names and len(frozen_names) > 5
+
+
+def test_frozen_pages_have_no_update_that_may_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing would be compared that finds it in time, as nothing is computed."""
+    monkeypatch.setitem(bits_cases.MODELS, "mixed", CASES["mixed pages of each layer"])
+    run, rank = Run(model="mixed", microbatches=3, steps=3, page_size=64), 1
+    layout = description_of(run).layout
+    held = [it for it in all_replica_sets(mirrored_placement(run, "dp3", 1).replica_map(layout)) if it.reaches(rank)]
+    trained = [it for it in held if layout.layers[it.layer].block_of(it.first).kind == STATE]
+    trained = [it for it in trained if not layout.layers[it.layer].is_frozen(it.first)]
+    assert 0 < len(trained) < len(held)
+    for count, injected in ((len(trained), 1), (len(trained) + 1, 0)):
+        cluster = MirroredCluster(run, "dp3", 1, faults=[Fault(2, "miscompute", rank, "apply", count)])
+        cluster.run()
+        assert cluster.plan.num_injected == injected
 
 
 @pytest.mark.parametrize("zero", range(4))
