@@ -31,7 +31,9 @@ def pins() -> str:
 def folder() -> Path:
     """The folder of the environment for these pins and this Python."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    digest = hashlib.sha256(f"{sys.version}\n{sys.executable}\n{pins()}".encode()).hexdigest()[:16]
+    # The interpreter itself, not a link to it: each checkout's .venv has its own, and would get 7 GB of its own.
+    interpreter = os.path.realpath(sys.executable)
+    digest = hashlib.sha256(f"{sys.version}\n{interpreter}\n{pins()}".encode()).hexdigest()[:16]
     return cache / "elaswave_spmd" / f"xla-{digest}"
 
 
