@@ -84,7 +84,8 @@ def compared(
 
     Args:
         known: page range -> rank -> hash of its replica.
-        learned: the same of learners that have the state. They have it from a replica, and so are no witnesses.
+        learned: the same of learners that have the state. They had it from a replica, so that they prove nothing about
+            one; but they apply updates themselves, so that a single replica proves nothing about them either.
     """
     different = {pages: hashes for pages, hashes in known.items() if len(set(hashes.values())) > 1}
     wrong = {rank for hashes in different.values() for rank in _minority(hashes)}
@@ -98,11 +99,17 @@ def compared(
         for rank, digest in hashes.items():
             if digest not in believed:
                 of_wrong.setdefault(rank, []).append(pages)
+    apart: list[tuple[PageRange, int, list[int]]] = []  # learners that differ from the replicas that are believed
     for pages, hashes in sorted((learned or {}).items()):
-        believed = {digest for rank, digest in known[pages].items() if pages not in of_wrong.get(rank, ())}
-        for rank, digest in hashes.items():
-            if pages not in undecided and digest not in believed:
-                of_wrong.setdefault(rank, []).append(pages)
+        right = {rank: digest for rank, digest in known[pages].items() if pages not in of_wrong.get(rank, ())}
+        if pages not in undecided:
+            apart += [(pages, rank, [*right]) for rank, digest in hashes.items() if digest not in right.values()]
+    wrong |= {learner for _, learner, replicas in apart if len(replicas) > 1}
+    for pages, learner, replicas in apart:
+        if learner in wrong:
+            of_wrong.setdefault(learner, []).append(pages)
+        else:
+            undecided[pages] = tuple(sorted({*undecided.get(pages, replicas), learner}))
     return Compared(version, {rank: tuple(ranges) for rank, ranges in sorted(of_wrong.items())}, undecided)
 
 

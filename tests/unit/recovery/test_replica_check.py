@@ -37,6 +37,18 @@ def test_a_learner_is_compared_and_is_no_witness() -> None:
     assert known.add(hashes_of(0, (P, b"a"), (Q, b"y"))) == Compared(4, {0: (Q,)})
 
 
+def test_a_learner_that_differs_from_a_single_replica_is_not_judged() -> None:
+    """It has applied updates itself: the replica may be the wrong one. A learner that is wrong elsewhere is."""
+    assert compared(4, {P: {0: b"a"}}, {P: {2: b"b"}}) == Compared(4, {}, {P: (0, 2)})
+    assert compared(4, {P: {0: b"a"}}, {P: {2: b"b", 1: b"b"}}) == Compared(4, {}, {P: (0, 1, 2)})
+    assert compared(4, {P: {0: b"a"}}, {P: {2: b"b", 1: b"a"}}) == Compared(4, {}, {P: (0, 2)})
+    two = {P: {0: b"a"}, Q: {0: b"x", 1: b"x"}}
+    assert compared(4, two, {P: {2: b"b"}, Q: {2: b"y"}}) == Compared(4, {2: (P, Q)})
+    assert compared(4, two, {P: {2: b"b", 3: b"c"}, Q: {2: b"y"}}) == Compared(4, {2: (P, Q)}, {P: (0, 3)})
+    three = {P: {0: b"a"}, Q: {0: b"y", 1: b"x", 2: b"x"}}
+    assert compared(4, three, {P: {3: b"b"}}) == Compared(4, {0: (Q,)}, {P: (0, 3)})
+
+
 def hashes_of(rank: int, *rows: tuple[PageRange, bytes], step: int = 4, epoch: int = 3) -> Fingerprints:
     return Fingerprints(rank, epoch, step, tuple((*pages, digest) for pages, digest in rows))
 
