@@ -26,7 +26,7 @@ from elaswave_spmd.scheduling.lasting import LastingCosts
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.profiler import SLOWEST, LayerSample, ProfileSmoother
 from elaswave_spmd.scheduling.rebalance import Decision, plan_change, reassign_microbatches
-from elaswave_spmd.scheduling.split_backward import SplitBackward, executed, priced
+from elaswave_spmd.scheduling.split_backward import SplitBackward, best_limits, executed, priced
 from elaswave_spmd.scheduling.step_time import Assignment, state_of, step_time
 
 _MOST_DOUBLINGS = 6
@@ -126,6 +126,14 @@ class MeasuredCosts:
             return step_time(executed(Assignment(stages, cuts, counts, order), split), costs).seconds
 
         return min(found, key=seconds)
+
+    def limited(self, placement: Placement, split: SplitBackward) -> Assignment:
+        """The placement with the limits of its workers: once costs are known, those that `plan_change` plans with."""
+        by_rule = executed(Assignment.of(placement), split)
+        if not self.is_measured:
+            return by_rule
+        costs = priced(self.lasting, split)
+        return best_limits(by_rule, step_time(by_rule, costs, split.rule), split, costs, split.rule)[0]
 
 
 @dataclass(frozen=True)

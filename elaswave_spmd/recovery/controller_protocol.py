@@ -52,7 +52,8 @@ from elaswave_spmd.recovery.partial_step import recovery_plan, whole_step
 from elaswave_spmd.recovery.reconfiguration import Goal, Stages, assign_evenly, next_stages
 from elaswave_spmd.recovery.sum_checks import drawn_ranges
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.split_backward import SplitBackward
+from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
+from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet, dispensable
 from elaswave_spmd.sharding.reshard import ReshardPlan, plan_reshard
@@ -90,6 +91,10 @@ class MicrobatchAssigner(Protocol):
         """
         ...
 
+    def limited(self, placement: Placement, split: SplitBackward) -> Assignment:
+        """The assignment of a placement with the limits of its workers (`scheduling.split_backward`)."""
+        ...
+
 
 class EvenAssigner:
     """The assignment for workers that are all equally fast."""
@@ -98,6 +103,9 @@ class EvenAssigner:
         self, old: Placement, stages: Stages, num_microbatches: int, *, split: SplitBackward | None = None
     ) -> tuple[tuple[int, ...], ...]:
         return assign_evenly(stages, num_microbatches)
+
+    def limited(self, placement: Placement, split: SplitBackward) -> Assignment:
+        return executed(Assignment.of(placement), split)
 
 
 @dataclass
@@ -716,7 +724,10 @@ class ControllerProtocol:
         again = version and not self._saving and self._validates_at(version) and self._validated < version
         validate = version if again else None
         recovered = tuple(sorted(self._pending.recovered & {*self.placement.mesh.members}))
-        put_off = self.split.limits(self.placement) if self.split is not None else ()
+        placed, split_layers = Assignment.of(self.placement), ()
+        if self.split is not None:
+            placed = self._assigner.limited(self.placement, self.split)
+            split_layers = self.split.layers if placed.put_off else ()
         return reconfiguration.reconfigure_message(
             self.placement,
             self.addresses,
@@ -728,8 +739,9 @@ class ControllerProtocol:
             as_planned=as_planned,
             attempt=self._attempt,
             repair=self._repair,
-            split_layers=self.split.layers if self.split is not None and put_off else (),
-            put_off=put_off,
+            split_layers=split_layers,
+            put_off=placed.put_off,
+            in_flight=placed.in_flight,
         )
 
     def _send_all(self, message: Message) -> list[ProtocolAction]:

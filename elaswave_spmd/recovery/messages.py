@@ -433,9 +433,11 @@ class Reconfigure(Message, frozen=True):
             may be a wrong replica's, and are given up as well. 0: they never did.
         split_layers: layers whose backward may be in two parts, as both together have the bits of the whole.
         put_off: per stage, the most micro-batches whose weight gradients a worker may put off; (): none on any stage.
+        in_flight: per stage, the most micro-batches that a worker may have between forward and backward; (): as
+            `pipeline.in_flight_limits` has it.
     """
 
-    NUM_OPTIONS = 5
+    NUM_OPTIONS = 6
 
     epoch: int
     stages: tuple[tuple[int, ...], ...]
@@ -452,6 +454,7 @@ class Reconfigure(Message, frozen=True):
     repair: int = 0
     split_layers: tuple[int, ...] = ()
     put_off: tuple[int, ...] = ()
+    in_flight: tuple[int, ...] = ()
 
 
 class ChecksDiffer(Message, frozen=True):

@@ -210,6 +210,7 @@ def reconfigure_message(
     repair: int = 0,
     split_layers: tuple[int, ...] = (),
     put_off: tuple[int, ...] = (),
+    in_flight: tuple[int, ...] = (),
 ) -> Reconfigure:
     """The Reconfigure of an epoch; arguments as its fields.
 
@@ -238,6 +239,7 @@ def reconfigure_message(
         repair=repair,
         split_layers=split_layers,
         put_off=put_off,
+        in_flight=in_flight,
     )
 
 

@@ -29,7 +29,7 @@ from elaswave_spmd.scheduling.microbatch_assignment import (
 )
 from elaswave_spmd.scheduling.partition import StageWorkers, partition
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
+from elaswave_spmd.scheduling.split_backward import SplitBackward, best_limits, executed
 from elaswave_spmd.scheduling.stage_search import (
     Groupings,
     MoveEstimate,
@@ -70,9 +70,10 @@ _MOST_SHIFTS = 16
 _TIMED_WORKERS = 256  # up to this number, even groupings into all numbers of stages are timed
 _UNEVEN = 1.1  # the least that even stages take is seldom more than this part of what uneven ones take
 _MOST_REGROUPED, _MOST_OF_A_NUMBER = 96, 8  # groupings that are timed, and of these into the same number of stages
+_MOST_SEARCHED = 6  # numbers of stages for which uneven stages are searched for, on meshes that are not small
 _MOST_REFINED = 4  # of the groupings that were timed
 _SETTLED_ACTIONS, _MOST_SETTLED = 65_536, 12  # a plan is decided on by steps of so many actions, of so many candidates
-_MOST_PARKED = 3  # of the best candidates, workers are parked to see whether that is faster
+_MOST_TUNED = 6  # of the best candidates, workers are parked, and limits varied, to see whether that is faster
 _MOST_CHOICES, _MOST_SIMULATED, _PARKED_ACTIONS = 4096, 48, 32_768  # that are looked at and simulated for each of these
 
 
@@ -233,7 +234,8 @@ def plan_change(
     if frequencies is not None:
         plan, hints = frequency_hints((later or now).assignment, costs, frequencies, power, goal_s)
         reasons.append(str(plan))
-    before = step_time(executed(old, split), costs, rule)
+    by_rule = executed(old, split)
+    _, before = planner.limited(by_rule, step_time(by_rule, costs, rule))
     return Decision(before, now, later, not why_anew, hints, plan, remaining_steps, tuple(reasons))
 
 
@@ -292,11 +294,11 @@ class _Planner:
         if len(crew.stages) == self.old.num_stages:
             kept = self.decided(crew, self.old.layer_cuts)
             if self.fits(kept):
-                return self.parked(crew, kept), ""
+                return self.tuned(crew, kept), ""
             why = "the layers where they are do not fit in memory any more"
         else:
             why = f"{len(crew.stages)} of {self.old.num_stages} stages are left"
-        return self.parked(crew, self.recut(crew, 0.0)), why
+        return self.tuned(crew, self.recut(crew, 0.0)), why
 
     def later(self, crew: _Crew, now: Candidate, stage_counts: Collection[int] | None) -> tuple[Variant | None, str]:
         """The variant with other cuts or another number of stages whose gain over the remaining steps exceeds its move.
@@ -314,8 +316,8 @@ class _Planner:
             least = min(self.total(found) for found in (now, *candidates.values()))
             for theirs, found in self.regrouped(crew, stage_counts, least):
                 candidates[found.key], crews[found.key] = found, theirs
-        for found in sorted(candidates.values(), key=self.total)[:_MOST_PARKED]:
-            candidates[found.key] = self.parked(crews[found.key], found)
+        for found in sorted(candidates.values(), key=self.total)[:_MOST_TUNED]:
+            candidates[found.key] = self.tuned(crews[found.key], found)
         # What runs now is no change. Its time is compared with the best of the others below.
         candidates.pop(now.key, None)
         if not candidates:
@@ -376,12 +378,14 @@ class _Planner:
         # Even stages of every number come first: what the best of them takes ends the search among uneven ones early.
         # Those, or other cuts than those with the least bottleneck, may take less than a lower bound of others.
         seen = {crew.stages}
-        for room, searches in ((1.0, False), (_UNEVEN, True))[: 1 + small]:
-            for least, number in groupings.numbers(stage_counts):
+        numbers = groupings.numbers(stage_counts)
+        for room, searches in ((1.0, False), (_UNEVEN, True)):
+            for even_s, number in numbers if small or not searches else numbers[:_MOST_SEARCHED]:
+                least = groupings.least_seconds(number) if searches else even_s
                 if least * self.remaining_steps >= room * total or len(found) >= _MOST_REGROUPED:
                     break
                 choices = groupings.of_number(number, total if searches else 0.0)
-                for choice in choices[:_MOST_OF_A_NUMBER]:
+                for choice in choices[: _MOST_OF_A_NUMBER if small else _MOST_OF_A_NUMBER // 2]:
                     # Their lower bounds come in ascending order: from some one on none can be better.
                     if groupings.total(choice) >= room * total:
                         break
@@ -495,6 +499,22 @@ class _Planner:
             if time is not None and time.seconds < below:
                 best, best_fits = Candidate(assignment, microbatches, time, estimate), fits
         return best
+
+    def tuned(self, crew: _Crew, start: Candidate) -> Candidate:
+        """The same stages and layers, with workers parked and other limits where that is faster."""
+        found = self.parked(crew, start)
+        assignment, time = self.limited(found.assignment, found.time)
+        return replace(found, assignment=assignment, time=time)
+
+    def limited(self, assignment: Assignment, time: StepTime) -> tuple[Assignment, StepTime]:
+        """The assignment with the limits that the controller would send, and its step time.
+
+        Args:
+            time: of the assignment with the limits by rule.
+        """
+        if self.split is None:
+            return assignment, time
+        return best_limits(assignment, time, self.split, self.costs, self.rule)
 
     def parked(self, crew: _Crew, start: Candidate) -> Candidate:
         """On small meshes, the same layers with some workers of any stages parked, if that is faster.

@@ -1,19 +1,34 @@
-"""The number of micro-batches whose weight gradients a worker may put off, where backwards are in two parts.
+"""The number of micro-batches that workers keep something of, where backwards are in two parts.
 
+A worker keeps activations of micro-batches in flight, and operands of those whose weight gradients it has put off. More
+of either fills bubbles, and both take room. By rule (`executed`) as many are in flight as `pipeline.in_flight_limits`
+says, and what room is left is for what is put off; `best_limits` simulates steps with other shares of the room as well.
 The controller tells workers these limits, and plans are judged with them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 
 from elaswave_spmd.scheduling.cost_model import WEIGHT_SHARE, CostModel, MemoryRule
-from elaswave_spmd.scheduling.pipeline import weight_limits
-from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.step_time import Assignment, MemoryTables, memory_of
+from elaswave_spmd.scheduling.step_time import (
+    REPLICATED,
+    Assignment,
+    MemoryTables,
+    StepTime,
+    memory_of,
+    step_time_below,
+)
+
+MORE_IN_FLIGHT = (1, 2, -1, 4, -2, 6)
+"""Numbers of micro-batches in flight beyond those by rule that `best_limits` tries, the likeliest first."""
+
+MOST_TRIED, MOST_WORKERS = 65_536, 256
+"""`best_limits` simulates so many actions in all, on meshes of so many workers: a change of members waits for it."""
 
 
 def priced(costs: CostModel, split: SplitBackward | None) -> CostModel:
@@ -22,8 +37,8 @@ def priced(costs: CostModel, split: SplitBackward | None) -> CostModel:
 
 
 def executed(assignment: Assignment, split: SplitBackward | None) -> Assignment:
-    """The assignment as it is executed, with what its workers may put off; None: all backwards are whole."""
-    return assignment if split is None else replace(assignment, put_off=split.limits_of(assignment))
+    """The assignment as it is executed by rule, with the limits of its workers; None: all backwards are whole."""
+    return assignment if split is None else split.executed(assignment)
 
 
 @dataclass(frozen=True)
@@ -67,22 +82,69 @@ class SplitBackward:
         )
         return replace(costs, layers=layers)
 
-    def limits(self, placement: Placement) -> tuple[int, ...]:
-        """As `limits_of`, of a placement."""
-        return self.limits_of(Assignment.of(placement))
+    def executed(self, assignment: Assignment, more: int = 0) -> Assignment:
+        """The assignment with the limits of its workers, with so many micro-batches in flight beyond the rule.
 
-    def limits_of(self, assignment: Assignment) -> tuple[int, ...]:
-        """The most micro-batches that a worker of each stage may put off; 0: its backwards are whole. () if all are.
-
-        With a `memory_limit` they are those that fit beside what a plan counts, which are the micro-batches in flight.
+        Args:
+            assignment: with any limits, which are not regarded.
+            more: of every stage; fewer, if negative, but at least one.
         """
-        needed = memory_of(assignment, self.costs, self.rule, self._tables) if self.memory_limit < math.inf else []
-        found = list(weight_limits(assignment.limits))
+        in_flight, put_off = zip(*self._shared_out(assignment, more), strict=True)
+        late = [
+            most if stage and any(first <= layer < stop for layer in self.layers) else 0
+            for stage, (most, (first, stop)) in enumerate(zip(put_off, pairwise(assignment.layer_cuts), strict=True))
+        ]
+        some = () if in_flight == assignment.usual_limits else in_flight
+        return replace(assignment, put_off=tuple(late) if any(late) else (), in_flight=some)
+
+    def _shared_out(self, assignment: Assignment, more: int) -> Iterator[tuple[int, int]]:
+        """Per stage, the most micro-batches in flight, and those for whose weight gradients there is room beside them.
+
+        Without a memory limit every stage has room for as many as the one with the most in flight by rule
+        (`pipeline.weight_limits`).
+        """
+        usual = assignment.usual_limits
+        if self.memory_limit == math.inf:
+            for own in usual:
+                in_flight = max(1, min(own + more, max(usual)))
+                yield in_flight, max(usual) - in_flight
+            return
+        one_each = replace(assignment, in_flight=(1,) * assignment.num_stages)
+        needed = memory_of(one_each, self.costs, self.rule, self._tables)
+        activations = self.costs.prefix("activation_bytes")
         for stage, (first, stop) in enumerate(pairwise(assignment.layer_cuts)):
-            if stage == 0 or not any(first <= layer < stop for layer in self.layers):
-                found[stage] = 0
-            elif needed:
-                room = max(0.0, self.memory_limit - needed[stage])
-                fitting = int(room // max(1, sum(self.put_off_bytes[first:stop])))
-                found[stage] = min(fitting, max(assignment.microbatch_counts[stage]))
-        return tuple(found) if any(found) else ()
+            left = max(0.0, self.memory_limit - needed[stage])
+            each = max(1.0, float(activations[stop] - activations[first]))
+            in_flight = max(1, min(usual[stage] + more, 1 + int(left // each)))
+            number = max(assignment.microbatch_counts[stage])
+            left -= (min(in_flight, max(1, number)) - 1) * each
+            yield in_flight, min(number, int(left // max(1, sum(self.put_off_bytes[first:stop]))))
+
+
+def best_limits(
+    candidate: Assignment,
+    time: StepTime,
+    split: SplitBackward,
+    costs: CostModel,
+    rule: MemoryRule = REPLICATED,
+) -> tuple[Assignment, StepTime]:
+    """The assignment with those limits with which its step is the fastest, simulated, and its step time.
+
+    Args:
+        candidate: with the limits by rule, which win ties.
+        time: of the candidate.
+        split: the memory that there is. More of it is never used.
+    """
+    if sum(map(len, candidate.stages)) > MOST_WORKERS:
+        return candidate, time
+    best, seen = candidate, {candidate}
+    tried = MOST_TRIED // (2 * candidate.num_stages * max(1, candidate.num_microbatches))
+    for more in MORE_IN_FLIGHT[:tried]:
+        found = split.executed(candidate, more)
+        if found in seen:
+            continue
+        seen.add(found)
+        faster = step_time_below(time.seconds, found, costs, rule)
+        if faster is not None and faster.seconds < time.seconds:
+            best, time = found, faster
+    return best, time

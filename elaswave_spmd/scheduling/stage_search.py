@@ -24,10 +24,15 @@ from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
 from elaswave_spmd.scheduling.step_time import Assignment, bound, stage_seconds, traffic_bytes, weights_seconds
 
 MOST_NUMBERS = 24
-"""The most numbers of stages that are tried: those with the smallest lower bounds."""
+"""The most numbers of stages that are tried on a large mesh: those with the smallest lower bounds."""
+
+MOST_PARTITIONED, PARTITIONED_WORKERS = 96, 256
+"""On meshes of so many workers the layers are partitioned for so many numbers of stages, to order these."""
 
 MOST_GROUPINGS = 64
 """The local search for a number of stages ends after this many groupings, of about a millisecond each."""
+
+_BISECTIONS = 14  # halve the range of the bottleneck, to less than a thousandth of it
 
 _NEAR = 1.15  # the local search makes a bound better by less than this, but for rare cases
 _ALL_PAIRS = 5  # with more stages, workers are moved between neighbours only
@@ -262,8 +267,8 @@ class Groupings:
     def of_number(self, number: int, below: float = math.inf) -> list[StageChoice]:
         """Groupings into so many stages of any sizes, the best lower bound first; none, if nothing fits in memory.
 
-        Local search, for small meshes: starting from the even and from the present grouping, one worker is moved to
-        another stage as long as that helps.
+        Local search, for small meshes: starting from the even and from the present grouping, and from the one with the
+        least bottleneck, one worker is moved to another stage as long as that helps.
 
         Args:
             below: seconds until the end; where not even a start is near these there is no search.
@@ -279,7 +284,7 @@ class Groupings:
             found = known[sizes]
             return math.inf if found is None else self.total(found)
 
-        starts = {self.evenly(number)}
+        starts = {self.evenly(number), self.balanced(number) or self.evenly(number)}
         if number == len(self.stages):
             starts.add(tuple(map(len, self.stages)))
         if number == 2 and below:  # few enough to look at all
@@ -308,13 +313,50 @@ class Groupings:
         return min(len(self.costs.layers), len(self.order))
 
     def numbers(self, stage_counts: Collection[int] | None) -> list[tuple[float, int]]:
-        """(least seconds of a step, number of stages) of the allowed numbers, the best first."""
+        """(least seconds of a step, number of stages) of the allowed numbers, the best first.
+
+        On small meshes these are the seconds of the best partition among even and `balanced` stages, as far as there is
+        one that fits in memory. `least_seconds` knows nothing of layers, which are cut between blocks: by it alone, the
+        number that had been the best before a loss was none of those that were tried.
+        """
         allowed = range(1, self.most + 1) if stage_counts is None else {n for n in stage_counts if 1 <= n <= self.most}
-        return sorted((self.least_seconds(number), number) for number in allowed)[:MOST_NUMBERS]
+        found = sorted((self.least_seconds(number), number) for number in allowed)
+        if len(self.order) > PARTITIONED_WORKERS:
+            return found[:MOST_NUMBERS]
+        return sorted((self._starting_seconds(number) or least, number) for least, number in found[:MOST_PARTITIONED])
+
+    def _starting_seconds(self, number: int) -> float:
+        """A lower bound for the starts of a search, with the best partition; 0 if their layers do not fit in memory."""
+        found = self.of_number(number, 0.0)
+        return found[0].seconds if found else 0.0
 
     def evenly(self, number: int) -> tuple[int, ...]:
         """The sizes of so many stages, as even as possible."""
         return regroup(self.was, self.old_cuts, number)
+
+    def balanced(self, number: int) -> tuple[int, ...] | None:
+        """The sizes of so many stages with the least bottleneck, if all workers were equally fast; None if none are.
+
+        Layers are not to be divided: stages with a layer more than others get more workers. For a bound of the
+        bottleneck every run of layers needs so many workers; dynamic programming finds the runs that need the fewest in
+        all, and bisection the least bound for which there are enough.
+        """
+        workers, microbatches = len(self.order), self.num_microbatches
+        total_s = np.concatenate([[0.0], np.cumsum([layer.seconds for layer in self.costs.layers])])
+        spans = np.triu(total_s[None, :] - total_s[:, None])
+        low, high = 0.0, float(spans[0, -1]) * microbatches
+        best = _fewest_workers(spans, microbatches, high, number) if number <= min(workers, len(spans) - 1) else None
+        if best is None or not high:
+            return None
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2 if low else high / number
+            sizes = _fewest_workers(spans, microbatches, middle, number)
+            if sizes is not None and sum(sizes) <= workers:
+                best, high = sizes, middle
+            else:
+                low = middle
+        spare = workers - sum(best)
+        return tuple(size + (s < spare % number) + spare // number for s, size in enumerate(best))
 
     @cached_property
     def speeds(self) -> np.ndarray:
@@ -375,6 +417,33 @@ class Groupings:
         shown = "-".join(map(str, sizes[:12])) + ("-..." if len(sizes) > 12 else "")
         reason = f"{name} (workers {shown}): {seconds:.4g} s a step, {self.remaining_steps} steps left"
         return StageChoice(stages, found, seconds, moves.to(found.cuts, self.rule), reason)
+
+
+def _fewest_workers(spans: np.ndarray, microbatches: int, most_s: float, number: int) -> tuple[int, ...] | None:
+    """The sizes of so many stages that need the fewest workers, if none computes for longer; None if none are enough.
+
+    Args:
+        spans: float64 [layers + 1, layers + 1]: seconds of one micro-batch through layers [row, column), row < column.
+        most_s: seconds that the busiest worker may compute.
+    """
+    runs = np.triu(np.ones_like(spans, bool), 1)
+    share = np.floor(most_s * (1 + 1e-12) / np.where(spans > 0, spans, most_s / microbatches))
+    needed = np.where(runs & (share >= 1), np.ceil(microbatches / np.clip(share, 1, microbatches)), np.inf)
+    last = len(spans) - 1
+    before = np.where(np.arange(last + 1) == 0, 0.0, np.inf)
+    choices = []
+    for _ in range(number):
+        sums = before[:, None] + needed
+        choices.append(sums.argmin(axis=0))
+        before = sums.min(axis=0)
+    if not math.isfinite(before[last]):
+        return None
+    sizes, stop = [], last
+    for of_stage in reversed(choices):
+        first = int(of_stage[stop])
+        sizes.append(int(needed[first, stop]))
+        stop = first
+    return tuple(reversed(sizes))
 
 
 def _one_moved(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:

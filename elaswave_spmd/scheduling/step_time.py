@@ -57,6 +57,8 @@ class Assignment:
         microbatch_order: Placement.microbatch_order.
         put_off: per stage, the most micro-batches whose weight gradients a worker puts off
             (`scheduling.split_backward`); (): backwards are whole.
+        in_flight: per stage, the most micro-batches that a worker has between forward and backward; (): as
+            `pipeline.in_flight_limits` has it.
     """
 
     stages: tuple[tuple[int, ...], ...]
@@ -64,6 +66,7 @@ class Assignment:
     microbatch_counts: tuple[tuple[int, ...], ...]
     microbatch_order: str = CONTIGUOUS
     put_off: tuple[int, ...] = ()
+    in_flight: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, placement: Placement) -> Assignment:
@@ -80,9 +83,14 @@ class Assignment:
         """The number of stages."""
         return len(self.stages)
 
-    @cached_property
+    @property
     def limits(self) -> tuple[int, ...]:
         """The most micro-batches that a worker of each stage has in flight."""
+        return self.in_flight or self.usual_limits
+
+    @cached_property
+    def usual_limits(self) -> tuple[int, ...]:
+        """The limits in flight that follow from the micro-batches alone (`pipeline.in_flight_limits`)."""
         return in_flight_limits([len(members) for members in self.stages], self.microbatch_counts)
 
     def placement(self) -> Placement:
@@ -569,7 +577,8 @@ def executed_lists(assignment: Assignment, costs: CostModel) -> Schedule:
         for seconds in (forward, backward, weights_seconds(assignment, costs))
     )
     of_kind = forward_s, backward_s, weights_s
-    return schedule(assignment.placement(), put_off=assignment.put_off, seconds=of_kind, delays=delays)
+    limits, put_off = assignment.limits, assignment.put_off
+    return schedule(assignment.placement(), limits=limits, put_off=put_off, seconds=of_kind, delays=delays)
 
 
 def timed_graph(assignment: Assignment, costs: CostModel) -> tuple[ActionGraph, np.ndarray, list[float]]:

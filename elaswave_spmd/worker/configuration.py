@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery.messages import Recompute, Reconfigure
+from elaswave_spmd.scheduling.pipeline import in_flight_limits
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.replicas import from_rows
+from elaswave_spmd.worker.ready_order import Limits
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Configuration:
         repair: the newest attempt that began since replicas differed; 0: none did.
         split_layers: layers whose backward may be in two parts.
         put_off: per stage, the most micro-batches whose weight gradients a worker may put off; (): none on any stage.
+        in_flight: per stage, the most micro-batches that a worker may have between forward and backward; (): as
+            `pipeline.in_flight_limits` has it.
     """
 
     placement: Placement
@@ -36,11 +40,18 @@ class Configuration:
     repair: int = 0
     split_layers: frozenset[int] = frozenset()
     put_off: tuple[int, ...] = ()
+    in_flight: tuple[int, ...] = ()
 
     @property
     def epoch(self) -> int:
         """The mesh epoch, which fences control messages."""
         return self.placement.mesh.epoch
+
+    def limits_of(self, stage: int) -> Limits:
+        """The most micro-batches that a worker of a stage keeps anything of."""
+        mesh, counts = self.placement.mesh, self.placement.microbatch_counts
+        in_flight = self.in_flight or in_flight_limits([len(members) for members in mesh.stages], counts)
+        return Limits(in_flight[stage], self.put_off[stage] if self.put_off else 0)
 
     @classmethod
     def from_message(cls, first: Placement, message: Reconfigure) -> Configuration:
@@ -62,4 +73,4 @@ class Configuration:
             replicas=from_rows(message.replicas) if message.replicas else first.replicas,
         )
         about = message.version, message.recovery_plan, message.validate, message.save, message.attempt, message.repair
-        return cls(placement, *about, frozenset(message.split_layers), message.put_off)
+        return cls(placement, *about, frozenset(message.split_layers), message.put_off, message.in_flight)

@@ -21,7 +21,7 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.checks import CheckDraw
 from elaswave_spmd.recovery.partial_step import FULL, INPUT_GRADIENT, WEIGHTS_ONLY
 from elaswave_spmd.runtime.transport.links import CONTROLLER
-from elaswave_spmd.scheduling.pipeline import in_flight_limits, turns
+from elaswave_spmd.scheduling.pipeline import turns
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.checks import StepChecks
@@ -76,10 +76,8 @@ class _Order:
     limits: Limits
 
     @classmethod
-    def of(cls, placement: Placement, rank: int, put_off: int) -> _Order:
-        """The order of a worker that may put off the weight gradients of so many micro-batches."""
-        in_flight = in_flight_limits([len(members) for members in placement.mesh.stages], placement.microbatch_counts)
-        limits = Limits(in_flight[placement.mesh.stage_of(rank)], put_off)
+    def of(cls, placement: Placement, rank: int, limits: Limits) -> _Order:
+        """The order of a worker with these limits."""
         return cls(turns(placement, placement.microbatches_of(rank)), placement.num_microbatches, limits)
 
     def turn(self, microbatch: int) -> float:
@@ -114,7 +112,7 @@ class StepRunner:
         self._plan: RecoveryPlan | None = None
         self._work: dict[int, MicrobatchWork] = {}  # micro-batch -> what is left of it in the step under way
         self._order: _Order | None = None  # of this mesh epoch, worked out once
-        self._most_put_off = 0  # the most micro-batches whose weight gradients it may put off in this mesh epoch
+        self._limits = Limits(1)  # of this worker in this mesh epoch
         self._validated = -1
         self._agreed = -1, -1  # the newest (mesh epoch, version) at which all replicas were the same
         self._unchecked = 0  # a step of which a part was computed in an older mesh epoch: it is not checked
@@ -202,7 +200,7 @@ class StepRunner:
     def _ready(self, step: int) -> int | None:
         """A micro-batch whose next action has its input, by the order of this mesh epoch."""
         if self._order is None:
-            self._order = _Order.of(self._placement, self._context.rank, self._most_put_off)
+            self._order = _Order.of(self._placement, self._context.rank, self._limits)
         has = self._boundaries.arrived
         activation = has(ACTIVATION, step, self._layers.start) if self._stage else lambda _: True
         gradient = (lambda _: True) if self._is_last else has(GRADIENT, step, self._layers.stop - 1)
@@ -239,7 +237,7 @@ class StepRunner:
 
     def _puts_off(self) -> bool:
         """True if backwards are in two parts: another stage waits for the first, and the second has time."""
-        return self._most_put_off > 0 and self._microbatches.programs.puts_off
+        return self._limits.put_off > 0 and self._microbatches.programs.puts_off
 
     def _receivers(self, step: int, stage: int, microbatch: int) -> tuple[int | None, ...]:
         """The workers that take the input of a micro-batch on another stage: its own, and one that checks it."""
@@ -449,8 +447,8 @@ class StepRunner:
         self._is_last = self._stage == placement.num_stages - 1
         self._layers = placement.layers_of_stage(self._stage)
         self._boundaries.restore_used()
-        self._most_put_off = configuration.put_off[self._stage] if configuration.put_off else 0
-        split_layers = configuration.split_layers if self._most_put_off else ()
+        self._limits = configuration.limits_of(self._stage)
+        split_layers = configuration.split_layers if self._limits.put_off else ()
         moved = self._microbatches.enter_epoch(placement, self._stage, split_layers)
         if moved or configuration.recovery_plan is None:
             # What it did of the step went through other layers, and is of no use here. Or no member had anything of the

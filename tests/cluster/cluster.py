@@ -64,7 +64,7 @@ from tests.cluster.failing_device import DEVICE_FAULT, FailingDevice
 from tests.cluster.faults import LOSSES, SENDER, AnyFault, MessageFault, Plan
 from tests.cluster.kept_checkpoints import RUN_DIR, KeptCheckpoint, KeptCheckpoints
 from tests.cluster.processes import Killed, LostStateError, Trained, Worker, victims
-from tests.cluster.put_off import OF_MICROBATCHES, check_at_point, check_report
+from tests.cluster.put_off import OF_MICROBATCHES, DrawnLimits, check_at_point, check_report
 from tests.cluster.simulated_io import (
     HEARTBEAT_TURNS,
     LONGEST_TURNS,
@@ -198,7 +198,9 @@ class SimulatedCluster:
         )
         # Workers of the cluster try no model; the layers of these models have the same bits in two parts.
         every = tuple(range(len(self._description.layout.layers)))
-        self.controller.protocol.split = SplitBackward(every, (1,) * len(every), plan.costs, MemoryRule())
+        split = every, (1,) * len(every), plan.costs, MemoryRule()
+        drawn = self._late is not None and self._late.limits
+        self.controller.protocol.split = DrawnLimits(*split, seed=drawn) if drawn else SplitBackward(*split)
 
     @property
     def protocol(self) -> ControllerProtocol:

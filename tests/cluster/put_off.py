@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import dataclass, replace
+
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.scheduling.pipeline import in_flight_limits, weight_limits
+from elaswave_spmd.scheduling.split_backward import SplitBackward
+from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.worker.fault_points import FaultPoint
 from tests.cluster.processes import Worker
 
@@ -13,15 +17,32 @@ _IN_FIRST_PART = (FaultPoint.BACKWARD, FaultPoint.INPUT)
 _IN_SECOND_PART = (FaultPoint.WEIGHTS, FaultPoint.REDUCE)
 
 
+@dataclass(frozen=True)
+class DrawnLimits(SplitBackward):
+    """Layers that are split, with limits that are drawn for every mesh epoch: with any of them the bits are the same.
+
+    Args:
+        seed: of what is drawn.
+    """
+
+    seed: int = 0
+
+    def executed(self, assignment: Assignment, more: int = 0) -> Assignment:
+        draw = random.Random(f"limits {self.seed} {more} {assignment.stages} {assignment.microbatch_counts}")
+        in_flight = tuple(draw.randint(1, 5) for _ in assignment.stages)
+        put_off = tuple(draw.randint(0, 4) if stage else 0 for stage in range(assignment.num_stages))
+        return replace(assignment, in_flight=in_flight, put_off=put_off if any(put_off) else ())
+
+
 def check_at_point(worker: Worker, point: FaultPoint) -> None:
     """Asserts that a worker puts off no more than its stage may, and that nothing is left over of a decided step."""
     if worker.executor is None or worker.programs is None:
         return
     begun = worker.programs.begun
     if point is FaultPoint.INPUT:
-        placement = worker.executor.placement
-        in_flight = in_flight_limits([len(members) for members in placement.mesh.stages], placement.microbatch_counts)
-        limit = weight_limits(in_flight)[placement.mesh.stage_of(worker.rank)]
+        configuration = worker.executor.configuration
+        stage = configuration.placement.mesh.stage_of(worker.rank)
+        limit = configuration.put_off[stage] if configuration.put_off else 0
         assert len(begun) <= max(1, limit), f"worker {worker.rank} has put off {sorted(begun)}, and may {limit}"
     if point is FaultPoint.APPLY:
         assert not begun, f"worker {worker.rank} applies a step with weight gradients that are put off: {sorted(begun)}"

@@ -203,6 +203,8 @@ class Schedule:
         late = Lateness(
             draw.choice((PUT_OFF, PUT_OFF, "backward", "weights")), draw.choice((30, 100)), draw.choice((0.0, 0.3, 0.7))
         )
+        if random.Random(f"limits {self.seed}").random() < 0.5:
+            late = replace(late, limits=self.seed + 1)
         drawn = replace(self, late=late, run=replace(self.run, microbatches=draw.choice((5, 6, 8))))
         if self.verify_every:  # a wrong update was drawn with so few losses that somebody who is right is left
             return drawn

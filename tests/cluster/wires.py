@@ -56,11 +56,13 @@ class Lateness:
             that it computes then.
         looks: or has looked so many times in vain; it may wait for a message, and pass no point.
         slow: share of the looks of a worker at which nothing arrives on a link.
+        limits: seed of how many micro-batches workers keep, drawn for every mesh epoch; 0: as many as by rule.
     """
 
     point: str
     looks: int
     slow: float
+    limits: int = 0
 
 
 class Wires:

@@ -20,7 +20,8 @@ from elaswave_spmd.recovery.messages import Measured
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import Decision, plan_change
-from elaswave_spmd.scheduling.split_backward import SplitBackward
+from elaswave_spmd.scheduling.split_backward import SplitBackward, executed, priced
+from elaswave_spmd.scheduling.step_time import Assignment, step_time
 from tests.unit.scheduling.planning_cases import costs_of, placed
 
 MICROBATCHES, LAYERS = 12, 6
@@ -295,3 +296,19 @@ def test_plans_are_judged_with_what_workers_put_off(monkeypatch: pytest.MonkeyPa
     assert SplitBackward.of_costs(CostModel.from_json(world.saved), MemoryRule()) is not None
     counts = world.measured.assign(world.placement, ((0, 1), (2,)), MICROBATCHES, split=world.protocol.split)
     assert counts == ((6, 6), (12,))
+
+
+def test_limits_are_by_rule_until_costs_are_measured_and_then_those_of_plans() -> None:
+    """Where a forward takes half as long as a message, one more micro-batch in flight fills the wait for gradients."""
+    world = World([1, 1, 1, 1], latency=0.02)
+    every, costs = tuple(range(LAYERS)), costs_of([1.0] * LAYERS, activation_bytes=10, value_bytes=1)
+    split = SplitBackward(every, (10,) * LAYERS, costs, MemoryRule(), 1e6)
+    by_rule = executed(Assignment.of(world.placement), split)
+    assert by_rule.in_flight == () and world.measured.limited(world.placement, split) == by_rule
+    world.protocol.split = split
+    world.train(10)
+    found = world.measured.limited(world.placement, split)
+    assert max(found.in_flight) > max(by_rule.limits)
+    known = priced(world.measured.costs, split)
+    assert step_time(found, known).seconds < step_time(by_rule, known).seconds
+    assert plan_change(world.placement, known, 0, split=split).before == step_time(found, known, split.rule)

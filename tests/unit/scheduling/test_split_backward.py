@@ -6,13 +6,16 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling import Placement
 from elaswave_spmd.scheduling.cost_model import WEIGHT_SHARE, CostModel, LayerCost, MemoryRule
-from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
-from elaswave_spmd.scheduling.step_time import Assignment, memory_of
+from elaswave_spmd.scheduling.split_backward import MORE_IN_FLIGHT, SplitBackward, best_limits, executed
+from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
 from elaswave_spmd.sharding import Shardings
+from tests.unit.scheduling.planning_cases import SPEEDS, assigned, costs_of
 
 COSTS = CostModel(
     tuple(
@@ -34,38 +37,42 @@ def split(layers: range = range(8), memory_limit: float = math.inf) -> SplitBack
     return SplitBackward(tuple(layers), (60,) * 8, COSTS, MemoryRule(), memory_limit)
 
 
+def put_off(split: SplitBackward, placement: Placement) -> tuple[int, ...]:
+    return split.executed(Assignment.of(placement)).put_off
+
+
 def test_without_a_memory_limit_each_stage_keeps_as_many_microbatches_as_the_first() -> None:
-    assert split().limits(placed("pp4")) == (0, 1, 2, 3)
-    assert split().limits(placed("dp2_pp2")) == (0, 1)
+    assert put_off(split(), placed("pp4")) == (0, 1, 2, 3)
+    assert put_off(split(), placed("dp2_pp2")) == (0, 1)
 
 
 def test_nothing_is_put_off_where_nobody_waits_for_it() -> None:
-    assert split().limits(placed("pp1")) == () and split().limits(placed("dp2")) == ()
-    assert split(memory_limit=1e12).limits(placed("pp1")) == ()
+    assert put_off(split(), placed("pp1")) == () and put_off(split(), placed("dp2")) == ()
+    assert put_off(split(memory_limit=1e12), placed("pp1")) == ()
 
 
 def test_a_stage_without_a_layer_that_is_split_puts_nothing_off() -> None:
-    assert split(range(4, 6)).limits(placed("pp4")) == (0, 0, 2, 0)
-    assert split(range(2)).limits(placed("pp4")) == ()
-    assert split(range(4, 6), memory_limit=1e12).limits(placed("pp4")) == (0, 0, 8, 0)
+    assert put_off(split(range(4, 6)), placed("pp4")) == (0, 0, 2, 0)
+    assert put_off(split(range(2)), placed("pp4")) == ()
+    assert put_off(split(range(4, 6), memory_limit=1e12), placed("pp4")) == (0, 0, 8, 0)
 
 
-@pytest.mark.parametrize("extra, put_off", [(-1, 0), (0, 0), (119, 0), (120, 1), (250, 2), (1e9, 8)])
-def test_what_is_put_off_fits_beside_what_a_plan_counts(extra: float, put_off: int) -> None:
+@pytest.mark.parametrize("extra, late", [(-1, 0), (0, 0), (119, 0), (120, 1), (250, 2), (1e9, 8)])
+def test_what_is_put_off_fits_beside_what_a_plan_counts(extra: float, late: int) -> None:
     """The last stage has one micro-batch in flight; two layers keep 120 bytes of one whose gradients are put off."""
     placement = placed("pp4")
     counted = memory_of(Assignment.of(placement), COSTS, MemoryRule())
-    limits = split(memory_limit=counted[3] + extra).limits(placement)
-    assert (limits or (0,) * 4)[3] == put_off
+    limits = put_off(split(memory_limit=counted[3] + extra), placement)
+    assert (limits or (0,) * 4)[3] == late
 
 
 def test_a_limit_below_what_is_kept_anyway_makes_backwards_whole() -> None:
-    assert split(memory_limit=1.0).limits(placed("pp4")) == ()
+    assert put_off(split(memory_limit=1.0), placed("pp4")) == ()
 
 
 def test_the_limits_of_an_assignment_are_those_of_its_placement() -> None:
     placement = placed("pp4")
-    assert executed(Assignment.of(placement), split()).put_off == split().limits(placement) == (0, 1, 2, 3)
+    assert executed(Assignment.of(placement), split()).put_off == put_off(split(), placement) == (0, 1, 2, 3)
     assert executed(Assignment.of(placement), split(range(2))).put_off == ()
 
 
@@ -83,3 +90,78 @@ def test_what_costs_say_of_a_split_is_read_from_them() -> None:
     priced = split(range(1, 6), 1e6).priced(COSTS)
     assert SplitBackward.of_costs(priced, MemoryRule(), 1e6) == replace(split(range(1, 6), 1e6), costs=priced)
     assert SplitBackward.of_costs(COSTS, MemoryRule()) is None
+
+
+def test_without_a_memory_limit_other_shares_are_of_the_same_room() -> None:
+    placed_ = Assignment.of(placed("pp4"))
+    assert [(one.in_flight, one.put_off) for one in (split().executed(placed_, more) for more in (0, 1, -2, 9))] == [
+        ((), (0, 1, 2, 3)),
+        ((4, 4, 3, 2), (0, 0, 1, 2)),
+        ((2, 1, 1, 1), (0, 3, 3, 3)),
+        ((4, 4, 4, 4), ()),
+    ]
+
+
+def test_where_memory_is_short_fewer_micro_batches_are_in_flight() -> None:
+    """The first stage has four in flight by rule, of which two layers keep 100 bytes each."""
+    placement = Assignment.of(placed("pp4"))
+    counted = memory_of(placement, COSTS, MemoryRule())
+    found = split(memory_limit=counted[0] - 150).executed(placement)
+    assert found.in_flight == (2, 2, 2, 1) and max(memory_of(found, COSTS, MemoryRule())) <= counted[0] - 150
+    assert split(memory_limit=1.0).executed(placement).in_flight == (1, 1, 1, 1)
+
+
+@st.composite
+def _cases(draw) -> tuple[Assignment, SplitBackward, CostModel]:
+    """Ragged assignments with and without a memory limit, of a model some of whose layers are split."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    seconds = draw(st.lists(st.floats(0.5, 3), min_size=len(sizes), max_size=8))
+    costs = costs_of(seconds, activation_bytes=50, state_bytes=90, value_bytes=10, put_off_bytes=60)
+    shares = draw(st.lists(st.sampled_from([0.0, 0.3, 0.5]), min_size=len(seconds), max_size=len(seconds)))
+    layers = tuple(replace(layer, weight_share=share) for layer, share in zip(costs.layers, shares, strict=True))
+    speeds = draw(st.dictionaries(st.integers(0, sum(sizes) - 1), SPEEDS))
+    costs = replace(costs, layers=layers, speeds=tuple(speeds.items()))
+    assignment = assigned(sizes, draw(st.integers(max(sizes), 12)), costs)
+    limit = draw(st.sampled_from([math.inf, 500.0, 1000.0, 2000.0]))
+    found = SplitBackward(
+        tuple(i for i, share in enumerate(shares) if share), (60,) * len(seconds), costs, MemoryRule(), limit
+    )
+    return assignment, found, costs
+
+
+@given(_cases(), st.integers(-3, 8))
+def test_what_is_kept_fits_where_one_micro_batch_does(case, more: int) -> None:
+    assignment, split, costs = case
+    found = split.executed(assignment, more)
+    assert min(found.limits) >= 1 and split.executed(found, more) == found
+    assert split.executed(assignment, 0) == executed(found, split)
+    if split.memory_limit == math.inf:
+        kept = [a + b for a, b in zip(found.limits, found.put_off or (0,) * found.num_stages, strict=True)]
+        assert max(kept) <= max(assignment.usual_limits)
+        return
+    fewest = memory_of(replace(assignment, in_flight=(1,) * assignment.num_stages), costs, split.rule)
+    needed = memory_of(found, costs, split.rule)
+    for stage, late in enumerate(found.put_off or (0,) * found.num_stages):
+        first, stop = found.layer_cuts[stage : stage + 2]
+        assert needed[stage] + late * 60 * (stop - first) <= max(split.memory_limit, fewest[stage])
+
+
+@given(_cases())
+def test_the_best_limits_are_never_slower_than_those_by_rule(case) -> None:
+    assignment, split, costs = case
+    by_rule = split.executed(assignment)
+    time = step_time(by_rule, costs)
+    best, best_time = best_limits(by_rule, time, split, costs)
+    assert best_time == step_time(best, costs) and best_time.seconds <= time.seconds
+    assert best == by_rule or best_time.seconds < time.seconds
+    assert best in {by_rule, *(split.executed(assignment, more) for more in MORE_IN_FLIGHT)}
+
+
+def test_one_more_in_flight_is_faster_where_there_is_room() -> None:
+    """Seven micro-batches over four stages: the last may begin its next forward before a gradient has come back."""
+    costs = split().priced(COSTS)
+    by_rule = split(memory_limit=1e6).executed(Assignment.of(placed("pp4")))
+    uneven = replace(costs, latency_s=0.4)
+    time = step_time(by_rule, uneven)
+    best, faster = best_limits(by_rule, time, split(memory_limit=1e6), uneven)
+    assert best.in_flight and faster.seconds < time.seconds
