@@ -29,6 +29,7 @@ from benchmarks.model_check import CPU, job_of, local
 from elaswave_spmd.conf.compose import settings_from
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.determinism import Keys
+from elaswave_spmd.runtime.processes.malloc_tuning import keep_freed_memory
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.context import LocalModel
 from elaswave_spmd.worker.model_check import fill_initial
@@ -109,6 +110,7 @@ def _generator(seed: int) -> torch.Generator:
 def once(name: str, pairs: int) -> dict[str, list[float]]:
     """Ratios of one launch: of backwards, and of forwards and backwards together, and the whole backward in ms."""
     torch.set_num_threads(1)
+    keep_freed_memory()  # as every worker does; else the memory of what is put off is mapped anew for each micro-batch
     settings = settings_of(name)
     sides = {splits: Block(settings, splits=splits) for splits in (False, True)}
     for _ in range(_WARM_UP):
