@@ -382,9 +382,9 @@ class StagePrograms:
             with naming_layer(self._name_of(layer), "weight gradients"):
                 gradients = begun.put_off.gradients(self._values[layer].trained, gradients)
         if add:
-            for view, gradient in zip(into.views, gradients, strict=True):
-                if gradient is not None:
-                    view.add_(gradient)
+            made = [(view, one) for view, one in zip(into.views, gradients, strict=True) if one is not None]
+            if made:  # each by itself, by one call
+                torch._foreach_add_([view for view, _ in made], [one for _, one in made])  # pyright: ignore[reportPrivateImportUsage]
         else:
             into.set(gradients)
         if begun.loss is not None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,31 +42,42 @@ class PutOff(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _Product:
+class _Form(NamedTuple):
+    """How one kind of operator with a weight product is computed. No closures are made per call: they cost time.
+
+    Args:
+        run: (input, weight, bias, options) -> the operator's output.
+        of_input: (gradient of the output, shape of the input, operand, weight, options) -> gradient of the input.
+        of_weights: (gradient of the output, operand, options) -> gradients of the parameters.
+        in_rows: gradient of the output and operand are given with all dims but the last as one.
+    """
+
+    run: Callable[[Tensor, Tensor, Tensor | None, Any], Tensor]
+    of_input: Callable[[Tensor, torch.Size, Tensor, Tensor, Any], Tensor]
+    of_weights: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor | None]]
+    in_rows: bool
+
+
+class _Product(NamedTuple):
     """A weight product.
 
     Args:
+        form: of the operator.
         parameters: the weight, and a bias whose gradient is made with it, or None: what W gives gradients of.
         operand: what W needs beside the gradient of the output: the operator's input.
-        of_input: the gradient of the operator's output -> that of its input.
-        of_weights: the same -> those of the parameters.
-        of_bias: the same -> that of a bias that B makes, perhaps to be summed up to the form of the bias.
+        version: of the operand, as the product needs it.
+        shape: of the input.
+        bias_in_b: B makes the gradient of a bias: that of the output, to be summed up to the form of the bias.
+        options: other arguments of the operator.
     """
 
+    form: _Form
     parameters: tuple[nn.Parameter, nn.Parameter | None]
     operand: Tensor
-    of_input: Callable[[Tensor], Tensor]
-    of_weights: Callable[[Tensor], tuple[Tensor, Tensor | None]]
-    of_bias: Callable[[Tensor], Tensor] | None = None
-
-    def can_wait(self, used_otherwise: set[int]) -> bool:
-        """True if nothing but products makes gradients of the parameters, and nobody looks at these on the way."""
-        return not any(
-            id(one) in used_otherwise or one._backward_hooks or one._post_accumulate_grad_hooks
-            for one in self.parameters
-            if one is not None
-        )
+    version: int
+    shape: torch.Size
+    bias_in_b: bool
+    options: Any
 
 
 class _PutOff(torch.autograd.Function):
@@ -78,34 +89,35 @@ class _PutOff(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        run: Callable[[], Tensor],
-        product: _Product,
-        products: WeightProducts,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: _Product, products: WeightProducts
     ) -> Tensor:
-        ctx.product, ctx.products, ctx.version = product, products, product.operand._version
+        ctx.product, ctx.products = product, products
         ctx.set_materialize_grads(False)
-        y = run()
+        y = product.form.run(x, weight, bias, product.options)
         # The output of torch's linear may be a view of another tensor's rows, which could not be changed in place here.
         return torch.ops.aten._unsafe_view.default(y, y.shape) if y._is_view() else y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        product, products, (dy,) = ctx.product, ctx.products, grads
+        product: _Product = ctx.product
+        products: WeightProducts = ctx.products
+        (dy,) = grads
         if dy is None:
-            return (None,) * 6
+            return (None,) * 5
         if products.in_forward or torch.is_grad_enabled():
             raise RuntimeError("the weight gradients of this layer are put off: its forward cannot be differentiated")
-        refuse_change(product.operand, ctx.version)
-        of_bias = product.of_bias(dy) if product.of_bias is not None else None
-        if product.can_wait(products.used_otherwise) and not _is_of_parameters(dy, product.parameters[0]):
-            products.brought.append(_Brought(product, dy, dy._version, ctx.version))
-            return product.of_input(dy), None, of_bias, None, None, None
-        of_weight, with_it = product.of_weights(dy)
-        return product.of_input(dy), of_weight, with_it if of_bias is None else of_bias, None, None, None
+        form, parameters, operand, version, shape, bias_in_b, options = product
+        if operand._version != version:
+            refuse_change(operand, version)
+        if form.in_rows:
+            dy = _rows(dy)
+        dx = form.of_input(dy, shape, operand, parameters[0], options)
+        of_bias = dy if bias_in_b else None
+        if products.can_wait(parameters) and not products.is_of_parameters(dy):
+            products.brought.append(_Brought(product, dy, dy._version))
+            return dx, None, of_bias, None, None
+        of_weight, with_it = form.of_weights(dy, operand, options)
+        return dx, of_weight, with_it if of_bias is None else of_bias, None, None
 
 
 def refuse_change(tensor: Tensor, version: int) -> None:
@@ -117,25 +129,19 @@ def refuse_change(tensor: Tensor, version: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Brought:
-    """A product with the gradient of its output.
-
-    Args:
-        dy: that gradient.
-        version, of_operand: of `dy`, and of the operand, as the product needs them.
-    """
+class _Brought(NamedTuple):
+    """A product with the gradient of its output, and the version of that as the product needs it."""
 
     product: _Product
     dy: Tensor
     version: int
-    of_operand: int
 
     def gradients(self) -> tuple[Tensor, Tensor | None]:
         """The gradients of the product's parameters."""
-        refuse_change(self.dy, self.version)
-        refuse_change(self.product.operand, self.of_operand)
-        return self.product.of_weights(self.dy)
+        product, dy, version = self
+        refuse_change(dy, version)
+        refuse_change(product.operand, product.version)
+        return product.form.of_weights(dy, product.operand, product.options)
 
 
 @dataclass
@@ -143,14 +149,29 @@ class WeightProducts:
     """The weight products of one layer and micro-batch, put off until W.
 
     Args:
+        storages: where the layer's weights lie, by the address of the storage.
         brought: products with the gradient of their output, in the order in which B has brought them.
         used_otherwise: ids of parameters that an operator without a weight product has used.
         in_forward: the forward is not over.
     """
 
+    storages: frozenset[int] = frozenset()
     brought: list[_Brought] = field(default_factory=list)
     used_otherwise: set[int] = field(default_factory=set)
     in_forward: bool = False
+
+    def can_wait(self, parameters: tuple[nn.Parameter, nn.Parameter | None]) -> bool:
+        """True if nothing but products makes gradients of the parameters, and nobody looks at these on the way."""
+        for one in parameters:
+            if one is None:
+                continue
+            if id(one) in self.used_otherwise or one._backward_hooks or one._post_accumulate_grad_hooks:
+                return False
+        return True
+
+    def is_of_parameters(self, tensor: Tensor) -> bool:
+        """True if a tensor lies in the memory of the layer's weights."""
+        return tensor.untyped_storage()._cdata in self.storages
 
     @property
     def operands(self) -> tuple[Tensor, ...]:
@@ -170,10 +191,13 @@ class WeightProducts:
         several: set[int] = set()
         for one in self.brought:
             for parameter, gradient in zip(one.product.parameters, one.gradients(), strict=True):
-                if parameter is not None and gradient is not None:
-                    before = found.get(id(parameter))
-                    found[id(parameter)] = gradient if before is None else before + gradient
-                    several |= {id(parameter)} if before is not None else set()
+                if parameter is None or gradient is None:
+                    continue
+                before = found.get(id(parameter))
+                if before is not None:
+                    gradient = before + gradient
+                    several.add(id(parameter))
+                found[id(parameter)] = gradient
         self.brought.clear()
         together = []
         for parameter, other in zip(parameters, others, strict=True):
@@ -197,11 +221,13 @@ class SplitLayer:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._weights = [one for one in parameters if one.dim() >= 2 and type(one) is nn.Parameter]
+        # Their memory may be given back and come again (ZeRO-3), but in the same storages.
+        self._storages = frozenset(one.untyped_storage()._cdata for one in self._weights)
 
     @contextmanager
     def putting_off(self) -> Iterator[WeightProducts]:
         """A forward whose backward puts off the products that are yielded."""
-        products = WeightProducts(in_forward=True)
+        products = WeightProducts(self._storages, in_forward=True)
         for parameter in self._weights:
             parameter.__class__ = SplitParameter
             vars(parameter)["products"] = products
@@ -256,15 +282,11 @@ def _products_of(input: Tensor, weight: object) -> WeightProducts | None:
     if type(input) is not Tensor or not input.requires_grad or input.dtype is not weight.dtype:
         return None
     # A part of a parameter: its memory may be given back before W (ZeRO-3).
-    if _is_of_parameters(input, weight):
+    products = weight.products
+    if products.is_of_parameters(input):
         return None
     # Autocast computes with converted operands.
-    return None if torch.is_autocast_enabled(input.device.type) else weight.products
-
-
-def _is_of_parameters(tensor: Tensor, weight: Tensor) -> bool:
-    """True if a tensor lies in the memory of the layer's parameters, which all lie in one."""
-    return tensor.untyped_storage()._cdata == weight.untyped_storage()._cdata
+    return None if torch.is_autocast_enabled(input.device.type) else products
 
 
 def _has_plain_rows(tensor: Tensor) -> bool:
@@ -284,19 +306,19 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if products is None or not _has_plain_rows(input) or (bias is not None and bias.dim() != 1):
         return None
     assert isinstance(weight, nn.Parameter)
-    x, w, given = input.detach(), weight.detach(), None if bias is None else bias.detach()
-
-    def of_input(dy: Tensor) -> Tensor:
-        return _rows(dy).mm(w).view(x.shape)
-
-    def of_weights(dy: Tensor) -> tuple[Tensor, None]:
-        return _rows(dy).t().mm(_rows(x)), None
-
     # The sum over rows costs little, and a bias may be anything: a part of it, or what is computed of parameters.
-    of_bias = _rows if bias is not None and bias.requires_grad else None
-    product = _Product((weight, None), x, of_input, of_weights, of_bias)
-    run = lambda: torch.nn.functional.linear(x, w, given)  # noqa: E731
-    return _PutOff.apply(input, weight, bias, run, product, products)
+    bias_in_b = bias is not None and bias.requires_grad
+    x = _rows(input.detach())
+    product = _Product(_LINEAR, (weight, None), x, x._version, input.shape, bias_in_b, None)
+    return _PutOff.apply(input, weight, bias, product, products)
+
+
+_LINEAR = _Form(
+    run=lambda x, w, b, _: torch.nn.functional.linear(x, w, b),
+    of_input=lambda dy, shape, x, w, _: dy.mm(w).view(shape),
+    of_weights=lambda dy, x, _: (dy.t().mm(x), None),
+    in_rows=True,
+)
 
 
 def _matmul(input: Tensor, other: Tensor | None = None, **kwargs: Any) -> Tensor | None:
@@ -306,16 +328,17 @@ def _matmul(input: Tensor, other: Tensor | None = None, **kwargs: Any) -> Tensor
     assert isinstance(other, nn.Parameter)
     if other.dim() != 2:
         return None
-    x, w = input.detach(), other.detach()
+    x = _rows(input.detach())
+    product = _Product(_MATMUL, (other, None), x, x._version, input.shape, False, None)
+    return _PutOff.apply(input, other, None, product, products)
 
-    def of_input(dy: Tensor) -> Tensor:
-        return _rows(dy).mm(w.t()).view(x.shape)
 
-    def of_weights(dy: Tensor) -> tuple[Tensor, None]:
-        return _rows(x).t().mm(_rows(dy)), None
-
-    product = _Product((other, None), x, of_input, of_weights)
-    return _PutOff.apply(input, other, None, lambda: torch.matmul(x, w), product, products)
+_MATMUL = _Form(
+    run=lambda x, w, b, _: torch.matmul(x, w),
+    of_input=lambda dy, shape, x, w, _: dy.mm(w.t()).view(shape),
+    of_weights=lambda dy, x, _: (x.t().mm(dy), None),
+    in_rows=True,
+)
 
 
 def _mm(input: Tensor, mat2: Tensor, **kwargs: Any) -> Tensor | None:
@@ -346,24 +369,54 @@ def _convolution(
     graded = bias if isinstance(bias, nn.Parameter) and bias.requires_grad else None
     if bias is not None and bias.requires_grad and graded is None:
         return None
-    x, w, given = input.detach(), weight.detach(), None if bias is None else bias.detach()
     each = lambda value: [value] * dims if isinstance(value, int) else list(value)  # noqa: E731
-    forms = (each(stride), each(padding), each(dilation), False, [0] * dims, groups)
+    x = input.detach()
+    options = _ConvolutionOptions(
+        operator,
+        (stride, padding, dilation, groups),
+        (each(stride), each(padding), each(dilation), False, [0] * dims, groups),
+        (weight.shape, weight.stride()),
+        graded is not None,
+    )
+    product = _Product(_CONVOLUTION, (weight, graded), x, x._version, x.shape, False, options)
+    return _PutOff.apply(input, weight, bias, product, products)
 
-    def of_input(dy: Tensor) -> Tensor:
-        return torch.ops.aten.convolution_backward(dy, x, w, None, *forms, [True, False, False])[0]
 
-    def of_weights(dy: Tensor) -> tuple[Tensor, Tensor | None]:
-        sizes = None if graded is None else [w.shape[0]]
-        wanted = [False, True, graded is not None]
-        # No more than the form of the weight counts. Its values may be gone by now (ZeRO-3).
-        form = torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device=w.device)
-        _, of_weight, of_bias = torch.ops.aten.convolution_backward(dy, x, form, sizes, *forms, wanted)
-        return of_weight, None if graded is None else of_bias
+class _ConvolutionOptions(NamedTuple):
+    """What a convolution is given beside its tensors, in the forms of its operator and of torch's backward.
 
-    product = _Product((weight, graded), x, of_input, of_weights)
-    run = lambda: operator(x, w, given, stride, padding, dilation, groups)  # noqa: E731
-    return _PutOff.apply(input, weight, bias, run, product, products)
+    Args:
+        weight: shape and strides of the weight.
+        has_bias: W makes the gradient of a bias.
+    """
+
+    operator: Callable[..., Tensor]
+    forward: tuple[Any, ...]
+    backward: tuple[Any, ...]
+    weight: tuple[torch.Size, tuple[int, ...]]
+    has_bias: bool
+
+
+def _input_of_convolution(dy: Tensor, shape: torch.Size, x: Tensor, w: Tensor, given: _ConvolutionOptions) -> Tensor:
+    return torch.ops.aten.convolution_backward(dy, x, w, None, *given.backward, [True, False, False])[0]
+
+
+def _weights_of_convolution(dy: Tensor, x: Tensor, given: _ConvolutionOptions) -> tuple[Tensor, Tensor | None]:
+    shape, strides = given.weight
+    sizes = [shape[0]] if given.has_bias else None
+    # No more than the form of the weight counts. Its values may be gone by now (ZeRO-3).
+    form = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+    wanted = [False, True, given.has_bias]
+    _, of_weight, of_bias = torch.ops.aten.convolution_backward(dy, x, form, sizes, *given.backward, wanted)
+    return of_weight, of_bias if given.has_bias else None
+
+
+_CONVOLUTION = _Form(
+    run=lambda x, w, b, given: given.operator(x, w, b, *given.forward),
+    of_input=_input_of_convolution,
+    of_weights=_weights_of_convolution,
+    in_rows=False,
+)
 
 
 def _conv1d(*args: Any, **kwargs: Any) -> Tensor | None:
