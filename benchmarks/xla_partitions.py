@@ -29,7 +29,8 @@ TP = 2
 _OPTIMIZED = "*cpu_after_optimizations.txt"
 _COLLECTIVE = re.compile(r" = (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 _SHAPE = re.compile(r"\w+\[[\d,]*\]")
-_PROGRAMS = ("evaluation", "forward", "backward")  # in the order in which the programs of a layer are compiled
+_PROGRAMS = ("evaluation", "forward", "backward", "weights")
+"""In the order in which the programs of a layer are compiled. The first layer's backward is one program."""
 
 
 def collectives(hlo: str) -> list[tuple[str, str]]:
@@ -43,7 +44,8 @@ def implied(layout: LayerLayout, specs: dict[str, P], first: bool, last: bool) -
     A weight [out, in] split by rows makes a split output of a whole input, so the gradient by that input is a sum over
     devices; one split by columns makes a sum over devices of a split input. An embedding split by rows is a sum, too:
     each device looks up the rows that it has. The head's output must be whole, so it is gathered; the gradient by it is
-    computed in parts, which takes one more sum: a number for each token, over the vocabulary.
+    computed in parts, which takes one more sum: a number for each token, over the vocabulary. Gradients of weights are
+    split like these, and take no collective.
     """
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
@@ -57,7 +59,7 @@ def implied(layout: LayerLayout, specs: dict[str, P], first: bool, last: bool) -
             backward["all-reduce"] += 1
             forward["all-gather"] += last
             backward["all-reduce"] += last
-    return {"evaluation": dict(+forward), "forward": dict(+forward), "backward": dict(+backward)}
+    return {"evaluation": dict(+forward), "forward": dict(+forward), "backward": dict(+backward), "weights": {}}
 
 
 def implied_bytes(layout: LayerLayout, specs: dict[str, P]) -> int:
@@ -99,6 +101,7 @@ def main(directory: Path) -> dict[str, Any]:
     Ours(model, 1, programs)
     numbers = {graph: number for number, graph in enumerate(modules)}
     found: dict[str, Any] = {"bytes": [], "collectives": []}
+    of_programs = iter(captured)
     for index, layer in enumerate(layout.layers):
         placed = [island.shard_bytes(value) for value in programs.placed(index).values()]
         found["bytes"].append({
@@ -108,9 +111,11 @@ def main(directory: Path) -> dict[str, Any]:
             "found": [sum(column) for column in zip(*placed, strict=True)],
         })  # fmt: skip
         wanted = implied(layer, specs, index == 0, index == len(layout.layers) - 1)
-        for name, program in zip(_PROGRAMS, captured[3 * index : 3 * index + 3], strict=True):
+        for name in _PROGRAMS if index else _PROGRAMS[:3]:
+            program = next(of_programs)
             row = {"layer": layer.name, "program": name, "number": numbers[program.graph], "implied": wanted[name]}
             found["collectives"].append(row | {"found": collectives(modules[program.graph])})
+    assert next(of_programs, None) is None, len(captured)
     return found
 
 

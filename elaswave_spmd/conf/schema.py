@@ -716,7 +716,6 @@ class Settings(Section):
         whole = {
             checks.override("mesh", str(self.mesh.shape)): (is_one_stage, "mesh=pp2"),
             "runtime.check_model=false": (not runtime.check_model and not is_emulated, "runtime.check_model=true"),
-            "runtime.device=xla": (runtime.device == "xla", "runtime.device=cpu"),
             "emulated.weight_share=0": (is_emulated and not self.emulated.weight_share, "emulated.weight_share=0.5"),
         }
         for where, (is_so, fix) in whole.items():

@@ -20,6 +20,9 @@ from elaswave_spmd.worker.programs.inductor import compiler_version
 _COMPILED_BITS = 2
 """Raised when layers that are compiled get other bits than before. 1, or true: backwards were one program."""
 
+_ISLAND_BITS = 2
+"""The same for the programs of islands. Nothing: backwards were one program."""
+
 _PACKAGES = ("elaswave-spmd", "torch", "numpy", "randomgen")
 
 
@@ -51,6 +54,8 @@ def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
     if runtime.compile:
         numbers["compile"] = _COMPILED_BITS
         versions["cxx"] = compiler_version(cxx(ThisMachine()))
+    if kind.capabilities.islands:
+        numbers["island_programs"] = _ISLAND_BITS
     return {
         "seed": settings.seed,
         "train": {

@@ -135,8 +135,6 @@ def _split_backward(plan: RunPlan, record: RunRecord) -> dict[str, object]:
     rows = cast(list[dict[str, object]], check["layers"])
     if kinds := [row["layer"] for row in rows if row["put_off_bytes"]]:
         return {"kinds": kinds}
-    if plan.settings.runtime.device == "xla":
-        return {"kinds": [], "why": "programs of an island run the whole backward"}
     return {"kinds": [], "why": "no layer puts a weight product off with the bits of its whole backward"}
 
 

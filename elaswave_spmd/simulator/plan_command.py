@@ -54,8 +54,8 @@ All settings of train are accepted, so that its command line can be used here. T
   schedule.profile=costs.json    measured costs of a run
   schedule.bandwidth=, schedule.latency=      of a link
   schedule.memory_limit=64e9     bytes that each worker has room for
-  runtime.check_model=false      backwards are whole, as on other devices; else they are in two parts, as the profile
-                                 says, or where none is named in all layers
+  runtime.check_model=false      backwards are whole, as on devices other than cpu and xla; else they are in two parts,
+                                 as the profile says, or where none is named in all layers
   schedule.layers=false          layers stay where they are
   schedule.stages=true           the number of stages may change
   schedule.frequency=            with f_min, f_max and f_margin: hints for the frequencies of devices
@@ -192,7 +192,7 @@ def _splits(settings: Settings) -> bool:
     """True if workers with these settings run the backward of a layer in two parts, where its bits allow it."""
     if settings.runtime.device == EMULATED:
         return settings.emulated.weight_share > 0
-    return settings.checks_model and settings.runtime.device == "cpu"
+    return settings.checks_model and settings.runtime.device in ("cpu", "xla")
 
 
 def _shape(settings: Settings) -> LlamaShape | None:

@@ -257,7 +257,7 @@ class _Check:
         """
         programs, first_trained = self._programs, self._model.layout.first_trained
         of_tokens = not self._inputs[self._first.number].is_floating_point()
-        if not programs.can_split or of_tokens or layer.index < first_trained:
+        if of_tokens or layer.index < first_trained:
             return 0
         initial = values.flat.detach().clone()
         values.flat.add_(_waves(values.flat).add_(1.0).mul_(_DISTURBANCE))

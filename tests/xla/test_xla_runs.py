@@ -78,6 +78,25 @@ def test_a_kill_on_dp2_pp2_changes_no_bit_and_compiles_nothing(undisturbed: XlaR
     found.assert_nothing_compiled_in_training(4)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "rank", "point", "setting"),
+    [
+        ("pp2", 1, "input", "runtime.activation_checkpointing=true"),
+        ("dp2_pp2", 3, "input", "verify.rate=1"),
+        ("dp2_pp2", 2, "weights", "sharding=zero3"),
+    ],
+)
+def test_no_bit_depends_on_whether_weight_gradients_are_put_off(
+    undisturbed: XlaRun, tmp_path: Path, mesh: str, rank: int, point: str, setting: str
+) -> None:
+    """On one stage none are; on the second of two they are, and a worker there is killed in either part."""
+    kill = chaos(f"step: 8, kind: kill, rank: {rank}, point: {point}")
+    found = run(tmp_path, f"mesh={mesh}", "mesh.tp=2", setting, kill)
+    assert found.changes.ranks("fail") == [[rank]] and found.bits == undisturbed.bits
+    found.assert_nothing_compiled_in_training(2 if mesh == "pp2" else 4)
+    found.assert_pairs()
+
+
 FROZEN = ("+model.args.tied=true", 'optim.freeze="embed.* head.weight block0.* *.bias"', "model.dropout=0")
 
 

@@ -53,6 +53,13 @@ class XlaRun:
         assert len(found) == workers and all(before >= 3 and later == 0 for before, later in found.values()), found
         assert not [event for event in self.events if event["event"] == "recompile"]
 
+    def assert_pairs(self) -> None:
+        """Embedding, block and head: forward, backward and evaluation, and a fourth program where B and W are two."""
+        assert all(before == 3 + 4 + 4 for before, _ in self.summary["programs_compiled_per_worker"].values())
+        (check,) = [event for event in self.events if event["event"] == "model_check"]
+        assert [row["layer"] for row in check["layers"] if row["put_off_bytes"]] == ["block0", "head"]
+        assert self.summary["split_backward"] == {"kinds": ["block0", "head"]}
+
 
 def run(folder: Path, *arguments: str, timeout: float = PATIENCE_S) -> XlaRun:
     """Trains to the end; later arguments count before the ones here."""

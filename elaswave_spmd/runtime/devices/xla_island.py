@@ -45,12 +45,14 @@ class Program:
         order: for each input of the graph the index of the caller's input, or None for a constant.
         constants: index in `order` -> value, for inputs that are numbers in the code.
         specs: placement of each output on the island.
+        outputs: for each output the number of the graph's result that it is: torch_xla returns each tensor once.
     """
 
     graph: Any
     order: tuple[int | None, ...]
     constants: Mapping[int, Tensor]
     specs: tuple[P, ...]
+    outputs: tuple[int, ...]
 
 
 class XlaIsland:
@@ -162,7 +164,7 @@ class XlaIsland:
         """Make the program that computes traced outputs from inputs. Compiles it unless an equal one was compiled.
 
         Args:
-            outputs: traced from `inputs`, and not run yet; none of them is an input.
+            outputs: traced from `inputs`, and not run yet; none of them is an input, but one may be there twice.
             inputs: from `put` or from an earlier program, and not used in another trace. None of them is a scalar,
                 since a scalar input could not be told apart from a number in the code.
             specs: placements of the outputs.
@@ -175,6 +177,9 @@ class XlaIsland:
         assert all(value.ndim for value in inputs), "inputs have dims"
         assert all(map(self.is_traced, outputs)), "every output is computed"
         numbers = {self.identity(value): number for number, value in enumerate(inputs)}
+        places: dict[int, int] = {}
+        found = tuple(places.setdefault(self.identity(value), len(places)) for value in outputs)
+        outputs = [outputs[found.index(place)] for place in range(len(places))]
         ids, values = c._get_tensors_xla_device_data_node(outputs)
         order = tuple(numbers.get(i) for i in ids)
         constants = {place: values[place] for place, number in enumerate(order) if number is None}
@@ -182,12 +187,13 @@ class XlaIsland:
             raise FrozenTensorError(tuple(self._metrics.executed_fallback_ops()))
         graph = c._get_graph_hash(outputs)
         c._xla_warm_up_cache(outputs, [])
-        return Program(graph, order, constants, tuple(specs))
+        return Program(graph, order, constants, tuple(specs), found)
 
     def run(self, program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run a program without tracing. Returns its outputs, on the island."""
         given = [program.constants[i] if n is None else inputs[n] for i, n in enumerate(program.order)]
-        return self._c._run_cached_graph(program.graph, given)
+        results = self._c._run_cached_graph(program.graph, given)
+        return [results[place] for place in program.outputs]
 
     def forget_traces(self) -> None:
         """Discard what was traced and not run; otherwise a later program would compute it, too."""

@@ -1,20 +1,21 @@
 """The backward of a compiled layer as two programs: B for the gradient of its input, W for those of its weights.
 
-torch.compile makes one graph of a layer's backward. Here it is cut by what depends on what. B is all that the gradient
-of the input needs, and all that reads a parameter, whose values may be gone when W runs (ZeRO-3). W is the rest. What W
-needs of B is a result of B, unless it can be had again for nothing: a view, a wider dtype, a constant.
+A layer's backward is one graph, which is cut by what depends on what. B is all that the gradient of the input needs,
+and all that reads a parameter, whose values may be gone when W runs (ZeRO-3). W is the rest. What W needs of B is a
+result of B, unless it can be had again for nothing: a view, a wider dtype, a constant.
 
 A compiler fuses what it sees in one graph, so two programs need not have the bits of one. Hence a backward that can be
 cut is always these two programs, one right after the other where nothing is put off.
 
-Autograd runs B, within the function that torch.compile has made of the layer. In the place of a gradient that W will
+The graph is that of torch.compile, or the operators that an island has traced (backward_trace.py). With torch.compile
+autograd runs B, within the function that torch.compile has made of the layer. In the place of a gradient that W will
 make it is given a stand-in: one element, expanded. By these the results of W are told apart.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
+from elaswave_spmd.models import Batch
+from elaswave_spmd.worker.buffers import GradientBuffer
+from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.programs.split_backward import refuse_change
 
 Program = Callable[[list[Any]], Sequence[Any]]
@@ -30,6 +34,29 @@ Program = Callable[[list[Any]], Sequence[Any]]
 
 Compiler = Callable[..., Program]
 """(graph, arguments without values) -> its program."""
+
+
+class PairPrograms(StagePrograms):
+    """Layer programs whose backwards are pairs, wherever they can be. Only the time of the second one is chosen."""
+
+    _put_off: frozenset[int] = frozenset()
+
+    def put_off(self, layers: Collection[int]) -> None:
+        self._put_off = frozenset(layers)
+
+    @property
+    def puts_off(self) -> bool:
+        return bool(self._put_off)
+
+    def backward(
+        self, layer: int, microbatch: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
+    ) -> Tensor | None:
+        dx = self.backward_input(layer, microbatch, dy, batch=batch)
+        self.backward_weights(layer, microbatch, into, add=add)
+        return dx
+
+
+# ---- with torch.compile
 
 
 @dataclass(frozen=True)
@@ -237,11 +264,24 @@ def cut_backward(graph: fx.GraphModule, inputs: Sequence[Any], of_input: int, va
         Both parts; None if nothing can be left to the second, or there is no gradient to come first.
     """
     _note_forms(graph, inputs)
+    storages = {value.untyped_storage()._cdata for value in values}
+    parameters = {node for node in graph.graph.nodes if storages & _storages(node)}
+    return cut_by_dependence(graph, of_input, parameters)
+
+
+def cut_by_dependence(graph: fx.GraphModule, of_input: int, parameters: set[fx.Node]) -> Cut | None:
+    """Cuts a graph whose nodes have noted their results without values, as `meta["val"]`.
+
+    Args:
+        graph, of_input: as for `cut_backward`.
+        parameters: nodes that are parameters, or views of them.
+
+    Returns:
+        As `cut_backward`.
+    """
     nodes, gradients = list(graph.graph.nodes), _outputs(graph)
     if not isinstance(gradients[of_input], fx.Node):
         return None
-    storages = {value.untyped_storage()._cdata for value in values}
-    parameters = {node for node in nodes if storages & _storages(node)}
     first = _first_part(nodes, gradients[of_input], parameters)
     later = [number for number, one in enumerate(gradients) if _is_made(one) and one not in first]
     if not later:
@@ -341,7 +381,7 @@ def _is_had_for_nothing(node: fx.Node, parameters: set[fx.Node]) -> bool:
     if len(inputs) > 1 or not isinstance(inputs[0].meta.get("val"), Tensor):
         return False
     before, after = inputs[0].meta["val"], node.meta["val"]
-    if _storages(node) & _storages(inputs[0]):
+    if _storages(node) & _storages(inputs[0]) or torch.Tag.view_copy in getattr(node.target, "tags", ()):
         return True
     casts = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
     return node.target in casts and before.dtype.itemsize < after.dtype.itemsize

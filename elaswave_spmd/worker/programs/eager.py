@@ -115,9 +115,6 @@ class StagePrograms:
     _SAVED = ("_saved", "_losses", "_begun")
     """The tables of what is kept of micro-batches until the end of their backward."""
 
-    can_split = True
-    """The backward can be run in two parts, `backward_input` and `backward_weights`."""
-
     def __init__(
         self, num_layers: int, *, loss: Loss, loss_scale: float, checkpointing: bool, first_trained: int = 0
     ) -> None:
@@ -181,7 +178,7 @@ class StagePrograms:
         for layer in self._split.keys() - set(layers):
             del self._split[layer]
         for layer in set(layers) - self._split.keys():
-            if self.can_split and layer >= self._first_trained:
+            if layer >= self._first_trained:
                 self._split[layer] = SplitLayer(self._values[layer].trained)
 
     @property

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +24,14 @@ from elaswave_spmd.models import Batch
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.profiling import LayerMemory
-from elaswave_spmd.worker.programs.backward_pair import PairBackend, WeightPrograms
-from elaswave_spmd.worker.programs.eager import BegunBackward, Loss, StagePrograms
+from elaswave_spmd.worker.programs.backward_pair import PairBackend, PairPrograms, WeightPrograms
+from elaswave_spmd.worker.programs.eager import BegunBackward, Loss
 
 _FORMS = 3
 """Forms in which a layer is traced: for training, for evaluation, and without a graph for activation checkpointing."""
 
 
-class CompiledPrograms(StagePrograms):
+class CompiledPrograms(PairPrograms):
     """Like `StagePrograms`, with each layer compiled as one graph. Call `compile` once, before any other method.
 
     Args:
@@ -58,7 +58,6 @@ class CompiledPrograms(StagePrograms):
         )
         self._place = place
         self._num_compiled = 0
-        self._put_off: frozenset[int] = frozenset()
         self._pairs = PairBackend(backend, self._count)
         _configure(threads, num_layers, self._count)
         # A whole layer or an error: after a graph break, parts of the layer would run eagerly without anybody noticing.
@@ -74,13 +73,6 @@ class CompiledPrograms(StagePrograms):
     @property
     def num_compiled(self) -> int:
         return self._num_compiled
-
-    def put_off(self, layers: Collection[int]) -> None:
-        self._put_off = frozenset(layers)
-
-    @property
-    def puts_off(self) -> bool:
-        return bool(self._put_off)
 
     def compile(
         self,
@@ -134,13 +126,6 @@ class CompiledPrograms(StagePrograms):
         dy = None if layer == self._last else torch.zeros_like(y)
         self.backward(layer, 0, dy, into, add=False, batch=batch)
         return torch.zeros_like(y)
-
-    def backward(
-        self, layer: int, microbatch: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
-    ) -> Tensor | None:
-        dx = self.backward_input(layer, microbatch, dy, batch=batch)
-        self.backward_weights(layer, microbatch, into, add=add)
-        return dx
 
     def _begin_backward(self, layer: int, x: Tensor, y: Tensor, dy: Tensor | None, begun: BegunBackward) -> None:
         begun.put_off = programs = WeightPrograms()

@@ -8,6 +8,9 @@ backward program takes them as arguments. So both programs are functions without
 step. The keys of a micro-batch are an argument too, packed into one vector of integers: a step number or a sample id in
 the graph would need another compilation in every step.
 
+The backward of a layer whose input has a gradient is two programs (backward_pair.py), on every mesh and whether or not
+the second is put off. What the second needs stays on the island until it has run.
+
 Tensors stay on the island between the layers of a stage. What leaves the stage, and all gradients, are host tensors.
 """
 
@@ -26,8 +29,10 @@ from elaswave_spmd.models import Batch
 from elaswave_spmd.runtime.devices.xla_island import WHOLE, FrozenTensorError, Program, XlaIsland
 from elaswave_spmd.sharding import P
 from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout, Slot
-from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
+from elaswave_spmd.worker.buffers import ValueBuffer
+from elaswave_spmd.worker.programs.backward_pair import PairPrograms
 from elaswave_spmd.worker.programs.eager import (
+    BegunBackward,
     Loss,
     SavedForward,
     StagePrograms,
@@ -36,33 +41,34 @@ from elaswave_spmd.worker.programs.eager import (
     naming_layer,
     no_gradient,
 )
-
-_INPUT, _RESIDUAL, _NUMBER = "input", "residual", "number"
-"""Sources of a tensor that autograd saved: an input of the forward, a result of it, or a number in the layer's code."""
+from elaswave_spmd.worker.programs.xla_backward import (
+    BackwardPrograms,
+    IslandWeights,
+    SavedTensors,
+    TracedForward,
+    ZeroArguments,
+    compile_backward,
+)
 
 
 @dataclass(frozen=True)
 class LayerPrograms:
     """The programs of one layer.
 
-    All three take the same arguments first, called `given`: the layer's parameters, its input, the packed keys, and in
-    the last layer the tokens and targets.
+    All take the same arguments first, called `given`: the layer's parameters, its input, the packed keys, and in the
+    last layer the tokens and targets.
 
     Args:
         forward: (*given) -> output, *residuals.
-        backward: (*given, *residuals, gradient of the output) -> gradient of the input if `has_dx`, and the gradients
-            of the `graded` parameters. The last layer's output is the loss, so there no gradient of it is given. None
-            if the layer has nothing to differentiate.
+        backward: its programs.
         evaluate: (*given) -> output.
-        graded: for each parameter, True if it gets a gradient; a frozen one gets none.
-        has_dx: True if the input gets a gradient.
+        num_parameters: of the layer.
     """
 
     forward: Program
-    backward: Program | None
+    backward: BackwardPrograms
     evaluate: Program
-    graded: tuple[bool, ...]
-    has_dx: bool
+    num_parameters: int
 
 
 @dataclass
@@ -78,7 +84,7 @@ class IslandForward:
     residuals: list[Tensor] | None
 
 
-class XlaPrograms(StagePrograms):
+class XlaPrograms(PairPrograms):
     """Layer programs of an XLA island; otherwise like `StagePrograms`. Call `compile` once, before any other method.
 
     Args:
@@ -86,8 +92,6 @@ class XlaPrograms(StagePrograms):
         island: the devices that compute.
         specs: parameter name -> its placement on the island's axes; other parameters are whole on each device.
     """
-
-    can_split = False
 
     _SAVED = (*StagePrograms._SAVED, "_kept")
 
@@ -158,81 +162,32 @@ class XlaPrograms(StagePrograms):
         self, layout: LayerLayout, module: nn.Module, x: Tensor, tokens_BT: tuple[int, int], dtype: torch.dtype
     ) -> tuple[LayerPrograms, Tensor]:
         """Compiles the programs of one layer for inputs like `x`. Returns them, and zeros like the layer's output."""
-        island, layer = self._island, layout.index
-        shapes = [slot.parameter.shape for slot in layout.slots]
-        specs = self._specs_of(layout)
-
-        def given() -> list[Tensor]:
-            """New arguments of the programs, all zero, on the island."""
-            host = [*(torch.zeros(shape, dtype=dtype) for shape in shapes), torch.zeros_like(x)]
-            host.append(torch.zeros(3 + tokens_BT[0], dtype=torch.int64))
-            host += [torch.zeros(tokens_BT, dtype=torch.int64)] * (2 if layer == self._last else 0)
-            return island.put(host, [*specs, *[WHOLE] * (len(host) - len(specs))])
-
+        island, layer, specs = self._island, layout.index, self._specs_of(layout)
+        host = [*(torch.zeros(slot.parameter.shape, dtype=dtype) for slot in layout.slots), torch.zeros_like(x)]
+        host.append(torch.zeros(3 + tokens_BT[0], dtype=torch.int64))
+        host += [torch.zeros(tokens_BT, dtype=torch.int64)] * (2 if layer == self._last else 0)
+        zeros = ZeroArguments(island, tuple(host), tuple(specs))
         with torch.no_grad(), _evaluating(module):
-            inputs = given()
+            inputs = zeros.given()
             evaluate = island.capture([self._output(layout, module, dtype, inputs)], inputs, [WHOLE])
             island.forget_traces()
-        inputs = given()
+        inputs = zeros.given()
         trained = [not slot.parameter.frozen for slot in layout.slots]
-        wanted = [*trained, self._passes_gradient(layer)] if layer >= self._first_trained else [False] * len(inputs)
-        leaves = [
-            value for value, is_leaf in zip(inputs, wanted, strict=False) if is_leaf and value.is_floating_point()
-        ]
-        for leaf in leaves:
+        wanted = [*trained, self._passes_gradient(layer)] if layer >= self._first_trained else []
+        leaves = {n: inputs[n] for n, is_leaf in enumerate(wanted) if is_leaf and inputs[n].is_floating_point()}
+        for leaf in leaves.values():
             leaf.requires_grad_()
-        saved = _SavedTensors(island)
+        saved = SavedTensors(island)
         with saved.hooks():
             y = self._output(layout, module, dtype, inputs)
             y = y * self._loss_scale if layer == self._last else y
         residuals = saved.besides(inputs)
         forward = island.capture([y.detach(), *residuals], inputs, [WHOLE] * (1 + len(residuals)))
-        outputs = island.run(forward, inputs)
-        # The backward is traced from new arguments: those of the forward's trace belong to that program.
-        again = given()
-        saved.give(again, outputs[1:])
-        backward, graded, has_dx = self._backward_of(layer, y, leaves, inputs, again, outputs, specs)
+        output = torch.zeros(y.shape, dtype=y.dtype)
+        traced = TracedForward(zeros, y, leaves, saved, forward, None if layer == self._last else output)
+        backward = compile_backward(island, traced)
         island.forget_traces()
-        programs = LayerPrograms(forward, backward, evaluate, graded, has_dx)
-        return programs, torch.zeros(outputs[0].shape, dtype=outputs[0].dtype)
-
-    def _backward_of(
-        self,
-        layer: int,
-        y: Tensor,
-        leaves: list[Tensor],
-        inputs: list[Tensor],
-        again: list[Tensor],
-        outputs: list[Tensor],
-        specs: list[P],
-    ) -> tuple[Program | None, tuple[bool, ...], bool]:
-        """Traces and compiles the backward of one layer.
-
-        Args:
-            layer: its number.
-            y: the forward's output with its graph, whose saved tensors are replaced by `again` and `outputs`.
-            leaves: the parameters, and the input if it is not token ids: tensors to differentiate by.
-            inputs: the arguments that the forward was traced from.
-            again: the arguments that the backward is traced from.
-            outputs: the forward's results, run on `inputs`: output and residuals.
-            specs: of the parameters.
-
-        Returns:
-            The program (None if nothing requires a gradient), `graded` and `has_dx` of `LayerPrograms`.
-        """
-        num_parameters = len(specs)
-        if not y.requires_grad:
-            return None, (False,) * num_parameters, False
-        ends = [] if layer == self._last else self._island.put([torch.zeros(y.shape, dtype=y.dtype)], [WHOLE])
-        gradients = torch.autograd.grad(y, leaves, ends or None, allow_unused=True)
-        found = dict(zip(map(id, leaves), gradients, strict=True))
-        of_parameters = [found.get(id(value)) for value in inputs[:num_parameters]]
-        dx = found.get(id(inputs[num_parameters]))
-        made = [] if dx is None else [(dx, WHOLE)]
-        made += [(g, spec) for g, spec in zip(of_parameters, specs, strict=True) if g is not None]
-        marked = [self._island.mark(gradient, spec) for gradient, spec in made]
-        program = self._island.capture(marked, [*again, *outputs[1:], *ends], [spec for _, spec in made])
-        return program, tuple(g is not None for g in of_parameters), dx is not None
+        return LayerPrograms(forward, backward, evaluate, len(specs)), output
 
     def _output(self, layout: LayerLayout, module: nn.Module, dtype: torch.dtype, inputs: list[Tensor]) -> Tensor:
         """Traces the layer's output, or the loss after the last layer, in the form that `StagePrograms` gives it."""
@@ -264,45 +219,62 @@ class XlaPrograms(StagePrograms):
         y, *residuals = self._island.run(self._programs[layer].forward, given)
         self._saved[layer, microbatch] = SavedForward(given[-1], None, keys)  # only its key is used, by `forwarded`
         self._kept[layer, microbatch] = kept = IslandForward(given, None if self._checkpointing else residuals)
-        held = [given[len(self._programs[layer].graded)], *(kept.residuals or ())]
+        held = [given[self._programs[layer].num_parameters], *(kept.residuals or ())]
         self.memory.note(layer, sum(value.nbytes for value in held), y.nbytes)
+        y = self._out(y, layer == max(self._modules))
         if layer == self._last:
             self._losses[microbatch] = y
-        return self._out(y, layer == max(self._modules))
+        return y
 
-    def backward(
-        self, layer: int, microbatch: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
-    ) -> Tensor | None:
+    def backward_input(self, layer: int, microbatch: int, dy: Tensor | None, *, batch: Batch | None) -> Tensor | None:
         del self._saved[layer, microbatch]
         kept, programs = self._kept.pop((layer, microbatch)), self._programs[layer]
-        made: list[Tensor] = []
-        if programs.backward is not None:
-            ends = [] if dy is None else [self._there(dy)]
+        x, backward = kept.given[programs.num_parameters], programs.backward
+        if layer < self._first_trained:
+            return no_gradient(torch.empty(0, dtype=x.dtype))
+        made, arguments = list[Tensor](), list[Tensor]()
+        if backward.program is not None:
             # With activation checkpointing the forward's own program is run again: a backward program that contains the
             # forward could be fused in another way, and give other bits.
             residuals = self._island.run(programs.forward, kept.given)[1:] if kept.residuals is None else kept.residuals
-            made = self._island.run(programs.backward, [*kept.given, *residuals, *ends])
-        dx = made.pop(0) if programs.has_dx else None
-        losses = [self._losses.pop(microbatch)] if layer == self._last else []
-        host = iter(self._island.fetch([*made, *losses]))
-        slots = self._values[layer].layout.slots
-        found = [next(host) if graded else None for graded in programs.graded]
-        gradients = [g for g, slot in zip(found, slots, strict=True) if not slot.parameter.frozen]
-        if add:
-            for view, gradient in zip(into.views, gradients, strict=True):
-                if gradient is not None:
-                    view.add_(gradient)
-        else:
-            into.set(gradients)
-        if losses:
-            loss = next(host)
-            into.loss.copy_(into.loss + loss if add else loss)
+            arguments = [*kept.given, *residuals, *([] if dy is None else [self._there(dy)])]
+            made = self._island.run(backward.program, arguments)
+        dx = made.pop(0) if backward.has_dx else None
+        loss = self._losses.pop(microbatch) if layer == self._last else None
+        self._begun[layer, microbatch] = self._begin_weights(layer, arguments, made, loss)
         if not self._passes_gradient(layer):
-            return no_gradient(torch.empty(0, dtype=kept.given[len(programs.graded)].dtype))
+            return no_gradient(torch.empty(0, dtype=x.dtype))
         if dx is None:
-            x = kept.given[len(programs.graded)]
             return torch.zeros(x.shape, dtype=x.dtype) if x.is_floating_point() else None
         return self._out(dx, layer == min(self._modules))
+
+    def _begin_weights(
+        self, layer: int, arguments: Sequence[Tensor], made: Sequence[Tensor], loss: Tensor | None
+    ) -> BegunBackward:
+        """The second part of a backward whose first program has run.
+
+        Args:
+            arguments: of the first program.
+            made: its results, but for the gradient of the input.
+            loss: the micro-batch's loss, after the last layer.
+        """
+        backward, slots = self._programs[layer].backward, self._values[layer].layout.slots
+        weights = backward.weights
+        later = weights.later if weights is not None else ()
+        results = iter(made)
+        gradients = [next(results) if g and n not in later else None for n, g in enumerate(backward.graded)]
+        operands = (*(arguments[n] for n in weights.kept), *results) if weights is not None else ()
+        trained = tuple(n for n, slot in enumerate(slots) if not slot.parameter.frozen)
+        put_off = IslandWeights(self._island, weights, operands, trained)
+        return BegunBackward([gradients[n] for n in trained], put_off, loss)
+
+    def bytes_put_off(self, layer: int, microbatch: int) -> int:
+        begun = self._begun[layer, microbatch]
+        operands = () if begun.put_off is None else begun.put_off.operands
+        if not operands:
+            return 0
+        made = (gradient for gradient in begun.gradients if gradient is not None)
+        return sum({self._island.identity(kept): kept.nbytes for kept in (*operands, *made)}.values())
 
     def evaluate(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
         (y,) = self._island.run(self._programs[layer].evaluate, self._given(layer, x, keys, batch))
@@ -354,57 +326,6 @@ class XlaPrograms(StagePrograms):
 def _path(layout: LayerLayout, slot: Slot) -> str:
     """A parameter's name within its layer."""
     return slot.parameter.name.removeprefix(layout.name + ".")
-
-
-class _SavedTensors:
-    """The tensors that autograd saves while a forward is traced, and their replacements when the backward is traced.
-
-    The order of calls is `hooks` (around the forward), `besides`, `give`, and then the backward.
-    """
-
-    def __init__(self, island: XlaIsland) -> None:
-        self._island = island
-        self._saved: list[Tensor] = []
-        self._given: list[Tensor] = []
-        self._sources: list[tuple[str, int]] = []
-
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Hooks that record what is saved, and that return the replacements."""
-
-        def pack(value: Tensor) -> int:
-            self._saved.append(value)
-            return len(self._saved) - 1
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda number: self._given[number])
-
-    def besides(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The residuals: the saved tensors that the forward computes, each once.
-
-        Saved inputs are not among them, since the backward program has the inputs as arguments anyway, and neither are
-        numbers in the layer's code, which are constants of both programs.
-        """
-        identity = self._island.identity
-        numbers = {identity(value): number for number, value in enumerate(inputs)}
-        found: dict[int, tuple[int, Tensor]] = {}
-        for number, value in enumerate(self._saved):
-            tensor = identity(value)
-            if tensor in numbers:
-                self._sources.append((_INPUT, numbers[tensor]))
-            elif not value.ndim and not self._island.is_traced(value):
-                self._sources.append((_NUMBER, number))
-            else:
-                # Scalars get a dim: an argument without dims could not be told from a number in the code.
-                found.setdefault(tensor, (len(found), value.detach() if value.ndim else value.detach().reshape(1)))
-                self._sources.append((_RESIDUAL, found[tensor][0]))
-        return [value for _, value in found.values()]
-
-    def give(self, inputs: Sequence[Tensor], residuals: Sequence[Tensor]) -> None:
-        """Sets the tensors that the backward gets: arguments of the backward's trace, and residuals."""
-        tables = {_INPUT: inputs, _RESIDUAL: residuals, _NUMBER: self._saved}
-        given = [tables[kind][index] for kind, index in self._sources]
-        self._given = [
-            g.reshape(saved.shape) if not saved.ndim else g for g, saved in zip(given, self._saved, strict=True)
-        ]
 
 
 @contextmanager

@@ -148,9 +148,10 @@ def test_a_point_of_split_backwards_may_be_reached_when_stages_are_added() -> No
     settings("chaos.events=[{step: 2, kind: kill, point: weights}]", *emulated)
 
 
+@pytest.mark.parametrize("compiled", ["runtime.compile=true", "runtime.device=xla"])
 @pytest.mark.parametrize("point", ["input", "weights"])
-def test_a_point_of_split_backwards_may_be_reached_in_compiled_layers(point: str) -> None:
-    settings(f"chaos.events=[{{step: 2, kind: kill, point: {point}}}]", "mesh=pp2", "runtime.compile=true")
+def test_a_point_of_split_backwards_may_be_reached_in_compiled_layers(point: str, compiled: str) -> None:
+    settings(f"chaos.events=[{{step: 2, kind: kill, point: {point}}}]", "mesh=pp2", compiled)
 
 
 @given(stages=st.lists(st.integers(1, 5), min_size=1, max_size=4), least=st.integers(1, 25))

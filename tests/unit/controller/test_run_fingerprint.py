@@ -27,6 +27,12 @@ def test_compiled_programs_are_other_programs_with_the_compiler_that_made_them()
     assert compiled == plain
 
 
+def test_programs_of_islands_have_other_bits_since_backwards_are_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.metadata, "version", lambda name: "2.9.0")
+    assert "island_programs" not in identity()["runtime"]
+    assert identity(device="xla")["runtime"]["island_programs"] == 2
+
+
 def test_another_model_of_gpu_has_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "model" not in identity()["hardware"]
     texts = ("Model: \t\t NVIDIA A100\nIRQ: 1\n", "Model: \t\t NVIDIA H100\n", "Model: \t\t NVIDIA A100\n")

@@ -13,104 +13,16 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Keys
-from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.programs.inductor import CompiledPrograms
+from tests.paired_layers import LAYERS, NOT_CUT, feed_forward, model_of
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("fresh_compiler")]
 CPU = torch.device("cpu")
 SIZES = (2, 6)
 KEYS = Keys.make(7, 3, [4, 5], 1)
-
-
-class Embed(nn.Embedding):
-    def forward(self, x: Tensor, keys: Keys) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().forward(x)
-
-
-class Head(nn.Linear):
-    def forward(self, x: Tensor, keys: Keys) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().forward(x)
-
-
-class Of(nn.Module):
-    """A layer of one module, that takes keys."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor, keys: Keys) -> Tensor:
-        return self.inner(x)
-
-
-class ReadsItsWeight(nn.Module):
-    """The gradient of one weight is that of a product with the other one, whose value must not be read later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Parameter(torch.zeros(8, 8)), nn.Parameter(torch.zeros(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.one @ torch.tanh(self.other))
-
-
-class Twice(nn.Module):
-    """One linear twice, and its weight once more: one gradient, of three terms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(torch.tanh(self.linear(x))) * self.linear.weight.sum()
-
-
-class Scaled(nn.Module):
-    """The gradient of its weight is that of its input, as far as the last sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
-class Unused(nn.Module):
-    """One parameter has no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.idle, self.linear = nn.Parameter(torch.zeros(3)), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
-
-
-def feed_forward() -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-
-
-LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Linear(8, 8),
-    "feed forward": feed_forward,
-    "attention": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
-    "reads its weight": ReadsItsWeight,
-    "twice": Twice,
-    "scaled": Scaled,
-    "unused": Unused,
-}
-NOT_CUT: dict[str, Callable[[], nn.Module]] = {
-    "without parameters": nn.Tanh,
-    "one operator makes all": lambda: nn.LayerNorm(8),
-}
-
-
-def model_of(make: Callable[[], nn.Module]) -> LayeredModel:
-    return LayeredModel({"embed": Embed(11, 8), "middle": Of(make()), "again": Of(make()), "head": Head(8, 11)})
 
 
 class Worker:

@@ -63,7 +63,7 @@ def test_a_backward_in_two_parts_gives_the_same_bits() -> None:
     whole = through(programs(), 3)
     made = programs()
     made.put_off([1])
-    assert made.puts_off and made.can_split
+    assert made.puts_off
     y = made.forward(0, 3, TOKENS, KEYS, None)
     loss = made.forward(1, 3, y, KEYS, BATCH)
     dy = made.backward_input(1, 3, None, batch=BATCH)

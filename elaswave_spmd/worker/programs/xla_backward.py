@@ -1,0 +1,254 @@
+"""The backward of a layer of an island: traced, cut where its input has a gradient, compiled; and W, while it waits.
+
+Autograd runs only here, before the first step. What it runs is recorded as a graph (backward_trace.py). If that can be
+cut (backward_pair.py), each part is traced again, into a program of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from elaswave_spmd.runtime.devices.xla_island import WHOLE, Program, XlaIsland
+from elaswave_spmd.sharding import P
+from elaswave_spmd.worker.programs.backward_pair import Cut, cut_by_dependence
+from elaswave_spmd.worker.programs.backward_trace import BackwardTrace
+
+_INPUT, _RESIDUAL, _NUMBER = "input", "residual", "number"
+"""Sources of a tensor that autograd saved: an input of the forward, a result of it, or a number in the layer's code."""
+
+
+@dataclass(frozen=True)
+class WeightsProgram:
+    """W: the gradients of parameters that the first program of a backward leaves to the second.
+
+    Args:
+        program: (*`kept` of the backward's arguments, *what it needs of the backward's results) -> gradients.
+        kept: numbers of the arguments of the backward.
+        later: numbers of the parameters that it makes gradients of.
+    """
+
+    program: Program
+    kept: tuple[int, ...]
+    later: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BackwardPrograms:
+    """The backward of one layer.
+
+    Args:
+        program: (*given, *residuals, gradient of the output) -> gradient of the input if `has_dx`, the gradients of the
+            `graded` parameters that `weights` does not make, and what `weights` needs. The last layer's output is the
+            loss, so there no gradient of it is given. None if the layer has nothing to differentiate.
+        weights: the second program; None if the backward is whole.
+        graded: for each parameter, True if it gets a gradient; a frozen one gets none.
+        has_dx: True if the input gets a gradient.
+    """
+
+    program: Program | None
+    weights: WeightsProgram | None
+    graded: tuple[bool, ...]
+    has_dx: bool
+
+
+@dataclass(frozen=True)
+class IslandWeights:
+    """The second part of one backward on the island: a `split_backward.PutOff`.
+
+    Args:
+        island: it computes.
+        weights: the program; None if the backward was whole.
+        operands: its arguments, on the island.
+        trained: numbers of the layer's trained parameters.
+    """
+
+    island: XlaIsland
+    weights: WeightsProgram | None
+    operands: tuple[Tensor, ...]
+    trained: tuple[int, ...]
+
+    def gradients(self, parameters: Sequence[nn.Parameter], others: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """W: the gradients of a layer's trained parameters, in host memory; `others`: those of B, on the island."""
+        made = dict(zip(self.trained, others, strict=True))
+        if self.weights is not None:
+            made.update(zip(self.weights.later, self.island.run(self.weights.program, self.operands), strict=True))
+        host = iter(self.island.fetch([one for one in made.values() if one is not None]))
+        return [None if one is None else next(host) for one in made.values()]
+
+
+@dataclass(frozen=True)
+class ZeroArguments:
+    """Makes arguments to trace the programs of one layer from, all zero.
+
+    Each program is traced from arguments of its own: those of another trace belong to that program.
+
+    Args:
+        island: receives them.
+        host: zeros like the layer's parameters and what else is given.
+        specs: of the parameters, which come first.
+    """
+
+    island: XlaIsland
+    host: tuple[Tensor, ...]
+    specs: tuple[P, ...]
+
+    def given(self) -> list[Tensor]:
+        """New arguments of the forward and the evaluation."""
+        return self.island.put(self.host, [*self.specs, *[WHOLE] * (len(self.host) - len(self.specs))])
+
+
+@dataclass(frozen=True)
+class TracedForward:
+    """The forward of one layer as it was traced, to be differentiated.
+
+    Args:
+        zeros: makes arguments.
+        y: its output with the graph, whose saved tensors are replaced.
+        leaves: what is differentiated by: number of an argument -> the argument, as the forward was traced from it.
+        saved: the tensors that the graph has saved.
+        program: the forward's.
+        output: zeros like the output; None for the loss, whose gradient is no argument of a backward.
+    """
+
+    zeros: ZeroArguments
+    y: Tensor
+    leaves: Mapping[int, Tensor]
+    saved: SavedTensors
+    program: Program
+    output: Tensor | None
+
+    def arguments(self) -> _Arguments:
+        """New arguments of the backward."""
+        island, given = self.zeros.island, self.zeros.given()
+        ends = [] if self.output is None else island.put([self.output], [WHOLE])
+        return _Arguments(given, island.run(self.program, given)[1:], ends)
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """The arguments of a backward, on the island.
+
+    Args:
+        given: those of the forward.
+        residuals: its results for the backward.
+        ends: the gradient of its output, or nothing.
+    """
+
+    given: list[Tensor]
+    residuals: list[Tensor]
+    ends: list[Tensor]
+
+    @property
+    def all(self) -> list[Tensor]:
+        return [*self.given, *self.residuals, *self.ends]
+
+
+def compile_backward(island: XlaIsland, forward: TracedForward) -> BackwardPrograms:
+    """Traces and compiles the backward of one layer."""
+    num_parameters = len(forward.zeros.specs)
+    if not forward.y.requires_grad:
+        return BackwardPrograms(None, None, (False,) * num_parameters, False)
+    arguments = forward.arguments()
+    trace = BackwardTrace(island, arguments.all)
+    with trace:
+        forward.saved.give(arguments.given, arguments.residuals)
+        leaves = [*forward.leaves.values()]
+        made = torch.autograd.grad(forward.y, leaves, arguments.ends or None, allow_unused=True)
+    found = dict(zip(forward.leaves, made, strict=True))
+    dx, of_parameters = found.get(num_parameters), [found.get(number) for number in range(num_parameters)]
+    graded = tuple(gradient is not None for gradient in of_parameters)
+    graph = trace.graph([dx, *of_parameters])
+    if dx is not None and graph is not None:
+        parameters = [*graph.graph.find_nodes(op="placeholder")][:num_parameters]
+        cut = cut_by_dependence(graph, 0, set(parameters))
+        if cut is not None:
+            return _pair(island, forward, cut, graded)
+    gradients, specs = _marked(island, [dx, *of_parameters], forward.zeros.specs)
+    return BackwardPrograms(island.capture(gradients, arguments.all, specs), None, graded, dx is not None)
+
+
+def _pair(island: XlaIsland, forward: TracedForward, cut: Cut, graded: tuple[bool, ...]) -> BackwardPrograms:
+    """Compiles both parts of a backward, each traced from arguments of its own."""
+    island.forget_traces()
+    arguments = forward.arguments().all
+    results = cut.first(*arguments)
+    gradients, specs = _marked(island, results[: cut.num_gradients], forward.zeros.specs)
+    # Scalars get a dim, as residuals do: an argument without dims could not be told from a number in the code.
+    needed = [one if one.ndim else one.reshape(1) for one in results[cut.num_gradients :]]
+    first = island.capture([*gradients, *needed], arguments, [*specs, *[WHOLE] * len(needed)])
+    island.forget_traces()
+    arguments = forward.arguments().all
+    operands = [arguments[number] for number in cut.kept] + island.run(first, arguments)[len(gradients) :]
+    forms = [like.shape for like in cut.second_inputs]
+    results = cut.second(
+        *(o if o.ndim == len(form) else o.reshape(form) for o, form in zip(operands, forms, strict=True))
+    )
+    made = dict(zip(cut.later, results, strict=True))
+    gradients, specs = _marked(island, [made.get(number) for number in range(len(graded) + 1)], forward.zeros.specs)
+    second = island.capture(gradients, operands, specs)
+    weights = WeightsProgram(second, cut.kept, tuple(number - 1 for number in cut.later))
+    return BackwardPrograms(first, weights, graded, True)
+
+
+def _marked(island: XlaIsland, gradients: Sequence[Tensor | None], specs: Sequence[P]) -> tuple[list[Tensor], list[P]]:
+    """Fixes the placement of the traced gradients that there are. The first is of the input, which is whole."""
+    found = [(g, spec) for g, spec in zip(gradients, (WHOLE, *specs), strict=True) if g is not None]
+    # A gradient may be an argument as it is: that of the input of x + bias. A program's results are computed by it.
+    traced = [gradient if island.is_traced(gradient) else gradient * 1.0 for gradient, _ in found]
+    specs = [spec for _, spec in found]
+    return [island.mark(gradient, spec) for gradient, spec in zip(traced, specs, strict=True)], specs
+
+
+class SavedTensors:
+    """The tensors that autograd saves while a forward is traced, and their replacements when the backward is traced.
+
+    The order of calls is `hooks` (around the forward), `besides`, `give`, and then the backward.
+    """
+
+    def __init__(self, island: XlaIsland) -> None:
+        self._island = island
+        self._saved: list[Tensor] = []
+        self._given: list[Tensor] = []
+        self._sources: list[tuple[str, int]] = []
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Hooks that record what is saved, and that return the replacements."""
+
+        def pack(value: Tensor) -> int:
+            self._saved.append(value)
+            return len(self._saved) - 1
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda number: self._given[number])
+
+    def besides(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The residuals: the saved tensors that the forward computes, each once.
+
+        Saved inputs are not among them, since the backward program has the inputs as arguments anyway, and neither are
+        numbers in the layer's code, which are constants of both programs.
+        """
+        identity = self._island.identity
+        numbers = {identity(value): number for number, value in enumerate(inputs)}
+        found: dict[int, tuple[int, Tensor]] = {}
+        for number, value in enumerate(self._saved):
+            tensor = identity(value)
+            if tensor in numbers:
+                self._sources.append((_INPUT, numbers[tensor]))
+            elif not value.ndim and not self._island.is_traced(value):
+                self._sources.append((_NUMBER, number))
+            else:
+                # Scalars get a dim: an argument without dims could not be told from a number in the code.
+                found.setdefault(tensor, (len(found), value.detach() if value.ndim else value.detach().reshape(1)))
+                self._sources.append((_RESIDUAL, found[tensor][0]))
+        return [value for _, value in found.values()]
+
+    def give(self, inputs: Sequence[Tensor], residuals: Sequence[Tensor]) -> None:
+        """Sets the tensors that the backward gets: arguments of the backward's trace, and residuals."""
+        tables = {_INPUT: inputs, _RESIDUAL: residuals, _NUMBER: self._saved}
+        given = [tables[kind][index] for kind, index in self._sources]
+        self._given = [
+            g.reshape(saved.shape) if not saved.ndim else g for g, saved in zip(given, self._saved, strict=True)
+        ]
