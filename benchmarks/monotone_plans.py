@@ -1,8 +1,9 @@
 """Plans of random, modelled clusters: how often a planned step gets faster when a worker is taken away.
 
-    python -m benchmarks.monotone_plans [--clusters 2000] [--first 0] [--json PATH] [--quick]
+    python -m benchmarks.monotone_plans [--clusters 2000] [--first 0] [--jobs 2] [--json PATH] [--quick]
 
-Each cluster has stages of random sizes, layers, speeds, links and a memory limit. Some of its workers are lost, and the
+Each cluster has stages of random sizes, layers, speeds, links and a memory limit; in half of them backwards are in two
+parts. Some of its workers are lost, and the
 planner answers; then one more worker is lost at the same time, and it answers again ("taken away"). A newcomer joins
 what the first answer ended with ("added"). The memory limit stays. A plan with fewer workers should not be faster, and
 one with more should not be slower: the first could have been had by leaving a worker without micro-batches. "Executed"
@@ -12,10 +13,12 @@ votes and publication.
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import median
 from time import perf_counter
 
@@ -27,6 +30,7 @@ from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import Decision, plan_change
+from elaswave_spmd.scheduling.split_backward import SplitBackward
 from elaswave_spmd.scheduling.step_time import Assignment, memory_of
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.simulator.engine import execute
@@ -56,11 +60,21 @@ class Cluster:
     stages: tuple[tuple[int, ...], ...]
     fewer: tuple[tuple[int, ...], ...]
 
+    @cached_property
+    def split(self) -> SplitBackward | None:
+        """The layers whose backward is in two parts; None: there are none."""
+        return SplitBackward.of_costs(self.costs, MemoryRule(self.placement.shardings), self.memory_limit)
+
     def plan(self, stages: tuple[tuple[int, ...], ...], placement: Placement | None = None) -> Decision | None:
         """The answer if these workers are left; None if nothing fits in memory."""
         try:
             return plan_change(
-                placement or self.placement, self.costs, _STEPS, stages=stages, memory_limit=self.memory_limit
+                placement or self.placement,
+                self.costs,
+                _STEPS,
+                stages=stages,
+                memory_limit=self.memory_limit,
+                split=self.split,
             )
         except PlanError:
             return None
@@ -81,6 +95,10 @@ def cluster(seed: int) -> Cluster:
         LayerCost(f"l{i}", s / 3, s * 2 / 3, boundary_bytes=draw.choice([50, 500]) if i < 1 else 100, **sizes_of)
         for i, s in enumerate(seconds)
     )
+    more = random.Random(f"split {seed}")  # the other draws are those that they were without it
+    share = more.choice([0.0, 0.3, 0.5, 0.5]) if more.random() < 2 / 3 else 0.0
+    if share:
+        layers = tuple(replace(layer, weight_share=share, put_off_bytes=1000) for layer in layers)
     costs = CostModel(layers, bandwidth=draw.choice([1e4, 1e5, 1e6]), latency_s=draw.choice([0.0, 0.001, 0.05]))
     mesh = Mesh.initial(MeshShape.of_stages(sizes))
     if draw.random() < 0.4:
@@ -172,15 +190,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = parser(__doc__)
     words.add_argument("--clusters", type=int, default=2000)
     words.add_argument("--first", type=int, default=0)
+    words.add_argument("--jobs", type=int, default=2)
     args = words.parse_args(argv)
     number = 50 if args.quick else args.clusters
     result = Result("monotone_plans", {"clusters": number, "first": args.first, "quick": args.quick})
     found = {}
-    for seed in range(args.first, args.first + number):
-        if (figures := measure(seed)) is not None:
-            found[seed] = figures
-        if (seed + 1) % 100 == 0:
-            say(f"{seed + 1 - args.first} clusters")
+    seeds = range(args.first, args.first + number)
+    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+        for seed, figures in zip(seeds, pool.imap(measure, seeds, chunksize=4), strict=True):
+            if figures is not None:
+                found[seed] = figures
+            if (seed + 1) % 100 == 0:
+                say(f"{seed + 1 - args.first} clusters")
     gained = {seed: of.gained_by_losing for seed, of in found.items()}
     lost = {seed: of.lost_by_adding for seed, of in found.items()}
     rows: list[tuple[Cell, ...]] = []

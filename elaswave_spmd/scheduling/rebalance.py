@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise, product
 
@@ -314,8 +315,10 @@ class _Planner:
         crews = dict.fromkeys(candidates, crew)
         if stage_counts is None or stage_counts:
             least = min(self.total(found) for found in (now, *candidates.values()))
-            for theirs, found in self.regrouped(crew, stage_counts, least):
-                candidates[found.key], crews[found.key] = found, theirs
+            for theirs, found in self.regrouped(crew, stage_counts, least) + self.left_out(crew, stage_counts, least):
+                known = candidates.get(found.key)
+                if known is None or self.total(found) < self.total(known):
+                    candidates[found.key], crews[found.key] = found, theirs
         for found in sorted(candidates.values(), key=self.total)[:_MOST_TUNED]:
             candidates[found.key] = self.tuned(crews[found.key], found)
         # What runs now is no change. Its time is compared with the best of the others below.
@@ -398,6 +401,46 @@ class _Planner:
             found.sort(key=lambda each: self.total(each[1]))
             found += [(theirs, self.refined(theirs, start)) for theirs, start in found[:_MOST_REFINED]]
         return found
+
+    def left_out(
+        self, crew: _Crew, stage_counts: Collection[int] | None, total: float
+    ) -> list[tuple[_Crew, Candidate]]:
+        """On small meshes, groupings of all workers but the slowest, which is parked in its stage, or in the last.
+
+        So a plan is seldom faster when a worker is lost: what would be planned then is among these.
+
+        Args:
+            total: as for `regrouped`.
+        """
+        number = sum(map(len, crew.stages))
+        if not 2 < number <= _EXACT_WORKERS:
+            return []
+        # Of equal workers one of the largest stage: no stage is empty without it.
+        homes = [(self.costs.speed(rank), -len(members), -rank) for members in crew.stages for rank in members]
+        idle = -min(homes)[2]
+        home = next(s for s, members in enumerate(crew.stages) if idle in members)
+        some = tuple(tuple(rank for rank in members if rank != idle) for members in crew.stages)
+        if not all(some):
+            return []
+        fewer = self.crew(some)
+        found = self.regrouped(fewer, stage_counts, total) if stage_counts is None or stage_counts else []
+        with suppress(PlanError):  # fewer workers have room for less
+            found.append((fewer, self.recut(fewer, 0.0)))
+        found.sort(key=lambda each: self.total(each[1]))
+        return [self.joined(theirs, one, idle, home) for theirs, one in found[:_MOST_REFINED]]
+
+    def joined(self, crew: _Crew, found: Candidate, idle: int, home: int) -> tuple[_Crew, Candidate]:
+        """The same candidate with one worker more, which has no micro-batches."""
+        stages, order = found.assignment.stages, found.assignment.microbatch_order
+        at = min(home, len(stages) - 1)
+        theirs = self.crew(tuple((*members, idle) if s == at else members for s, members in enumerate(stages)))
+        speeds = [self.costs.speeds_of(members) for members in theirs.stages]
+        active = [np.arange(len(members)) for members in stages]
+        counts = with_parked(found.assignment.microbatch_counts, active, speeds, order)
+        estimate = theirs.estimates.to(found.assignment.layer_cuts, self.rule)
+        best = self.fastest(theirs, found.assignment.layer_cuts, estimate, [counts], None)
+        assert best is not None, "the first candidate has a time"
+        return theirs, best
 
     def recut(self, crew: _Crew, tolerance: float) -> Candidate:
         """The partition that moves the fewest bytes within a tolerance of the least bottleneck."""

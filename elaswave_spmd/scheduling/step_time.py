@@ -5,9 +5,9 @@ the seconds of each worker. On large meshes, groups of workers that share micro-
 once for each kind of group; and where that too would take long, those groups with the most to compute, or a section of
 one. `StepTime.how` says which it was.
 
-Not modelled here: messages that share a link at the same time, the optimizer update, and reduction that later work
-waits for. The bytes of the reduction are assumed to overlap with compute, so that they count only where they take
-longer (a roofline). The simulator's engine models these.
+The reduction of gradients overlaps with compute, so that its bytes count where they take longer (a roofline), and as
+far as it goes on after the last backward. Not modelled here: messages that share a link at the same time, and the
+optimizer update. The simulator's engine models these.
 """
 
 from __future__ import annotations
@@ -116,10 +116,11 @@ class StepTime:
     """The expected seconds of a step.
 
     Args:
-        seconds: the larger of pipeline_s and traffic_s.
+        seconds: the larger of pipeline_s + tail_s and traffic_s.
         pipeline_s: the time of all actions, computed as `how` says.
         bottleneck_s: the longest compute of a worker: micro-batches * seconds of its stage / speed.
         bound_s: a lower bound for every order of the actions: the bottleneck and the filling and draining around it.
+        tail_s: seconds for which the reduction goes on after the last backward.
         traffic_s: seconds for which reduction and publication occupy the busiest link.
         worker: the rank with the longest compute.
         how: EXACT, PART if not all actions were simulated, or ESTIMATE if none were.
@@ -129,6 +130,7 @@ class StepTime:
     pipeline_s: float
     bottleneck_s: float
     bound_s: float
+    tail_s: float
     traffic_s: float
     worker: int
     how: str
@@ -338,17 +340,19 @@ def step_time_below(
     slowest = int(np.argmax([of_stage.max() for of_stage in compute]))
     position = int(compute[slowest].argmax())
     bound_s = bound(forward_s, backward_s, counts, delays, assignment.limits, weights_s, assignment.put_off)
+    tail_s = reduction_tail_s(cuts, [len(members) for members in assignment.stages], assignment.put_off, costs, rule)
     traffic_s = max(_traffic_s(assignment, costs, rule, s) for s in range(assignment.num_stages))
-    if max(bound_s, traffic_s) >= seconds:
+    if max(bound_s + tail_s, traffic_s) >= seconds:
         return None
     pipeline_s, how = _simulated(assignment, costs, counts, speeds, most_actions) if most_actions else (0.0, ESTIMATE)
     if how != EXACT:
         pipeline_s = max(pipeline_s, bound_s)
     return StepTime(
-        seconds=max(pipeline_s, traffic_s),
+        seconds=max(pipeline_s + tail_s, traffic_s),
         pipeline_s=pipeline_s,
         bottleneck_s=float(compute[slowest][position]),
         bound_s=bound_s,
+        tail_s=tail_s,
         traffic_s=traffic_s,
         worker=assignment.stages[slowest][position],
         how=how,
@@ -392,12 +396,9 @@ def traffic_bytes(costs: CostModel, rule: MemoryRule, first: int, stop: int, siz
     gradient, value = (
         float(costs.prefix(name)[stop] - costs.prefix(name)[first]) for name in ("gradient_bytes", "value_bytes")
     )
-    others = (size - 1) / size
-    # Reduced gradients go to all mirrors, which of replicated state are all other workers of the stage. New parameters
-    # go to the workers that do not compute them themselves: with replicated state, to nobody.
-    mirrors = rule.mirror_count if rule.state_is_sharded else size - 1
-    published = value * others if rule.state_is_sharded else 0.0
-    return nodes * gradient * others + mirrors * gradient / size + published
+    # New parameters go to the workers that do not compute them themselves: with replicated state, to nobody.
+    published = value * (size - 1) / size if rule.state_is_sharded else 0.0
+    return _reduced_bytes(gradient, rule, size, nodes) + published
 
 
 def _traffic_s(assignment: Assignment, costs: CostModel, rule: MemoryRule, stage: int) -> float:
@@ -408,6 +409,45 @@ def _traffic_s(assignment: Assignment, costs: CostModel, rule: MemoryRule, stage
         nodes = int(count_tree_nodes(stops - counts, stops, assignment.num_microbatches).max())
     first, stop = assignment.layer_cuts[stage : stage + 2]
     return traffic_bytes(costs, rule, first, stop, len(counts), nodes) / costs.bandwidth
+
+
+def reduction_tail_s(
+    cuts: Sequence[int], sizes: Sequence[int], put_off: Sequence[int], costs: CostModel, rule: MemoryRule
+) -> float:
+    """Seconds for which gradients are reduced after the last backward of a step.
+
+    The gradients of a layer leave when its last backward ends: those of the stage's first layer come last, when those
+    of the others may still be on the link. Then the sums are at mirrors and votes at all workers a message later each.
+    Later stages end earlier, by the time that the last gradient takes back to the first.
+
+    Args:
+        cuts: stage s runs layers [cuts[s], cuts[s + 1]).
+        sizes: workers of each stage.
+        put_off: `Assignment.put_off`.
+    """
+    if sum(sizes) == 1:
+        return 0.0
+    found = back_s = 0.0
+    for stage, (size, (first, stop)) in enumerate(zip(sizes, pairwise(cuts), strict=True)):
+        layers, splits = costs.layers[first:stop], bool(put_off and put_off[stage])
+        last_s = [layer.weights_s if splits else layer.backward_s for layer in layers]
+        ends_s = link_s = -sum(last_s)
+        for layer, seconds in zip(reversed(layers), reversed(last_s), strict=True):
+            ends_s += seconds
+            link_s = max(link_s, ends_s) + _reduced_bytes(layer.gradient_bytes, rule, size) / costs.bandwidth
+        messages = 3 if size > 1 else 1  # a part of the sum, the sum, a vote
+        found = max(found, link_s + messages * costs.latency_s - back_s)
+        back_s += sum(layer.backward_s - (layer.weights_s if splits else 0.0) for layer in layers)
+    return found
+
+
+def _reduced_bytes(gradient_bytes: float, rule: MemoryRule, size: int, nodes: int = 1) -> float:
+    """The bytes that a worker sends while a stage's gradients are summed: its tree nodes, and its sums to mirrors.
+
+    Reduced gradients go to all mirrors, which of replicated state are all other workers of the stage.
+    """
+    mirrors = rule.mirror_count if rule.state_is_sharded else size - 1
+    return (nodes * (size - 1) + mirrors) * gradient_bytes / size
 
 
 def _simulated(

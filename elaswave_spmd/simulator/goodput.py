@@ -20,11 +20,15 @@ from typing import Protocol
 
 import numpy as np
 
-from elaswave_spmd.scheduling.cost_model import CostModel
+from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.partition import StageWorkers, partition
 from elaswave_spmd.scheduling.pipeline import in_flight_limits, weight_limits
-from elaswave_spmd.scheduling.step_time import bound, stage_seconds
+from elaswave_spmd.scheduling.step_time import bound, reduction_tail_s, stage_seconds
+from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.simulator.failures import Fleet, Outage
+
+_RULE = MemoryRule(Shardings().with_zero(1))
+"""State is sharded, as in `shapes.healthy`: it decides what the reduction of gradients sends."""
 
 Missing = tuple[int, ...]
 """The number of missing workers of each stage."""
@@ -125,11 +129,14 @@ class Scale:
         speeds = [np.where(of > self.fleet.microbatches, highest, 1.0) for of in counts]
         forward_s = [f / v for f, v in zip(forward, speeds, strict=True)]
         backward_s = [b / v for b, v in zip(backward, speeds, strict=True)]
+        sizes = [self.fleet.replicas] * self.fleet.stages
         if not (splits and weights.any()):
-            return bound(forward_s, backward_s, counts, delays, limits)
+            tail_s = reduction_tail_s(cuts, sizes, (), self._costs, _RULE)
+            return bound(forward_s, backward_s, counts, delays, limits) + tail_s
         put_off = [most if late else 0 for most, late in zip(weight_limits(limits), weights, strict=True)]
         weights_s = [late * (most > 0) / v for late, most, v in zip(weights, put_off, speeds, strict=True)]
-        return bound(forward_s, backward_s, counts, delays, limits, weights_s, put_off)
+        tail_s = reduction_tail_s(cuts, sizes, put_off, self._costs, _RULE)
+        return bound(forward_s, backward_s, counts, delays, limits, weights_s, put_off) + tail_s
 
     def rerouted_s(self, missing: Missing) -> float:
         """Seconds of a step with rerouted micro-batches, on the layers as they were.

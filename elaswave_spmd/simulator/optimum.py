@@ -19,7 +19,7 @@ import numpy as np
 from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRule
 from elaswave_spmd.scheduling.microbatch_assignment import candidate_assignments, least_load
 from elaswave_spmd.scheduling.placement import CONTIGUOUS
-from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
+from elaswave_spmd.scheduling.split_backward import SplitBackward, best_limits, executed
 from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
 
 Counts = tuple[int, ...]
@@ -221,6 +221,8 @@ class _Search:
         for candidate in candidate_assignments(self.num_microbatches, speeds, microbatch_order=self.microbatch_order):
             assignment = executed(Assignment(members, cuts, candidate.counts, self.microbatch_order), self.split)
             fits = max(memory_of(assignment, self.costs, self.rule)) <= self.memory_limit
-            seconds = step_time(assignment, self.costs, self.rule).seconds if fits else math.inf
-            found.append((seconds, assignment))
+            time = step_time(assignment, self.costs, self.rule)
+            if fits and self.split is not None:
+                assignment, time = best_limits(assignment, time, self.split, self.costs, self.rule)
+            found.append((time.seconds if fits else math.inf, assignment))
         return min(found, key=lambda pair: pair[0])

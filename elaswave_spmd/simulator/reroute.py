@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from elaswave_spmd.scheduling.cost_model import CostModel
-from elaswave_spmd.scheduling.step_time import Assignment, traffic_bytes
+from elaswave_spmd.scheduling.step_time import Assignment, reduction_tail_s, traffic_bytes
 from elaswave_spmd.simulator.engine import FREE, execute
 from elaswave_spmd.simulator.policies import Case, Outcome
 from elaswave_spmd.simulator.work import Work, owners_of
@@ -44,7 +44,9 @@ class Reroute:
         work = rerouted(case.healthy, case.after, lost)
         if work is None:
             return Outcome(self.name, math.inf, 0, recovery_s, "a stage has lost all its workers")
-        orders = [execute(work, case.after, wires=FREE).step_s]
+        sizes = [len(members) for members in work.stages]
+        tail_s = reduction_tail_s(work.layer_cuts, sizes, (), case.after, replace(case.rule, mirror_count=0))
+        orders = [execute(work, case.after, wires=FREE).step_s + tail_s]  # no optimizer is staggered here
         if self.split:
             halves = replace(work, limits=_room(case, work), weight_share=0.5)
             orders.append(execute(halves, case.after, wires=FREE, steps=2, by_stage=True).step_s)

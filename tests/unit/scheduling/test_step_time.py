@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, LayerCost, MemoryRule
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
 from elaswave_spmd.scheduling.pipeline import PipelineAction, Schedule, check
 from elaswave_spmd.scheduling.step_time import (
@@ -21,6 +21,7 @@ from elaswave_spmd.scheduling.step_time import (
     action_classes,
     executed_lists,
     memory_of,
+    reduction_tail_s,
     step_time,
     timed_graph,
 )
@@ -94,7 +95,8 @@ def test_parts_stand_for_all_and_nothing_is_below_the_bound(case):
     found = step_time(assignment, costs)
     assert found.how == EXACT and found.pipeline_s == pytest.approx(whole)
     assert found.bottleneck_s <= found.bound_s * (1 + 1e-9) and found.bound_s <= whole * (1 + 1e-9)
-    assert found.seconds == found.pipeline_s, "nothing is reduced where gradients have no bytes"
+    assert found.seconds == found.pipeline_s + found.tail_s
+    assert found.tail_s <= 3 * costs.latency_s + 1e-9, "only messages wait where gradients have no bytes"
     loads = {
         rank: count * microbatch_s(costs, assignment.layer_cuts[s], assignment.layer_cuts[s + 1], rank)
         for s, members in enumerate(assignment.stages)
@@ -103,7 +105,8 @@ def test_parts_stand_for_all_and_nothing_is_below_the_bound(case):
     assert found.bottleneck_s == pytest.approx(max(loads.values()))
     assert loads[found.worker] == pytest.approx(found.bottleneck_s)
     estimate = step_time(assignment, costs, most_actions=0)
-    assert estimate.how == "lower bound" and estimate.seconds == estimate.bound_s == found.bound_s
+    assert estimate.how == "lower bound" and estimate.seconds == estimate.bound_s + found.tail_s
+    assert estimate.bound_s == found.bound_s
     work = graph.work(seconds).sum(axis=1)
     assert work.tolist() == pytest.approx([loads[rank] for rank in graph.ranks])
 
@@ -130,7 +133,8 @@ def test_waiting_for_the_first_microbatch_counts_where_links_are_slow():
     """Both forwards are done long before the first micro-batch is back; then there are two backwards to do."""
     layers = (LayerCost("a", 1, 2), LayerCost("b", 0.1, 0.2))
     found = step_time(Assignment(((0,), (1,)), (0, 1, 2), ((2,), (2,))), CostModel(layers, 1.0, latency_s=10.0))
-    assert (found.seconds, found.bound_s) == pytest.approx((25.3, 25.3))  # 1 + 10 + 0.3 + 10, and two backwards
+    assert (found.pipeline_s, found.bound_s) == pytest.approx((25.3, 25.3))  # 1 + 10 + 0.3 + 10, and two backwards
+    assert found.seconds == found.pipeline_s + 10, "and a vote"
 
 
 def test_the_slowest_part_counts():
@@ -186,7 +190,7 @@ def test_reduction_counts_where_it_takes_longer():
     plain = step_time(
         assignment, costs
     )  # ZeRO-0: a partial sum of 100 B, half of which is the other's; half a reduced gradient
-    assert plain.pipeline_s == 12 and plain.traffic_s == pytest.approx((100 / 2 + 100 / 2) / 10) and plain.seconds == 12
+    assert plain.pipeline_s == 12 and plain.traffic_s == pytest.approx((100 / 2 + 100 / 2) / 10) and plain.seconds == 22
     sharded = step_time(assignment, costs, rule_of(1, 1))
     assert sharded.traffic_s == pytest.approx((100 / 2 + 100 / 2 + 60 / 2) / 10)
     leaves = Assignment(((0, 1),), (0, 1), ((4, 4),), "time-major")
@@ -195,6 +199,22 @@ def test_reduction_counts_where_it_takes_longer():
     assert "links" in str(found) and "worker 0" in str(found)
     alone = step_time(Assignment(((0,),), (0, 1), ((8,),)), costs, rule_of(1, 0))
     assert alone.traffic_s == 0
+
+
+def test_the_reduction_of_the_first_layer_ends_after_the_last_backward():
+    """Two workers, 100 B of gradients a layer at 10 B/s: half of it as a partial sum, half of the sum to a mirror."""
+    layers = tuple(LayerCost(name, 1, seconds, gradient_bytes=100) for name, seconds in (("a", 2), ("b", 3), ("c", 4)))
+    costs = CostModel(layers, 10.0, latency_s=0.5)
+
+    def tail_s(cuts: tuple[int, ...], sizes: tuple[int, ...], put_off: tuple[int, ...] = ()) -> float:
+        return reduction_tail_s(cuts, sizes, put_off, costs, REPLICATED)
+
+    # c's 10 s on the link begin 5 s before the end; b's and a's follow. Then three messages.
+    assert tail_s((0, 3), (2,)) == pytest.approx(-5 + 30 + 1.5)
+    assert tail_s((0, 1), (2,)) == pytest.approx(10 + 1.5) and tail_s((0, 3), (1,)) == 0
+    # The last stage ends 5 s earlier, by what the others still take for the last gradient.
+    assert tail_s((0, 2, 3), (2, 2)) == pytest.approx(max(-2 + 20, -5 + 10) + 1.5)
+    assert tail_s((0, 2, 3), (1, 2)) == pytest.approx(-5 + 10 + 1.5)
 
 
 def test_memory_of_an_assignment_is_that_of_the_fullest_worker():
