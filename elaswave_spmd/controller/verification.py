@@ -54,6 +54,9 @@ class Verifier:
         self._layer_names = [layer.name for layer in protocol.layout.layers]
         self._questions: dict[tuple[int, int], _Question] = {}  # (stage, micro-batch) ->
         self._checked = CheckedSteps(draw, protocol)
+        self._decided = protocol.version
+        """The last step that is committed on the present mesh. The protocol's version may be one ahead: a worker that
+        was lost had all votes for the step which the others compute again, and its report comes late."""
 
     @property
     def trusted(self) -> int | None:
@@ -65,11 +68,14 @@ class Verifier:
     def begun(self, begun: EpochBegun) -> None:
         """A mesh epoch begins: what was open is open no more."""
         self._questions.clear()
+        self._decided = begun.version
         self._verdicts.begun(begun)
         self._checked.begun(begun)
 
     def committed(self, applied: m.Applied) -> None:
         """A step is committed: all of its checks have agreed."""
+        if applied.epoch == self._protocol.placement.mesh.epoch:
+            self._decided = applied.step
         if (placement := self._checked.placement_of(applied)) is None:
             return
         for stage in range(placement.num_stages):
@@ -110,7 +116,7 @@ class Verifier:
         stage = placement.mesh.stage_of(message.rank)
         pair = Pair(stage, message.microbatch, message.owner, message.rank)
         layers = [layer for layer, *_ in message.checked]
-        if message.step <= self._protocol.version or layers != [*placement.layers_of_stage(stage)]:
+        if message.step <= self._decided or layers != [*placement.layers_of_stage(stage)]:
             return None
         return pair if pair in self._draw.pairs(message.step, stage, placement) else None
 

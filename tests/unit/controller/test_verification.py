@@ -170,6 +170,18 @@ def test_of_a_committed_step_nothing_is_asked() -> None:
     assert run.differ(1, pair) == []
 
 
+def test_a_step_that_only_a_lost_worker_has_committed_is_checked_on_the_new_mesh() -> None:
+    """It had all votes; the others lacked its own, and compute the step again, where one of them may be wrong."""
+    run = Checked(4)
+    run.protocol.lost(3, "no heartbeat")
+    run.epoch_begins(0)
+    late = m.Applied(1, 0, 3, 1.0, 1.0, True)
+    run.protocol.applied(late)
+    run.verifier.committed(late)
+    assert run.protocol.version == 1
+    assert asked(run.differ(1, run.pair(1))), "else its checker would wait for ever"
+
+
 def test_a_mesh_epoch_closes_all_questions_and_the_same_difference_opens_one_anew() -> None:
     run = Checked(4)
     pair = run.pair(1)
