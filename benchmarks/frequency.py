@@ -1,44 +1,51 @@
 """Frequency hints: their effect on bubbles and on modelled energy, and their distance from the optimum.
 
-    python -m benchmarks.frequency [--lowest 0.5] [--highest 1.0] [--json PATH] [--quick]
+    python -m benchmarks.frequency [--lowest 0.5] [--highest 1.0] [--change-ms 5] [--json PATH] [--quick]
 
-No training is run: all figures are modelled (scheduling.frequency: an action of t seconds takes t / f; a device draws
+No training is run: all figures are modelled (scheduling.dvfs: an action of t seconds takes t / f; a device draws
 0.3 + 0.7 f^3 while it computes and 0.3 while it waits, as parts of its power at the normal frequency). Each case is
-planned as in a run: micro-batches and layers first, for the workers that are left and their speeds, then frequencies.
-"by class" are the hints of the plan, four for each worker; "by worker" is what a run sets, one for each. "lowtime" is
-the frontier of lowtime (Perseus; Chung et al., SOSP 2024) with a frequency for each single action, at the same
-makespan: the optimum, but for its grid of time. It is left out for steps of more than 256 actions, since it takes
-minutes, and where lowtime is not installed (the extra `dvfs`).
+planned as in a run, with backwards in two parts: micro-batches and layers first, for the workers that are left and
+their speeds, then limits, then frequencies, at an unchanged makespan. "each action" is our optimum with a frequency for
+every action, "8 changes" what a device that changes eight times a step can have of it, once if a change takes no time,
+and once if it takes so many milliseconds; "one each" is one frequency for each worker. "executed" is the step with 8
+changes in virtual time (simulator.engine), over the step before.
+
+"lowtime" is the frontier of lowtime (Perseus; Chung et al., SOSP 2024) on the same graph at the same makespan, with a
+frequency for each action on a grid of time. It is left out for steps of more than 256 actions, since it takes minutes,
+and where lowtime is not installed (the extra `dvfs`); there the saving of each action stands in for it.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from benchmarks.harness import Result, parser
-from elaswave_spmd.controller.dvfs import modelled_energy, worker_frequencies
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery.reconfiguration import next_stages
-from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
-from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, PowerModel
+from elaswave_spmd.scheduling.action_graph import ActionGraph
+from elaswave_spmd.scheduling.cost_model import REPLICATED, WEIGHT_SHARE, CostModel, LayerCost
+from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, Hint, PowerModel, plan_paces
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
 from elaswave_spmd.scheduling.partition import balance_layers
-from elaswave_spmd.scheduling.pipeline import FORWARD, Schedule
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.rebalance import frequency_hints, plan_change
-from elaswave_spmd.scheduling.step_time import ActionGraph, Assignment, executed_lists, timed_graph
+from elaswave_spmd.scheduling.rebalance import plan_change
+from elaswave_spmd.scheduling.split_backward import SplitBackward
+from elaswave_spmd.scheduling.step_time import Assignment, timed_graph
 from elaswave_spmd.sharding import Shardings
+from elaswave_spmd.simulator.engine import FREE, execute
+from elaswave_spmd.simulator.work import Work
 
 _POWER = PowerModel()
 _GRID_S = 0.0025  # of lowtime's time; all actions are multiples of it
-_SCALE = 1e6  # of energies in lowtime: its solver takes differences below 1e-6 for none
+_SCALE = 1e4  # of energies in lowtime: its solver takes differences below 1e-6 for none, and large ones end it early
 _MOST_ACTIONS = 256
 _STEPS = 1_000_000  # enough that any move of layers pays
 
@@ -68,7 +75,8 @@ CASES = (
 def costs_of(num_layers: int) -> CostModel:
     """Layers of 10 ms forward and 20 ms backward; the embedding is half of one, the head one and a half."""
     sizes = [0.5, *[1.0] * (num_layers - 2), 1.5]
-    return CostModel(tuple(LayerCost(f"l{i}", 0.010 * s, 0.020 * s) for i, s in enumerate(sizes)), 1e12)
+    layers = (LayerCost(f"l{i}", 0.010 * s, 0.020 * s, weight_share=WEIGHT_SHARE) for i, s in enumerate(sizes))
+    return CostModel(tuple(layers), 1e12)
 
 
 def planned(case: Case, costs: CostModel, microbatches: int) -> tuple[Assignment, CostModel]:
@@ -80,19 +88,15 @@ def planned(case: Case, costs: CostModel, microbatches: int) -> tuple[Assignment
     placement = Placement(mesh, case.dp * microbatches, cuts, counts, Shardings().with_zero(1))
     now = costs.with_speeds(dict(case.slow))
     stages = next_stages(mesh.stages, dict.fromkeys(case.lost, "fail"), (), case.pp) if case.lost else None
-    decision = plan_change(placement, now, _STEPS, stages=stages, stage_counts=())
+    split = SplitBackward.of_costs(now, REPLICATED)
+    decision = plan_change(placement, now, _STEPS, stages=stages, stage_counts=(), split=split)
     return decision.last.assignment, now
 
 
-def idle(graph: ActionGraph, work: np.ndarray, frequencies: np.ndarray, makespan: float) -> float:
-    """The share of all workers' time in which nothing is computed."""
-    return 1.0 - float((work / frequencies).sum()) / (len(graph.ranks) * makespan)
-
-
-def lowtime_energy(assignment: Assignment, costs: CostModel, limits: FrequencyRange, makespan: float) -> float | None:
-    """The energy of lowtime's frontier at a makespan, with a frequency per action; None if lowtime is not installed."""
-    actions = 2 * assignment.num_stages * assignment.num_microbatches
-    if importlib.util.find_spec("lowtime") is None or actions > _MOST_ACTIONS:
+def lowtime_energy(graph: ActionGraph, limits: FrequencyRange, makespan: float) -> float | None:
+    """The energy of lowtime's frontier at a makespan, with a frequency per action; None if it does not reach it, or
+    is not installed."""
+    if importlib.util.find_spec("lowtime") is None or len(graph.order) > _MOST_ACTIONS:
         return None
     networkx = importlib.import_module("networkx")
     operation: Any = importlib.import_module("lowtime.operation")
@@ -116,119 +120,134 @@ def lowtime_energy(assignment: Assignment, costs: CostModel, limits: FrequencyRa
         candidates = operation.CandidateExecutionOptions(options=options)
         return operation.OperationSpec(options=candidates, cost_model=curve)
 
-    numbers, dag = _dag(executed_lists(assignment, costs), networkx)
-    graph, seconds, _ = timed_graph(assignment, costs)
-    row_of = {rank: row for row, rank in enumerate(graph.ranks)}
+    dag = _dag(graph, networkx)
     specs: dict[float, Any] = {}
-    for (rank, action), node in numbers.items():
-        of = float(seconds[row_of[rank], 0 if action.kind == FORWARD else 2])
-        specs.setdefault(of, spec(of))
-        dag.add_node(node, op=operation.Operation(specs[of]))
+    for action, seconds in enumerate(graph.seconds.tolist()):
+        specs.setdefault(seconds, spec(seconds))
+        dag.add_node(action + 2, op=operation.Operation(specs[seconds]))
     for node in (dag.graph["source_node"], dag.graph["sink_node"]):
         dag.add_node(node, op=operation.DummyOperation())
-    best = float("nan")
     for found in solver.PhillipsDessouky(dag).run():
-        best = found.cost
         if found.quant_time <= makespan / _GRID_S + 1e-6:
-            break
-    return best / _SCALE + _POWER.static * makespan * len(graph.ranks)
+            return found.cost / _SCALE + _POWER.static * makespan * len(graph.ranks)
+    return None  # it ended before it reached the makespan, which its rounding can do
 
 
-def _dag(lists: Schedule, networkx: Any) -> tuple[dict[Any, int], Any]:
-    """(rank, action) -> graph node, and the graph of which action waits for which, with one source and one sink."""
-    numbers = {
-        (rank, action): i + 2 for i, (rank, action) in enumerate((r, a) for r, todo in lists.items() for a in todo)
-    }
-    at = {(a.stage, a.kind, a.microbatch): node for (_, a), node in numbers.items()}
+def _dag(graph: ActionGraph, networkx: Any) -> Any:
+    """The graph of which action waits for which, from node 2 on, with one source (0) and one sink (1)."""
     dag = networkx.DiGraph(source_node=0, sink_node=1)
-    for rank, todo in lists.items():
-        before = 0
-        for action in todo:
-            node = numbers[rank, action]
-            dag.add_edge(before, node)
-            stage = action.stage - 1 if action.kind == FORWARD else action.stage + 1
-            if (needed := at.get((stage, action.kind, action.microbatch))) is not None:
-                dag.add_edge(needed, node)
-            before = node
-        dag.add_edge(before, 1)
-    return numbers, dag
+    for action, (before, other) in enumerate(zip(graph.before, graph.waits, strict=True)):
+        dag.add_edge(before + 2 if before >= 0 else 0, action + 2)
+        if other >= 0:
+            dag.add_edge(other + 2, action + 2)
+    for todo in graph.lists:
+        dag.add_edge(todo[-1] + 2, 1)
+    return dag
+
+
+def executed_s(
+    assignment: Assignment, costs: CostModel, graph: ActionGraph, plan: FrequencyPlan, change_s: float
+) -> float:
+    """Seconds of a step with these paces, in virtual time."""
+    stage_of = {rank: s for s, members in enumerate(assignment.stages) for rank in members}
+    hints = [
+        Hint(stage_of[rank], (rank,), pace, tuple(graph.order[action] for action in todo))
+        for rank, pace, todo in zip(graph.ranks, plan.paces, graph.lists, strict=True)
+    ]
+    order = assignment.microbatch_order
+    work = Work.from_assignment(assignment)
+    return execute(work, costs, wires=FREE, microbatch_order=order, hints=hints, change_s=change_s).step_s
 
 
 def measure(case: Case, microbatches: int, num_layers: int, limits: FrequencyRange) -> dict[str, Any]:
-    """The figures of one case."""
+    """The figures of one case.
+
+    Args:
+        limits: with the seconds of a change.
+    """
     assignment, costs = planned(case, costs_of(num_layers), microbatches)
-    began = perf_counter()
-    plan, _ = frequency_hints(assignment, costs, limits, _POWER)
-    seconds = perf_counter() - began
-    _, wanted = worker_frequencies(assignment, costs, limits, _POWER)
-    graph, microbatch_seconds, delays = timed_graph(assignment, costs)
-    of = np.array([wanted[rank] for rank in graph.ranks])[:, None]
-    by_worker_s = graph.makespan(microbatch_seconds / of, delays)
-    work = graph.work(microbatch_seconds)
-    energies = {
-        "before": plan.energy_before,
-        "by class": plan.energy,
-        "by worker": modelled_energy(assignment, costs, wanted, by_worker_s),
-        "lowtime": lowtime_energy(assignment, costs, limits, plan.makespan_s),
+    graph = timed_graph(assignment, costs)
+    free = replace(limits, change_s=0.0)
+    ways = {
+        "each action": replace(free, most_changes=len(graph.order)),
+        "8 changes": replace(free, most_changes=8),
+        "8 changes that take time": replace(limits, most_changes=8),
+        "one each": replace(free, most_changes=0),
     }
+    plans = {name: plan_paces(graph, way, power=_POWER) for name, way in ways.items()}
+    began = perf_counter()
+    plan_paces(graph, ways["8 changes that take time"], power=_POWER)
+    seconds = perf_counter() - began
+    energies = {name: plan.energy for name, plan in plans.items()}
+    before = plans["one each"]
     return {
         "case": case.name,
         "workers": len(graph.ranks),
         "microbatches": microbatches,
         "layers": num_layers,
+        "actions": len(graph.order),
         "plan_s": seconds,
-        "makespan_before_s": plan.makespan_before_s,
-        "makespan_by_class_s": plan.makespan_s,
-        "makespan_by_worker_s": by_worker_s,
-        "idle_before": idle(graph, work, np.ones_like(of), plan.makespan_before_s),
-        "idle_by_class": idle(graph, work, _table(plan), plan.makespan_s),
-        "idle_by_worker": idle(graph, work, of, by_worker_s),
-        "modelled_energy": energies,
+        "makespan_before_s": before.makespan_before_s,
+        "makespan_s": {name: plan.makespan_s for name, plan in plans.items()},
+        "executed_s": executed_s(assignment, costs, graph, plans["8 changes that take time"], limits.change_s),
+        "idle_before": 1.0 - float(graph.work().sum()) / (len(graph.ranks) * before.makespan_before_s),
+        "changes": max(pace.changes for pace in plans["8 changes"].paces),
+        "modelled_energy": {
+            "before": before.energy_before,
+            **energies,
+            "lowtime": lowtime_energy(graph, limits, before.makespan_before_s),
+        },
     }
 
 
-def _table(plan: FrequencyPlan) -> np.ndarray:
-    return np.array(plan.frequencies)
+WAYS = ("one each", "8 changes that take time", "8 changes", "each action", "lowtime")
+
+
+def saved(found: Mapping[str, Any], name: str) -> float | None:
+    """The part of the modelled energy that is saved; None: not computed."""
+    energies = found["modelled_energy"]
+    return None if energies[name] is None else 1 - energies[name] / energies["before"]
 
 
 def row_of(found: Mapping[str, Any]) -> list[str]:
     """One line of the table."""
-    energies = found["modelled_energy"]
-    before = energies["before"]
-
-    def saved(name: str) -> str:
-        return "-" if energies[name] is None else f"{100 * (1 - energies[name] / before):.1f} %"
-
-    def absorbed(name: str) -> str:
-        return f"{100 * (1 - found[name] / found['idle_before']):.0f} %"
-
+    parts = [saved(found, name) for name in WAYS]
     return [
         found["case"],
         f"{found['microbatches']}",
         f"{1e3 * found['makespan_before_s']:.0f}",
-        f"{found['makespan_by_class_s'] / found['makespan_before_s']:.4f}",
-        f"{found['makespan_by_worker_s'] / found['makespan_before_s']:.4f}",
+        f"{found['executed_s'] / found['makespan_before_s']:.4f}",
         f"{100 * found['idle_before']:.1f} %",
-        absorbed("idle_by_class"),
-        absorbed("idle_by_worker"),
-        saved("by class"),
-        saved("by worker"),
-        saved("lowtime"),
+        *("-" if part is None else f"{100 * part:.1f} %" for part in parts),
         f"{1e3 * found['plan_s']:.0f}",
     ]
+
+
+def frontier(found: Mapping[str, Any]) -> float:
+    """The saving that others are compared with: lowtime's, or else ours with a frequency for each action."""
+    of_lowtime = saved(found, "lowtime")
+    return of_lowtime if of_lowtime is not None else saved(found, "each action") or 0.0
+
+
+def means(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The line of geometric means of the savings over the frontier's; a saving of nothing makes it 0."""
+    found = []
+    for name in WAYS[:-1]:
+        ratios = [max(0.0, saved(case, name) or 0.0) / frontier(case) for case in cases]
+        found.append(f"{100 * math.exp(sum(map(math.log, ratios)) / len(ratios)) if all(ratios) else 0:.0f} %")
+    return ["geometric mean over the frontier", *[""] * 4, *found, "", ""]
 
 
 COLUMNS = (
     "case",
     "micro-batches per worker",
     "modelled step, ms",
-    "with hints by class, ratio",
-    "by worker, ratio",
+    "executed, ratio",
     "idle before",
-    "idle absorbed, by class",
-    "by worker",
-    "modelled energy saved, by class",
-    "by worker",
+    "modelled energy saved, one frequency each",
+    "8 changes of {change:g} ms",
+    "8 changes",
+    "each action",
     "lowtime (each action)",
     "planning, ms",
 )
@@ -239,16 +258,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--lowest", type=float, default=0.5, help="of the normal frequency")
     arguments.add_argument("--highest", type=float, default=1.0)
+    arguments.add_argument("--change-ms", type=float, default=5.0, help="that a change of frequency takes")
     args = arguments.parse_args(argv)
-    limits = FrequencyRange(args.lowest, args.highest)
+    limits = FrequencyRange(args.lowest, args.highest, change_s=args.change_ms / 1e3)
     cases, sizes = (CASES[:2], (4,)) if args.quick else (CASES, (4, 16))
-    result = Result(
-        "frequency", {"lowest": args.lowest, "highest": args.highest, "grid_ms": 1e3 * _GRID_S, "quick": args.quick}
-    )
+    settings = {"lowest": args.lowest, "highest": args.highest, "change_ms": args.change_ms, "grid_ms": 1e3 * _GRID_S}
+    result = Result("frequency", {**settings, "quick": args.quick})
     found = [measure(case, microbatches, 4 * case.pp + 2, limits) for case in cases for microbatches in sizes]
     result.data["cases"] = found
     title = f"Frequency hints from {args.lowest:g} to {args.highest:g}, all figures modelled"
-    result.table(title, COLUMNS, [row_of(of_case) for of_case in found])
+    columns = [column.format(change=args.change_ms) for column in COLUMNS]
+    result.table(title, columns, [*(row_of(of_case) for of_case in found), means(found)])
     result.finish(args.json)
     return 0
 

@@ -12,7 +12,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -22,11 +22,11 @@ from elaswave_spmd.conf.schema import ScheduleSettings
 from elaswave_spmd.controller.events import Action, Record
 from elaswave_spmd.runtime.devices.dvfs import Answer, DeviceRange, GuardedFrequencies
 from elaswave_spmd.scheduling.cost_model import CostModel
-from elaswave_spmd.scheduling.dvfs import MOST_ROWS, FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
+from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, PowerModel
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import frequency_hints
 from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
-from elaswave_spmd.scheduling.step_time import Assignment, stage_seconds, timed_graph
+from elaswave_spmd.scheduling.step_time import Assignment, stage_seconds
 
 Pids: TypeAlias = Mapping[int, int | None]
 """Rank -> process id of a worker; None, or missing: it runs on another machine."""
@@ -34,7 +34,6 @@ Pids: TypeAlias = Mapping[int, int | None]
 _POWER = PowerModel()
 _GRAIN = 0.01  # frequencies are multiples of it, rounded up
 _LEAST_CHANGE = 0.02  # hints that differ by less from what is set are left alone
-_EXACT_ACTIONS = 2048
 _UNDER_WAY = 2  # steps after the last one that is known to be committed which a worker may have begun
 
 
@@ -263,19 +262,10 @@ def worker_frequencies(
 ) -> tuple[FrequencyPlan, dict[int, float]]:
     """Choose one frequency for each worker, with which a step takes no longer than the plan's makespan.
 
-    On small meshes by the order of their actions; beyond, the largest of a worker's hints by class of actions.
-
     Returns: the plan, and rank -> frequency, rounded up.
     """
-    num_workers = sum(map(len, assignment.stages))
-    if num_workers > MOST_ROWS or 2 * assignment.num_stages * assignment.num_microbatches > _EXACT_ACTIONS:
-        plan, hints = frequency_hints(assignment, costs, limits, power)
-        found = {rank: max(hint.frequencies) for hint in hints for rank in hint.ranks}
-    else:
-        graph, seconds, delays = timed_graph(assignment, costs)
-        work = graph.work(seconds).sum(axis=1, keepdims=True)
-        plan = plan_frequencies(work, limits, makespan=lambda f: graph.makespan(seconds / f, delays), power=power)
-        found = {rank: f for rank, (f,) in zip(graph.ranks, plan.frequencies, strict=True)}
+    plan, hints = frequency_hints(assignment, costs, replace(limits, most_changes=0), power)
+    found = {rank: max(hint.pace.frequencies) for hint in hints for rank in hint.ranks}
     return plan, {rank: _rounded(f, limits.highest) for rank, f in found.items()}
 
 
@@ -311,7 +301,7 @@ def modelled_energy(
     stage = np.repeat(np.arange(assignment.num_stages), [len(members) for members in assignment.stages])
     work = microbatches * (forward + backward)[stage] / costs.speeds_of(ranks)
     by_worker = np.array([frequencies.get(rank, 1.0) for rank in ranks])
-    return power.energy(work[:, None], np.ones(len(ranks)), by_worker[:, None], seconds)
+    return power.energy(work, by_worker, len(ranks), seconds)
 
 
 def _of_devices(order: _Order, rank: int, answer: Answer) -> float:

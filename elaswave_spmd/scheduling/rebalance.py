@@ -18,7 +18,14 @@ import numpy as np
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
-from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
+from elaswave_spmd.scheduling.dvfs import (
+    FrequencyPlan,
+    FrequencyRange,
+    Hint,
+    PowerModel,
+    plan_frequencies,
+    plan_paces,
+)
 from elaswave_spmd.scheduling.microbatch_assignment import (
     Counts,
     MicrobatchAssignment,
@@ -42,7 +49,6 @@ from elaswave_spmd.scheduling.stage_search import (
 )
 from elaswave_spmd.scheduling.state_moves import Move, StateMoves, layout_of_costs
 from elaswave_spmd.scheduling.step_time import (
-    CLASSES,
     EXACT,
     Assignment,
     MemoryTables,
@@ -64,7 +70,8 @@ TOLERANCES = (0.0, 0.01, 0.02, 0.05, 0.1)
 this part."""
 
 _EXACT_ACTIONS, _EXACT_WORKERS = 1024, 32
-"""Up to this size frequencies are chosen by the order of actions; beyond it by class of workers, on the lower bound."""
+"""Up to this size paces are chosen by the order of actions; beyond it one frequency by class of workers, on the lower
+bound."""
 
 _MOST_SHIFTS = 16
 
@@ -76,20 +83,6 @@ _MOST_REFINED = 4  # of the groupings that were timed
 _SETTLED_ACTIONS, _MOST_SETTLED = 65_536, 12  # a plan is decided on by steps of so many actions, of so many candidates
 _MOST_TUNED = 6  # of the best candidates, workers are parked, and limits varied, to see whether that is faster
 _MOST_CHOICES, _MOST_SIMULATED, _PARKED_ACTIONS = 4096, 48, 32_768  # that are looked at and simulated for each of these
-
-
-@dataclass(frozen=True)
-class Hint:
-    """The relative frequencies of workers with equal work, one for each of step_time.CLASSES."""
-
-    stage: int
-    ranks: tuple[int, ...]
-    frequencies: tuple[float, ...]
-
-    def __str__(self) -> str:
-        shown = ", ".join(f"{name} {f:.3g}" for name, f in zip(CLASSES, self.frequencies, strict=True))
-        who = f"worker {self.ranks[0]}" if len(self.ranks) == 1 else f"{len(self.ranks):,} workers"
-        return f"stage {self.stage}, {who}: {shown}"
 
 
 @dataclass(frozen=True)
@@ -625,14 +618,14 @@ def frequency_hints(
     """The frequencies of all workers: by the order of actions on small meshes, by class of workers on large ones."""
     num_workers = sum(map(len, assignment.stages))
     if num_workers <= _EXACT_WORKERS and 2 * assignment.num_stages * assignment.num_microbatches <= _EXACT_ACTIONS:
-        graph, seconds, delays = timed_graph(assignment, costs)
-        work = graph.work(seconds)
-        plan = plan_frequencies(
-            work, limits, makespan=lambda f: graph.makespan(seconds / f, delays), goal_s=goal_s, power=power
-        )
+        graph = timed_graph(assignment, costs)
+        plan = plan_paces(graph, limits, goal_s=goal_s, power=power)
         stage_of = {rank: s for s, members in enumerate(assignment.stages) for rank in members}
-        rows = zip(graph.ranks, plan.frequencies, strict=True)
-        return plan, tuple(Hint(stage_of[rank], (rank,), of_rank) for rank, of_rank in rows)
+        rows = zip(graph.ranks, plan.paces, graph.lists, strict=True)
+        return plan, tuple(
+            Hint(stage_of[rank], (rank,), pace, tuple(graph.order[action] for action in todo))
+            for rank, pace, todo in rows
+        )
     return _hints_by_class(assignment, costs, limits, power, goal_s)
 
 
@@ -654,19 +647,16 @@ def _hints_by_class(
         backward_s.append(backward[s] / alike[:, 1])
         weights_s.append(weights[s] / alike[:, 1])
     ends = np.cumsum([len(of_stage) for of_stage in counts])[:-1]
-    work = np.zeros((len(groups), len(CLASSES)))
-    work[:, 1] = np.concatenate(counts) * np.concatenate(forward_s)
-    work[:, 2] = np.concatenate(counts) * np.concatenate(backward_s)
+    work = np.concatenate(counts) * (np.concatenate(forward_s) + np.concatenate(backward_s))
 
     def makespan(frequencies: np.ndarray) -> float:
-        f = [a / b for a, b in zip(forward_s, np.split(frequencies[:, 1], ends), strict=True)]
-        b, w = (
-            [a / b for a, b in zip(of_kind, np.split(frequencies[:, 2], ends), strict=True)]
-            for of_kind in (backward_s, weights_s)
+        by_stage = np.split(frequencies, ends)
+        f, b, w = (
+            [a / b for a, b in zip(of_kind, by_stage, strict=True)] for of_kind in (forward_s, backward_s, weights_s)
         )
         return bound(f, b, counts, delays, assignment.limits, w, assignment.put_off)
 
     devices = [len(ranks) for _, ranks in groups]
     plan = plan_frequencies(work, limits, devices=devices, makespan=makespan, goal_s=goal_s, power=power)
-    rows = zip(groups, plan.frequencies, strict=True)
-    return plan, tuple(Hint(s, tuple(ranks.tolist()), of_row) for (s, ranks), of_row in rows)
+    rows = zip(groups, plan.paces, strict=True)
+    return plan, tuple(Hint(s, tuple(ranks.tolist()), pace) for (s, ranks), pace in rows)

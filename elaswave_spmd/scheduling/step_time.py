@@ -21,12 +21,13 @@ from itertools import islice, pairwise
 import numpy as np
 
 from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.scheduling.action_graph import ActionGraph
 from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRule
 from elaswave_spmd.scheduling.microbatch_assignment import count_tree_nodes
 from elaswave_spmd.scheduling.pipeline import (
+    BACKWARD,
     FORWARD,
     WEIGHTS,
-    PipelineAction,
     Schedule,
     execute,
     in_flight_limits,
@@ -40,10 +41,6 @@ MOST_ACTIONS = 8192
 """Up to this many actions are simulated; more would make planning slow. A backward in two parts counts as one."""
 
 EXACT, PART, ESTIMATE = "executed order", "executed order of a part", "lower bound"
-
-CLASSES = ("fill", "forward", "backward", "drain")
-"""The classes of a worker's actions: forwards before its first backward, other forwards, other backwards, and backwards
-after its last forward. A worker goes through them in this order, with the middle two in turn."""
 
 
 @dataclass(frozen=True)
@@ -140,103 +137,6 @@ class StepTime:
             f"{self.seconds:.4g} s a step ({self.how} {self.pipeline_s:.4g} s, worker {self.worker} computes "
             f"{self.bottleneck_s:.4g} s, links {self.traffic_s:.4g} s)"
         )
-
-
-class ActionGraph:
-    """A schedule as arrays, in an order in which each action comes after everything that it waits for.
-
-    A backward takes the seconds of its class; of one in two parts each part takes its share of them.
-
-    Args:
-        actions: rank -> action list, as `schedule` makes them.
-        weight_shares: per stage, the part of a backward that makes weight gradients; () if all backwards are whole.
-
-    Attributes:
-        ranks: row r of every per-worker argument belongs to worker ranks[r]; they are in the order of `actions`.
-    """
-
-    def __init__(self, actions: Schedule, weight_shares: Sequence[float] = ()) -> None:
-        self.ranks = tuple(actions)
-        self._rows: list[int] = []  # by action: the row of its worker
-        self._classes: list[int] = []  # by action: its class, an index of CLASSES
-        self._waits: list[tuple[int, int]] = []  # (index of the action that it waits for, or -1; the boundary between)
-        self._parts: list[float] = []  # by action: the part that it takes of the seconds of its class
-        self.order: list[PipelineAction] = []
-        last_stage = max((a.stage for todo in actions.values() for a in todo), default=0)
-        lists = [list(zip(todo, action_classes(todo), strict=True)) for todo in actions.values()]
-        place: dict[tuple[int, str, int], int] = {}
-        waiting: dict[tuple[int, str, int], int] = {}
-        at, runnable = [0] * len(lists), list(range(len(lists)))
-        while runnable:
-            row = runnable.pop()
-            todo = lists[row]
-            while at[row] < len(todo):
-                action, of_class = todo[at[row]]
-                stage, kind, microbatch = action.stage, action.kind, action.microbatch
-                forward = kind == FORWARD
-                needed = (stage - 1, kind, microbatch) if forward else (stage + 1, kind, microbatch)
-                # Weight gradients wait for the backward of this worker alone, which stands before them in its list.
-                first = kind == WEIGHTS or stage == (0 if forward else last_stage)
-                # The list of a worker stops here until another worker's list has reached what it waits for.
-                if not first and needed not in place:
-                    waiting[needed] = row
-                    break
-                place[stage, kind, microbatch] = len(self.order)
-                self.order.append(action)
-                self._rows.append(row)
-                self._classes.append(of_class)
-                share = weight_shares[stage] if weight_shares and not forward else 0.0
-                self._parts.append(share if kind == WEIGHTS else 1.0 - share)
-                self._waits.append((-1, 0) if first else (place[needed], min(stage, needed[0])))
-                at[row] += 1
-                if (stage, kind, microbatch) in waiting:
-                    runnable.append(waiting.pop((stage, kind, microbatch)))
-        assert all(n == len(todo) for n, todo in zip(at, lists, strict=True)), (
-            "pipeline.check names the workers that wait for ever"
-        )
-
-    def work(self, seconds: np.ndarray) -> np.ndarray:
-        """float64 [rows, classes]: seconds that each worker computes, given the seconds of one action."""
-        found = np.zeros((len(self.ranks), len(CLASSES)))
-        np.add.at(found, (self._rows, self._classes), self._parts)
-        return found * seconds
-
-    @staticmethod
-    def microbatch_seconds(forward_s: np.ndarray, backward_s: np.ndarray) -> np.ndarray:
-        """float64 [rows, classes]: seconds of one action, with the same speed in all classes."""
-        return np.stack([forward_s, forward_s, backward_s, backward_s], axis=1).astype(np.float64)
-
-    def ends(self, seconds: np.ndarray, delays: Sequence[float]) -> list[float]:
-        """The times at which the actions of `order` end.
-
-        Args:
-            seconds: [rows, classes], of one action.
-            delays: per boundary between stages, seconds from the end of an action to the arrival of its result.
-        """
-        table = seconds.tolist()
-        free = [0.0] * len(table)
-        found: list[float] = []
-        each = zip(self._rows, self._classes, self._parts, self._waits, strict=True)
-        for row, of_class, part, (before, boundary) in each:
-            start = free[row]
-            if before >= 0 and found[before] + delays[boundary] > start:
-                start = found[before] + delays[boundary]
-            free[row] = end = start + table[row][of_class] * part
-            found.append(end)
-        return found
-
-    def makespan(self, seconds: np.ndarray, delays: Sequence[float]) -> float:
-        """The time at which the last action ends."""
-        return max(self.ends(seconds, delays), default=0.0)
-
-
-def action_classes(todo: Sequence[PipelineAction]) -> list[int]:
-    """The class (index in CLASSES) of each action of a worker's list."""
-    forward = [action.kind == FORWARD for action in todo]
-    # Filling ends with the first backward, and draining begins after the last forward.
-    first_backward = forward.index(False) if False in forward else len(todo)
-    last_forward = len(todo) - 1 - forward[::-1].index(True) if True in forward else -1
-    return [(0 if i < first_backward else 1) if f else (3 if i > last_forward else 2) for i, f in enumerate(forward)]
 
 
 def stage_seconds(cuts: Sequence[int], costs: CostModel) -> tuple[np.ndarray, np.ndarray, list[float]]:
@@ -621,11 +521,15 @@ def executed_lists(assignment: Assignment, costs: CostModel) -> Schedule:
     return schedule(assignment.placement(), limits=limits, put_off=put_off, seconds=of_kind, delays=delays)
 
 
-def timed_graph(assignment: Assignment, costs: CostModel) -> tuple[ActionGraph, np.ndarray, list[float]]:
-    """The graph of `executed_lists`, the seconds of one action on each of its rows, and the boundary delays."""
+def timed_graph(assignment: Assignment, costs: CostModel) -> ActionGraph:
+    """The graph of `executed_lists`, with the seconds of each action."""
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
-    shares = weights_seconds(assignment, costs) / np.where(backward > 0, backward, 1.0)
-    graph = ActionGraph(executed_lists(assignment, costs), shares.tolist() if assignment.put_off else ())
-    stage = np.repeat(np.arange(assignment.num_stages), [len(members) for members in assignment.stages])
-    speeds = costs.speeds_of(graph.ranks)
-    return graph, graph.microbatch_seconds(forward[stage] / speeds, backward[stage] / speeds), delays
+    weights = weights_seconds(assignment, costs)
+    by_kind = {FORWARD: forward, BACKWARD: backward - weights, WEIGHTS: weights}
+    lists = executed_lists(assignment, costs)
+    speeds = dict(zip(lists, costs.speeds_of(tuple(lists)).tolist(), strict=True))
+    seconds = {
+        rank: [float(by_kind[action.kind][action.stage]) / speeds[rank] for action in todo]
+        for rank, todo in lists.items()
+    }
+    return ActionGraph.of(lists, seconds, delays)

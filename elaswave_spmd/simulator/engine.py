@@ -14,15 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
+from elaswave_spmd.scheduling.dvfs import Hint
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS, PipelineAction
 from elaswave_spmd.scheduling.placement import CONTIGUOUS
-from elaswave_spmd.scheduling.step_time import CLASSES
 from elaswave_spmd.simulator.links import Clock, Link
 from elaswave_spmd.simulator.sums import Sums
 from elaswave_spmd.simulator.work import ReadyOrder, Span, Work
-
-Frequencies = Mapping[int, Sequence[float]]
-"""Rank -> relative frequency by `step_time.CLASSES`. Workers that are not named run at 1."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,8 @@ def execute(
     microbatch_order: str = CONTIGUOUS,
     steps: int = 1,
     by_stage: bool = False,
-    frequencies: Frequencies | None = None,
+    hints: Sequence[Hint] = (),
+    change_s: float = 0.0,
 ) -> Run:
     """Runs steps in virtual time.
 
@@ -85,10 +83,14 @@ def execute(
         microbatch_order: Placement.microbatch_order, which decides what is added up before it is sent.
         by_stage: a worker begins the next step when all of its stage have finished this one (staggered optimizer:
             Gandhi et al., 2024), not when all workers have. Without `rule` only.
-        frequencies: relative frequencies of workers, by class of actions.
+        hints: the paces of workers, and the order of their actions. Workers that are not named run at 1.
+        change_s: seconds that a change of frequency takes.
     """
     assert steps >= 1 and not (by_stage and rule), (steps, by_stage, rule)
-    return _Engine(work, costs, wires, rule, microbatch_order, steps, by_stage, frequencies or {}).run()
+    engine = _Engine(work, costs, wires, rule, microbatch_order, steps, by_stage)
+    for hint in hints:
+        engine.keep_to(hint, change_s)
+    return engine.run()
 
 
 class _Worker:
@@ -102,8 +104,23 @@ class _Worker:
         self.step = -1
         self.left = 0
         self.orders: dict[int, ReadyOrder] = {}
-        self.forwards = 0  # that it has still to begin in this step
-        self.is_filling = True  # it has begun no backward yet
+        self.begun = 0  # actions, of this step
+        self.hint: Hint | None = None
+        self.change_s = 0.0
+
+    @property
+    def planned(self) -> PipelineAction | None:
+        """The action that is planned next; None: it does whatever is ready."""
+        return self.hint.order[self.begun] if self.hint is not None and self.hint.order else None
+
+    def next_speed(self) -> tuple[float, float]:
+        """The speed of the action that it begins now, and the seconds of a change of its frequency before that."""
+        number, self.begun = self.begun, self.begun + 1
+        if self.hint is None:
+            return self.speed, 0.0
+        pace = self.hint.pace
+        changes = number > 0 and pace.at(number) != pace.at(number - 1)
+        return self.speed * pace.at(number), self.change_s if changes else 0.0
 
 
 class _Engine:
@@ -118,7 +135,6 @@ class _Engine:
         microbatch_order: str,
         steps: int,
         by_stage: bool,
-        frequencies: Frequencies,
     ) -> None:
         self._work = work
         self._costs = costs
@@ -150,8 +166,11 @@ class _Engine:
             self._layer_s[WEIGHTS] = [work.weight_share * layer.backward_s for layer in costs.layers]
         self._stage_s = [costs.stage_s(*work.layer_cuts[s : s + 2]) for s in range(work.num_stages)]
         self._weights_s = [self._put_off_s(s) for s in range(work.num_stages)]
-        self._frequencies = frequencies
-        self._forwards_of = work.left(FORWARD)
+
+    def keep_to(self, hint: Hint, change_s: float) -> None:
+        """Have workers keep to a pace, and to an order."""
+        for rank in hint.ranks:
+            self._workers[rank].hint, self._workers[rank].change_s = hint, change_s
 
     def run(self) -> Run:
         for worker in self._workers.values():
@@ -193,7 +212,7 @@ class _Engine:
     def _begin(self, worker: _Worker, step: int) -> None:
         worker.step = step
         worker.left = self._left_of[worker.rank]
-        worker.forwards, worker.is_filling = self._forwards_of[worker.rank], True
+        worker.begun = 0
         # An order may be made before its step begins (`_result`), so it is kept by step, and dropped when that is over.
         worker.orders.pop(step - 1, None)
         self._order(worker, step)
@@ -241,14 +260,15 @@ class _Engine:
             if (
                 not worker.busy
                 and worker.left
-                and (action := self._order(worker, worker.step).next_action()) is not None
+                and (action := self._order(worker, worker.step).next_action(worker.planned)) is not None
             ):
                 self._start(worker, action)
         self._touched.clear()
 
     def _start(self, worker: _Worker, action: PipelineAction) -> None:
         now, layers = self._clock.now, range(*self._work.layer_cuts[action.stage : action.stage + 2])
-        speed = worker.speed * self._frequency(worker, action)
+        speed, changing_s = worker.next_speed()
+        now += changing_s
         if action.kind == FORWARD:
             stop = now
             # Parameters of the step before may still be on their way: each layer starts when its own are there.
@@ -269,17 +289,6 @@ class _Engine:
         worker.busy = True
         self._spans.append(Span(worker.rank, action, now, stop, worker.step))
         self._clock.at(stop, self._finish, worker, worker.step, action)
-
-    def _frequency(self, worker: _Worker, action: PipelineAction) -> float:
-        """The relative frequency of an action that begins now: that of its class (`step_time.CLASSES`)."""
-        if action.kind == FORWARD:
-            of_class = "fill" if worker.is_filling else "forward"
-            worker.forwards -= 1
-        else:
-            of_class = "backward" if worker.forwards else "drain"
-            worker.is_filling = False
-        by_class = self._frequencies.get(worker.rank)
-        return by_class[CLASSES.index(of_class)] if by_class else 1.0
 
     def _put_off_s(self, stage: int) -> float:
         """Seconds of one micro-batch's weight gradients at speed 1, where a stage puts them off."""

@@ -286,7 +286,15 @@ def _placement(assignment: Assignment) -> list[str]:
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain data. Placements have one item for each stage."""
     decision, case = plan.decision, plan.case
-    hints = [{"stage": h.stage, "ranks": list(h.ranks), "frequencies": list(h.frequencies)} for h in decision.hints]
+    hints = [
+        {
+            "stage": hint.stage,
+            "ranks": list(hint.ranks),
+            "starts": list(hint.pace.starts),
+            "frequencies": list(hint.pace.frequencies),
+        }
+        for hint in decision.hints
+    ]
     return {
         "mesh": case.placement.mesh.shape.name,
         "event": str(case.change),

@@ -8,7 +8,6 @@ that the background transfer slows messages, and learners' own updates.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elaswave_spmd.scheduling.cost_model import CostModel
@@ -113,8 +112,7 @@ class _Simulation:
             self._steps(LAYERS, later.assignment, case.after, 0 if not decision.hints else self._shown)
         if decision.hints:
             self._set(decision.hints)
-            table = {rank: hint.frequencies for hint in decision.hints for rank in hint.ranks}
-            self._steps(HINTS, decision.last.assignment, case.after, 0, table)
+            self._steps(HINTS, decision.last.assignment, case.after, 0, decision.hints)
         return Transition(tuple(self._phases), migration_s, blocking_s, self._timeline)
 
     def _run(
@@ -122,7 +120,7 @@ class _Simulation:
         assignment: Assignment,
         costs: CostModel,
         steps: int = 2,
-        frequencies: Mapping[int, tuple[float, ...]] | None = None,
+        hints: tuple[Hint, ...] = (),
     ) -> Run:
         return execute(
             Work.from_assignment(assignment),
@@ -131,7 +129,7 @@ class _Simulation:
             rule=self._case.rule,
             microbatch_order=assignment.microbatch_order,
             steps=steps,
-            frequencies=frequencies,
+            hints=hints,
         )
 
     def _steps(
@@ -140,11 +138,11 @@ class _Simulation:
         assignment: Assignment,
         costs: CostModel,
         steps: int,
-        frequencies: Mapping[int, tuple[float, ...]] | None = None,
+        hints: tuple[Hint, ...] = (),
     ) -> None:
         """Simulates a phase. Steps that are not shown only take their time."""
         shown = min(steps or self._shown, self._shown)
-        run = self._run(assignment, costs, max(2, shown), frequencies)
+        run = self._run(assignment, costs, max(2, shown), hints)
         # The engine runs two steps or more, so that the last ones have a predecessor's publication in them.
         begins = sum(run.seconds[:-shown])
         some = [
@@ -182,4 +180,4 @@ class _Simulation:
     def _set(self, hints: tuple[Hint, ...]) -> None:
         for hint in hints:
             for rank in hint.ranks:
-                self._timeline.frequency(self._now, rank, max(hint.frequencies))
+                self._timeline.frequency(self._now, rank, max(hint.pace.frequencies))

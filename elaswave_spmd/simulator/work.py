@@ -131,8 +131,22 @@ class ReadyOrder:
         turn = self._turns[action.microbatch] if self._turns else action.microbatch
         heapq.heappush(self._ready[action.kind], (turn, action.microbatch, action))
 
-    def next_action(self) -> PipelineAction | None:
-        """Removes and returns the action to begin now; None: the worker has to wait."""
+    def next_action(self, planned: PipelineAction | None = None) -> PipelineAction | None:
+        """Removes and returns the action to begin now; None: the worker has to wait.
+
+        Args:
+            planned: the only one that may begin now; None: any.
+        """
+        if planned is not None:
+            ready = self._ready[planned.kind]
+            at = next((i for i, (*_, action) in enumerate(ready) if action == planned), None)
+            if at is None:
+                return None
+            ready[at] = ready[-1]
+            ready.pop()
+            heapq.heapify(ready)
+            self._in_flight += (planned.kind == FORWARD) - (planned.kind == self._last)
+            return planned
         is_full = len(self._ready[WEIGHTS]) >= self._put_off and self._ready[BACKWARD]
         for kind in (WEIGHTS,) if is_full and self._ready[WEIGHTS] else KINDS:
             if self._ready[kind] and (kind != FORWARD or self._in_flight < self._limit):

@@ -206,13 +206,14 @@ def test_hints_by_worker_and_by_class_keep_what_is_promised(sizes, many, data):
     copies = 40 if many else 1  # beyond some 30 workers hints are by class
     assignment = assigned([size * copies for size in sizes], 6 * copies, costs)
     plan, hints = frequency_hints(assignment, costs, FrequencyRange(0.5, 1.2), PowerModel())
-    assert plan.makespan_s <= plan.makespan_before_s and plan.energy <= plan.energy_raised * (1 + 1e-12)
+    assert plan.makespan_s <= plan.makespan_before_s * (1 + 1e-9) and plan.energy <= plan.energy_raised * (1 + 1e-12)
     found = sorted(rank for hint in hints for rank in hint.ranks)
     assert found == sorted(rank for members in assignment.stages for rank in members)
     stage_of = {rank: s for s, members in enumerate(assignment.stages) for rank in members}
     for hint in hints:
-        assert {stage_of[rank] for rank in hint.ranks} == {hint.stage} and len(hint.frequencies) == 4
-        assert all(0.5 <= f <= 1.2 for f in hint.frequencies)
+        assert {stage_of[rank] for rank in hint.ranks} == {hint.stage}
+        assert all(0.5 - 1e-9 <= f <= 1.2 for f in hint.pace.frequencies)
+        assert not many or (hint.order == () and hint.pace.starts == (0,)), "by class each has one frequency"
     if many:
         assert len(hints) < len(found)
         before = step_time(assignment, costs, most_actions=0).bound_s
@@ -227,7 +228,7 @@ def test_hints_are_for_what_runs_in_the_end():
     )
     assert decision.frequency and decision.frequency.energy < decision.frequency.energy_before
     assert {rank for hint in decision.hints for rank in hint.ranks} == {0, 1, 2, 3, 4, 6, 7}
-    assert "hint: stage 0, worker 0: fill" in str(decision) and str(decision.frequency) in decision.reasons
+    assert "hint: stage 0, worker 0: " in str(decision) and str(decision.frequency) in decision.reasons
     assert plan_change(placement, costs_of([1.0] * 8), 10).hints == ()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,12 +12,9 @@ from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, LayerCost
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
 from elaswave_spmd.scheduling.pipeline import PipelineAction, Schedule, check
 from elaswave_spmd.scheduling.step_time import (
-    CLASSES,
     EXACT,
     PART,
-    ActionGraph,
     Assignment,
-    action_classes,
     executed_lists,
     memory_of,
     reduction_tail_s,
@@ -27,7 +23,6 @@ from elaswave_spmd.scheduling.step_time import (
 )
 from tests.unit.scheduling.planning_cases import (
     SPEEDS,
-    actions,
     assigned,
     costs_of,
     even_cuts,
@@ -78,9 +73,9 @@ def slowly(actions: Schedule, assignment: Assignment, costs: CostModel) -> float
 @settings(deadline=None)
 def test_makespan_is_when_the_last_action_ends(case):
     assignment, costs = case
-    graph, seconds, delays = timed_graph(assignment, costs)
+    graph = timed_graph(assignment, costs)
     wanted = slowly(executed_lists(assignment, costs), assignment, costs)
-    assert graph.makespan(seconds, delays) == pytest.approx(wanted)
+    assert graph.makespan() == pytest.approx(wanted)
     number = 2 * assignment.num_stages + sum(most > 0 for most in assignment.put_off)
     assert len(graph.order) == len(set(graph.order)) == number * assignment.num_microbatches
     check(executed_lists(assignment, costs), assignment.num_stages)
@@ -90,8 +85,8 @@ def test_makespan_is_when_the_last_action_ends(case):
 @settings(deadline=None)
 def test_parts_stand_for_all_and_nothing_is_below_the_bound(case):
     assignment, costs = case
-    graph, seconds, delays = timed_graph(assignment, costs)
-    whole = graph.makespan(seconds, delays)
+    graph = timed_graph(assignment, costs)
+    whole = graph.makespan()
     found = step_time(assignment, costs)
     assert found.how == EXACT and found.pipeline_s == pytest.approx(whole)
     assert found.bottleneck_s <= found.bound_s * (1 + 1e-9) and found.bound_s <= whole * (1 + 1e-9)
@@ -107,7 +102,7 @@ def test_parts_stand_for_all_and_nothing_is_below_the_bound(case):
     estimate = step_time(assignment, costs, most_actions=0)
     assert estimate.how == "lower bound" and estimate.seconds == estimate.bound_s + found.tail_s
     assert estimate.bound_s == found.bound_s
-    work = graph.work(seconds).sum(axis=1)
+    work = graph.work()
     assert work.tolist() == pytest.approx([loads[rank] for rank in graph.ranks])
 
 
@@ -142,9 +137,9 @@ def test_the_slowest_part_counts():
     for slow in (4, 5):
         costs = costs_of([3.0, 3.0]).with_speeds({slow: 0.5})
         assignment = Assignment(((0, 1, 2, 3), (4, 5)), (0, 1, 2), ((1, 1, 1, 1), (2, 2)))
-        graph, seconds, delays = timed_graph(assignment, costs)
+        graph = timed_graph(assignment, costs)
         found = step_time(assignment, costs)
-        assert found.seconds == pytest.approx(graph.makespan(seconds, delays)) == 3 + 2 * 6
+        assert found.seconds == pytest.approx(graph.makespan()) == 3 + 2 * 6
         assert step_time(assignment, costs, most_actions=15).how == PART
         assert step_time(assignment, costs, most_actions=16).how == EXACT
         assert step_time(assignment, costs.without([slow]), most_actions=8).how == EXACT, "two are alike"
@@ -169,18 +164,6 @@ def test_a_ragged_stage_is_timed_by_its_kinds_of_parts():
     assert found.how == EXACT and found.seconds > found.bound_s >= 3 + 15 - 1e-9
     part = step_time(assignment, costs, most_actions=60)
     assert part.how == PART and part.seconds == pytest.approx(found.seconds, rel=0.06)
-
-
-def test_classes_of_actions():
-    todo = actions("0F0 0F1 0B0 0F2 0B1 0B2")
-    assert [CLASSES[c] for c in action_classes(todo)] == ["fill", "fill", "backward", "forward", "drain", "drain"]
-    last = actions("2F0 2B0 2F1 2B1")
-    assert [CLASSES[c] for c in action_classes(last)] == ["fill", "backward", "forward", "drain"]
-    assert action_classes(()) == []
-    graph = ActionGraph({7: todo})
-    assert graph.work(np.array([[1.0, 1.0, 10.0, 10.0]])).tolist() == [[2.0, 1.0, 10.0, 20.0]]
-    per_class = np.array([[1.0, 2.0, 3.0, 4.0]])
-    assert graph.makespan(per_class, ()) == 1 + 1 + 3 + 2 + 4 + 4
 
 
 def test_reduction_counts_where_it_takes_longer():

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
+from elaswave_spmd.scheduling.dvfs import FrequencyRange, Hint, Pace, PowerModel
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS, PipelineAction
-from elaswave_spmd.scheduling.step_time import CLASSES, Assignment, bound, stage_seconds, step_time, timed_graph
+from elaswave_spmd.scheduling.rebalance import frequency_hints
+from elaswave_spmd.scheduling.step_time import Assignment, bound, stage_seconds, step_time, timed_graph
 from elaswave_spmd.simulator.engine import FREE, Wires, execute
 from elaswave_spmd.simulator.links import Clock, Link
 from elaswave_spmd.simulator.recompute import recompute_step
@@ -26,9 +28,9 @@ from tests.unit.simulator.sim_cases import assignments
 @settings(max_examples=80)
 def test_with_free_wires_a_step_takes_the_longest_way_through_its_lists(case):
     assignment, costs = case
-    graph, seconds, delays = timed_graph(assignment, costs)
+    graph = timed_graph(assignment, costs)
     run = execute(Work.from_assignment(assignment), costs, wires=FREE)
-    ends = dict(zip(graph.order, graph.ends(seconds, delays), strict=True))
+    ends = dict(zip(graph.order, graph.ends(), strict=True))
     assert run.step_s == pytest.approx(max(ends.values()))
     assert {span.action: span.stop for span in run.spans} == pytest.approx(ends)
     twice = execute(Work.from_assignment(assignment), costs, wires=FREE, steps=2)
@@ -161,14 +163,34 @@ def test_a_step_takes_as_long_as_its_busiest_wire_and_as_its_actions(case, zero,
     assert idle.step_s == pytest.approx(step_time(assignment, nothing).pipeline_s)
 
 
-def test_frequencies_change_seconds_by_class():
+def test_hints_change_seconds_and_keep_to_an_order():
     assignment = assigned([1, 1], 4, costs_of([3.0, 3.0]))
     work, costs = Work.from_assignment(assignment), costs_of([3.0, 3.0])
     plain = execute(work, costs)
-    slow = execute(work, costs, frequencies={rank: (0.5,) * len(CLASSES) for rank in (0, 1)})
+    slow = execute(work, costs, hints=[Hint(0, (0,), Pace((0,), (0.5,))), Hint(1, (1,), Pace((0,), (0.5,)))])
     assert slow.step_s == pytest.approx(2 * plain.step_s)
-    drain = execute(work, costs, frequencies={0: (1.0, 1.0, 1.0, 0.5)})
+    last_two = Hint(0, (0,), Pace((0, 6), (1.0, 0.5)))
+    drain = execute(work, costs, hints=[last_two])
     assert (plain.step_s, drain.step_s) == (15, 18), "two backwards from second 10 on, of 4 s each"
+    assert execute(work, costs, hints=[last_two], change_s=1.5).step_s == 19.5
+    assert execute(work, costs, hints=[last_two], change_s=1.5, steps=2).seconds == (19.5, 19.5)
+    forwards_first = sorted((span.action for span in plain.spans if span.worker == 0), key=lambda a: a.kind != "F")
+    ordered = execute(work, costs, hints=[Hint(0, (0,), Pace(), tuple(forwards_first))])
+    assert [span.action for span in ordered.spans if span.worker == 0] == forwards_first
+
+
+@given(assignments(), st.floats(0.3, 1.0), st.integers(0, 8), st.sampled_from([0.0, 0.05]))
+@settings(max_examples=60, deadline=None)
+def test_a_step_with_paces_takes_what_was_planned(case, lowest, changes, change_s):
+    assignment, costs = case
+    limits = FrequencyRange(lowest, 1.0, 0.0, changes, change_s)
+    plan, hints = frequency_hints(assignment, costs, limits, PowerModel())
+    order = assignment.microbatch_order
+    work = Work.from_assignment(assignment)
+    run = execute(work, costs, wires=FREE, microbatch_order=order, hints=hints, change_s=change_s)
+    assert run.step_s == pytest.approx(plan.makespan_s, rel=1e-9)
+    plain = execute(work, costs, wires=FREE, microbatch_order=order)
+    assert run.step_s <= plain.step_s * (1 + 1e-9)
 
 
 def test_each_action_may_take_a_little_more():
