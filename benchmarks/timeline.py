@@ -31,7 +31,7 @@ KILLS, SLOWED, SLOW_STEP = {8: 3, 12: 2}, 9, 28  # step -> rank; the second kill
 _CHANGES = ("fail", "rebalance", "slow", "recover", "frequency")
 _REASONS = {"rebalance": "copies are complete", "frequency": "hints, or as before a change"}
 _FIRST_WORKER = 2  # process number of worker 0 in a trace
-_COLOURS = {"forward": "tab:blue", "backward": "tab:orange"}
+_COLOURS = {"forward": "tab:blue", "backward": "tab:orange", "weights": "tab:green"}
 _FOLLOWING: Mapping[str, object] = {
     "schedule__every": 2,
     "schedule__window": 3,
@@ -106,12 +106,10 @@ def draw(found: Run, path: Path) -> None:
             bars.setdefault(key, []).append((event["ts"] / 1e6, event["dur"] / 1e6))
         if event["ph"] == "i" and event.get("s") == "g" and event["name"] in _CHANGES:
             lines.append((event["ts"] / 1e6, event["name"]))
-    last = max(begin + length for some in bars.values() for begin, length in some)
-    kill = min(at for at, name in lines if name == "fail")
-    windows = [(kill - 1.5, kill + 5.5), (last - 3.0, last)]
-    figure = Figure(figsize=(14, 8), layout="constrained")
+    windows = _windows(lines, max(begin + length for some in bars.values() for begin, length in some))
+    figure = Figure(figsize=(14, 3.6 * len(windows)), layout="constrained")
     tracks: Any = figure.subplots(len(windows), 1)
-    for axes, (left, right) in zip(tracks, windows, strict=True):
+    for axes, (title, left, right) in zip(tracks, windows, strict=True):
         for (rank, kind), some in bars.items():
             shown = [(begin, length) for begin, length in some if begin + length > left and begin < right]
             axes.broken_barh(shown, (rank - 0.4, 0.8), facecolors=_COLOURS[kind], linewidth=0)
@@ -120,15 +118,30 @@ def draw(found: Run, path: Path) -> None:
                 axes.axvline(at, color="black", linewidth=0.8)
                 axes.text(at, -0.8, f" {name}", fontsize=8, va="bottom")
         ranks = sorted({rank for rank, _ in bars})
-        axes.set(xlim=(left, right), ylim=(max(ranks) + 0.6, -1.2), ylabel="worker", yticks=ranks)
+        axes.set(title=title, xlim=(left, right), ylim=(max(ranks) + 0.6, -1.2), ylabel="worker", yticks=ranks)
         axes.tick_params(axis="y", labelsize=7)
-    killed = " and ".join(map(str, KILLS.values()))
-    tracks[0].set_title(
-        f"{MESH}, {MICROBATCHES} micro-batches a step (emulated): workers {killed} are killed (blue: forward, "
-        "orange: backward)"
-    )
-    tracks[-1].set(title=f"The last steps: worker {SLOWED} at half speed, hints set", xlabel="seconds of the run")
-    figure.savefig(path, dpi=110)
+    tracks[-1].set_xlabel("seconds of the run")
+    figure.savefig(path, dpi=90)
+
+
+def _windows(lines: Sequence[tuple[float, str]], last: float) -> list[tuple[str, float, float]]:
+    """Title, begin and end of what is drawn, in seconds of the run.
+
+    Args:
+        lines: time and name of each change.
+        last: the end of the last action.
+    """
+    kills = [at for at, name in lines if name == "fail"]
+    slow = min((at for at, name in lines if name == "slow"), default=last)
+    moved = max((at for at, name in lines if name == "rebalance" and at < slow), default=kills[-1])
+    first, second = KILLS.values()
+    colours = "blue: forward, orange: backward, green: weight gradients"
+    return [
+        (f"{MESH}, {MICROBATCHES} micro-batches a step (emulated; {colours})", kills[0] - 3.0, kills[0] - 0.2),
+        (f"Worker {first} is killed in a step", kills[0] - 0.5, kills[0] + 3.5),
+        (f"Worker {second} too, and layers have moved", moved, moved + 3.0),
+        (f"The last steps: worker {SLOWED} at half speed, hints set", last - 3.0, last),
+    ]
 
 
 COLUMNS = ("after step", "what", "why", "workers; layers of stages", "median step until the next, ms")
