@@ -244,6 +244,9 @@ def run_info(plan: RunPlan, data: PreparedData, run_dir: Path, step: int) -> Run
         run_dir=str(run_dir),
         first_step=min(step + 1, plan.job.steps),
         unsurvived=unsurvived,
+        stages=mesh.stages,
+        layer_cuts=placement.layer_cuts,
+        microbatch_counts=placement.microbatch_counts,
     )
 
 

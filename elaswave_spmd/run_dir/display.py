@@ -35,6 +35,7 @@ class RunInfo:
         run_dir: the run's directory, or "".
         first_step: the first step to be computed; above 1 if the run is resumed.
         unsurvived: a line about the workers whose simultaneous loss would lose state, or "".
+        stages, layer_cuts, microbatch_counts: the first plan, as in events of mesh epochs; empty if it is not known.
 
     Raises:
         ValueError: counts out of range.
@@ -50,6 +51,9 @@ class RunInfo:
     run_dir: str = ""
     first_step: int = 1
     unsurvived: str = ""
+    stages: tuple[tuple[int, ...], ...] = ()
+    layer_cuts: tuple[int, ...] = ()
+    microbatch_counts: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.total_steps < 1 or self.workers < 1 or self.first_step < 1 or self.params < 0:

@@ -31,14 +31,15 @@ ROOMS = {
     "worker": "errors determinism mesh data sharding models conf scheduling recovery runtime run_dir",
     "simulator": "errors determinism mesh sharding conf scheduling recovery run_dir",
     "controller": "errors determinism mesh data sharding conf scheduling recovery runtime run_dir worker",
-    "cli": "errors conf runtime simulator controller",
+    "report": "errors mesh conf run_dir",
+    "cli": "errors conf runtime simulator controller report",
     "__main__": "cli",
     "__init__": "determinism sharding models",
 }
 WITHOUT_TORCH = (
     *("mesh", "sharding", "scheduling", "recovery", "determinism", "keyed", "run_dir", "conf.schema", "simulator"),
     *("cli", "controller.admin_client", "runtime.devices.selection"),
-    *("simulator.plan_command", "simulator.simulate_command"),
+    *("report.report_command", "simulator.plan_command", "simulator.simulate_command"),
 )
 
 

@@ -1,0 +1,298 @@
+"""The history of a run, worked out of its events: incidents, plans before and after them, the workers of each stage,
+time lost by cause. All of it is pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from elaswave_spmd.report.recorded import RecordedRun
+from elaswave_spmd.run_dir.metrics import MetricsLine
+from elaswave_spmd.run_dir.observer import event_text
+
+MARKED = ("fail", "corrupt", "leave", "join", "move", "link", "rollback", "restart", "resume")
+"""The kinds of incidents that charts have a mark for."""
+CAUSES = ("fail", "corrupt", "leave", "join", "link", "steps given up", "checkpoint", "validation", "not running")
+_UNDISTURBED = 50  # steps whose median is the usual one, as in the run's own `recovered` events
+_NO_INCIDENTS = ("validation", "checkpoint", "recovered", "model_check", "compile", "finish", "rejected", "rebalance")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which workers a stage has, which layers, and how many micro-batches each worker.
+
+    Args:
+        mesh: the name of its shape.
+        stages: ranks by stage.
+        layer_cuts: stage s has layers `layer_cuts[s]` to `layer_cuts[s + 1] - 1`.
+        microbatches: of each worker, by stage.
+    """
+
+    mesh: str
+    stages: tuple[tuple[int, ...], ...]
+    layer_cuts: tuple[int, ...]
+    microbatches: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Something that happened to a run. Times are in milliseconds; None: not told by the run's events.
+
+    Args:
+        kind: the event's kind; a `rebalance` with another plan is a `move`.
+        step: the first step that it concerns.
+        seconds: since the run began.
+        ranks: the workers that it tells of.
+        text: the line that was shown.
+        before, after: the plans, if it began a mesh epoch.
+        penalty_ms: the time of the first step after it that work does not explain.
+    """
+
+    kind: str
+    step: int
+    seconds: float
+    ranks: tuple[int, ...]
+    text: str
+    before: Plan | None = None
+    after: Plan | None = None
+    detect_ms: float | None = None
+    edit_ms: float | None = None
+    penalty_ms: float | None = None
+    redone: int = 0
+    bytes_moved: int = 0
+    bytes_bound: int = 0
+    mesh_epoch: int | None = None
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A worker's time in one stage: from the begin of step `first` to the end of step `last`."""
+
+    rank: int
+    stage: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Time lost by one cause.
+
+    Args:
+        seconds: all of it.
+        again: the part of it in which micro-batches or steps were computed again.
+    """
+
+    cause: str
+    times: int
+    seconds: float
+    again: float
+
+
+@dataclass(frozen=True)
+class History:
+    """What happened to a run, in order.
+
+    Args:
+        first_plan: the plan that it began with, or None for runs whose events do not tell it.
+        validations: (step, loss).
+        state: finished, stopped or not ended.
+    """
+
+    incidents: tuple[Incident, ...]
+    placed: tuple[Placed, ...]
+    lost: tuple[Lost, ...]
+    first_plan: Plan | None
+    validations: tuple[tuple[int, float], ...]
+    state: str
+    last_step: int
+
+    def plans(self) -> list[tuple[int, Plan]]:
+        """All plans, with the first step of each."""
+        first = [(1, self.first_plan)] if self.first_plan is not None else []
+        return first + [(i.step, i.after) for i in self.incidents if i.after is not None]
+
+
+def history_of(run: RecordedRun) -> History:
+    """The history of a run, as far as it is recorded."""
+    incidents, first_plan = _incidents(run.events)
+    last_step = run.metrics[-1].step if run.metrics else 0
+    return History(
+        incidents=incidents,
+        placed=_placed(first_plan, incidents, last_step),
+        lost=_lost(run, incidents),
+        first_plan=first_plan,
+        validations=tuple(_validations(run.events)),
+        state=_state(run.events),
+        last_step=last_step,
+    )
+
+
+def _incidents(events: Iterable[Mapping[str, Any]]) -> tuple[tuple[Incident, ...], Plan | None]:
+    found: list[Incident] = []
+    plan = first_plan = None
+    step, zero = 1, None
+    for event in events:
+        kind, at = _text(event, "event"), _number(event, "time") or 0.0
+        zero = at if zero is None else zero
+        step = _step_of(event, step)
+        after = _plan_of(event)
+        if kind in ("start", "begin"):
+            first_plan = first_plan or after if kind == "start" else after or first_plan
+            before, plan = None, after or plan
+        else:
+            before, plan = plan, after or plan
+        if kind == "recovered":
+            _add_penalty(found, event)
+        moved = kind == "rebalance" and after is not None and before is not None and after != before
+        if (kind in _NO_INCIDENTS and not moved) or (kind == "start" and len(found) == 0):
+            continue
+        incident = Incident("move" if moved else kind, step, at - zero, _ranks(event), _line_of(kind, event))
+        found.append(_with_change(incident, event, before, after) if after is not None else incident)
+    return tuple(found), first_plan
+
+
+def _with_change(incident: Incident, event: Mapping[str, Any], before: Plan | None, after: Plan) -> Incident:
+    return replace(
+        incident,
+        before=before,
+        after=after,
+        detect_ms=_number(event, "detect_ms"),
+        edit_ms=_number(event, "edit_ms"),
+        redone=int(_number(event, "microbatches_redone") or 0),
+        bytes_moved=int(_number(event, "bytes_moved") or 0),
+        bytes_bound=int(_number(event, "bytes_bound") or 0),
+        mesh_epoch=int(_number(event, "mesh_epoch") or 0),
+    )
+
+
+def _add_penalty(found: list[Incident], recovered: Mapping[str, Any]) -> None:
+    """Give the incidents of the mesh epoch that a `recovered` event tells of their penalty."""
+    epoch = _number(recovered, "mesh_epoch")
+    for number in range(len(found) - 1, max(-1, len(found) - 9), -1):
+        if found[number].mesh_epoch == epoch and epoch is not None:
+            found[number] = replace(found[number], penalty_ms=_number(recovered, "penalty_ms"))
+
+
+def _placed(first: Plan | None, incidents: Iterable[Incident], last_step: int) -> tuple[Placed, ...]:
+    """The stages of each worker over time. Epochs in which a worker's stage stays the same are one."""
+    plans = ([(1, first)] if first is not None else []) + [(i.step, i.after) for i in incidents if i.after is not None]
+    since: dict[tuple[int, int], int] = {}
+    found: list[Placed] = []
+    for step, plan in plans:
+        now = {(rank, stage) for stage, ranks in enumerate(plan.stages) for rank in ranks}
+        for rank, stage in [*since.keys() - now]:
+            found.append(Placed(rank, stage, since.pop((rank, stage)), step - 1))
+        for key in now:
+            since.setdefault(key, step)
+    found += [Placed(rank, stage, first, last_step) for (rank, stage), first in since.items()]
+    return tuple(sorted((p for p in found if p.last >= p.first), key=lambda p: (p.rank, p.first)))
+
+
+def _lost(run: RecordedRun, incidents: Iterable[Incident]) -> tuple[Lost, ...]:
+    """Time lost by cause; causes that took none are left out."""
+    sums: dict[str, list[float]] = {cause: [0, 0.0, 0.0] for cause in CAUSES}
+
+    def add(cause: str, seconds: float, again: float = 0.0) -> None:
+        total = sums[cause]
+        total[0], total[1], total[2] = total[0] + 1, total[1] + max(0.0, seconds), total[2] + max(0.0, again)
+
+    wrong: set[int] = set()
+    disturbed: dict[int, tuple[str, float]] = {}
+    for incident in incidents:
+        if incident.kind == "corrupt":
+            wrong |= {*incident.ranks}
+        if incident.penalty_ms is not None:
+            cause = "corrupt" if incident.kind == "fail" and wrong & {*incident.ranks} else incident.kind
+            disturbed.setdefault(incident.step, (cause if cause in sums else "fail", incident.penalty_ms / 1e3))
+    seconds_of = {line.step: line.seconds for line in run.metrics}
+    validated = {step + 1 for step, _ in _validations(run.events)}
+    for line, usual in _with_usual(run.metrics, {*disturbed, *validated}):
+        extra = line.seconds - usual
+        if line.step in disturbed:
+            cause, penalty = disturbed[line.step]
+            add(cause, extra, min(extra, extra - penalty))
+        elif line.step in validated:
+            add("validation", extra)
+    ended: float | None = None
+    for event in run.events:
+        kind, at = event.get("event"), _number(event, "time") or 0.0
+        if kind == "checkpoint":
+            add("checkpoint", (_number(event, "copy_ms") or 0.0) / 1e3)
+        if kind in ("rollback", "restart"):
+            kept, last = _number(event, "step") or 0, _number(event, "given_up" if kind == "rollback" else "lost_after")
+            given_up = sum(seconds_of.get(step, 0.0) for step in range(int(kept) + 1, int(last or 0) + 1))
+            add("steps given up", given_up, given_up)
+        if kind == "start" and ended is not None:
+            add("not running", at - ended)
+        ended = at
+    return tuple(Lost(cause, int(times), all_, again) for cause, (times, all_, again) in sums.items() if times)
+
+
+def _with_usual(lines: Iterable[MetricsLine], unusual: set[int]) -> Iterable[tuple[MetricsLine, float]]:
+    """The unusual steps, each with the median time of the usual ones before it. The first step is none of either."""
+    usual: deque[float] = deque(maxlen=_UNDISTURBED)
+    for line in lines:
+        if line.step in unusual:
+            if usual:
+                yield line, statistics.median(usual)
+        elif line.step > 1:
+            usual.append(line.seconds)
+
+
+def _validations(events: Iterable[Mapping[str, Any]]) -> Iterable[tuple[int, float]]:
+    for event in events:
+        step, loss = _number(event, "step"), _number(event, "loss")
+        if event.get("event") == "validation" and step is not None and loss is not None:
+            yield int(step), loss
+
+
+def _state(events: Iterable[Mapping[str, Any]]) -> str:
+    last = next((event for event in reversed([*events]) if event.get("event") in ("start", "finish", "stop")), {})
+    return {"finish": "finished", "stop": "stopped"}.get(_text(last, "event"), "not ended")
+
+
+def _step_of(event: Mapping[str, Any], known: int) -> int:
+    """The first step that an event concerns; `known`: that of the event before, for events that name none."""
+    if (after := _number(event, "after_step")) is not None:
+        return int(after) + 1
+    if event.get("event") == "start":
+        return int(_number(event, "first_step") or known)
+    step = _number(event, "step")
+    return int(step) if step is not None and event.get("event") != "rollback" else known
+
+
+def _plan_of(event: Mapping[str, Any]) -> Plan | None:
+    """The plan that an event tells of, or None."""
+    try:
+        stages = tuple(tuple(int(rank) for rank in ranks) for ranks in event["stages"])
+        cuts = tuple(int(cut) for cut in event["layer_cuts"])
+        counts = tuple(tuple(int(count) for count in row) for row in event["microbatch_counts"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return Plan(_text(event, "mesh"), stages, cuts, counts) if stages else None
+
+
+def _line_of(kind: str, event: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in event.items() if name not in ("event", "time")}
+    if kind == "start":
+        return f"start: goes on at step {rest.get('first_step')} on {rest.get('mesh')}"
+    return event_text(kind, rest)
+
+
+def _ranks(event: Mapping[str, Any]) -> tuple[int, ...]:
+    ranks = event.get("ranks")
+    return tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else ()
+
+
+def _number(event: Mapping[str, Any], name: str) -> float | None:
+    value = event.get(name)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _text(event: Mapping[str, Any], name: str) -> str:
+    value = event.get(name)
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,134 @@
+"""The files of a run that a report is made of, read while the run goes on or after its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elaswave_spmd.conf.resume import CONFIG
+from elaswave_spmd.errors import DataError
+from elaswave_spmd.run_dir.directory import EVENTS, METRICS, SUMMARY
+from elaswave_spmd.run_dir.metrics import MetricsLine
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What the files of a run say at one moment.
+
+    Args:
+        path: the run's directory.
+        config: the text of config.yaml.
+        metrics, events: all whole lines so far.
+        summary: summary.json, or None while the run has not finished.
+    """
+
+    path: Path
+    config: str
+    metrics: tuple[MetricsLine, ...]
+    events: tuple[Mapping[str, Any], ...] = field(hash=False)
+    summary: Mapping[str, Any] | None = field(default=None, hash=False)
+
+
+class FollowedLines:
+    """A file of JSON lines that grows: each call of `read` returns the lines that are new since the last one.
+
+    What was read once is not read again. A last line without its newline is left for the next call. A file that does
+    not exist yet has no lines.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._number = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The new lines.
+
+        Raises:
+            DataError: the file cannot be read, has become shorter, or a whole line is not a JSON object.
+        """
+        try:
+            with open(self._path, "rb") as file:
+                if file.seek(0, 2) < self._offset:
+                    raise DataError(f"{self._path} has become shorter", rule="the files of a run only grow")
+                file.seek(self._offset)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise DataError(f"cannot read {self._path} ({error.strerror or error})") from error
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [self._parse(line) for line in whole.split(b"\n")[:-1]]
+
+    def _parse(self, line: bytes) -> dict[str, Any]:
+        self._number += 1
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            fields = None
+        if not isinstance(fields, dict):
+            where = f"{self._path}, line {self._number}"
+            raise DataError(f"{where} is not a JSON object: {line[:80]!r}", where=where)
+        return fields
+
+
+class RunReader:
+    """Reads a run's directory again and again; only what is new is read from the files that grow.
+
+    Args:
+        path: the run's directory.
+
+    Raises:
+        DataError: there is no run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not (path / CONFIG).is_file():
+            raise DataError(
+                f"{path} is no run directory",
+                rule="a run is named by its directory",
+                exists=f"directories with a {CONFIG}",
+                fix="the run directory, as the run shows it when it starts",
+            )
+        self._path = path
+        self._metrics = FollowedLines(path / METRICS)
+        self._events = FollowedLines(path / EVENTS)
+        self._run = RecordedRun(path, _text_of(path / CONFIG), (), ())
+
+    def read(self) -> RecordedRun:
+        """The run as its files are now. The same object as before if nothing is new.
+
+        Raises:
+            DataError: a file cannot be read, or is malformed.
+        """
+        run = self._run
+        lines = tuple(MetricsLine.from_dict(fields) for fields in self._metrics.read())
+        events = tuple(self._events.read())
+        if lines or events:
+            summary = _read_summary(self._path / SUMMARY)
+            self._run = RecordedRun(run.path, run.config, run.metrics + lines, run.events + events, summary)
+        return self._run
+
+
+def _read_summary(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        summary = json.loads(_text_of(path))
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON ({error})") from error
+    if not isinstance(summary, dict):
+        raise DataError(f"{path} is not a JSON object")
+    return summary
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise DataError(f"cannot read {path} ({why})") from error

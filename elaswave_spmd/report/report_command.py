@@ -1,0 +1,46 @@
+"""`python -m elaswave_spmd report RUN`: makes one HTML page of a run's files."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from elaswave_spmd.errors import ConfigError, FilesError
+from elaswave_spmd.report.page import page_of
+from elaswave_spmd.report.recorded import RunReader
+from elaswave_spmd.run_dir.atomic_write import replacing
+
+REPORT = "report.html"
+
+
+def main(arguments: Sequence[str], program: str) -> int:
+    """Makes the page, and prints its path. Returns the exit code.
+
+    Raises:
+        DataError: there is no run, or its files are malformed.
+        ConfigError: Bokeh is missing, or the file cannot be written.
+    """
+    options = _parse(arguments, program)
+    folder = Path(options.run).expanduser()
+    page = page_of(RunReader(folder).read())
+    out = Path(options.out).expanduser() if options.out else folder / REPORT
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a directory", rule="--out names a file", fix=f"--out {out / REPORT}")
+    try:
+        with replacing(out, durable=False) as scratch:
+            scratch.write_text(page, encoding="utf-8")
+    except (OSError, FilesError) as error:
+        raise ConfigError(f"the report cannot be written: {error}", where=str(out), fix="--out FILE") from error
+    print(out)
+    return 0
+
+
+def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        f"{program} report",
+        description="Makes one HTML page of a run, which needs no network: loss, throughput, incidents, plans.",
+    )
+    parser.add_argument("run", metavar="RUN", help="the run's directory; the run may still go on")
+    parser.add_argument("--out", metavar="FILE", help=f"where the page is written (default: RUN/{REPORT})")
+    return parser.parse_args(arguments)

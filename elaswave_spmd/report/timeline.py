@@ -1,0 +1,83 @@
+"""The pipeline timeline of a traced run: a window of trace.json around its first incident, as rows of a chart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from elaswave_spmd.run_dir.trace import TRACE
+
+KINDS = {"forward": "F", "backward": "B", "weights": "W", "wait": "I"}
+"""Category of a slice in trace.json -> its letter."""
+LARGEST_BYTES = 300_000_000  # of a trace that is read: about 2 s
+_MOST_SLICES = 4000
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Work or waiting of one worker, in milliseconds since the window began."""
+
+    rank: int
+    kind: str
+    began_ms: float
+    ended_ms: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A window of a run's timeline.
+
+    Args:
+        note: what the window is, or why there is no timeline.
+    """
+
+    slices: tuple[Slice, ...]
+    note: str
+
+
+def read_timeline(folder: Path, around_s: float | None, step_s: float) -> Timeline:
+    """The window around a moment: three steps before it, five after.
+
+    Args:
+        around_s: seconds since the run began; None: the first steps.
+        step_s: what a step usually takes.
+    """
+    path = folder / TRACE
+    if not path.is_file():
+        return Timeline((), "The run was not traced, or has not ended yet; run.trace=true records a timeline.")
+    if path.stat().st_size > LARGEST_BYTES:
+        return Timeline((), f"{TRACE} is too large to be shown here; ui.perfetto.dev opens it.")
+    window = None if around_s is None else (1e3 * (around_s - 3 * step_s), 1e3 * (around_s + 5 * step_s))
+    found: list[Slice] = []
+    for piece in _read(path):
+        window = window or (piece.began_ms, piece.began_ms + 8e3 * step_s)
+        if piece.ended_ms > window[0] and piece.began_ms < window[1]:
+            found.append(piece)
+    found.sort(key=lambda piece: piece.began_ms)
+    zero = window[0] if window is not None else 0.0
+    cut = f", the first {_MOST_SLICES:,} of {len(found):,} parts of it" if len(found) > _MOST_SLICES else ""
+    shown = (Slice(s.rank, s.kind, s.began_ms - zero, s.ended_ms - zero, s.name) for s in found[:_MOST_SLICES])
+    what = "the first steps" if around_s is None else "the steps around the first incident"
+    return Timeline(tuple(shown), f"Shown are {what}{cut}. ui.perfetto.dev opens {TRACE}, which has all of it.")
+
+
+def _read(path: Path) -> Iterator[Slice]:
+    """The slices of programs and waits; other lines, and lines that cannot be read, are left out."""
+    decoder = msgspec.json.Decoder()
+    with open(path, "rb") as file:
+        for line in file:
+            if b'"ph": "X"' not in line or b'"cat": "send"' in line:
+                continue
+            try:
+                event: Any = decoder.decode(line.rstrip().removesuffix(b","))
+                kind = KINDS.get(event["cat"])
+                if kind is not None:
+                    began = event["ts"] / 1e3
+                    yield Slice(event["pid"] - 2, kind, began, began + event["dur"] / 1e3, str(event["name"]))
+            except (msgspec.DecodeError, LookupError, TypeError):
+                continue

@@ -1,0 +1,169 @@
+"""The history of a run, worked out of its events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elaswave_spmd.errors import DataError
+from elaswave_spmd.report.columns import as_json, columns_of
+from elaswave_spmd.report.decimate import MOST_POINTS, kept_points
+from elaswave_spmd.report.history import Plan, history_of
+from elaswave_spmd.report.page import fragments_of
+from elaswave_spmd.report.recorded import FollowedLines, RecordedRun, RunReader
+from elaswave_spmd.run_dir.metrics import MetricsLine
+
+FOUR = {"mesh": "dp2_pp2", "stages": [[0, 1], [2, 3]], "layer_cuts": [0, 2, 4], "microbatch_counts": [[2, 2], [2, 2]]}
+THREE = {"mesh": "stages1-2", "stages": [[0], [2, 3]], "layer_cuts": [0, 2, 4], "microbatch_counts": [[4], [2, 2]]}
+
+
+def line(step: int, seconds: float = 1.0, loss: float = 2.0) -> MetricsLine:
+    return MetricsLine.of(
+        step=step, mesh_epoch=0, loss=loss, grad_norm=1.0, lr=0.1, tokens=100, seconds=seconds, workers=4
+    )
+
+
+def event(kind: str, time: float, **fields: Any) -> dict[str, Any]:
+    return {"event": kind, "time": time, **fields}
+
+
+def recorded(*events: dict[str, Any], metrics: tuple[MetricsLine, ...] = ()) -> RecordedRun:
+    start = event("start", 100.0, first_step=1, total_steps=10, model="m", **FOUR)
+    return RecordedRun(Path("runs/a"), "model: m", metrics, (start, *events))
+
+
+def lost(epoch: int = 1, after_step: int = 4, **fields: Any) -> dict[str, Any]:
+    told = {"ranks": [1], "mesh_epoch": epoch, "after_step": after_step, "bytes_moved": 10, "bytes_bound": 8, **THREE}
+    return event("fail", 105.0, **told | fields)
+
+
+def test_a_loss_has_the_plans_before_and_after_it() -> None:
+    history = history_of(recorded(lost()))
+    [incident] = history.incidents
+    assert (incident.kind, incident.step, incident.seconds, incident.ranks) == ("fail", 5, 5.0, (1,))
+    assert incident.before == Plan("dp2_pp2", ((0, 1), (2, 3)), (0, 2, 4), ((2, 2), (2, 2)))
+    assert incident.after == Plan("stages1-2", ((0,), (2, 3)), (0, 2, 4), ((4,), (2, 2)))
+
+
+def test_the_stage_of_each_worker_is_known_at_each_step() -> None:
+    history = history_of(recorded(lost(), metrics=tuple(map(line, range(1, 11)))))
+    found = [(p.rank, p.stage, p.first, p.last) for p in history.placed]
+    assert found == [(0, 0, 1, 10), (1, 0, 1, 4), (2, 1, 1, 10), (3, 1, 1, 10)]
+
+
+def test_time_lost_is_that_of_a_step_beyond_the_usual_one() -> None:
+    metrics = tuple(line(step, 3.5 if step == 5 else 1.0) for step in range(1, 11))
+    history = history_of(recorded(lost(), event("recovered", 107.0, mesh_epoch=1, penalty_ms=1500.0), metrics=metrics))
+    assert history.incidents[0].penalty_ms == 1500.0
+    [fail] = history.lost
+    assert (fail.cause, fail.times, fail.seconds, fail.again) == ("fail", 1, 2.5, 1.0)
+
+
+def test_a_worker_that_computed_wrongly_is_a_cause_of_its_own() -> None:
+    metrics = tuple(line(step, 3.5 if step == 5 else 1.0) for step in range(1, 11))
+    corrupt = event("corrupt", 104.0, ranks=[1], step=5, message="worker 1 computed wrongly")
+    run = recorded(corrupt, lost(), event("recovered", 107.0, mesh_epoch=1, penalty_ms=2500.0), metrics=metrics)
+    assert [found.cause for found in history_of(run).lost] == ["corrupt"]
+
+
+def test_steps_given_up_and_pauses_count_as_lost() -> None:
+    metrics = tuple(map(line, range(1, 9)))
+    restart = event("restart", 109.0, step=4, lost_after=7)
+    again = event("start", 130.0, first_step=5, **FOUR)
+    found = {
+        row.cause: row.seconds
+        for row in history_of(recorded(restart, event("stop", 110.0), again, metrics=metrics)).lost
+    }
+    assert found == {"steps given up": 3.0, "not running": 20.0}
+
+
+def test_a_rebalance_is_a_move_only_if_the_plan_is_another_one() -> None:
+    same = event("rebalance", 101.0, ranks=[], mesh_epoch=1, after_step=2, **FOUR)
+    other = event("rebalance", 102.0, ranks=[], mesh_epoch=2, after_step=3, **FOUR | {"layer_cuts": [0, 1, 4]})
+    assert [incident.kind for incident in history_of(recorded(same, other)).incidents] == ["move"]
+
+
+def test_a_run_whose_events_do_not_tell_the_first_plan_has_none() -> None:
+    run = RecordedRun(Path("runs/a"), "", (), (event("start", 1.0, mesh="dp2"), lost()))
+    history = history_of(run)
+    assert history.first_plan is None and history.incidents[0].before is None
+    assert "not told" in fragments_of(run, history)["table-plans"]
+
+
+def test_events_of_unknown_kinds_or_with_odd_fields_are_incidents_without_them() -> None:
+    odd = event("fail", 101.0, ranks="all", stages=7, layer_cuts=None, after_step="x", message="?")
+    [first, second] = history_of(recorded(event("novel", 100.5, a=1), odd)).incidents
+    assert (first.kind, first.text, second.kind, second.ranks, second.after) == (
+        "novel",
+        "novel: a=1",
+        "fail",
+        (),
+        None,
+    )
+
+
+@pytest.mark.parametrize("end, state", [("finish", "finished"), ("stop", "stopped"), ("validation", "not ended")])
+def test_the_state_of_a_run_is_that_of_its_last_event(end: str, state: str) -> None:
+    assert history_of(recorded(event(end, 101.0))).state == state
+
+
+def test_texts_of_events_are_escaped() -> None:
+    text = "<img src=x onerror=alert(1)>\"'&"
+    run = recorded(lost(message=text, mesh=text), event(text, 106.0, message=text))
+    pages = "".join(fragments_of(run, history_of(run)).values())
+    assert "<img" not in pages and "&lt;img src=x onerror=alert(1)&gt;&quot;&#x27;&amp;" in pages
+
+
+def test_columns_as_json_have_no_number_that_json_lacks() -> None:
+    run = recorded(lost(), metrics=(line(1, 0.0), line(2, loss=float("nan"))))
+    columns = as_json(columns_of(run, history_of(run)))
+    assert columns["loss"] == {"step": [1.0, 2.0], "loss": [2.0, None]}
+    assert columns["speed"]["speed"] == [None, 200.0]
+    assert columns["marks_fail"]["step"] == [5]
+
+
+def test_a_run_without_steps_and_incidents_has_columns_and_tables() -> None:
+    run = recorded()
+    history = history_of(run)
+    assert all(
+        len(row) == 0 for name, table in columns_of(run, history).items() if name != "lost" for row in table.values()
+    )
+    assert "nothing so far" in fragments_of(run, history)["table-incidents"]
+
+
+def test_fewer_points_keep_the_peaks_and_the_ends() -> None:
+    y = np.zeros(100_000)
+    y[31_415], y[27_182], y[5] = 7.0, -7.0, np.nan
+    kept = kept_points(y)
+    assert {0, 5, 27_182, 31_415, 99_999} <= {*kept.tolist()} and len(kept) <= MOST_POINTS + 2
+    assert kept_points(np.zeros(3)).tolist() == [0, 1, 2] and len(kept_points(np.zeros(0))) == 0
+
+
+def test_a_growing_file_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = FollowedLines(path)
+    assert lines.read() == []
+    path.write_bytes(b'{"a": 1}\n{"a": 2}\n{"a"')
+    assert lines.read() == [{"a": 1}, {"a": 2}]
+    assert lines.read() == []
+    with open(path, "ab") as file:
+        file.write(b": 3}\n")
+    assert lines.read() == [{"a": 3}]
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match="has become shorter"):
+        lines.read()
+
+
+def test_a_malformed_line_is_refused_with_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\n[]\n')
+    with pytest.raises(DataError, match="line 2 is not a JSON object"):
+        FollowedLines(path).read()
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is no run directory"):
+        RunReader(tmp_path)
