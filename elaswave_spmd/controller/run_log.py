@@ -419,7 +419,7 @@ class RunLog:
         """The run is complete: its weights and summary."""
         plan, record = self._plan, self._record
         self._rejections.flush()
-        summary = make_summary(plan, plan.data, record, weights_sha256(record.weights))
+        summary = make_summary(plan, plan.data, record, weights_sha256(record.weights), self.observer.faults)
         self.observer.on_finish(summary, record.weights)
 
     def stopped(self, error: BaseException) -> None:

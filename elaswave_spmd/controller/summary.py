@@ -18,6 +18,7 @@ from elaswave_spmd.recovery.checks import CheckDraw
 from elaswave_spmd.recovery.messages import FinalPages, Finished
 from elaswave_spmd.recovery.sum_checks import drawn_ranges
 from elaswave_spmd.run_dir import MetricsLine
+from elaswave_spmd.run_dir.faults import FaultCount
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import all_replica_sets
 from elaswave_spmd.worker.channel import tensor_of
@@ -79,7 +80,9 @@ class RunRecord:
         return self._tokens / self._seconds if self._seconds else None
 
 
-def make_summary(plan: RunPlan, data: PreparedData, record: RunRecord, weights_sha256: str) -> dict[str, object]:
+def make_summary(
+    plan: RunPlan, data: PreparedData, record: RunRecord, weights_sha256: str, faults: FaultCount
+) -> dict[str, object]:
     """The fields of summary.json, as docs/run_files.md lists them."""
     assert record.last is not None
     finished = record.finished
@@ -95,6 +98,7 @@ def make_summary(plan: RunPlan, data: PreparedData, record: RunRecord, weights_s
         "mesh": plan.placement.mesh.shape.name,
         "sharding": plan.placement.shardings.name,
         "lost_workers": dict(record.lost_workers),
+        "faults": faults.summary(),
         "state_bytes_per_worker": {str(rank): finished[rank].state_bytes for rank in sorted(finished)},
         "peak_bytes_per_worker": {str(rank): finished[rank].peak_bytes for rank in sorted(finished)},
         "programs_compiled_per_worker": compiled,

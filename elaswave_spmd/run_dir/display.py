@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from elaswave_spmd.run_dir.faults import faults_text
 from elaswave_spmd.run_dir.metrics import MetricsLine
 
 LINE_SECONDS = 1.0  # at least this long between two plain lines of steps
@@ -275,12 +276,14 @@ def make_display(console: Console | None = None, clock: Callable[[], float] = ti
 
 
 def summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
-    """The rows of the final table, in the summary's order. Nested values other than the corpus are left out."""
+    """The rows of the final table, in the summary's order. Of nested values it has the corpus and the faults."""
     rows: list[tuple[str, str]] = []
     for name, value in summary.items():
         if name == "corpus" and isinstance(value, Mapping):
             size = value.get("bytes")
             value = f"{value.get('name')}" + (f" ({size:,} bytes)" if isinstance(size, int) else "")
+        if name == "faults" and isinstance(value, Mapping):
+            value = faults_text(value)
         if isinstance(value, bool) or value is None or isinstance(value, str):
             shown = "-" if value is None else str(value)
         elif isinstance(value, int):

@@ -15,6 +15,7 @@ from elaswave_spmd.errors import RunError, UserError, WorkerError, headline_of
 from elaswave_spmd.run_dir.atomic_write import writing
 from elaswave_spmd.run_dir.directory import RunDir
 from elaswave_spmd.run_dir.display import Display, LastingDisplay, Pace, RunInfo, make_display
+from elaswave_spmd.run_dir.faults import FaultCount
 from elaswave_spmd.run_dir.json_lines import plain
 from elaswave_spmd.run_dir.metrics import MetricsLine
 from elaswave_spmd.run_dir.tensorboard import Board
@@ -36,6 +37,7 @@ class RunObserver:
     Attributes:
         last: the line of the last committed step, or None.
         pace: the speed over the last steps.
+        faults: the faults and changes of workers so far.
         recent_events: the last few events of `on_event`, for `ctl status`.
     """
 
@@ -55,6 +57,7 @@ class RunObserver:
         self._finished = False
         self.last: MetricsLine | None = None
         self.pace = Pace(1)
+        self.faults = FaultCount()
         self._known: dict[int, MetricsLine] = {}
         self._known_validations: dict[tuple[int, int], str] = {}
         self._written = 0  # the last step whose line is in this directory already
@@ -116,6 +119,10 @@ class RunObserver:
         """Report an event. The display shows the field `message`, or all fields if there is none."""
         text, now = event_text(kind, fields), self._now()
         self.run_dir.write_event(kind, now, fields)
+        scalars = self.faults.add(kind, fields)
+        if scalars and self._board is not None:
+            with writing(self.run_dir.board_path):
+                self._board.faults(self.last.step if self.last is not None else 0, scalars)
         self.recent_events.append({"event": kind, "time": round(now, 6), "text": text})
         self._display.show_line(text)
 

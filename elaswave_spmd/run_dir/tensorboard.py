@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,6 +55,10 @@ class Board:
     def validation(self, step: int, loss: float) -> None:
         """Write the validation loss after `step`."""
         self._write(step, {"validation/loss": loss})
+
+    def faults(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write numbers about faults: `fail` becomes `faults/fail`. `step`: the last committed one, or 0."""
+        self._write(step, {f"faults/{name}": value for name, value in scalars.items()})
 
     def close(self) -> None:
         """Flush and close; closing again is allowed."""

@@ -44,6 +44,7 @@ from elaswave_spmd.recovery.actions import Broadcast, EpochBegun, Save, Unrecove
 from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.run_dir import RunObserver
 from elaswave_spmd.run_dir.display import Pace
+from elaswave_spmd.run_dir.faults import FaultCount
 from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint
 from elaswave_spmd.runtime.processes.stop_signals import signal_name
 from elaswave_spmd.scheduling.placement import Placement
@@ -124,6 +125,7 @@ class MemoryObserver(RunObserver):
         self.run_dir = cast(Any, SimpleNamespace(path=RUN_DIR, write_costs=lambda text: None))
         self.last = None
         self.pace = Pace(1)
+        self.faults = FaultCount()
         self.recent_events = deque(maxlen=1)
         self._cluster = cluster
 

@@ -12,6 +12,7 @@ import pytest
 from elaswave_spmd.report.history import history_of
 from elaswave_spmd.report.page import page_of
 from elaswave_spmd.report.recorded import RunReader
+from elaswave_spmd.run_dir import read_events, read_summary
 from tests.browser import Browser, browser
 from tests.multiprocess.real_runs import SMALL, train, write_text
 
@@ -55,6 +56,13 @@ def test_the_history_of_a_real_run_is_known(run: Path) -> None:
     assert history.first_plan is not None and history.first_plan.stages == ((0, 1), (2, 3))
     assert history.incidents[0].before == history.first_plan
     assert {placed.rank for placed in history.placed} >= {0, 1, 2, 3}
+
+
+def test_the_summary_counts_the_faults(run: Path) -> None:
+    events, faults = read_events(run), read_summary(run)["faults"]
+    for kind in ("fail", "corrupt", "join"):
+        assert faults[kind] == sum(len(event["ranks"]) for event in events if event["event"] == kind)
+    assert faults["fail"] == 2 and faults["corrupt"] == 1 and faults["penalty_seconds"] > 0
 
 
 def test_the_page_has_all_charts_and_loads_nothing(page: str) -> None:

@@ -26,6 +26,7 @@ from elaswave_spmd.run_dir import (
 )
 from elaswave_spmd.run_dir import display as module
 from elaswave_spmd.run_dir.display import Display, LastingDisplay, clock_text, count, summary_rows
+from elaswave_spmd.run_dir.faults import FaultCount, faults_text
 from elaswave_spmd.run_dir.observer import event_text
 
 
@@ -236,6 +237,7 @@ def test_the_observer_writes_shows_and_plots(tmp_path: Path) -> None:
         "train/lr": [(1, pytest.approx(1e-3)), (2, pytest.approx(1e-3))],
         "speed/tokens_per_second": [(1, 128.0), (2, 128.0)],
         "mesh/workers": [(1, 2.0), (2, 1.0)],
+        "faults/fail": [(1, 1.0)],
         "validation/loss": [(2, 1.75)],
     }
 
@@ -246,6 +248,21 @@ def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     loaded = EventAccumulator(str(folder))
     loaded.Reload()
     return {tag: [(e.step, e.value) for e in loaded.Scalars(tag)] for tag in loaded.Tags()["scalars"]}
+
+
+def test_faults_are_counted_by_their_workers() -> None:
+    faults = FaultCount()
+    assert faults_text(faults.summary()) == "none"
+    assert faults.add("fail", {"ranks": [1, 2]}) == {"fail": 2}
+    assert faults.add("fail", {"ranks": (3,)}) == {"fail": 3}
+    assert faults.add("link", {"ranks": [0, 1]}) == {"link": 1}
+    assert faults.add("recovered", {"penalty_ms": 1500.0}) == {"penalty_ms": 1500.0}
+    assert faults.add("recovered", {"penalty_ms": -500.0}) == {"penalty_ms": -500.0}
+    assert faults.add("validation", {"step": 1}) == {}
+    summary = faults.summary()
+    assert (summary["fail"], summary["link"], summary["join"], summary["penalty_seconds"]) == (3, 1, 0, 1.5)
+    assert faults_text(summary) == "3 fail, 1 link, 1.50 s beyond work"
+    assert ("faults", "3 fail, 1 link, 1.50 s beyond work") in summary_rows({"faults": summary})
 
 
 def test_without_a_board(tmp_path: Path) -> None:
