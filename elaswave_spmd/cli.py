@@ -26,6 +26,7 @@ _USAGE = """usage: {program} train [name=value ...]     train a model; {program}
   {program} agent HOST:PORT --token-file FILE     offer this machine to a run; {program} agent --help
   {program} ctl RUN status|add N|drain RANK ...   ask a run that is going on; {program} ctl --help
   {program} report RUN                            one HTML page about a run; {program} report --help
+  {program} watch RUN                             the same page while the run goes on; {program} watch --help
   {program} plan mesh=NAME event='fail 6'         what would be done after an event; {program} plan --help
   {program} simulate scenario=NAME                policies compared in virtual time; {program} simulate --help
 """
@@ -71,7 +72,7 @@ def guarded(command: Callable[[], int]) -> int:
 
 def _command(command: str, program: str) -> int:
     """Any command but `train`."""
-    commands = {"agent": _agent, "ctl": _ctl, "report": _report, "plan": _plan, "simulate": _simulate}
+    commands = {"agent": _agent, "ctl": _ctl, "report": _report, "watch": _watch, "plan": _plan, "simulate": _simulate}
     with _reader_may_leave():
         if command in ("-h", "--help"):
             print(_USAGE.format(program=program))
@@ -160,6 +161,12 @@ def _report(program: str) -> int:
     from elaswave_spmd.report import report_command
 
     return report_command.main(sys.argv[1:], program)
+
+
+def _watch(program: str) -> int:
+    from elaswave_spmd.report import watch_command
+
+    return watch_command.main(sys.argv[1:], program)
 
 
 def _plan(program: str) -> int:

@@ -18,7 +18,7 @@ from elaswave_spmd.report.timeline import Timeline
 
 try:
     from bokeh.embed import json_item
-    from bokeh.models import ColumnDataSource, DataRange1d, FixedTicker, HoverTool, Range1d
+    from bokeh.models import BasicTicker, ColumnDataSource, DataRange1d, FixedTicker, HoverTool, Range1d
     from bokeh.plotting import figure
     from bokeh.resources import Resources
 except ImportError as error:
@@ -65,11 +65,17 @@ def bokeh_script() -> str:
     return "\n".join(Resources(mode="inline", components=["bokeh"], log_level="error").js_raw)
 
 
-def make_charts(columns: Mapping[str, Columns], timeline: Timeline | None) -> list[Chart]:
-    """All charts; the timeline only if it has something to show."""
+def make_charts(columns: Mapping[str, Columns], timeline: Timeline | None, *, live: bool) -> list[Chart]:
+    """All charts; the timeline only if it has something to show.
+
+    Args:
+        live: the columns will change: all kinds of incidents are in the legends.
+    """
     found = [
-        _chart("loss", "Loss", "Training and validation loss by step", _loss(_sources(columns))),
-        _chart("speed", "Throughput", "Tokens per second by step, over 20 steps at most", _speed(_sources(columns))),
+        _chart("loss", "Loss", "Training and validation loss by step", _loss(_sources(columns), live)),
+        _chart(
+            "speed", "Throughput", "Tokens per second by step, over 20 steps at most", _speed(_sources(columns), live)
+        ),
         _chart("workers", "Workers", "The stage of each worker by step, in colours", _workers(_sources(columns))),
         _chart("lost", "Time lost", "Seconds lost by cause", _lost(_sources(columns))),
         _chart("moved", "Bytes moved", "MiB of state copied after each incident", _moved(_sources(columns))),
@@ -127,13 +133,13 @@ def _with_legend(plot: Any) -> Any:
     return plot
 
 
-def _add_marks(plot: Any, sources: Mapping[str, Any], column: str) -> None:
+def _add_marks(plot: Any, sources: Mapping[str, Any], column: str, live: bool) -> None:
     """A vertical line and a shape on the curve for each incident, whose text is shown under the pointer."""
     renderers = []
     for kind in MARKED:
         source = sources[f"marks_{kind}"]
         shape, color = _MARK_STYLES[kind]
-        label = {"legend_label": kind} if len(source.data["step"]) else {}
+        label = {"legend_label": kind} if live or len(source.data["step"]) else {}
         plot.vspan("step", source=source, line_color=color, line_alpha=0.35, line_width=1)
         renderers.append(
             plot.scatter("step", column, source=source, marker=shape, size=11, color=color, line_width=2, **label)
@@ -141,7 +147,7 @@ def _add_marks(plot: Any, sources: Mapping[str, Any], column: str) -> None:
     plot.add_tools(HoverTool(renderers=renderers, tooltips=[("step", "@step"), ("", "@text")]))
 
 
-def _loss(sources: Mapping[str, Any]) -> Any:
+def _loss(sources: Mapping[str, Any], live: bool) -> Any:
     plot = _plot("step", "loss (nats per token)", _TALL, x_range=DataRange1d(range_padding=0.02))
     line = plot.line(
         "step", "loss", source=sources["loss"], line_color="#0072b2", line_width=1.5, legend_label="training"
@@ -153,17 +159,17 @@ def _loss(sources: Mapping[str, Any]) -> Any:
         HoverTool(renderers=[line], tooltips=[("step", "@step"), ("loss", "@loss{0.0000}")], mode="vline"),
         HoverTool(renderers=[dots], tooltips=[("step", "@step"), ("validation loss", "@loss{0.0000}")]),
     )
-    _add_marks(plot, sources, "loss")
+    _add_marks(plot, sources, "loss", live)
     return _with_legend(plot)
 
 
-def _speed(sources: Mapping[str, Any]) -> Any:
+def _speed(sources: Mapping[str, Any], live: bool) -> Any:
     plot = _plot(
         "step", "tokens per second", _FLAT, x_range=DataRange1d(range_padding=0.02), y_range=DataRange1d(start=0)
     )
     line = plot.line("step", "speed", source=sources["speed"], line_color="#0072b2", line_width=1.5)
     plot.add_tools(HoverTool(renderers=[line], tooltips=[("step", "@step"), ("tokens/s", "@speed{0,0}")], mode="vline"))
-    _add_marks(plot, sources, "speed")
+    _add_marks(plot, sources, "speed", live)
     return _with_legend(plot) if plot.legend else plot
 
 
@@ -175,8 +181,7 @@ def _workers(sources: Mapping[str, Any]) -> Any:
     boxes = plot.quad(
         "left", "right", "top", "bottom", source=source, fill_color="color", line_color="#ffffff", line_width=0.5
     )
-    if highest < 24:
-        plot.yaxis.ticker = FixedTicker(ticks=[*range(highest + 1)])
+    plot.yaxis.ticker = BasicTicker(min_interval=1, num_minor_ticks=0, desired_num_ticks=12)
     plot.add_tools(HoverTool(renderers=[boxes], tooltips=[("worker", "@rank"), ("stage", "@stage")]))
     return plot
 

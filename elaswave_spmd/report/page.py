@@ -40,7 +40,7 @@ def page_of(run: RecordedRun, *, live: bool = False) -> str:
 
     history = history_of(run)
     timeline = None if live else _timeline(run, history)
-    charts = make_charts(columns_of(run, history), timeline)
+    charts = make_charts(columns_of(run, history), timeline, live=live)
     scripts = [bokeh_script(), (_FOLDER / "page.js").read_text(encoding="utf-8")]
     data = {"live": live, "charts": {chart.name: json.loads(chart.item) for chart in charts}}
     figures = {
@@ -71,6 +71,7 @@ def fragments_of(run: RecordedRun, history: History) -> dict[str, str]:
     return {
         "facts": _facts(run, history),
         "table-loss": _loss_table(run, history),
+        "legend-workers": _stage_colors(history),
         "table-workers": _workers_table(history),
         "table-lost": _lost_table(history),
         "table-incidents": _incidents_table(history.incidents),
@@ -85,10 +86,6 @@ def _body(run: RecordedRun, history: History, figures: dict[str, str], timeline:
         drawn = f"{MOST_POINTS:,} points are drawn: the lowest and the highest of each part."
         downsampled = f"<p>Of {len(run.metrics):,} steps {drawn}</p>"
     shown = figures.get("timeline", "") + (f"<p>{_text(timeline.note)}</p>" if timeline is not None else "")
-    colors = "".join(
-        f'<li><span class="swatch" data-color="{number}"></span>stage {number}</li>'
-        for number in range(_stages(history))
-    )
     sections = [
         (
             "summary",
@@ -105,9 +102,7 @@ def _body(run: RecordedRun, history: History, figures: dict[str, str], timeline:
         (
             "workers",
             "Workers over time",
-            f'<ul class="legend">{colors}</ul>'
-            + figures["workers"]
-            + _details("Numbers of workers", parts["table-workers"]),
+            parts["legend-workers"] + figures["workers"] + _details("Numbers of workers", parts["table-workers"]),
         ),
         ("lost", "Time lost", figures["lost"] + parts["table-lost"]),
         ("plans", "Plans", parts["table-plans"]),
@@ -172,6 +167,12 @@ def _loss_table(run: RecordedRun, history: History) -> str:
     ]
     note = f"One step in {every:,}." if every > 1 else ""
     return _table("Loss and throughput", ("step", "loss", "validation", "tokens/s", "workers"), rows, note)
+
+
+def _stage_colors(history: History) -> str:
+    """Which colour is which stage."""
+    colors = (f'<li><span class="swatch" data-color="{n}"></span>stage {n}</li>' for n in range(_stages(history)))
+    return f'<ul class="legend">{"".join(colors)}</ul>'
 
 
 def _workers_table(history: History) -> str:

@@ -97,17 +97,24 @@ class RunReader:
         self._path = path
         self._metrics = FollowedLines(path / METRICS)
         self._events = FollowedLines(path / EVENTS)
+        self._error: dict[str, str] | None = None
         self._run = RecordedRun(path, _text_of(path / CONFIG), (), ())
 
     def read(self) -> RecordedRun:
         """The run as its files are now. The same object as before if nothing is new.
 
         Raises:
-            DataError: a file cannot be read, or is malformed.
+            DataError: a file cannot be read, or is malformed; from then on every call raises it.
         """
+        if self._error is not None:  # lines that were read with the malformed one are not read again
+            raise DataError(**self._error)
         run = self._run
-        lines = tuple(MetricsLine.from_dict(fields) for fields in self._metrics.read())
-        events = tuple(self._events.read())
+        try:
+            lines = tuple(MetricsLine.from_dict(fields) for fields in self._metrics.read())
+            events = tuple(self._events.read())
+        except DataError as error:
+            self._error = error.fields()
+            raise
         if lines or events:
             summary = _read_summary(self._path / SUMMARY)
             self._run = RecordedRun(run.path, run.config, run.metrics + lines, run.events + events, summary)
