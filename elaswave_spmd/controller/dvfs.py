@@ -25,7 +25,6 @@ from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, PowerModel
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import frequency_hints
-from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
 from elaswave_spmd.scheduling.step_time import Assignment, stage_seconds
 
 Pids: TypeAlias = Mapping[int, int | None]
@@ -118,19 +117,17 @@ class Frequencies:
             return clock.before if clock is not None else 1.0
         return clock.now if step >= clock.until else None
 
-    def hint(
-        self, placement: Placement, costs: CostModel, step: int, pids: Pids, split: SplitBackward | None = None
-    ) -> None:
+    def hint(self, placement: Placement, running: Assignment, costs: CostModel, step: int, pids: Pids) -> None:
         """Slows down workers that would wait and raises those that are waited for, as nothing else is to be changed.
 
         Nothing happens if this very placement had its hints.
 
         Args:
+            running: the assignment of the placement with the limits that workers run with.
             step: the last one that is committed.
             pids: rank -> process id of a worker on this machine.
-            split: the layers whose backward may be in two parts; None: there are none.
         """
-        assignment = executed(Assignment.of(placement), split)
+        assignment = running
         key = assignment, costs.speeds
         if self._guard is None or self._orders or key == self._hinted:
             return

@@ -220,12 +220,14 @@ class GoBack:
     Args:
         reason: in words.
         newest: the last version that is not in doubt.
-        without: workers that are wrong, and do not come back. Nobody: it is not known who is.
+        without: workers that are wrong, and do not come back.
+        is_undecided: nothing shows who is wrong, or who else is.
     """
 
     reason: str
     newest: int
     without: tuple[int, ...] = ()
+    is_undecided: bool = False
 
 
 @dataclass(frozen=True)

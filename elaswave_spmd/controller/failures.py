@@ -447,7 +447,7 @@ class FailureHandler:
             step,
             is_begin=checkpoint is None,
             doubted=protocol.version,
-            is_undecided=not action.without,
+            is_undecided=action.is_undecided,
         )
         return [Record(ROLLBACK, fields), End(back)]
 

@@ -104,7 +104,7 @@ class ReplicaVerifier:
             "message": what,
         }
         error = f"{what}; each is what its worker wrote, and nothing shows which of them is wrong"
-        return [Record("mismatch", fields), *self._verdicts.undecided(error, self._protocol.agreed)]
+        return [Record("mismatch", fields), *self._verdicts.undecided(error, self._protocol.agreed, tuple(found.wrong))]
 
     def _where(self, pages: PageRange) -> str:
         layer, first, stop = pages

@@ -128,9 +128,10 @@ class MeasuredCosts:
         return min(found, key=seconds)
 
     def limited(self, placement: Placement, split: SplitBackward) -> Assignment:
-        """The placement with the limits of its workers: once costs are known, those that `plan_change` plans with."""
+        """The placement with the limits of its workers: those that `plan_change` plans with, once it is known what
+        lasts of the measured costs; until then those by rule."""
         by_rule = executed(Assignment.of(placement), split)
-        if not self.is_measured:
+        if not (self.is_measured and self._lasting.is_covered):
             return by_rule
         costs = priced(self.lasting, split)
         return best_limits(by_rule, step_time(by_rule, costs, split.rule), split, costs, split.rule)[0]
@@ -253,7 +254,7 @@ class Rescheduler:
             self._asked = None
             self._content += 1
             if self._content >= self._settings.patience:  # hints come last
-                self._frequencies.hint(self._protocol.placement, costs, step, self._roster.pids, split)
+                self._frequencies.hint(self._protocol.placement, self._protocol.running, costs, step, self._roster.pids)
             return actions
         self._content = 0
         times = self._asked[1] + 1 if self._asked is not None and _alike(self._asked[0], goal) else 1
@@ -268,7 +269,7 @@ class Rescheduler:
     def _plan(self, costs: CostModel, remaining_steps: int) -> tuple[Decision | None, list[Action]]:
         """Plan the best change. None if nothing fits in memory, which is logged once an epoch.
 
-        Other groupings take up to a second to look at: once, as long as the mesh and the costs stay as they are.
+        Other groupings take seconds to look at, on up to 256 workers: once, as long as the mesh and the costs stay.
         """
         mesh = self._protocol.placement.mesh
         stages = self._settings.layers and self._settings.stages
@@ -289,6 +290,7 @@ class Rescheduler:
                 memory_limit=self._settings.memory_limit or math.inf,
                 state_limit=self._state_limit(costs),
                 stage_counts=None if stages else (),
+                running=self._protocol.running,
             )
         except PlanError as error:
             if self._planned is None or self._planned[0][0] != known[0]:
@@ -323,10 +325,17 @@ class Rescheduler:
 
     def _goal_of(self, there: Assignment, before: float, after: float, what: str) -> Goal | None:
         here = self._protocol.placement
+        if (there.stages, there.layer_cuts, there.microbatch_counts) == (
+            here.mesh.stages,
+            here.layer_cuts,
+            here.microbatch_counts,
+        ):
+            running = self._protocol.running
+            if (there.limits, there.put_off) == (running.limits, running.put_off):
+                return None
+            what = "other limits in flight"
         why = f"{what}: {1e3 * before:.0f} to {1e3 * after:.0f} ms a step expected"
-        goal = Goal(there.stages, there.layer_cuts, there.microbatch_counts, why)
-        same = (here.mesh.stages, here.layer_cuts, here.microbatch_counts)
-        return None if (goal.stages, goal.layer_cuts, goal.microbatch_counts) == same else goal
+        return Goal(there.stages, there.layer_cuts, there.microbatch_counts, why)
 
     # ---- slow workers
 

@@ -113,17 +113,18 @@ class Verdicts:
             return [GoBack(f"{who}; {may} (verify.action=rollback)", newest, tuple(wrong))]
         return [EvictWorker(rank, reason) for rank in wrong]
 
-    def undecided(self, error: str, newest: int) -> list[Action]:
+    def undecided(self, error: str, newest: int, wrong: Sequence[int] = ()) -> list[Action]:
         """Nothing shows who is wrong: the run goes back to its checkpoint, once; the next time it ends.
 
         Args:
             error: in words, with the workers.
             newest: the last version that is not in doubt.
+            wrong: other workers, which are known to be wrong: the run goes on without them.
         """
         if self._action == "stop" or self._has_gone_back:
             again = ", for the second time" if self._has_gone_back else ""
             return [End(RunStopped(RunError(f"{error}{again}")))]
-        return [GoBack(error, newest)]
+        return [GoBack(error, newest, tuple(wrong), is_undecided=True)]
 
     def _right_until(self, case: Case, rank: int) -> int:
         """The last step up to which a worker's results count as right: it was checked, or was not there before."""

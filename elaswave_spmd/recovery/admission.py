@@ -414,7 +414,7 @@ def _exists(bounds: MessageBounds, part: m.PartialStep) -> bool:
     sums = [nodes for _, nodes in part.layer_sums.items()] + [row[4] for row in part.page_sums]
     return (
         all(bounds.has_microbatches(some) for some in (part.assigned, part.computed, part.forwarded, part.put_off))
-        and set(part.put_off) <= set(part.assigned)
+        and set(part.put_off) <= set(part.assigned) - set(part.computed)
         and len(set(part.activations)) == len(part.activations)
         and len(set(part.gradients)) == len(part.gradients)
         and all(0 <= layer < num_layers and bounds.has_microbatches((one,)) for layer, one in crossing)

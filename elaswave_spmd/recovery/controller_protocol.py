@@ -244,6 +244,8 @@ class ControllerProtocol:
         """Rank -> address, of every worker that is ready and not lost: members, and newcomers."""
         self.split: SplitBackward | None = None
         """The layers whose backward may be in two parts; the first worker that has tried them says which."""
+        self.running = Assignment.of(placement)
+        """The placement with the limits that workers were told last."""
         self._policy = policy or Policy()
         self._assigner = assigner or EvenAssigner()
         self._checks = checks or CheckDraw(0)
@@ -728,6 +730,7 @@ class ControllerProtocol:
         if self.split is not None:
             placed = self._assigner.limited(self.placement, self.split)
             split_layers = self.split.layers if placed.put_off else ()
+        self.running = placed
         return reconfiguration.reconfigure_message(
             self.placement,
             self.addresses,

@@ -50,6 +50,7 @@ from elaswave_spmd.scheduling.stage_search import (
 from elaswave_spmd.scheduling.state_moves import Move, StateMoves, layout_of_costs
 from elaswave_spmd.scheduling.step_time import (
     EXACT,
+    MOST_ACTIONS,
     Assignment,
     MemoryTables,
     StepTime,
@@ -181,6 +182,7 @@ def plan_change(
     frequencies: FrequencyRange | None = None,
     power: PowerModel = _POWER,
     goal_s: float | None = None,
+    running: Assignment | None = None,
 ) -> Decision:
     """Plans the answer to an event.
 
@@ -200,6 +202,7 @@ def plan_change(
         frequencies: the range that devices may be set to; None: no hints.
         goal_s: a step time; frequencies are raised only as far as it takes to reach this, for example the step time
             before the event.
+        running: the assignment of the placement with the limits that workers run with; None: with the best ones.
 
     Raises:
         PlanError: the costs belong to another model, a stage is empty, or no partition fits in memory.
@@ -228,8 +231,7 @@ def plan_change(
     if frequencies is not None:
         plan, hints = frequency_hints((later or now).assignment, costs, frequencies, power, goal_s)
         reasons.append(str(plan))
-    by_rule = executed(old, split)
-    _, before = planner.limited(by_rule, step_time(by_rule, costs, rule))
+    before = planner.before(running)
     return Decision(before, now, later, not why_anew, hints, plan, remaining_steps, tuple(reasons))
 
 
@@ -272,10 +274,22 @@ class _Planner:
     split: SplitBackward | None = None
     tables: MemoryTables = field(default_factory=dict)
 
+    def before(self, running: Assignment | None) -> StepTime:
+        """The step time until now, simulated as far as those of plans are.
+
+        Args:
+            running: as in `plan_change`.
+        """
+        small = sum(map(len, self.old.stages)) <= _TIMED_WORKERS
+        most = _SETTLED_ACTIONS if small else MOST_ACTIONS
+        by_rule = executed(self.old, self.split) if running is None else running
+        time = step_time(by_rule, self.costs, self.rule, most_actions=most)
+        return time if running is not None else self.limited(by_rule, time)[1]
+
     def crew(self, stages: Stages) -> _Crew:
         """These stages with their micro-batches assigned."""
         speeds = [self.costs.speeds_of(members) for members in stages]
-        rows, _ = stage_workers(speeds, self.old.num_microbatches, [self.memory_limit] * len(stages))
+        rows, _ = stage_workers(speeds, self.old.num_microbatches, self.memory_limit, self.split)
         estimates = MoveEstimates(self.costs, self.old.layer_cuts, old_stages_of(stages, self.old.stages))
         candidates = reassign_microbatches(self.old, self.old.num_microbatches, stages, self.costs)
         return _Crew(stages, rows, estimates, candidates)
@@ -302,13 +316,17 @@ class _Planner:
 
         Returns: None and the reason if there is none.
         """
-        candidates = {found.key: found for found in (self.recut(crew, tolerance) for tolerance in TOLERANCES)}
-        refined = self.refined(crew, min(candidates.values(), key=self.total))
-        candidates[refined.key] = refined
+        candidates: dict[object, Candidate] = {}
+        with suppress(PlanError):  # what runs now may be the only one that fits in memory
+            candidates = {found.key: found for found in (self.recut(crew, tolerance) for tolerance in TOLERANCES)}
+            refined = self.refined(crew, min(candidates.values(), key=self.total))
+            candidates[refined.key] = refined
         crews = dict.fromkeys(candidates, crew)
         if stage_counts is None or stage_counts:
             least = min(self.total(found) for found in (now, *candidates.values()))
-            for theirs, found in self.regrouped(crew, stage_counts, least) + self.left_out(crew, stage_counts, least):
+            others = self.regrouped(crew, stage_counts, least)
+            least = min([least, *(self.total(found) for _, found in others)])
+            for theirs, found in others + self.left_out(crew, stage_counts, least):
                 known = candidates.get(found.key)
                 if known is None or self.total(found) < self.total(known):
                     candidates[found.key], crews[found.key] = found, theirs
@@ -408,15 +426,19 @@ class _Planner:
         number = sum(map(len, crew.stages))
         if not 2 < number <= _EXACT_WORKERS:
             return []
-        # Of equal workers one of the largest stage: no stage is empty without it.
-        homes = [(self.costs.speed(rank), -len(members), -rank) for members in crew.stages for rank in members]
+        # Of stages that are not empty without it; of equal workers one of the largest stage.
+        homes = [
+            (self.costs.speed(rank), -len(members), -rank)
+            for members in crew.stages
+            for rank in members
+            if len(members) > 1
+        ]
+        if not homes:
+            return []
         idle = -min(homes)[2]
         home = next(s for s, members in enumerate(crew.stages) if idle in members)
-        some = tuple(tuple(rank for rank in members if rank != idle) for members in crew.stages)
-        if not all(some):
-            return []
-        fewer = self.crew(some)
-        found = self.regrouped(fewer, stage_counts, total) if stage_counts is None or stage_counts else []
+        fewer = self.crew(tuple(tuple(rank for rank in members if rank != idle) for members in crew.stages))
+        found = self.regrouped(fewer, stage_counts, total)
         with suppress(PlanError):  # fewer workers have room for less
             found.append((fewer, self.recut(fewer, 0.0)))
         found.sort(key=lambda each: self.total(each[1]))

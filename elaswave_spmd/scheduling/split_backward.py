@@ -16,11 +16,13 @@ from statistics import median
 
 from elaswave_spmd.scheduling.cost_model import WEIGHT_SHARE, CostModel, MemoryRule
 from elaswave_spmd.scheduling.step_time import (
+    EXACT,
     REPLICATED,
     Assignment,
     MemoryTables,
     StepTime,
     memory_of,
+    step_time,
     step_time_below,
 )
 
@@ -97,6 +99,17 @@ class SplitBackward:
         some = () if in_flight == assignment.usual_limits else in_flight
         return replace(assignment, put_off=tuple(late) if any(late) else (), in_flight=some)
 
+    def needed(self, assignment: Assignment) -> list[float]:
+        """The bytes that the fullest worker of each stage needs, with what it puts off."""
+        bytes_s = memory_of(assignment, self.costs, self.rule, self._tables)
+        put_off = assignment.put_off or (0,) * assignment.num_stages
+        spans = pairwise(assignment.layer_cuts)
+        each = zip(bytes_s, put_off, assignment.microbatch_counts, spans, strict=True)
+        return [
+            found + min(most, max(counts)) * sum(self.put_off_bytes[first:stop])
+            for found, most, counts, (first, stop) in each
+        ]
+
     def _shared_out(self, assignment: Assignment, more: int) -> Iterator[tuple[int, int]]:
         """Per stage, the most micro-batches in flight, and those for whose weight gradients there is room beside them.
 
@@ -133,18 +146,22 @@ def best_limits(
     Args:
         candidate: with the limits by rule, which win ties.
         time: of the candidate.
-        split: the memory that there is. More of it is never used.
+        split: the memory that there is. More of it is never used; where it is not limited, no more than the fullest
+            worker needs by rule.
     """
     if sum(map(len, candidate.stages)) > MOST_WORKERS:
         return candidate, time
     best, seen = candidate, {candidate}
     tried = MOST_TRIED // (2 * candidate.num_stages * max(1, candidate.num_microbatches))
+    if tried and time.how != EXACT:  # a part of a step reads as less than a whole one: all are simulated as wholes
+        time, tried = step_time(candidate, costs, rule, most_actions=MOST_TRIED), tried - 1
+    room = max(split.needed(candidate)) if split.memory_limit == math.inf else math.inf
     for more in MORE_IN_FLIGHT[:tried]:
         found = split.executed(candidate, more)
-        if found in seen:
+        if found in seen or max(split.needed(found)) > room:
             continue
         seen.add(found)
-        faster = step_time_below(time.seconds, found, costs, rule)
+        faster = step_time_below(time.seconds, found, costs, rule, most_actions=MOST_TRIED)
         if faster is not None and faster.seconds < time.seconds:
             best, time = found, faster
     return best, time

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise, permutations
 
@@ -138,13 +139,18 @@ def old_stages_of(stages: Sequence[Sequence[int]], old_stages: Sequence[Sequence
 
 
 def stage_workers(
-    speeds: Sequence[np.ndarray], num_microbatches: int, memory_limits: Sequence[float]
+    speeds: Sequence[np.ndarray],
+    num_microbatches: int,
+    memory_limit: float,
+    split: SplitBackward | None = None,
 ) -> tuple[list[StageWorkers], list[np.ndarray]]:
     """The arguments of `partition` for these stages, and per stage the balanced micro-batches of each worker.
 
     Args:
         speeds: per stage, float64 [workers].
-        memory_limits: bytes of each worker of a stage.
+        memory_limit: bytes of each worker.
+        split: where backwards are in two parts, fewer micro-batches are in flight where memory is short
+            (`SplitBackward.executed`): what has to fit is one.
     """
     known: dict[bytes, np.ndarray] = {}
     counts = []
@@ -153,8 +159,10 @@ def stage_workers(
             known[key] = balanced_counts(num_microbatches, v)
         counts.append(known[key])
     limits = in_flight_limits([len(v) for v in speeds], [c.tolist() for c in counts])
-    rows = zip(speeds, counts, limits, memory_limits, strict=True)
-    found = [StageWorkers(len(v), float((c / v).max()), int(c.max()), limit, most) for v, c, limit, most in rows]
+    if split is not None:
+        limits = (1,) * len(speeds)
+    rows = zip(speeds, counts, limits, strict=True)
+    found = [StageWorkers(len(v), float((c / v).max()), int(c.max()), limit, memory_limit) for v, c, limit in rows]
     return found, counts
 
 
@@ -225,6 +233,9 @@ class Groupings:
     rule: MemoryRule = REPLICATED
     memory_limit: float = math.inf
     split: SplitBackward | None = None
+    _evaluated: dict[tuple[int, ...], StageChoice | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def best(self, stage_counts: Collection[int] | None = None) -> StageChoice:
         """The best of the present grouping and all even groupings, by lower bound.
@@ -276,12 +287,7 @@ class Groupings:
         known: dict[tuple[int, ...], StageChoice | None] = {}
 
         def total(sizes: tuple[int, ...]) -> float:
-            if sizes not in known:
-                try:
-                    known[sizes] = self.evaluate(sizes, f"{len(sizes)} stages")
-                except PlanError:
-                    known[sizes] = None
-            found = known[sizes]
+            found = known[sizes] = self._evaluate_once(sizes)
             return math.inf if found is None else self.total(found)
 
         starts = {self.evenly(number), self.balanced(number) or self.evenly(number)}
@@ -387,6 +393,14 @@ class Groupings:
         way = (microbatch_s - late_s) / fastest / (1 - math.prod(1 - 1 / (load * fastest) for load in loads))
         return max(microbatch_s / together, longest_s * min(loads), way)
 
+    def _evaluate_once(self, sizes: tuple[int, ...]) -> StageChoice | None:
+        """The choice with stages of these sizes and the best partition; None if the layers do not fit in memory."""
+        if sizes not in self._evaluated:
+            self._evaluated[sizes] = None
+            with suppress(PlanError):
+                self._evaluated[sizes] = self.evaluate(sizes, f"{len(sizes)} stages")
+        return self._evaluated[sizes]
+
     def evaluate(self, sizes: Sequence[int], name: str, tolerance: float = 0.0) -> StageChoice:
         """The choice with stages of these sizes, partitioned within a tolerance.
 
@@ -395,7 +409,7 @@ class Groupings:
         """
         parts = [slice(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
         speeds = [self.speeds[part] for part in parts]
-        rows, counts = stage_workers(speeds, self.num_microbatches, [self.memory_limit] * len(sizes))
+        rows, counts = stage_workers(speeds, self.num_microbatches, self.memory_limit, self.split)
         moves = MoveEstimates(self.costs, self.old_cuts, [self.was[part] for part in parts])
         table = moves.table(self.rule)
         found = partition(self.costs, rows, rule=self.rule, move_bytes=table, tolerance=tolerance)
@@ -403,13 +417,12 @@ class Groupings:
         forward_s = [f / v for f, v in zip(forward, speeds, strict=True)]
         backward_s = [b / v for b, v in zip(backward, speeds, strict=True)]
         stages = tuple(self.order[part] for part in parts)
-        weights_s, put_off = None, ()
+        weights_s, put_off, limits = None, (), [row.in_flight for row in rows]
         if self.split is not None:
             balanced = tuple(tuple(of_stage.tolist()) for of_stage in counts)
             assignment = executed(Assignment(stages, found.cuts, balanced), self.split)
             weights_s = [w / v for w, v in zip(weights_seconds(assignment, self.costs), speeds, strict=True)]
-            put_off = assignment.put_off
-        limits = [row.in_flight for row in rows]
+            put_off, limits = assignment.put_off, list(assignment.limits)
         pipeline_s = bound(forward_s, backward_s, counts, delays, limits, weights_s, put_off)
         spans = zip(pairwise(found.cuts), rows, strict=True)
         sent = max(traffic_bytes(self.costs, self.rule, a, b, row.size, 1) for (a, b), row in spans)

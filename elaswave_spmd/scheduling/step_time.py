@@ -134,8 +134,8 @@ class StepTime:
 
     def __str__(self) -> str:
         return (
-            f"{self.seconds:.4g} s a step ({self.how} {self.pipeline_s:.4g} s, worker {self.worker} computes "
-            f"{self.bottleneck_s:.4g} s, links {self.traffic_s:.4g} s)"
+            f"{self.seconds:.4g} s a step ({self.how} {self.pipeline_s:.4g} s, then {self.tail_s:.4g} s of reduction; "
+            f"worker {self.worker} computes {self.bottleneck_s:.4g} s, links {self.traffic_s:.4g} s)"
         )
 
 

@@ -194,7 +194,9 @@ def test_sums_that_cannot_be_right_are_refused(sums: tuple, results: tuple, why:
     assert by_controller(m.AddedUp(SENDER, 2, 4, *PAGES, True, sums, results), SENDER, None) == why
 
 
-@pytest.mark.parametrize("put_off", [(99,), (-1,), (1, 1), (2,)], ids=["no", "negative", "twice", "not its own"])
+@pytest.mark.parametrize(
+    "put_off", [(99,), (-1,), (1, 1), (2,), (0,)], ids=["no", "negative", "twice", "not its own", "done"]
+)
 def test_reports_of_weight_gradients_that_nobody_can_have_put_off_are_refused(put_off: tuple[int, ...]) -> None:
     report = m.StepReport(2, SENDER, 3, (msgspec.structs.replace(PART, put_off=put_off),))
     assert by_controller(report, SENDER, None) == admission.PLACE

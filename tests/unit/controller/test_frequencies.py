@@ -64,7 +64,12 @@ class World:
     def __init__(self, sizes: Sequence[int], guard: MadeUpGuard | None, layers: int = 6, **fields: Any) -> None:
         self.placement: Placement = placed(sizes, 12, layers)
         self.protocol = SimpleNamespace(
-            placement=self.placement, layout=None, split=None, settled=True, rebalance=self.rebalance
+            placement=self.placement,
+            layout=None,
+            split=None,
+            settled=True,
+            rebalance=self.rebalance,
+            running=Assignment.of(self.placement),
         )
         self.goals: list[Goal] = []
         self.events: list[dict[str, Any]] = []
@@ -177,7 +182,7 @@ def test_steps_in_which_a_frequency_changed_count_for_nothing() -> None:
     frequencies, guard = world.frequencies, world.guard
     assert guard is not None and [frequencies.scale(3, step) for step in (1, 9)] == [1.0, 1.0]
     guard.quiet = True
-    frequencies.hint(world.placement, costs_of([0.03] * 6), 10, {})
+    frequencies.hint(world.placement, world.protocol.running, costs_of([0.03] * 6), 10, {})
     assert [frequencies.scale(3, step) for step in (10, 11, 99)] == [1.0, None, None]
     assert frequencies.scale(0, 11) == 1.0  # it stays as it is
     guard.quiet = False
@@ -224,20 +229,20 @@ def test_processors_of_a_worker_have_the_largest_frequency_of_their_workers() ->
     world = uneven(guard)
     pids = dict.fromkeys(range(5), os.getpid())
     costs = costs_of([0.03] * 6)
-    world.frequencies.hint(world.placement, costs, 5, pids)
+    world.frequencies.hint(world.placement, world.protocol.running, costs, 5, pids)
     assert guard.orders == [{"policy0": 1.0}]  # shared by all, and no policy of others
     world.do(world.frequencies.committed(6))
     assert world.events[-1]["frequencies"] == dict.fromkeys(range(5), 1.0)
     guard.orders.clear()
     world.frequencies.begun(world.placement, 7, {})
-    world.frequencies.hint(world.placement, costs, 8, {})
+    world.frequencies.hint(world.placement, world.protocol.running, costs, 8, {})
     assert guard.orders == [{"policy0": 1.0, "policy1": 1.0}]  # unknown where they run: anywhere
 
 
 def test_accelerators_go_to_workers_in_turn() -> None:
     guard = MadeUpGuard({name: DeviceRange(1, 2, 2) for name in "abc"})
     world = uneven(guard)
-    world.frequencies.hint(world.placement, costs_of([0.03] * 6), 5, {})
+    world.frequencies.hint(world.placement, world.protocol.running, costs_of([0.03] * 6), 5, {})
     assert guard.orders == [{"a": 1.0, "b": 1.0, "c": 0.67}]  # the first two run a worker with three micro-batches each
 
 

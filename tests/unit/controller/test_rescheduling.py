@@ -37,7 +37,13 @@ class World:
     ) -> None:
         self.placement: Placement = placed(sizes, MICROBATCHES, LAYERS)
         self.protocol = SimpleNamespace(
-            placement=self.placement, layout=None, split=None, settled=True, rebalance=self.rebalance, drain=self.drain
+            placement=self.placement,
+            layout=None,
+            split=None,
+            settled=True,
+            rebalance=self.rebalance,
+            drain=self.drain,
+            running=Assignment.of(self.placement),
         )
         self.goals: list[Goal] = []
         self.drained: list[int] = []
@@ -280,7 +286,8 @@ def test_plans_are_judged_with_what_workers_put_off(monkeypatch: pytest.MonkeyPa
     """The share of weight gradients is measured where there are any, and saved for the next run."""
     world, plans = World([2, 2]), []
     every = tuple(range(LAYERS))
-    world.protocol.split = SplitBackward(every, (100,) * LAYERS, costs_of([1.0] * LAYERS), MemoryRule())
+    split = SplitBackward(every, (100,) * LAYERS, costs_of([1.0] * LAYERS), MemoryRule())
+    world.protocol.split, world.protocol.running = split, executed(Assignment.of(world.placement), split)
 
     def planned(*args: Any, **kwargs: Any) -> Decision:
         plans.append((args[1], plan_change(*args, **kwargs)))
@@ -312,3 +319,35 @@ def test_limits_are_by_rule_until_costs_are_measured_and_then_those_of_plans() -
     known = priced(world.measured.costs, split)
     assert step_time(found, known).seconds < step_time(by_rule, known).seconds
     assert plan_change(world.placement, known, 0, split=split).before == step_time(found, known, split.rule)
+
+
+def test_limits_are_by_rule_as_long_as_nothing_is_known_to_last() -> None:
+    """Until then costs are made up: with these, other limits than those by rule would take a fifth more."""
+    world = World([1, 1, 1, 1], latency=0.02, lasting=10.0)
+    every, costs = tuple(range(LAYERS)), costs_of([1.0] * LAYERS, activation_bytes=10, value_bytes=1)
+    split = SplitBackward(every, (10,) * LAYERS, costs, MemoryRule(), 1e6)
+    by_rule = executed(Assignment.of(world.placement), split)
+    world.protocol.split, world.protocol.running = split, by_rule
+    world.train(8)
+    assert world.measured.is_measured and world.measured.limited(world.placement, split) == by_rule
+    world.train(12)
+    assert world.measured.limited(world.placement, split) != by_rule
+    unreviewed = World([1, 1, 1, 1], latency=0.02, microbatches=False, layers=False)
+    unreviewed.protocol.split, unreviewed.protocol.running = split, by_rule
+    unreviewed.train(20)
+    assert unreviewed.measured.is_measured and unreviewed.measured.limited(world.placement, split) == by_rule
+
+
+def test_other_limits_are_a_change_that_has_to_gain_enough() -> None:
+    world = World([1, 1, 1, 1], latency=0.02, min_gain=0.01)
+    every, costs = tuple(range(LAYERS)), costs_of([1.0] * LAYERS, activation_bytes=10, value_bytes=1)
+    split = SplitBackward(every, (10,) * LAYERS, costs, MemoryRule(), 1e6)
+    world.protocol.split, world.protocol.running = split, executed(Assignment.of(world.placement), split)
+    world.train(20)
+    goal = world.goals[0]
+    same = world.placement.mesh.stages, world.placement.layer_cuts, world.placement.microbatch_counts
+    assert (goal.stages, goal.layer_cuts, goal.microbatch_counts) == same and "other limits in flight" in goal.why
+    world.protocol.running = world.measured.limited(world.placement, split)  # as the protocol sends them
+    world.goals.clear()
+    world.train(60)
+    assert not world.goals

@@ -34,7 +34,9 @@ def test_where_nobody_can_tell_the_run_goes_back_once(action: str) -> None:
     if action == "stop":
         assert isinstance(found, End)
     else:
-        assert found == GoBack("workers [0, 1] differ", 7)
+        assert found == GoBack("workers [0, 1] differ", 7, is_undecided=True)
+        (found,) = verdicts(action).undecided("workers [0, 1] differ", 7, [2])
+        assert found == GoBack("workers [0, 1] differ", 7, (2,), is_undecided=True), "worker 2 does not come along"
     (found,) = verdicts(action, has_gone_back=True).undecided("workers [0, 1] differ", 7)
     assert isinstance(found, End) and isinstance(found.outcome, RunStopped)
     assert str(found.outcome.error) == "workers [0, 1] differ, for the second time"

@@ -15,6 +15,7 @@ from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.dvfs import FrequencyRange, PowerModel
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches, least_load
 from elaswave_spmd.scheduling.rebalance import Decision, frequency_hints, plan_change
+from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
 from elaswave_spmd.scheduling.state_moves import layout_of_costs
 from elaswave_spmd.scheduling.step_time import EXACT, Assignment, memory_of, state_of, step_time
 from tests.unit.scheduling.planning_cases import SPEEDS, assigned, costs_of, placed, rule_of, stages_of
@@ -191,6 +192,41 @@ def test_layers_that_do_not_fit_any_more_are_moved_before_going_on():
     assert max(memory_of(decision.now.assignment, costs, rule_of(1))) <= 800
     with pytest.raises(PlanError, match=r"stage \d lacks"):
         plan_change(placement, costs, 10, stages=present, memory_limit=500.0)
+
+
+@pytest.mark.parametrize("memory_limit", [370.0, 421.0, 600.0, 2000.0])
+def test_where_only_fewer_in_flight_fit_there_is_a_plan(memory_limit):
+    """A slow worker gets fewer micro-batches, the others more; by rule more would be in flight than have room."""
+    costs = costs_of(
+        [3.0] * 8, state_bytes=30, value_bytes=10, gradient_bytes=10, activation_bytes=25, put_off_bytes=25
+    )
+    costs = replace(costs, layers=tuple(replace(layer, weight_share=0.5) for layer in costs.layers))
+    placement = placed([2, 2, 2, 2], 16, 8)
+    split = SplitBackward.of_costs(costs, rule_of(1), memory_limit)
+    slow = costs.with_speeds({5: 0.5})
+    decision = plan_change(placement, slow, 100, memory_limit=memory_limit, split=split, stage_counts=())
+    for variant in filter(None, (decision.now, decision.later)):
+        assert max(memory_of(variant.assignment, costs, rule_of(1))) <= memory_limit
+
+
+def test_the_step_until_now_is_that_of_the_limits_that_workers_have():
+    costs = costs_of([3.0] * 8, latency_s=0.5)
+    costs = replace(costs, layers=tuple(replace(layer, weight_share=0.5) for layer in costs.layers))
+    placement = placed([1, 1, 1, 1], 7, 8)
+    split = SplitBackward.of_costs(costs, rule_of(1), 1e9)
+    running = executed(Assignment.of(placement), split)
+    told = plan_change(placement, costs, 100, split=split, stage_counts=(), running=running)
+    assert told.before.seconds == step_time(running, costs, rule_of(1)).seconds
+    assert plan_change(placement, costs, 100, split=split, stage_counts=()).before.seconds <= told.before.seconds
+
+
+def test_a_worker_alone_in_its_stage_is_not_left_out():
+    """The slowest is alone in the first stage; of the others one may idle, so that losing it makes nothing faster."""
+    costs = costs_of([1.0] * 4).with_speeds({0: 0.25, 2: 0.5})
+    placement = placed([1, 3], 5, 4)
+    decision = plan_change(placement, costs, 1000, stage_counts=None)
+    fewer = plan_change(placement, costs, 1000, stages=without(placement.mesh.stages, 2), stage_counts=None)
+    assert decision.last.time.seconds <= fewer.last.time.seconds * 1.005
 
 
 def test_newcomers_without_a_known_host_are_assigned_microbatches():

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling import Placement
 from elaswave_spmd.scheduling.cost_model import WEIGHT_SHARE, CostModel, LayerCost, MemoryRule
-from elaswave_spmd.scheduling.split_backward import MORE_IN_FLIGHT, SplitBackward, best_limits, executed
-from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
+from elaswave_spmd.scheduling.split_backward import MORE_IN_FLIGHT, MOST_TRIED, SplitBackward, best_limits, executed
+from elaswave_spmd.scheduling.step_time import EXACT, PART, Assignment, memory_of, step_time
 from elaswave_spmd.sharding import Shardings
 from tests.unit.scheduling.planning_cases import SPEEDS, assigned, costs_of
 
@@ -165,3 +165,31 @@ def test_one_more_in_flight_is_faster_where_there_is_room() -> None:
     time = step_time(by_rule, uneven)
     best, faster = best_limits(by_rule, time, split(memory_limit=1e6), uneven)
     assert best.in_flight and faster.seconds < time.seconds
+
+
+def test_other_limits_take_no_more_room_than_those_by_rule() -> None:
+    """One in flight in place of one that is put off takes more room where a layer keeps more until its backward."""
+    heavy = replace(COSTS.layers[-1], activation_bytes=4000)
+    costs = CostModel((*COSTS.layers[:-1], heavy), 1e9, latency_s=4.0)
+    some = SplitBackward(tuple(range(8)), (60,) * 7 + (1000,), costs, MemoryRule())
+    by_rule = some.executed(Assignment.of(placed("pp4")))
+    time = step_time(by_rule, some.priced(costs))
+    assert any(
+        step_time(some.executed(by_rule, more), some.priced(costs)).seconds < time.seconds for more in MORE_IN_FLIGHT
+    )
+    best, _ = best_limits(by_rule, time, some, some.priced(costs))
+    assert max(some.needed(best)) <= max(some.needed(by_rule))
+    assert some.needed(by_rule)[3] == memory_of(by_rule, costs, MemoryRule())[3] + 3 * 1060
+
+
+def test_limits_are_compared_by_whole_steps() -> None:
+    """Where only a part of the step was simulated, the candidate is simulated as a whole first, and so are others."""
+    number = 384
+    counts = ((number,),) * 4
+    candidate = split().executed(replace(Assignment.of(placed("pp4")), microbatch_counts=counts))
+    costs = replace(split().priced(COSTS), latency_s=0.4)
+    part = step_time(candidate, costs, most_actions=100)
+    assert part.how == PART
+    best, time = best_limits(candidate, part, split(), costs)
+    assert time == step_time(best, costs, most_actions=MOST_TRIED) and time.how == EXACT
+    assert time.seconds <= step_time(candidate, costs, most_actions=MOST_TRIED).seconds
