@@ -324,9 +324,7 @@ class _Planner:
         crews = dict.fromkeys(candidates, crew)
         if stage_counts is None or stage_counts:
             least = min(self.total(found) for found in (now, *candidates.values()))
-            others = self.regrouped(crew, stage_counts, least)
-            least = min([least, *(self.total(found) for _, found in others)])
-            for theirs, found in others + self.left_out(crew, stage_counts, least):
+            for theirs, found in self.regrouped(crew, stage_counts, least) + self.left_out(crew, stage_counts, least):
                 known = candidates.get(found.key)
                 if known is None or self.total(found) < self.total(known):
                     candidates[found.key], crews[found.key] = found, theirs
