@@ -43,8 +43,8 @@ def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
         "instructions": torch.backends.cpu.get_cpu_capability(),
     }
     kind = kind_of(settings)
-    if model := kind.model(ThisMachine()):
-        hardware["model"] = model
+    if processor := kind.model(ThisMachine()):
+        hardware["model"] = processor
     if kind.capabilities.islands:
         # Devices inside a worker split its sums: unlike the mesh of workers, they are part of the bits.
         hardware |= {axis: settings.mesh.shape.axis_size(axis) for axis in ISLAND_AXES}

@@ -44,3 +44,8 @@ def test_another_model_of_gpu_has_other_bits(monkeypatch: pytest.MonkeyPatch) ->
 def test_checkpointing_is_no_part_of_it_and_threads_are() -> None:
     assert identity(activation_checkpointing=True) == identity()
     assert identity(threads_per_worker=2) != identity()
+
+
+def test_settings_of_the_model_that_shapes_do_not_show_are_part_of_it() -> None:
+    model = identity()["model"]
+    assert (model["target"], model["heads"], model["dropout"], model["args"]) == ("gpt", 4, 0.0, {})
