@@ -4,10 +4,10 @@
 
 Each case is one run of `python train.py` on the emulated accelerator (benchmarks/emulated_runs.py: real processes,
 links and bytes; layer programs sleep, longer at a lower frequency). Workers are killed in a step; micro-batches and
-layers are assigned again, state is moved, and when no other change is left the hints are set, by a guard in a process
-of its own (schedule.frequency=simulated, from 0.5 to 1 of the normal frequency). Step times are medians of
-this one run, before and after. Energy is modelled (scheduling.frequency.PowerModel); benchmarks/frequency.py has the
-rest of the model.
+layers are assigned again, state is moved, and when no other change is left workers are sent their paces
+(schedule.frequency=simulated, from 0.5 to 1 of the normal frequency, up to eight changes of 5 ms a step, which the
+emulated devices take). Step times are medians of this one run, before and after. Energy is modelled
+(scheduling.dvfs.PowerModel); benchmarks/frequency.py has the rest of the model.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def measure(mesh_name: str, lost: Sequence[int], microbatches: int, steps: int, 
         "seconds_after": statistics.median(after),
         "modelled_seconds_before": first["modelled_seconds_before"],
         "modelled_energy": [first["modelled_energy_before"], last["modelled_energy"]],
-        "frequencies": last["frequencies"],
+        "paces": last["paces"],
         "busy": done.busy,
     }
 
@@ -68,7 +68,8 @@ def measure(mesh_name: str, lost: Sequence[int], microbatches: int, steps: int, 
 def row_of(name: str, found: dict[str, Any]) -> list[str]:
     """One line of the table."""
     before, after = found["seconds_before"], found["seconds_after"]
-    energy, values = found["modelled_energy"], found["frequencies"].values()
+    energy = found["modelled_energy"]
+    paces = [[frequency for _, frequency in pace] for pace in found["paces"].values()]
     return [
         f"{name}, {found['mesh']}",
         f"{found['workers']}",
@@ -76,7 +77,8 @@ def row_of(name: str, found: dict[str, Any]) -> list[str]:
         f"{1e3 * after:.0f} ({found['steps'][1]} steps)",
         f"{after / before:.3f}",
         f"{1e3 * found['modelled_seconds_before']:.0f}",
-        f"{sum(f < 1 for f in values)}, down to {min(values):.2f}",
+        f"{sum(min(pace) < 1 for pace in paces)}, down to {min(map(min, paces)):.2f}",
+        f"{max(len(pace) - (pace[0] == pace[-1]) for pace in paces)}",
         f"{100 * (1 - energy[1] / energy[0]):.1f} %",
     ]
 
@@ -89,6 +91,7 @@ COLUMNS = (
     "ratio",
     "modelled step, ms",
     "slowed down",
+    "most changes in a step",
     "modelled energy saved",
 )
 

@@ -572,6 +572,8 @@ class ScheduleSettings(Section, group="schedule"):
     f_margin: float = setting(
         0.05, "a lowered frequency stays this share above what the schedule allows", at_least=0, below=1
     )
+    f_changes: int = setting(8, "most changes of a device's frequency in a step; below 2: none", at_least=0)
+    f_change_ms: float = setting(5.0, "milliseconds that a change takes; an emulated device takes them", at_least=0)
 
     def check_device(self, device: str, agents: int) -> None:
         """Check that the frequencies of the devices that workers run on can be set by this backend, and from here.

@@ -1,28 +1,27 @@
 """Device frequencies (DVFS) of a run: when nothing else is left to change, devices that would wait are slowed down.
 
-Hints come from scheduling.dvfs, and are set by a guard in another process, which puts them back even if this one dies.
-Each worker has one frequency for all its actions; a device that several workers use has the largest of theirs. When the
-mesh changes all are normal again. Measured times contain the frequency, so it is divided out before a worker is called
-slow. Figures of energy are modelled, not measured.
+Paces come from scheduling.dvfs, and go to the workers, which keep to them within each step (`worker.pacing`). Devices
+are set by a guard in another process, which puts them back even if this one dies; emulated ones by their workers. When
+the mesh changes all are normal again. Workers report their times as they would be at the normal frequency. Figures of
+energy are modelled, not measured.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-import numpy as np
-
 from elaswave_spmd.conf.schema import ScheduleSettings
 from elaswave_spmd.controller.events import Action, Record
-from elaswave_spmd.runtime.devices.dvfs import Answer, DeviceRange, GuardedFrequencies
+from elaswave_spmd.recovery.actions import Broadcast, Send
+from elaswave_spmd.recovery.messages import Pace as PaceMessage
+from elaswave_spmd.runtime.devices.dvfs import DeviceRange, GuardedFrequencies
 from elaswave_spmd.scheduling.cost_model import CostModel
-from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, PowerModel
+from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, Hint, Pace, PowerModel
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import frequency_hints
 from elaswave_spmd.scheduling.step_time import Assignment, stage_seconds
@@ -30,48 +29,32 @@ from elaswave_spmd.scheduling.step_time import Assignment, stage_seconds
 Pids: TypeAlias = Mapping[int, int | None]
 """Rank -> process id of a worker; None, or missing: it runs on another machine."""
 
+SOCKET = "frequencies.sock"
+"""The guard's socket in the run's directory of sockets."""
+
 _POWER = PowerModel()
 _GRAIN = 0.01  # frequencies are multiples of it, rounded up
-_LEAST_CHANGE = 0.02  # hints that differ by less from what is set are left alone
-_UNDER_WAY = 2  # steps after the last one that is known to be committed which a worker may have begun
+_LEAST_CHANGE = 0.02  # paces whose frequencies differ by less from what is set are left alone
+_KINDS = {FORWARD: 0, BACKWARD: 1, WEIGHTS: 2}
 
 
 class Guard(Protocol):
-    """The process that sets frequencies by device; `GuardedFrequencies` is the real one."""
+    """The process that sets devices as workers wish; `GuardedFrequencies` is the real one."""
 
     devices: Mapping[str, DeviceRange]
 
-    def set(self, frequencies: Mapping[str, float]) -> None: ...
+    def share(self, devices: Mapping[str, Sequence[int]]) -> None: ...
     def reset(self) -> None: ...
-    def poll(self) -> Answer | None: ...
+    def poll(self) -> str: ...
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class _Clock:
-    """A worker's frequency: `before` in steps below `since`, `now` from `until` on, and either in between."""
-
-    before: float = 1.0
-    since: float = 0
-    until: float = 0
-    now: float = 1.0
-
-
-@dataclass(frozen=True)
-class _Order:
-    """An order to the guard, and the fields of the event that is written when the guard has answered."""
-
-    before: Mapping[int, float]
-    frequencies: Mapping[int, float]
-    devices: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    fields: Mapping[str, object] = field(default_factory=dict)
-
-
 class Frequencies:
-    """The frequencies of the workers' devices. Without a guard they stay as they are.
+    """The paces of the workers of a run.
 
     Args:
-        cells: directory in which workers on the emulated accelerator find theirs; None elsewhere.
+        guard: sets the devices; None: they are emulated, or stay as they are.
+        socket: of the guard.
     """
 
     def __init__(
@@ -79,15 +62,17 @@ class Frequencies:
         settings: ScheduleSettings,
         guard: Guard | None = None,
         *,
-        cells: str | None = None,
+        socket: str | None = None,
         power: PowerModel = _POWER,
     ) -> None:
-        self._limits = FrequencyRange(settings.f_min, settings.f_max, settings.f_margin)
+        self.socket = socket
+        self._limits = FrequencyRange(
+            settings.f_min, settings.f_max, settings.f_margin, settings.f_changes, settings.f_change_ms / 1e3
+        )
+        self._active = settings.frequency != "none"
         self._guard = guard
         self._power = power
-        self.cells = cells
-        self._clocks: dict[int, _Clock] = {}
-        self._orders: deque[_Order] = deque()
+        self._paces: dict[int, Pace] = {}  # of the present mesh epoch
         self._hinted: object = None  # what the last hints were for
 
     @classmethod
@@ -95,29 +80,22 @@ class Frequencies:
         """Start the guard of a run, if its settings ask for one.
 
         Args:
-            scratch: the run's directory of sockets, for cells of simulated frequencies.
+            scratch: the run's directory of sockets.
 
         Raises:
             ConfigError: frequencies cannot be set in the way that the settings name.
         """
-        if settings.frequency == "none":
+        if settings.frequency in ("none", "simulated"):
             return cls(settings)
-        cells = str(Path(scratch) / "frequencies") if settings.frequency == "simulated" else None
-        return cls(settings, GuardedFrequencies.start(settings.frequency, cells or ""), cells=cells)
+        socket = str(Path(scratch) / SOCKET)
+        return cls(settings, GuardedFrequencies.start(settings.frequency, socket), socket=socket)
 
     @property
     def active(self) -> bool:
         """True if frequencies are set in this run."""
-        return self._guard is not None
+        return self._active
 
-    def scale(self, rank: int, step: int) -> float | None:
-        """The factor from times of a step to times at frequency 1; None if the frequency changed in that step."""
-        clock = self._clocks.get(rank)
-        if clock is None or step < clock.since:
-            return clock.before if clock is not None else 1.0
-        return clock.now if step >= clock.until else None
-
-    def hint(self, placement: Placement, running: Assignment, costs: CostModel, step: int, pids: Pids) -> None:
+    def hint(self, placement: Placement, running: Assignment, costs: CostModel, step: int, pids: Pids) -> list[Action]:
         """Slows down workers that would wait and raises those that are waited for, as nothing else is to be changed.
 
         Nothing happens if this very placement had its hints.
@@ -127,62 +105,50 @@ class Frequencies:
             step: the last one that is committed.
             pids: rank -> process id of a worker on this machine.
         """
-        assignment = running
-        key = assignment, costs.speeds
-        if self._guard is None or self._orders or key == self._hinted:
-            return
+        key = running, costs.speeds
+        if not self._active or key == self._hinted:
+            return []
         self._hinted = key
-        plan, wanted = worker_frequencies(assignment, costs, self._limits, self._power)
-        if all(abs(f - self._now(rank)) < _LEAST_CHANGE for rank, f in wanted.items()):
-            return
-        energies = [
-            modelled_energy(assignment, costs, frequencies, seconds, self._power)
-            for frequencies, seconds in (({}, plan.makespan_before_s), (wanted, plan.makespan_s))
+        plan, hints = rounded_hints(running, costs, self._limits, self._power)
+        wanted = {rank: hint.pace for hint in hints for rank in hint.ranks}
+        if all(_alike(pace, self._paces.get(rank, Pace())) for rank, pace in wanted.items()):
+            return []
+        if self._guard is not None and not self._paces:
+            self._guard.share(self._shares(placement.mesh.members, pids))
+        self._paces = wanted
+        epoch = placement.mesh.epoch
+        seconds = hold_seconds(running, costs)
+        messages: list[Action] = [
+            Send(rank, _message(epoch, hint, seconds[rank])) for hint in hints for rank in hint.ranks
         ]
-        lowered, raised = sum(f < 1 for f in wanted.values()), sum(f > 1 for f in wanted.values())
-        why = f"{lowered} of {len(wanted)} workers would wait" + (f", {raised} are raised" if raised else "")
-        seen = (
-            f"a step {1e3 * plan.makespan_before_s:.0f} to {1e3 * plan.makespan_s:.0f} ms, "
-            f"modelled energy {energies[0]:.3g} to {energies[1]:.3g}"
-        )
-        self._order(
-            wanted,
-            step,
-            {
-                "step": step,
-                "mesh_epoch": placement.mesh.epoch,
-                "why": why,
-                "modelled_seconds_before": plan.makespan_before_s,
-                "modelled_seconds": plan.makespan_s,
-                "modelled_energy_before": energies[0],
-                "modelled_energy": energies[1],
-                "message": f"{min(wanted.values()):.2f} to {max(wanted.values()):.2f} of normal: {why}; {seen}",
-            },
-            pids,
-        )
+        return [*messages, _event(plan, wanted, step, epoch)]
 
-    def begun(self, placement: Placement, step: int, pids: Pids) -> None:
-        """A mesh epoch begins after `step`: what was slow for the sake of another mesh is as fast as it can be."""
+    def begun(self, placement: Placement, step: int) -> list[Action]:
+        """A mesh epoch begins after `step`: workers have forgotten their paces, which were for another mesh."""
         self._hinted = None
-        if self._guard is None or all(self._now(rank) == 1.0 for rank in self._clocks):
-            return
+        if not self._paces:
+            return []
+        if self._guard is not None:
+            self._guard.reset()
+        ranks = _slowed_or_raised(self._paces)
+        self._paces = {}
         why = "the mesh has changed"
-        fields = {"step": step, "mesh_epoch": placement.mesh.epoch, "why": why, "message": f"normal again: {why}"}
-        self._order(dict.fromkeys(placement.mesh.members, 1.0), step, fields, pids)
+        fields = {"ranks": ranks, "paces": {}, "step": step, "mesh_epoch": placement.mesh.epoch, "why": why}
+        return [Record("frequency", {**fields, "message": f"normal again: {why}"})]
 
-    def committed(self, step: int) -> list[Action]:
-        """A step is committed; what the guard has answered counts from the steps on that nobody can have begun."""
-        actions: list[Action] = []
-        while self._guard is not None and (answer := self._guard.poll()) is not None:
-            if answer.error:
-                return [*actions, self._give_up(answer.error, step)]
-            order = self._orders.popleft()
-            found = {rank: _of_devices(order, rank, answer) for rank in order.frequencies}
-            for rank, frequency in found.items():
-                if (clock := self._clocks.get(rank)) is not None and clock.until == math.inf and not self._orders:
-                    self._clocks[rank] = _Clock(clock.before, clock.since, step + 1 + _UNDER_WAY, frequency)
-            actions.append(_change(order.before, found, order.fields))
-        return actions
+    def committed(self, placement: Placement, step: int) -> list[Action]:
+        """A step is committed: if the guard has failed meanwhile, the run goes on at the normal frequencies."""
+        if self._guard is None or not (error := self._guard.poll()):
+            return []
+        self._guard.close()
+        self._guard, self._active = None, False
+        ranks = _slowed_or_raised(self._paces)
+        self._paces = {}
+        epoch = placement.mesh.epoch
+        fields = {"ranks": ranks, "paces": {}, "refused": error, "step": step, "mesh_epoch": epoch}
+        record = Record("frequency", {**fields, "message": f"the run goes on at the normal ones: {error}"})
+        normal = PaceMessage(epoch, (0,), (1.0,), (), 0.0)
+        return [Broadcast(placement.mesh.members, normal), record]
 
     def close(self) -> None:
         """Puts all frequencies back."""
@@ -195,119 +161,93 @@ class Frequencies:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- orders
+    # ---- devices
 
-    def _now(self, rank: int) -> float:
-        return self._clocks[rank].now if rank in self._clocks else 1.0
-
-    def _order(self, wanted: Mapping[int, float], step: int, fields: Mapping[str, object], pids: Pids) -> None:
-        assert self._guard is not None
-        before = {rank: self._now(rank) for rank in wanted}
-        devices = {rank: self._devices_of(rank, pids.get(rank)) for rank in wanted}
-        for rank, frequency in wanted.items():
-            self._expect(rank, frequency, step)
-        self._orders.append(_Order(before, wanted, devices, fields))
-        if all(frequency == 1.0 for frequency in wanted.values()):
-            self._guard.reset()
-        else:
-            self._guard.set(shared(wanted, devices))
-
-    def _expect(self, rank: int, frequency: float, step: int) -> None:
-        """Note that a worker's frequency is unknown from the next step on, until the guard has answered."""
-        clock = self._clocks.get(rank, _Clock())
-        if frequency == clock.now and clock.until != math.inf:
-            return
-        clear = clock.until <= step + 1
-        before, since = (clock.now, step + 1) if clear else (clock.before, clock.since)
-        self._clocks[rank] = _Clock(before, since, math.inf, frequency)
-
-    def _give_up(self, error: str, step: int) -> Action:
-        """Frequencies cannot be set: those that were are put back, and the run goes on without."""
-        assert self._guard is not None
-        self._guard.close()
-        self._guard = None
-        self._orders.clear()
-        before = {rank: clock.before if clock.until == math.inf else clock.now for rank, clock in self._clocks.items()}
-        for rank in self._clocks:
-            self._expect(rank, 1.0, step)
-            clock = self._clocks[rank]
-            self._clocks[rank] = _Clock(clock.before, clock.since, step + 1 + _UNDER_WAY, 1.0)
-        normal = dict.fromkeys(before, 1.0)
-        message = f"the run goes on at the normal ones: {error}"
-        return _change(before, normal, {"refused": error, "step": step, "message": message})
+    def _shares(self, ranks: Sequence[int], pids: Pids) -> dict[str, list[int]]:
+        """device -> the workers that run on it."""
+        found: dict[str, list[int]] = {}
+        for rank in ranks:
+            for device in self._devices_of(rank, pids.get(rank)):
+                found.setdefault(device, []).append(rank)
+        return found
 
     def _devices_of(self, rank: int, pid: int | None) -> tuple[str, ...]:
         """The devices that a worker runs on."""
         assert self._guard is not None
         devices = self._guard.devices
-        if not devices:  # simulated: any name will do
-            return (str(rank),)
         if all(not device.cpus for device in devices.values()):  # one device for each worker, in turn
             return (list(devices)[rank % len(devices)],)
         allowed = _allowed_cpus(pid)
         return tuple(name for name, device in devices.items() if allowed is None or allowed & set(device.cpus))
 
 
-def _change(before: Mapping[int, float], now: Mapping[int, float], fields: Mapping[str, object]) -> Action:
-    """The event that names the frequencies which have changed."""
-    ranks = [rank for rank in now if now[rank] != before[rank]]
-    return Record("frequency", {"ranks": ranks, "before": before, "frequencies": now, **fields})
-
-
-def worker_frequencies(
+def rounded_hints(
     assignment: Assignment, costs: CostModel, limits: FrequencyRange, power: PowerModel = _POWER
-) -> tuple[FrequencyPlan, dict[int, float]]:
-    """Choose one frequency for each worker, with which a step takes no longer than the plan's makespan.
-
-    Returns: the plan, and rank -> frequency, rounded up.
-    """
-    plan, hints = frequency_hints(assignment, costs, replace(limits, most_changes=0), power)
-    found = {rank: max(hint.pace.frequencies) for hint in hints for rank in hint.ranks}
-    return plan, {rank: _rounded(f, limits.highest) for rank, f in found.items()}
+) -> tuple[FrequencyPlan, tuple[Hint, ...]]:
+    """The plan and the hints of `frequency_hints`, with frequencies rounded up."""
+    plan, hints = frequency_hints(assignment, costs, limits, power)
+    found = tuple(Hint(hint.stage, hint.ranks, _rounded(hint.pace, limits.highest), hint.order) for hint in hints)
+    return plan, found
 
 
-def _rounded(frequency: float, highest: float) -> float:
-    return min(round(math.ceil(frequency / _GRAIN - 1e-6) * _GRAIN, 6), highest)
+def hold_seconds(assignment: Assignment, costs: CostModel) -> dict[int, float]:
+    """Rank -> the longest that a worker waits for its planned action though another is ready: a mean action of it.
 
-
-def shared(wanted: Mapping[int, float], devices: Mapping[int, tuple[str, ...]]) -> dict[str, float]:
-    """device -> the largest frequency that one of its workers wants."""
-    found: dict[str, float] = {}
-    for rank, frequency in wanted.items():
-        for device in devices[rank]:
-            found[device] = max(frequency, found.get(device, 0.0))
-    return found
-
-
-def modelled_energy(
-    assignment: Assignment,
-    costs: CostModel,
-    frequencies: Mapping[int, float],
-    seconds: float,
-    power: PowerModel = _POWER,
-) -> float:
-    """The energy of a step, modelled (PowerModel).
-
-    Args:
-        frequencies: rank -> frequency; 1 where none is named.
-        seconds: that the step takes.
+    To let a planned action wait for another one costs as much.
     """
     forward, backward, _ = stage_seconds(assignment.layer_cuts, costs)
-    ranks = [rank for members in assignment.stages for rank in members]
-    microbatches = np.concatenate([np.array(counts, np.float64) for counts in assignment.microbatch_counts])
-    stage = np.repeat(np.arange(assignment.num_stages), [len(members) for members in assignment.stages])
-    work = microbatches * (forward + backward)[stage] / costs.speeds_of(ranks)
-    by_worker = np.array([frequencies.get(rank, 1.0) for rank in ranks])
-    return power.energy(work, by_worker, len(ranks), seconds)
+    return {
+        rank: float(forward[s] + backward[s]) / 2 / costs.speed(rank)
+        for s, members in enumerate(assignment.stages)
+        for rank in members
+    }
 
 
-def _of_devices(order: _Order, rank: int, answer: Answer) -> float:
-    """The frequency of a worker after the guard's answer: the lowest of its devices.
+def _rounded(pace: Pace, highest: float) -> Pace:
+    """The pace with its frequencies rounded up; runs with equal ones are one run."""
+    up = [min(round(math.ceil(f / _GRAIN - 1e-6) * _GRAIN, 6), highest) for f in pace.frequencies]
+    kept = [i for i, f in enumerate(up) if not i or f != up[i - 1]]
+    return Pace(tuple(pace.starts[i] for i in kept), tuple(up[i] for i in kept))
 
-    A device that the answer does not name has the frequency that was ordered.
-    """
-    set_to = [answer.frequencies[device] for device in order.devices[rank] if device in answer.frequencies]
-    return min(set_to, default=order.frequencies[rank])
+
+def _alike(one: Pace, other: Pace) -> bool:
+    """True if two paces differ by less than is worth a change."""
+    at = sorted({*one.starts, *other.starts})
+    return all(abs(one.at(n) - other.at(n)) < _LEAST_CHANGE for n in at)
+
+
+def _slowed_or_raised(paces: Mapping[int, Pace]) -> list[int]:
+    return [rank for rank, pace in paces.items() if pace != Pace()]
+
+
+def _message(epoch: int, hint: Hint, hold_s: float) -> PaceMessage:
+    order = tuple((_KINDS[action.kind], action.microbatch) for action in hint.order)
+    return PaceMessage(epoch, hint.pace.starts, hint.pace.frequencies, order, hold_s)
+
+
+def _event(plan: FrequencyPlan, paces: Mapping[int, Pace], step: int, epoch: int) -> Record:
+    """The event that names the paces, and the modelled figures."""
+    lowered = sum(min(pace.frequencies) < 1 for pace in paces.values())
+    raised = sum(max(pace.frequencies) > 1 for pace in paces.values())
+    why = f"{lowered} of {len(paces)} workers would wait" + (f", {raised} are raised" if raised else "")
+    seen = (
+        f"a step {1e3 * plan.makespan_before_s:.0f} to {1e3 * plan.makespan_s:.0f} ms, "
+        f"modelled energy {plan.energy_before:.3g} to {plan.energy:.3g}"
+    )
+    every = [f for pace in paces.values() for f in pace.frequencies]
+    fields = {
+        "ranks": _slowed_or_raised(paces),
+        "paces": {rank: [list(run) for run in zip(p.starts, p.frequencies, strict=True)] for rank, p in paces.items()},
+        "step": step,
+        "mesh_epoch": epoch,
+        "why": why,
+        "modelled_seconds_before": plan.makespan_before_s,
+        "modelled_seconds": plan.makespan_s,
+        "modelled_energy_before": plan.energy_before,
+        "modelled_energy": plan.energy,
+        "message": f"{min(every):.2f} to {max(every):.2f} of normal: {why}; {seen}",
+    }
+    return Record("frequency", fields)
 
 
 def _allowed_cpus(pid: int | None) -> set[int] | None:

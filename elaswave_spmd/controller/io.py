@@ -172,7 +172,7 @@ class ProcessIO:
     Args:
         scratch: directory of the sockets.
         run_dir: the run's directory, for the journal, manifests and the administrators' socket.
-        frequency_cells: directory in which workers on the emulated accelerator find their frequencies, or None.
+        frequency_guard: socket of the process that sets the devices' frequencies, or None.
 
     Raises:
         ConfigError: the links, or the store where groups meet, cannot be opened with these settings.
@@ -188,7 +188,7 @@ class ProcessIO:
         run_dir: Path,
         checkpoints: CheckpointSpec,
         *,
-        frequency_cells: str | None = None,
+        frequency_guard: str | None = None,
     ) -> None:
         settings = plan.settings
         self._launcher = launcher
@@ -232,7 +232,7 @@ class ProcessIO:
             OptionSpec(
                 profile=plan.costs.to_json() if settings.schedule.profile else None,
                 trace=str(run_dir) if settings.run.trace else None,
-                frequencies=frequency_cells,
+                frequency_guard=frequency_guard,
                 groups=self._groups.address if self._groups is not None else None,
             ),
         )

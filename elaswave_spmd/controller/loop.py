@@ -372,7 +372,7 @@ class Controller:
             case EpochBegun(placement, version=version):
                 self._verifier.begun(action)
                 self._sum_verifier.begun(action)
-                self._rescheduler.begun(placement, version)
+                return self._rescheduler.begun(placement, version)
             case Save():
                 self._stopping.begin(action, now)
             case Unrecoverable():

@@ -79,21 +79,15 @@ class MeasuredCosts:
         self._lasting = self._lasting.observe(self.costs, now)
         return self._lasting.is_covered
 
-    def measured(self, message: Measured, scale: float | None) -> None:
-        """A worker reports what its layers took in a step, and what they keep.
-
-        Args:
-            scale: turns its times into those at the normal frequency; None: the frequency changed during the step.
-        """
+    def measured(self, message: Measured) -> None:
+        """A worker reports what its layers took in a step, at the normal frequency, and what they keep."""
         self._base = self._base.with_memory(message.memory)
         if message.link:
             self._links[message.rank] = message.link
-        if scale is None:
-            return
         put_off = {layer: seconds / number for layer, seconds, number in message.weights if number}
         for layer, forward_s, backward_s, forwards, backwards in message.rows:
             if forwards and backwards:
-                each = (scale * forward_s / forwards, scale * backward_s / backwards, scale * put_off.get(layer, 0.0))
+                each = (forward_s / forwards, backward_s / backwards, put_off.get(layer, 0.0))
                 self._samples[message.step].append(LayerSample(message.rank, layer, *each))
 
     def committed(self, step: int, members: Collection[int]) -> int:
@@ -200,11 +194,11 @@ class Rescheduler:
 
     def report(self, message: Measured) -> None:
         """A worker reports what its layers took in a step, and what they keep."""
-        self._measured.measured(message, self._frequencies.scale(message.rank, message.step))
+        self._measured.measured(message)
 
-    def begun(self, placement: Placement, version: int) -> None:
+    def begun(self, placement: Placement, version: int) -> list[Action]:
         """A mesh epoch begins."""
-        self._frequencies.begun(placement, version, self._roster.pids)
+        return self._frequencies.begun(placement, version)
 
     def committed(self, step: int, now: float) -> list[Action]:
         """A step is committed: now and then it is reviewed what could be better.
@@ -223,7 +217,7 @@ class Rescheduler:
             self._observed = 0
             self._asked = None
             self._content = 0
-        actions = self._frequencies.committed(step)
+        actions = self._frequencies.committed(self._protocol.placement, step)
         settings = self._settings
         follows = settings.microbatches or settings.layers or self._policy.drain_below or self._frequencies.active
         is_due = self._observed >= settings.window and step % settings.every == 0
@@ -254,7 +248,8 @@ class Rescheduler:
             self._asked = None
             self._content += 1
             if self._content >= self._settings.patience:  # hints come last
-                self._frequencies.hint(self._protocol.placement, self._protocol.running, costs, step, self._roster.pids)
+                here, running = self._protocol.placement, self._protocol.running
+                actions += self._frequencies.hint(here, running, costs, step, self._roster.pids)
             return actions
         self._content = 0
         times = self._asked[1] + 1 if self._asked is not None and _alike(self._asked[0], goal) else 1

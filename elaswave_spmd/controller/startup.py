@@ -256,8 +256,8 @@ def make_controller(
     run_dir = observer.run_dir.path
     start = start or ResumePoint.fresh(run_dir)
     checkpoints = CheckpointSpec.for_run(plan, start, run_dir)
-    cells = frequencies.cells if frequencies is not None else None
-    io = ProcessIO(plan, launcher, scratch, run_dir, checkpoints, frequency_cells=cells)
+    guard = frequencies.socket if frequencies is not None else None
+    io = ProcessIO(plan, launcher, scratch, run_dir, checkpoints, frequency_guard=guard)
     model_checks = ModelChecks(plan, start.digests)
     log = RunLog(plan, observer, start)
     return Controller(plan, io, log, checkpoints, frequencies, model_checks, has_gone_back=has_gone_back)

@@ -35,7 +35,7 @@ VALUE: Final = "message with a value that cannot be"
 
 _FROM_CONTROLLER = (
     *(m.Prepare, m.Reconfigure, m.Validated, m.ReplicasAgree, m.Stop),
-    *(m.CheckAgain, m.CheckAccepted, m.AddAgain, m.SumAccepted),
+    *(m.CheckAgain, m.CheckAccepted, m.AddAgain, m.SumAccepted, m.Pace),
 )
 _TO_WORKERS = (
     m.Activation,

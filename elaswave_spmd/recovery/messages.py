@@ -508,6 +508,24 @@ class CheckAccepted(Message, frozen=True):
     microbatch: int
 
 
+class Pace(Message, frozen=True):
+    """Controller -> member: the frequencies of its device within a step, from its next step of this mesh epoch on
+    (`schedule.frequency`).
+
+    Args:
+        starts, frequencies: from its starts[i]-th action of a step on, frequencies[i], relative to the normal one.
+        order: the actions that they are planned for: (0 for forward, 1 for backward, 2 for weight gradients that were
+            put off; micro-batch).
+        hold_s: seconds for which it waits for the next of these though another action is ready.
+    """
+
+    epoch: int
+    starts: tuple[int, ...]
+    frequencies: tuple[float, ...]
+    order: tuple[tuple[int, int], ...]
+    hold_s: float
+
+
 class SumsDiffer(Message, frozen=True):
     """The checker of sums -> controller: its reduced gradient of state pages [first, stop) is another than the one that
     the primary has sent it, or their norms differ. The sender does not vote for the step.
@@ -793,6 +811,7 @@ AnyMessage: TypeAlias = (
     | CheckAgain
     | CheckedAgain
     | CheckAccepted
+    | Pace
     | SumsDiffer
     | AddAgain
     | AddedUp

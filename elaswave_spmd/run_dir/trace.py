@@ -23,7 +23,7 @@ from elaswave_spmd.run_dir.json_lines import read_json_lines
 
 TRACE = "trace.json"
 PARTS = "trace-*.jsonl"
-FORWARD, BACKWARD, WEIGHTS, WAIT, SEND, MARK = "F", "B", "W", "I", "S", "M"
+FORWARD, BACKWARD, WEIGHTS, WAIT, SEND, MARK, FREQUENCY = "F", "B", "W", "I", "S", "M", "C"
 _PROGRAMS = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weights"}
 _BLOCK = 2000  # rows that are collected before they are written
 _GAP_S = 3e-4  # two waits for the same reason with less than this between them are shown as one
@@ -81,6 +81,10 @@ class TracePart:
         """Record an instant, such as the begin of a mesh epoch, and flush all rows, so that they survive a kill."""
         self._add([MARK, time.perf_counter() if at is None else at, name])
         self.flush()
+
+    def frequency(self, value: float) -> None:
+        """Record the frequency of the worker's device from now on, relative to the normal one."""
+        self._add([FREQUENCY, time.perf_counter(), value])
 
     def flush(self) -> None:
         """Hand all rows to the operating system."""
@@ -199,10 +203,10 @@ def _all_events(folder: Path, parts: Iterable[Path]) -> Iterator[TraceEvent]:
 
 
 def _controller_events(events: list[dict[str, Any]], start: float) -> Iterator[TraceEvent]:
-    """The trace of events.jsonl: events as lines over all rows, mesh epochs as a row, frequencies as counters."""
+    """The trace of events.jsonl: events as lines over all rows, mesh epochs as a row."""
     yield from names_of(_CONTROLLER, "controller", {1: "events", 2: "mesh epochs"})
     begun: tuple[float, str] | None = None
-    at, lowered = 0.0, set()
+    at = 0.0
     for event in events:
         kind, at = event["event"], 1e6 * (event["time"] - start)
         rest = {name: value for name, value in event.items() if name not in ("event", "time")}
@@ -212,13 +216,6 @@ def _controller_events(events: list[dict[str, Any]], start: float) -> Iterator[T
             if begun is not None and name != begun[1]:
                 yield slice_of((_CONTROLLER, 2), begun[1], "mesh epoch", begun[0], at)
             begun = begun if begun is not None and name == begun[1] else (at, name)
-        # A counter has no value before its first event, so the frequency before the first change is drawn from time 0.
-        if kind == "frequency":
-            for rank, value in event.get("frequencies", {}).items():
-                if rank not in lowered:
-                    lowered.add(rank)
-                    yield counter_of(int(rank) + _FIRST_WORKER, "frequency", 0.0, event["before"][rank])
-                yield counter_of(int(rank) + _FIRST_WORKER, "frequency", at, value)
     if begun is not None:
         yield slice_of((_CONTROLLER, 2), begun[1], "mesh epoch", begun[0], at)
 
@@ -243,6 +240,8 @@ def _row_event(row: list[Any], process: int, zero: float) -> TraceEvent:
     kind, began = row[0], 1e6 * (row[1] + zero)
     if kind == MARK:
         return instant_of((process, 1), row[2], began)
+    if kind == FREQUENCY:
+        return counter_of(process, "frequency", began, row[2])
     ended = 1e6 * (row[2] + zero)
     if kind == WAIT:
         return slice_of((process, 1), f"wait: {row[3].rstrip('0123456789 ')}", "wait", began, ended, what=row[3])

@@ -58,7 +58,8 @@ All settings of train are accepted, so that its command line can be used here. T
                                  as the profile says, or where none is named in all layers
   schedule.layers=false          layers stay where they are
   schedule.stages=true           the number of stages may change
-  schedule.frequency=            with f_min, f_max and f_margin: hints for the frequencies of devices
+  schedule.frequency=            with f_min, f_max, f_margin, f_changes and f_change_ms: hints for the frequencies of
+                                 devices
 """
 
 
@@ -141,7 +142,9 @@ def make(settings: Settings, named: Collection[str], event: str) -> Plan:
         layout=layout_of_costs(costs, settings.page.size),
     )
     before = step_time(case.healthy_split, costs, case.rule)
-    wants_hints = schedule.frequency != "none"
+    limits = FrequencyRange(
+        schedule.f_min, schedule.f_max, schedule.f_margin, schedule.f_changes, schedule.f_change_ms / 1e3
+    )
     began = perf_counter()
     decision = plan_change(
         case.placement,
@@ -153,7 +156,7 @@ def make(settings: Settings, named: Collection[str], event: str) -> Plan:
         mirror_count=case.mirror_count,
         split=case.split,
         stage_counts=None if schedule.layers and schedule.stages else (),
-        frequencies=FrequencyRange(schedule.f_min, schedule.f_max, schedule.f_margin) if wants_hints else None,
+        frequencies=limits if schedule.frequency != "none" else None,
         goal_s=before.seconds,
     )
     # plan_change has no switch for layers alone, so a move that it has found is dropped here.

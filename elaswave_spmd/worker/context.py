@@ -21,6 +21,7 @@ from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.channel import Channel
 from elaswave_spmd.worker.fault_points import FaultPoint, OnFaultPoint, no_op
 from elaswave_spmd.worker.initial_values import MadeValues
+from elaswave_spmd.worker.pacing import DeviceClock
 from elaswave_spmd.worker.profiling import MemoryRow, Row, WeightsRow
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms
 from elaswave_spmd.worker.spec import Job
@@ -96,6 +97,7 @@ class WorkerHooks:
         save: (replica): the run is about to stop; the state is to be written as it is.
         members_changed: (message): members of the new configuration; links are opened and closed to match.
         stage_group: process group of the worker's stage, for new parameters (`runtime.collectives=group`).
+        clock: sets the frequency of the device within steps (`schedule.frequency`).
         device_recovery: brings a failed device back in the middle of a step, where the kind of device can be.
     """
 
@@ -107,6 +109,7 @@ class WorkerHooks:
     save: Callable[[StateReplica], None] = _ignore
     members_changed: Callable[[m.Reconfigure], None] = _ignore
     stage_group: StageGroup | None = None
+    clock: DeviceClock | None = None
     device_recovery: DeviceRecovery | None = None
 
 

@@ -77,6 +77,11 @@ class Executor:
         """The mesh and what runs where, in the configuration that was entered last."""
         return self.configuration.placement
 
+    @property
+    def wakes_at(self) -> float | None:
+        """The time at which it has to be resumed though nothing has come (`pacing.DeviceClock.now`); None: never."""
+        return self._steps.pacing.wakes_at
+
     # ---- the loop
 
     def train(self) -> Waits:
@@ -308,6 +313,8 @@ class Executor:
                 self._steps.checks.received(incoming.sender, message)
             case m.CheckAgain() | m.CheckAccepted() | m.AddAgain() | m.SumAccepted():
                 self._check(message)
+            case m.Pace():
+                self._steps.paced(message)
             case m.Validated():
                 self._steps.validated(message.step)
             case m.ReplicasAgree():

@@ -20,6 +20,7 @@ from elaswave_spmd.worker.context import WorkerContext
 from elaswave_spmd.worker.digests import MicrobatchDigests
 from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.gradient_reduction import GradientReducer
+from elaswave_spmd.worker.pacing import Pacing
 from elaswave_spmd.worker.profiling import LayerTimes, Row, WeightsRow
 from elaswave_spmd.worker.programs.eager import Batches
 from elaswave_spmd.worker.stage_boundary import ACTIVATION, GRADIENT, VALIDATION, Boundaries, BoundaryKey
@@ -62,9 +63,10 @@ class MicrobatchRunner:
         self._waiting = waiting
         self.values = values
         self.programs = context.model.programs
+        self.pacing = Pacing(context.hooks.clock)
         self._times = LayerTimes()
         # Programs whose times the device has to be asked for later; None: a program is done when its call returns.
-        self._unasked: list[tuple[tuple[int, int, int, str], Any, Any]] | None = None
+        self._unasked: list[tuple[tuple[int, int, int, str, float], Any, Any]] | None = None
         if context.device.kind.capabilities.streams:
             self._unasked = []
         self.backward_of = -1
@@ -401,14 +403,17 @@ class MicrobatchRunner:
 
     def _ran(self, step: int, microbatch: int, layer: int, kind: str, started: Any) -> None:
         ended = self._device.mark()
+        frequency = self.pacing.frequency
         if self._unasked is None:
-            self._measured(step, microbatch, layer, kind, started, ended)
+            self._measured(step, microbatch, layer, kind, frequency, started, ended)
         else:
             # On a device with streams the program has only been queued: to ask for its times now would wait for it.
-            self._unasked.append(((step, microbatch, layer, kind), started, ended))
+            self._unasked.append(((step, microbatch, layer, kind, frequency), started, ended))
 
-    def _measured(self, step: int, microbatch: int, layer: int, kind: str, began: float, ended: float) -> None:
-        self._times.add(layer, ended - began, kind)
+    def _measured(
+        self, step: int, microbatch: int, layer: int, kind: str, frequency: float, began: float, ended: float
+    ) -> None:
+        self._times.add(layer, (ended - began) * frequency, kind)  # as it would take at the normal one
         self._hooks.layer_ran(step, microbatch, layer, kind, began, ended)
 
     def pop_times(self) -> tuple[tuple[Row, ...], tuple[WeightsRow, ...]]:

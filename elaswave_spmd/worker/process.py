@@ -18,7 +18,7 @@ from elaswave_spmd.errors import RunError, UserError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.admission import LONGEST_TEXT
 from elaswave_spmd.runtime.devices import Device, Island
-from elaswave_spmd.runtime.devices.dvfs import FrequencyCell
+from elaswave_spmd.runtime.devices.dvfs import SIMULATED, GuardedClock, SimulatedClock
 from elaswave_spmd.runtime.devices.group_store import group_host
 from elaswave_spmd.runtime.devices.process_group import group_of
 from elaswave_spmd.runtime.devices.selection import kind_of
@@ -52,7 +52,7 @@ from elaswave_spmd.worker.plan_run import (
 from elaswave_spmd.worker.profiling import MemoryRow, Row, WeightsRow
 from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.spec import WorkerSpec, message_bounds
-from elaswave_spmd.worker.tracing import TracedChannel, open_trace
+from elaswave_spmd.worker.tracing import TracedChannel, TracedClock, open_trace
 
 _CONNECT_TIMEOUT_S = 60.0
 _FAREWELL_MS = 2000
@@ -113,7 +113,7 @@ class WorkerProcess:
             life_fd=spec.life_fd,
         )
         self._trace = open_trace(spec.run.options.trace, rank)
-        self._frequency = _open_frequency(spec.run.options.frequencies, rank)
+        self._clock = _open_clock(settings, spec.run.options.frequency_guard, rank)
         self._group = self._open_group()
         self._progress = Progress(waiting=True, action="start")
         self._step = 0
@@ -245,6 +245,7 @@ class WorkerProcess:
             save=checkpoints.save,
             members_changed=self._members_changed,
             stage_group=self._group,
+            clock=self._clock if self._clock is None or trace is None else TracedClock(self._clock, trace),
             device_recovery=DeviceRecovery(self._device) if self._device.kind.capabilities.recovers else None,
             **({"layer_ran": trace.action} if trace is not None else {}),
         )
@@ -282,6 +283,9 @@ class WorkerProcess:
                 return True
             if self._deadline is not None and time.monotonic() > self._deadline:
                 return False
+        if (wakes_at := executor.wakes_at) is not None:  # it waits for a planned action, but not for long
+            self._mailbox.wait(max(0.0, wakes_at - time.monotonic()))
+            return True
         return self._mailbox.wait(None if self._deadline is None else self._deadline - time.monotonic())
 
     def save_if_orphaned(self) -> None:
@@ -291,6 +295,10 @@ class WorkerProcess:
             self._checkpoints.write_now(executor.replica)
         if self._checkpoints is not None:
             self._checkpoints.close()
+
+    def _frequency(self) -> float:
+        """The frequency of an emulated device now."""
+        return 1.0 if self._clock is None else self._clock.frequency
 
     def report_failure(self, error: BaseException) -> None:
         """Send the controller the exception that ends this worker: bad input, as such, until it is ready."""
@@ -304,6 +312,8 @@ class WorkerProcess:
         """Close the trace, then the links once what was sent has left."""
         if self._trace is not None:
             self._trace.close()
+        if self._clock is not None:
+            self._clock.close()
         self._links.close(_FAREWELL_MS)
 
     # ---- hooks
@@ -356,6 +366,9 @@ class WorkerProcess:
                     self._mailbox.put(PeerClosed(peer))
 
 
-def _open_frequency(cells: str | None, rank: int) -> Callable[[], float]:
-    """The present frequency of a simulated device, as a fraction of its highest; 1 where frequencies are not set."""
-    return FrequencyCell(cells, rank) if cells is not None else lambda: 1.0
+def _open_clock(settings: Settings, guard: str | None, rank: int) -> SimulatedClock | GuardedClock | None:
+    """The clock of this worker's device; None where frequencies are not set."""
+    if guard is not None:
+        return GuardedClock(guard, rank)
+    schedule = settings.schedule
+    return SimulatedClock(schedule.f_change_ms / 1e3) if schedule.frequency == SIMULATED else None

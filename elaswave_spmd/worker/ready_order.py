@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from elaswave_spmd.recovery.partial_step import FULL, INPUT_GRADIENT, WEIGHTS_ONLY
+from elaswave_spmd.scheduling.pipeline import FORWARD, WEIGHTS
 
 
 @dataclass
@@ -85,3 +86,30 @@ def next_ready(
         u for u, left in work.items() if left.forward and has_activation(u) and not (is_full and left.needs_gradient)
     ]
     return min(forwards or put_off, key=turn, default=None)
+
+
+def is_ready(
+    kind: str,
+    microbatch: int,
+    work: Mapping[int, MicrobatchWork],
+    has_activation: Callable[[int], bool],
+    has_gradient: Callable[[int], bool],
+    limits: Limits,
+) -> bool:
+    """True if an action of this kind (`scheduling.pipeline`) may run now.
+
+    It is the next one of its micro-batch, has its input, and is within the limits. Further arguments as for
+    `next_ready`.
+    """
+    left = work.get(microbatch)
+    if left is None:
+        return False
+    if kind == WEIGHTS:
+        return not left.forward and left.backward == WEIGHTS_ONLY
+    if kind == FORWARD:
+        in_flight = sum(other.is_in_flight for other in work.values())
+        has_room = in_flight < limits.in_flight or not left.needs_gradient
+        return left.forward and has_room and has_activation(microbatch)
+    put_off = sum(not other.forward and other.backward == WEIGHTS_ONLY for other in work.values())
+    has_room = not put_off or put_off < limits.put_off
+    return left.is_in_flight and has_room and has_gradient(microbatch)

@@ -146,13 +146,13 @@ class OptionSpec:
     Args:
         profile: JSON of a CostModel, by which layers are balanced (`schedule.profile`).
         trace: the run's directory, for workers to write their part of a trace into (`run.trace`).
-        frequencies: directory of the cells that hold the frequencies of simulated devices (`schedule.frequency`).
+        frequency_guard: socket of the process that sets the devices' frequencies (`schedule.frequency`).
         groups: address of the TCPStore where process groups of stages meet (`runtime.collectives=group`).
     """
 
     profile: str | None = None
     trace: str | None = None
-    frequencies: str | None = None
+    frequency_guard: str | None = None
     groups: str | None = None
 
 

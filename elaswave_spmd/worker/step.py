@@ -21,7 +21,7 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.checks import CheckDraw
 from elaswave_spmd.recovery.partial_step import FULL, INPUT_GRADIENT, WEIGHTS_ONLY
 from elaswave_spmd.runtime.transport.links import CONTROLLER
-from elaswave_spmd.scheduling.pipeline import turns
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS, turns
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.checks import StepChecks
@@ -29,13 +29,14 @@ from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import WorkerContext
 from elaswave_spmd.worker.digests import Digester
 from elaswave_spmd.worker.microbatches import MicrobatchRunner
+from elaswave_spmd.worker.pacing import PlannedPace
 from elaswave_spmd.worker.partial_step import (
     RecoveryPlan,
     StepUnderWay,
     remaining_of_begun_step,
     remaining_of_new_step,
 )
-from elaswave_spmd.worker.ready_order import Limits, MicrobatchWork, next_ready
+from elaswave_spmd.worker.ready_order import Limits, MicrobatchWork, is_ready, next_ready
 from elaswave_spmd.worker.stage_boundary import ACTIVATION, GRADIENT, Boundaries, Crossing
 from elaswave_spmd.worker.step_commit import StepCommit
 from elaswave_spmd.worker.waiting import Reason, Waiting, Waits
@@ -113,6 +114,8 @@ class StepRunner:
         self._work: dict[int, MicrobatchWork] = {}  # micro-batch -> what is left of it in the step under way
         self._order: _Order | None = None  # of this mesh epoch, worked out once
         self._limits = Limits(1)  # of this worker in this mesh epoch
+        self.pacing = self._microbatches.pacing
+        self._paced: m.Pace | None = None  # of a mesh epoch that is not entered yet
         self._validated = -1
         self._agreed = -1, -1  # the newest (mesh epoch, version) at which all replicas were the same
         self._unchecked = 0  # a step of which a part was computed in an older mesh epoch: it is not checked
@@ -175,6 +178,8 @@ class StepRunner:
             self.checks.begin(step, self._stage, self._placement, is_compared=self.is_compared(step - 1))
             self._replica.begin_checks(step)
         self._microbatches.begin_step(step, sorted(microbatches))
+        if self._plan is None or self._plan.step < step:  # a step from its start; of others the pace knows nothing
+            self.pacing.begin_step()
 
     def _next_action(self, step: int) -> Generator[Reason, None, MicrobatchAction | None]:
         """The next action of the step; None when nothing is left. Checks are run while it has no input.
@@ -204,7 +209,9 @@ class StepRunner:
         has = self._boundaries.arrived
         activation = has(ACTIVATION, step, self._layers.start) if self._stage else lambda _: True
         gradient = (lambda _: True) if self._is_last else has(GRADIENT, step, self._layers.stop - 1)
-        return next_ready(self._work, self._order.turn, activation, gradient, self._order.limits)
+        limits, work = self._order.limits, self._work
+        found = next_ready(work, self._order.turn, activation, gradient, limits)
+        return self.pacing.choose(found, lambda action: is_ready(*action, work, activation, gradient, limits))
 
     def _run_action(self, step: int, action: MicrobatchAction) -> Waits:
         """Run an action and note that it is done."""
@@ -215,6 +222,8 @@ class StepRunner:
         left, full, alone = self._work[microbatch], action.level == FULL, action.alone
         # ZeRO-3: after the last action of a step its parameters are not needed before the next version comes.
         drop = action.last and self._replica.drops_params and not self.checks.pending(step)
+        kind = FORWARD if action.forward else WEIGHTS if action.level == WEIGHTS_ONLY else BACKWARD
+        self.pacing.begin_action((kind, microbatch))
         if action.forward:
             yield from run.forward(step, microbatch, receivers, saves=action.saves, digests=digests)
             left.forward = False
@@ -299,6 +308,14 @@ class StepRunner:
         self.checks.asked(message)
         layers = self._placement.layers_of_stage(message.stage)
         self._boundaries.send_inputs_again(message.step, message.microbatch, layers, message.ranks)
+
+    def paced(self, message: m.Pace) -> None:
+        """The controller sends the frequencies of a mesh epoch: of this one, or of one that is not entered yet."""
+        epoch = self._placement.mesh.epoch
+        if message.epoch == epoch:
+            self.pacing.plan(PlannedPace.of(message))
+        elif message.epoch > epoch:
+            self._paced = message
 
     # ---- comparison of replicas
 
@@ -463,6 +480,10 @@ class StepRunner:
         lines, step = configuration.recovery_plan, configuration.version + 1
         self._order = None
         self._plan = RecoveryPlan(step, lines) if lines is not None else None
+        self.pacing.plan(None)
+        if (early := self._paced) is not None:
+            self._paced = None
+            self.paced(early)
         # What was computed of the step in an older epoch was checked there, or is not checked any more.
         self._unchecked = step if lines is not None and configuration.attempt != configuration.epoch else 0
         if self._unchecked:

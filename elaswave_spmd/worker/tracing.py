@@ -1,4 +1,4 @@
-"""The worker's part of the trace (`run.trace=true`): opening it, and recording the sends of a channel."""
+"""The worker's part of the trace (`run.trace=true`): opening it, and recording sends and frequencies."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.run_dir.trace import TracePart
 from elaswave_spmd.worker.channel import Channel, Incoming
+from elaswave_spmd.worker.pacing import DeviceClock
 
 
 def open_trace(folder: str | None, rank: int) -> TracePart | None:
@@ -59,3 +60,27 @@ class TracedChannel:
     def reject(self, reason: str) -> None:
         """Counts a message that was refused; see `Channel.reject`."""
         self._channel.reject(reason)
+
+
+class TracedClock:
+    """A device's clock that also records each change of its frequency in the trace.
+
+    Args:
+        clock: does the work.
+        part: the worker's part of the trace.
+    """
+
+    def __init__(self, clock: DeviceClock, part: TracePart) -> None:
+        self._clock = clock
+        self._part = part
+        part.frequency(1.0)  # a counter has no value before its first event
+
+    def set(self, frequency: float) -> float:
+        """Changes to a frequency; see `DeviceClock.set`."""
+        in_force = self._clock.set(frequency)
+        self._part.frequency(in_force)
+        return in_force
+
+    def now(self) -> float:
+        """Seconds of the clock; see `DeviceClock.now`."""
+        return self._clock.now()

@@ -63,6 +63,7 @@ from elaswave_spmd.worker.spec import Job
 from tests.cluster.failing_device import DEVICE_FAULT, FailingDevice
 from tests.cluster.faults import LOSSES, SENDER, AnyFault, MessageFault, Plan
 from tests.cluster.kept_checkpoints import RUN_DIR, KeptCheckpoint, KeptCheckpoints
+from tests.cluster.paces import TurnClock, drawn_pace
 from tests.cluster.processes import Killed, LostStateError, Trained, Worker, victims
 from tests.cluster.put_off import OF_MICROBATCHES, DrawnLimits, check_at_point, check_report
 from tests.cluster.simulated_io import (
@@ -143,6 +144,7 @@ class SimulatedCluster:
         self._random = random.Random(seed)
         self.plan = Plan(faults)
         self._uneven, self._late = uneven, late
+        self.clocks: list[TurnClock] = []  # of workers' devices, where paces are sent
         self._trace = trace
         self._device = device or HostDevice(device_of("cpu"))
         self._policy = policy or Policy()
@@ -292,8 +294,12 @@ class SimulatedCluster:
             del self._workers[rank]
             return
         self._wires.put_encoded(CONTROLLER, rank, header, None)
+        message = m.decode(header)
         if self._trace:
-            self.note("->", rank, m.decode(header))
+            self.note("->", rank, message)
+        if isinstance(message, m.Reconfigure) and self._late is not None and self._late.paces:
+            pace = drawn_pace(self._late.paces, rank, message)
+            self._wires.put_encoded(CONTROLLER, rank, m.encode(pace), None)
 
     def _to_controller(self) -> None:
         """Turns the messages that have arrived at the controller, and the notices that are due, into events."""
@@ -410,8 +416,16 @@ class SimulatedCluster:
             stage_group=self._group_of(worker.rank),
             applied=lambda report, _: self._save(worker) if self._orders.is_due(report.step) else None,
             save=lambda _: self._save(worker),
+            clock=self._clock(),
             device_recovery=DeviceRecovery(cast(Device, FailingDevice())) if self._devices_fail else None,
         )
+
+    def _clock(self) -> TurnClock | None:
+        """The clock of a worker's device; None where no paces are sent."""
+        if self._late is None or not self._late.paces:
+            return None
+        self.clocks.append(TurnClock(lambda: self.turn))
+        return self.clocks[-1]
 
     def _save(self, worker: Worker) -> None:
         """The worker writes its shard of a checkpoint: one is due, or the run is about to stop."""
@@ -641,11 +655,13 @@ class SimulatedCluster:
         return self.protocol.settled and nothing_comes and not self._notices and not is_stopped
 
     def _can_go(self, worker: Worker) -> bool:
-        """True if a turn can make a difference: a worker that waits, waits for a message."""
+        """True if a turn can make a difference: a worker that waits, waits for a message, or for some time."""
         port = worker.port
         can_hear = port.inbox or port.then or self._wires.has_some_for(worker.rank)
         starts = self._phases is not None and self._phases.is_starting(worker.rank)
-        return bool(starts or worker.stopped_for or can_hear or self._closed_links_of(worker.rank))
+        wakes_at = worker.executor.wakes_at if worker.executor is not None else None
+        wakes = wakes_at is not None and self.turn >= wakes_at
+        return bool(starts or worker.stopped_for or can_hear or wakes or self._closed_links_of(worker.rank))
 
     def _choose(self, ranks: Sequence[int]) -> int:
         if not self._uneven:
@@ -658,7 +674,8 @@ class SimulatedCluster:
         if reports or self._wires.has_some_for(CONTROLLER) or self._notices or self.is_paused:
             self._idle_since = self.turn
             return
-        if any(self._inject_next(ahead) for ahead in (0, _PATIENCE)):
+        holds = any(w.executor is not None and w.executor.wakes_at is not None for w in self._workers.values())
+        if holds or any(self._inject_next(ahead) for ahead in (0, _PATIENCE)):
             self._idle_since = self.turn
         elif self.turn > self._idle_since + LONGEST_TURNS:  # no timeout of the controller has changed anything
             waits = {rank: w.waiting for rank, w in self._workers.items()}

@@ -118,6 +118,7 @@ def test_every_message_of_a_worker_has_an_example() -> None:
         m.ReplicasAgree,
         m.AddAgain,
         m.SumAccepted,
+        m.Pace,
     }  # of the controller, which is trusted
     assert kinds | others == set(get_args(m.AnyMessage))
 

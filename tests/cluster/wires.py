@@ -57,12 +57,14 @@ class Lateness:
         looks: or has looked so many times in vain; it may wait for a message, and pass no point.
         slow: share of the looks of a worker at which nothing arrives on a link.
         limits: seed of how many micro-batches workers keep, drawn for every mesh epoch; 0: as many as by rule.
+        paces: seed of the paces that workers are sent in every mesh epoch (paces.py); 0: none are.
     """
 
     point: str
     looks: int
     slow: float
     limits: int = 0
+    paces: int = 0
 
 
 class Wires:

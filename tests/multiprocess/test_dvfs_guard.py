@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.runtime.devices.dvfs import Answer, FrequencyCell, GuardedFrequencies
+from elaswave_spmd.runtime.devices.dvfs import GuardedClock, GuardedFrequencies
 from tests.frequency_trees import limits, make_policies
 from tests.waiting import PATIENCE_S, eventually
 
@@ -25,81 +26,106 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_orders_and_answers(tmp_path: Path) -> None:
+def socket_in(tmp_path: Path) -> str:
+    return str(tmp_path / "wishes.sock")
+
+
+def test_workers_wish_and_the_largest_wish_counts(tmp_path: Path) -> None:
     make_policies(tmp_path, 2)
-    guarded = GuardedFrequencies.start("cpufreq", str(tmp_path))
+    path = socket_in(tmp_path)
+    guarded = GuardedFrequencies.start("cpufreq", path, str(tmp_path))
     assert {name: device.cpus for name, device in guarded.devices.items()} == {"policy0": (0, 1), "policy1": (2, 3)}
     assert guarded.devices["policy0"].nominal == 3000.0
-    assert guarded.poll() is None
-    guarded.set({"policy0": 0.5, "policy1": 0.7})
-    assert guarded.poll(PATIENCE_S) == Answer({"policy0": 0.5, "policy1": 0.7})
-    assert (limits(tmp_path, 0)[1], limits(tmp_path, 1)[1]) == (1_500_000, 2_100_000)
+    assert guarded.poll() == ""
+    clocks = [GuardedClock(path, rank) for rank in range(3)]
+    assert clocks[0].set(0.5) == 1.0, "it uses no device yet"
+    guarded.share({"policy0": [0, 1], "policy1": [2]})
+    eventually(lambda: clocks[2].set(0.7) == 0.7)
+    assert clocks[0].set(0.5) == 1.0, "another worker on it has not wished to be slower"
+    assert clocks[1].set(0.6) == 0.6 and clocks[0].set(0.5) == 0.6
+    assert (limits(tmp_path, 0)[1], limits(tmp_path, 1)[1]) == (1_800_000, 2_100_000)
+    assert clocks[1].set(1.0) == 1.0 and limits(tmp_path, 0)[1] == FOUND[1]
     guarded.reset()
-    assert guarded.poll(PATIENCE_S) == Answer()
-    assert limits(tmp_path, 0) == limits(tmp_path, 1) == FOUND
-    guarded.set({"policy9": 0.5})
-    answer = guarded.poll(PATIENCE_S)
-    assert answer is not None and "policy9" in answer.error and "name one of these" in answer.error
-    guarded.set({"policy1": 0.5})
+    eventually(lambda: limits(tmp_path, 0) == limits(tmp_path, 1) == FOUND)
+    assert clocks[2].set(0.5) == 0.5
+    assert guarded.poll() == ""
     guarded.close()
     guarded.close()
     assert limits(tmp_path, 1) == FOUND and not alive(guarded.pid)
+    assert clocks[0].set(0.5) == 1.0 == clocks[0].frequency, "nobody answers any more"
+    for clock in clocks:
+        clock.close()
+        clock.close()
+
+
+def test_what_fails_is_told_and_the_guard_goes_on(tmp_path: Path) -> None:
+    make_policies(tmp_path, 1)
+    path = socket_in(tmp_path)
+    guarded = GuardedFrequencies.start("cpufreq", path, str(tmp_path))
+    guarded.share({"policy9": [0], "policy0": [1]})
+    with closing(GuardedClock(path, 1)) as clock:
+        eventually(lambda: clock.set(0.5) == 0.5)
+    with closing(GuardedClock(path, 0)) as clock:
+        assert clock.set(0.5) == 1.0
+    error = guarded.poll(PATIENCE_S)
+    assert "policy9" in error and "name one of these" in error
+    guarded.close()
+    assert limits(tmp_path, 0) == FOUND
 
 
 def test_a_backend_that_cannot_work_is_refused_before_the_job_begins(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no cpufreq policy") as caught:
-        GuardedFrequencies.start("cpufreq", str(tmp_path))
+        GuardedFrequencies.start("cpufreq", socket_in(tmp_path), str(tmp_path))
     assert caught.value.where == "schedule.frequency=cpufreq" and caught.value.fix
 
 
 def test_sigterm_puts_back_and_ends(tmp_path: Path) -> None:
     make_policies(tmp_path, 1)
-    guarded = GuardedFrequencies.start("cpufreq", str(tmp_path))
-    guarded.set({"policy0": 0.5})
-    assert guarded.poll(PATIENCE_S)
-    for ignored in (signal.SIGINT, signal.SIGHUP):
-        os.kill(guarded.pid, ignored)
-    guarded.set({"policy0": 0.6})
-    assert guarded.poll(PATIENCE_S) == Answer({"policy0": 0.6})
+    path = socket_in(tmp_path)
+    guarded = GuardedFrequencies.start("cpufreq", path, str(tmp_path))
+    guarded.share({"policy0": [0]})
+    with closing(GuardedClock(path, 0)) as clock:
+        eventually(lambda: clock.set(0.5) == 0.5)
+        for ignored in (signal.SIGINT, signal.SIGHUP):
+            os.kill(guarded.pid, ignored)
+        assert clock.set(0.6) == 0.6
     os.kill(guarded.pid, signal.SIGTERM)
-    answer = guarded.poll(PATIENCE_S)
-    assert answer is not None and "has ended" in answer.error
+    assert "has ended" in guarded.poll(PATIENCE_S)
     assert limits(tmp_path, 0) == FOUND
     guarded.close()
 
 
 def test_a_guard_that_is_killed_is_told(tmp_path: Path) -> None:
-    guarded = GuardedFrequencies.start("simulated", str(tmp_path))
+    make_policies(tmp_path, 1)
+    guarded = GuardedFrequencies.start("cpufreq", socket_in(tmp_path), str(tmp_path))
     os.kill(guarded.pid, signal.SIGKILL)
-    answer = guarded.poll(PATIENCE_S)
-    assert answer is not None and "has ended" in answer.error
+    assert "has ended" in guarded.poll(PATIENCE_S)
     guarded.reset()
     guarded.close()
 
 
 PARENT = """
 import sys, time
-from elaswave_spmd.runtime.devices.dvfs import GuardedFrequencies
-guarded = GuardedFrequencies.start(sys.argv[1], sys.argv[2])
-guarded.set({sys.argv[3]: 0.5})
-guarded.poll(30)
+from elaswave_spmd.runtime.devices.dvfs import GuardedClock, GuardedFrequencies
+guarded = GuardedFrequencies.start("cpufreq", sys.argv[1], sys.argv[2])
+guarded.share({"policy0": [0]})
+clock = GuardedClock(sys.argv[1], 0)
+while clock.set(0.5) != 0.5:
+    time.sleep(0.01)
 print(guarded.pid, flush=True)
 time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("backend", ["cpufreq", "simulated"])
-def test_a_killed_job_leaves_no_frequency_behind(tmp_path: Path, backend: str) -> None:
+def test_a_killed_job_leaves_no_frequency_behind(tmp_path: Path) -> None:
     make_policies(tmp_path, 1)
-    device = "policy0" if backend == "cpufreq" else "3"
-    command = [sys.executable, "-c", PARENT, backend, str(tmp_path), device]
+    command = [sys.executable, "-c", PARENT, socket_in(tmp_path), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as parent:
         try:
             assert parent.stdout is not None
             guard = int(parent.stdout.readline())
-            cell = FrequencyCell(tmp_path, 3)
-            assert limits(tmp_path, 0)[1] == 1_500_000 if backend == "cpufreq" else cell() == 0.5
+            assert limits(tmp_path, 0)[1] == 1_500_000
         finally:
             parent.kill()
     eventually(lambda: not alive(guard))
-    assert limits(tmp_path, 0) == FOUND and cell() == 1.0
+    assert limits(tmp_path, 0) == FOUND

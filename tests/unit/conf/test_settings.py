@@ -54,6 +54,7 @@ BAD = [
     ("schedule.bandwidth", 0), ("schedule.latency", -1), ("schedule.frequency", "acpi"), ("schedule.frequency", None),
     ("schedule.frequency", "nvml"), ("schedule.f_min", 0), ("schedule.f_min", 1.5), ("schedule.f_max", 0.9),
     ("schedule.f_margin", -0.1), ("schedule.f_margin", 1),
+    ("schedule.f_changes", -1), ("schedule.f_change_ms", -1.0),
     ("emulated.forward_ms", -1), ("emulated.backward_ms", "fast"), ("emulated.layer_costs", 3),
     ("emulated.weight_share", 1.1), ("emulated.weight_share", -0.1),
     ("emulated.layer_costs", [1, -1]), ("emulated.slow", 3), ("emulated.slow", [{"rank": 1}]),
@@ -264,7 +265,7 @@ def test_zero_level() -> None:
 def test_frequencies_are_of_the_devices_that_workers_run_on(frequency: str, device: str) -> None:
     from elaswave_spmd.runtime.devices.dvfs import BACKENDS
 
-    assert {*BACKENDS, "none"} == set(FREQUENCIES)
+    assert {*BACKENDS, "none", "simulated"} == set(FREQUENCIES)  # emulated devices are set by their workers
     schedule = {"frequency": frequency}
     for other in schema.DEVICES:
         fields = {"schedule": schedule, "runtime": {"device": other}}

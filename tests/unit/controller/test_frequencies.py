@@ -1,9 +1,8 @@
-"""The frequency axis of a run: hints come last, are told, are taken back, and never make a worker look slow."""
+"""The frequency axis of a run: paces come last, are told, are dropped with the mesh, and make no worker look slow."""
 
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,54 +13,49 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.conf.schema import ScheduleSettings
-from elaswave_spmd.controller.dvfs import Frequencies, modelled_energy, shared, worker_frequencies
+from elaswave_spmd.controller.dvfs import Frequencies, hold_seconds, rounded_hints
 from elaswave_spmd.controller.events import Action, Record
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
 from elaswave_spmd.controller.roster import Roster
+from elaswave_spmd.recovery.actions import Broadcast, Send
 from elaswave_spmd.recovery.controller_protocol import Goal
 from elaswave_spmd.recovery.messages import Measured
-from elaswave_spmd.runtime.devices.dvfs import Answer, DeviceRange
+from elaswave_spmd.recovery.messages import Pace as PaceMessage
+from elaswave_spmd.runtime.devices.dvfs import DeviceRange
 from elaswave_spmd.scheduling import rebalance
 from elaswave_spmd.scheduling.cost_model import CostModel
-from elaswave_spmd.scheduling.dvfs import FrequencyRange
+from elaswave_spmd.scheduling.dvfs import FrequencyRange, Pace
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.step_time import Assignment, timed_graph
 from tests.unit.scheduling.planning_cases import SPEEDS, assigned, costs_of, placed
 
 
 class MadeUpGuard:
-    """Answers an order when it is polled; `steps`: frequencies that it has, `error`: why it has none."""
+    """Notes its orders. `error`: what it answers to the next poll."""
 
-    def __init__(self, devices: Mapping[str, DeviceRange] | None = None, steps: Sequence[float] = ()) -> None:
-        self.devices: Mapping[str, DeviceRange] = devices or {}
-        self.steps, self.error = steps, ""
-        self.orders: list[dict[str, float]] = []
-        self.set_to: dict[str, float] = {}
+    def __init__(self, devices: Mapping[str, DeviceRange] | None = None) -> None:
+        self.devices: Mapping[str, DeviceRange] = devices or {f"gpu{i}": DeviceRange(1, 2, 3) for i in range(8)}
+        self.orders: list[dict[str, list[int]]] = []
+        self.error = ""
         self.closed = False
-        self.quiet = False
-        self._answers: deque[Answer] = deque()
 
-    def set(self, frequencies: Mapping[str, float]) -> None:
-        self.orders.append(dict(frequencies))
-        self.set_to = {d: min([s for s in self.steps if s >= f], default=f) for d, f in frequencies.items()}
-        self._answers.append(Answer(self.set_to, self.error))
+    def share(self, devices: Mapping[str, Sequence[int]]) -> None:
+        self.orders.append({device: list(ranks) for device, ranks in devices.items()})
 
     def reset(self) -> None:
         self.orders.append({})
-        self.set_to = {}
-        self._answers.append(Answer(error=self.error))
 
-    def poll(self) -> Answer | None:
-        return self._answers.popleft() if self._answers and not self.quiet else None
+    def poll(self) -> str:
+        return self.error
 
     def close(self) -> None:
         self.closed = True
 
 
 class World:
-    """A run whose devices are as fast as the guard has set them. A layer takes 10 ms forward and 20 ms backward."""
+    """A run whose workers report their times at the normal frequency. A layer takes 10 ms forward, 20 ms backward."""
 
-    def __init__(self, sizes: Sequence[int], guard: MadeUpGuard | None, layers: int = 6, **fields: Any) -> None:
+    def __init__(self, sizes: Sequence[int], guard: MadeUpGuard | None = None, layers: int = 6, **fields: Any) -> None:
         self.placement: Placement = placed(sizes, 12, layers)
         self.protocol = SimpleNamespace(
             placement=self.placement,
@@ -73,10 +67,13 @@ class World:
         )
         self.goals: list[Goal] = []
         self.events: list[dict[str, Any]] = []
+        self.sent: dict[int, PaceMessage] = {}
         self.costs, self.speeds = [1.0] * layers, {}
-        self.guard, self.step = guard, 0
+        self.step = 0
         still = {"microbatches": False, "layers": False, "every": 2, "window": 3, "f_margin": 0.0, "lasting": 0.0}
-        chosen = ScheduleSettings(**still | fields)  # pyright: ignore[reportArgumentType]
+        chosen = ScheduleSettings(  # pyright: ignore[reportArgumentType]
+            **{"frequency": "simulated", "f_change_ms": 0.0} | still | fields
+        )
         self.frequencies = Frequencies(chosen, guard)
         self.measured = MeasuredCosts(chosen, costs_of([0.001] * layers), follows_speeds=chosen.microbatches)
         roster = Roster(self.placement.mesh.members)
@@ -85,8 +82,13 @@ class World:
 
     def do(self, actions: Iterable[Action]) -> None:
         for action in actions:
-            if isinstance(action, Record):
-                self.events.append({"event": action.kind, **action.fields})
+            match action:
+                case Record():
+                    self.events.append({"event": action.kind, **action.fields})
+                case Send(rank, PaceMessage() as message):
+                    self.sent[rank] = message
+                case Broadcast(ranks, PaceMessage() as message):
+                    self.sent |= dict.fromkeys(ranks, message)
 
     def rebalance(self, goal: Goal) -> list[Any]:
         self.goals.append(goal)
@@ -98,8 +100,7 @@ class World:
             self.do(self.rescheduler.committed(self.step, float(self.step)))
             for rank in self.placement.mesh.members:
                 microbatches = len(self.placement.microbatches_of(rank))
-                frequency = self.guard.set_to.get(str(rank), 1.0) if self.guard else 1.0
-                slow = microbatches / self.speeds.get(rank, 1.0) / frequency
+                slow = microbatches / self.speeds.get(rank, 1.0)
                 layers = self.placement.layers_of_stage(self.placement.mesh.stage_of(rank))
                 rows = (
                     (ly, 0.01 * slow * self.costs[ly], 0.02 * slow * self.costs[ly], microbatches, microbatches)
@@ -107,143 +108,124 @@ class World:
                 )
                 self.rescheduler.report(Measured(rank, self.step, tuple(rows)))
 
+    @property
+    def set_to(self) -> dict[int, tuple[float, ...]]:
+        return {rank: message.frequencies for rank, message in self.sent.items()}
 
-def uneven(guard: MadeUpGuard | None = None) -> World:
+
+def uneven(guard: MadeUpGuard | None = None, **fields: Any) -> World:
     """Five workers: the first two have three micro-batches each, the others two."""
-    return World([5], guard or MadeUpGuard())
+    return World([5], guard, **fields)
 
 
 def test_who_would_wait_is_slowed_down_and_is_not_called_slow() -> None:
     world = uneven()
     world.train(40)
-    assert world.guard is not None
-    assert world.guard.orders == [{"0": 1.0, "1": 1.0, "2": 0.67, "3": 0.67, "4": 0.67}]
+    assert world.set_to == {0: (1.0,), 1: (1.0,), 2: (0.67,), 3: (0.67,), 4: (0.67,)}
+    assert world.sent[3].order == ((0, 8), (1, 8), (0, 9), (1, 9)) and world.sent[3].epoch == 0
+    assert world.sent[3].hold_s == pytest.approx(0.09)
     (event,) = world.events
     assert (event["event"], event["ranks"]) == ("frequency", [2, 3, 4])
-    assert event["before"] == dict.fromkeys(range(5), 1.0)
-    assert event["frequencies"] == {0: 1.0, 1: 1.0, 2: 0.67, 3: 0.67, 4: 0.67}
+    assert event["paces"] == {rank: [[0, f]] for rank, (f,) in world.set_to.items()}
     assert event["modelled_energy"] < event["modelled_energy_before"]
     assert event["modelled_seconds"] <= event["modelled_seconds_before"] * (1 + 1e-9)
     assert "3 of 5 workers would wait" in event["why"] and "modelled energy" in event["message"]
-    costs = world.measured.costs
-    assert costs.speed(3) == 1.0 and costs.layers[4].forward_s == pytest.approx(0.01)
+    assert world.measured.costs.speed(3) == 1.0
+
+
+def test_within_a_step_frequencies_change_where_the_pipeline_allows() -> None:
+    world = World([1, 1, 1], layers=6)
+    world.train(40)
+    changes = {rank: len(message.starts) for rank, message in world.sent.items()}
+    assert max(changes.values()) > 1 and all(number <= 8 for number in changes.values())
+    assert len(world.sent[1].order) == 24
+    fewer = World([1, 1, 1], layers=6, f_changes=0)
+    fewer.train(40)
+    assert all(message.starts == (0,) for message in fewer.sent.values())
 
 
 def test_what_waits_for_nobody_is_left_alone() -> None:
-    world = World([3], MadeUpGuard())
+    world = World([3])
     world.train(40)
-    assert world.guard is not None and world.guard.orders == [] and world.events == []
+    assert not world.sent and world.events == []
 
 
 def test_hints_come_when_nothing_else_is_to_be_changed() -> None:
-    world = World([2], MadeUpGuard(), microbatches=True)
+    world = World([2], microbatches=True)
     world.speeds[1] = 0.5
     world.train(40)
-    assert world.guard is not None and world.goals and not world.guard.orders
+    assert world.goals and not world.sent
 
 
-def test_hints_wait_for_some_looks() -> None:
+def test_hints_wait_for_some_looks_and_are_sent_once() -> None:
     world = uneven()
     world.train(7)
-    assert world.guard is not None and world.guard.orders == []
+    assert not world.sent
     world.train(4)
-    assert len(world.guard.orders) == 1
+    assert len(world.sent) == 5
+    world.sent.clear()
+    world.train(30)
+    assert not world.sent
 
 
 def test_a_slow_worker_is_raised_with_the_range() -> None:
-    world = World([2], MadeUpGuard(), f_max=1.25)
+    world = World([2], f_max=1.25)
     world.speeds[0] = 0.5
     world.train(40)
+    assert world.set_to == {0: (1.25,), 1: (0.63,)}
     (event,) = [e for e in world.events if e["event"] == "frequency"]
-    assert event["frequencies"] == {0: 1.25, 1: 0.63}
     assert "1 are raised" in event["why"]
     assert [e["event"] for e in world.events if e["event"] in ("slow", "recover")] == ["slow"]
 
 
 def test_a_new_mesh_epoch_begins_at_the_normal_frequencies() -> None:
-    world = uneven()
+    guard = MadeUpGuard()
+    world = uneven(guard)
     world.train(20)
-    assert world.guard is not None and world.guard.set_to["4"] == 0.67
-    world.frequencies.begun(world.placement, world.step, {})
-    assert world.guard.orders[-1] == {} and world.guard.set_to == {}
-    world.frequencies.begun(world.placement, world.step, {})
-    assert len(world.guard.orders) == 2
-    world.train(1)
-    assert (
-        world.events[-1]["frequencies"] == dict.fromkeys(range(5), 1.0)
-        and world.events[-1]["why"] == "the mesh has changed"
-    )
+    assert guard.orders == [{f"gpu{rank}": [rank] for rank in range(5)}]
+    world.do(world.rescheduler.begun(world.placement, world.step))
+    assert guard.orders[-1] == {} and world.events[-1]["why"] == "the mesh has changed"
+    assert world.events[-1]["ranks"] == [2, 3, 4] and world.events[-1]["paces"] == {}
+    assert world.rescheduler.begun(world.placement, world.step) == [], "workers forget theirs by themselves"
+    world.sent.clear()
     world.train(20)  # and when all is quiet again, hints come again
-    assert len(world.guard.orders) == 3 and world.measured.costs.speed(4) == 1.0
-
-
-def test_steps_in_which_a_frequency_changed_count_for_nothing() -> None:
-    world = uneven()
-    frequencies, guard = world.frequencies, world.guard
-    assert guard is not None and [frequencies.scale(3, step) for step in (1, 9)] == [1.0, 1.0]
-    guard.quiet = True
-    frequencies.hint(world.placement, world.protocol.running, costs_of([0.03] * 6), 10, {})
-    assert [frequencies.scale(3, step) for step in (10, 11, 99)] == [1.0, None, None]
-    assert frequencies.scale(0, 11) == 1.0  # it stays as it is
-    guard.quiet = False
-    world.do(frequencies.committed(11))
-    assert [frequencies.scale(3, step) for step in (10, 11, 13, 14)] == [1.0, None, None, 0.67]
-    frequencies.begun(world.placement, 12, {})  # before the last change is over
-    world.do(frequencies.committed(13))
-    assert [frequencies.scale(3, step) for step in (10, 11, 15, 16)] == [1.0, None, None, 1.0]
-
-
-def test_what_the_device_has_counts_not_what_was_asked_for() -> None:
-    world = uneven(MadeUpGuard(steps=(0.9, 1.0)))
-    world.train(40)
-    assert world.events[0]["frequencies"][4] == 0.9 and world.frequencies.scale(4, 40) == 0.9
-    assert world.measured.costs.speed(4) == 1.0
+    assert len(world.sent) == 5 and len(guard.orders) == 3 and world.measured.costs.speed(4) == 1.0
 
 
 def test_a_guard_that_fails_ends_the_axis_and_not_the_run() -> None:
-    world = uneven()
-    assert world.guard is not None
-    world.guard.error = "no permission"
-    world.train(10)
-    world.guard.set_to = {}
-    world.train(30)
-    (event,) = world.events
-    assert event["refused"] == "no permission" and "goes on" in event["message"] and event["ranks"] == []
-    assert world.guard.closed and not world.frequencies.active and len(world.guard.orders) == 1
-    assert world.frequencies.scale(4, world.step) == 1.0 and world.measured.costs.speed(4) == 1.0
-
-
-def test_without_a_guard_nothing_happens() -> None:
-    world = World([5], None)
+    guard = MadeUpGuard()
+    world = uneven(guard)
     world.train(20)
-    world.frequencies.begun(world.placement, 3, {})
+    guard.error = "no permission"
+    world.train(20)
+    event = world.events[-1]
+    assert event["refused"] == "no permission" and "goes on" in event["message"] and event["ranks"] == [2, 3, 4]
+    assert guard.closed and not world.frequencies.active
+    assert world.set_to == dict.fromkeys(range(5), (1.0,)) and world.sent[4].order == ()
+
+
+def test_without_the_option_nothing_happens() -> None:
+    world = uneven(frequency="none")
+    world.train(20)
+    assert world.rescheduler.begun(world.placement, 3) == []
     world.frequencies.close()
-    assert world.events == [] and not world.frequencies.active
+    assert world.events == [] and not world.sent and not world.frequencies.active
 
 
-def test_processors_of_a_worker_have_the_largest_frequency_of_their_workers() -> None:
+def test_processors_are_shared_by_the_workers_that_may_run_on_them() -> None:
     mine = sorted(os.sched_getaffinity(0))
     elsewhere = max(mine) + 1
     devices = {"policy0": DeviceRange(1, 2, 3, (mine[0],)), "policy1": DeviceRange(1, 2, 3, (elsewhere,))}
     guard = MadeUpGuard(devices)
     world = uneven(guard)
-    pids = dict.fromkeys(range(5), os.getpid())
-    costs = costs_of([0.03] * 6)
-    world.frequencies.hint(world.placement, world.protocol.running, costs, 5, pids)
-    assert guard.orders == [{"policy0": 1.0}]  # shared by all, and no policy of others
-    world.do(world.frequencies.committed(6))
-    assert world.events[-1]["frequencies"] == dict.fromkeys(range(5), 1.0)
+    costs, running = costs_of([0.03] * 6), world.protocol.running
+    world.frequencies.hint(world.placement, running, costs, 5, dict.fromkeys(range(5), os.getpid()))
+    assert guard.orders == [{"policy0": [0, 1, 2, 3, 4]}], "no policy of others"
     guard.orders.clear()
-    world.frequencies.begun(world.placement, 7, {})
-    world.frequencies.hint(world.placement, world.protocol.running, costs, 8, {})
-    assert guard.orders == [{"policy0": 1.0, "policy1": 1.0}]  # unknown where they run: anywhere
-
-
-def test_accelerators_go_to_workers_in_turn() -> None:
-    guard = MadeUpGuard({name: DeviceRange(1, 2, 2) for name in "abc"})
-    world = uneven(guard)
-    world.frequencies.hint(world.placement, world.protocol.running, costs_of([0.03] * 6), 5, {})
-    assert guard.orders == [{"a": 1.0, "b": 1.0, "c": 0.67}]  # the first two run a worker with three micro-batches each
+    world.frequencies.begun(world.placement, 7)
+    world.frequencies.hint(world.placement, running, costs, 8, {})
+    everybody = [0, 1, 2, 3, 4]
+    assert guard.orders == [{}, {"policy0": everybody, "policy1": everybody}], "unknown where they run: anywhere"
 
 
 @st.composite
@@ -255,32 +237,37 @@ def pipelines(draw: st.DrawFn) -> tuple[Assignment, CostModel]:
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["by worker", "by class"])
-@given(pipelines(), st.floats(0.3, 1.0), st.floats(1.0, 1.4))
+@given(pipelines(), st.floats(0.3, 1.0), st.floats(1.0, 1.4), st.integers(0, 8))
 @settings(deadline=None, max_examples=60)
-def test_one_frequency_for_each_worker_keeps_the_makespan(
-    exact: bool, case: tuple[Assignment, CostModel], low: float, high: float
+def test_rounded_paces_keep_the_makespan(
+    exact: bool, case: tuple[Assignment, CostModel], low: float, high: float, changes: int
 ) -> None:
     assignment, costs = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rebalance, "_EXACT_ACTIONS", 1000 if exact else 0)
-        plan, wanted = worker_frequencies(assignment, costs, FrequencyRange(low, high))
-    assert sorted(wanted) == sorted(rank for members in assignment.stages for rank in members)
-    assert all(low - 1e-9 <= f <= high for f in wanted.values())
-    graph = timed_graph(assignment, costs)
-    of = np.array([wanted[graph.ranks[row]] for row in graph.rows])
+        plan, hints = rounded_hints(assignment, costs, FrequencyRange(low, high, 0.0, changes))
+    paces = {rank: hint.pace for hint in hints for rank in hint.ranks}
+    assert sorted(paces) == sorted(rank for members in assignment.stages for rank in members)
+    assert all(low * (1 - 1e-9) <= f <= high for pace in paces.values() for f in pace.frequencies)
+    assert all(pace.changes <= changes for pace in paces.values())
     if exact:
-        assert graph.makespan(graph.seconds / of) <= plan.makespan_s * (1 + 1e-9)
-    normal = modelled_energy(assignment, costs, {}, plan.makespan_before_s)
-    assert normal == pytest.approx(plan.energy_before)
-    found = modelled_energy(assignment, costs, wanted, plan.makespan_s)
-    assert plan.energy * (1 - 1e-9) <= found
-    if high == 1.0:
-        assert found <= normal * (1 + 1e-9)
+        graph = timed_graph(assignment, costs)
+        seconds = graph.seconds.copy()
+        for rank, todo in zip(graph.ranks, graph.lists, strict=True):
+            seconds[list(todo)] /= [paces[rank].at(n) for n in range(len(todo))]
+        assert graph.makespan(np.array(seconds)) <= plan.makespan_s * (1 + 1e-9)
 
 
-@given(st.dictionaries(st.integers(0, 9), st.tuples(st.floats(0.1, 2), st.sets(st.sampled_from("abcd"))), min_size=1))
-def test_a_shared_device_is_fast_enough_for_all(of: dict[int, tuple[float, set[str]]]) -> None:
-    devices = {rank: tuple(sorted(names)) for rank, (_, names) in of.items()}
-    found = shared({rank: f for rank, (f, _) in of.items()}, devices)
-    assert set(found) == {name for names in devices.values() for name in names}
-    assert found == {name: max(f for f, names in of.values() if name in names) for name in found}
+def test_a_worker_waits_as_long_as_a_mean_action() -> None:
+    costs = costs_of([3.0, 6.0]).with_speeds({1: 0.5})
+    assert hold_seconds(assigned([1, 1], 4, costs), costs) == {0: 1.5, 1: 6.0}
+
+
+def test_paces_that_are_alike_are_left_alone() -> None:
+    world = uneven()
+    running, speeds = world.protocol.running, {2: 1.0}
+    for step, speed in enumerate((1.0, 1.01, 1.2)):
+        costs = costs_of([0.03] * 6).with_speeds(speeds | {2: speed})
+        world.do(world.frequencies.hint(world.placement, running, costs, step, {}))
+    assert [event["step"] for event in world.events] == [0, 2]
+    assert Pace(world.sent[2].starts, world.sent[2].frequencies) == Pace((0,), (0.56,))

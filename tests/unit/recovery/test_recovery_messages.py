@@ -72,6 +72,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.CheckAgain(5, 8, 2, 0, (3,)),
     m.CheckedAgain(3, 5, 8, 2, ((0, b"b", b"", b"c"),)),
     m.CheckAccepted(5, 8, 2),
+    m.Pace(5, (0, 3), (0.75, 1.0), ((0, 2), (1, 2), (2, 2)), 0.25),
     m.Addend(8, 1, 0, 2, 3, True, 5),
     m.SumsDiffer(2, 5, 8, 1, 0, 2, 0, (b"a", b"1234"), (b"b", b"1234")),
     m.AddAgain(5, 8, 1, 0, 2, (0, 2, 3)),

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.runtime.devices.dvfs import BACKENDS, DeviceRange, FrequencyCell, open_backend
+from elaswave_spmd.runtime.devices.dvfs import BACKENDS, DeviceRange, SimulatedClock, open_backend
 from elaswave_spmd.runtime.devices.dvfs.base import at_least
 from elaswave_spmd.runtime.devices.dvfs.cpufreq import CpuFrequencies
 from elaswave_spmd.runtime.devices.dvfs.nvml import NvmlFrequencies
-from elaswave_spmd.runtime.devices.dvfs.simulated import SimulatedFrequencies
 from tests.frequency_trees import limits, make_policies
 
 
@@ -38,31 +37,6 @@ def test_an_unknown_backend_is_refused() -> None:
         open_backend("acpi")
     refused(caught, "acpi", ", ".join(BACKENDS))
     assert caught.value.what == "schedule.frequency=acpi names no backend"
-
-
-# ---- simulated
-
-
-def test_a_cell_is_1_until_it_is_set_and_all_processes_see_it(tmp_path: Path) -> None:
-    backend = open_backend("simulated", str(tmp_path / "cells"))
-    assert backend.devices() == ()
-    read = FrequencyCell(tmp_path / "cells", 3)
-    assert read() == 1.0
-    assert backend.set("3", 0.625) == 0.625 and backend.set("12", 1.25) == 1.25
-    assert read() == 0.625 and FrequencyCell(tmp_path / "cells", 12)() == 1.25
-    assert FrequencyCell(tmp_path / "cells", 4)() == 1.0
-    backend.reset()
-    assert (read(), FrequencyCell(tmp_path / "cells", 12)()) == (1.0, 1.0)
-    assert all(path.stat().st_size == 8 for path in (tmp_path / "cells").iterdir())
-
-
-def test_a_cell_outlives_its_directory(tmp_path: Path) -> None:
-    backend = SimulatedFrequencies(tmp_path / "cells")
-    backend.set("0", 0.5)
-    read = FrequencyCell(tmp_path / "cells", 0)
-    (tmp_path / "cells" / "worker-0").unlink()
-    backend.reset()
-    assert read() == 1.0
 
 
 # ---- cpufreq
@@ -262,3 +236,16 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as caught:
         open_backend("nvml")
     refused(caught, "nvidia-ml-py", "elaswave-spmd[dvfs]")
+
+
+# ---- emulated devices
+
+
+def test_a_simulated_clock_takes_its_time_for_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    clock = SimulatedClock(0.25)
+    assert clock.frequency == 1.0 and slept == []
+    assert clock.set(0.5) == 0.5 == clock.frequency and slept == [0.25]
+    assert clock.now() <= clock.now()
+    clock.close()

@@ -10,11 +10,9 @@ from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.devices.dvfs.base import SETTING, FrequencyController
 from elaswave_spmd.runtime.devices.dvfs.cpufreq import CpuFrequencies
 from elaswave_spmd.runtime.devices.dvfs.nvml import NvmlFrequencies
-from elaswave_spmd.runtime.devices.dvfs.simulated import SimulatedFrequencies
 
 BACKENDS: Mapping[str, Callable[[str], FrequencyController]] = MappingProxyType(
     {
-        "simulated": SimulatedFrequencies,
         "nvml": lambda where: NvmlFrequencies(where or os.environ.get("CUDA_VISIBLE_DEVICES")),
         "cpufreq": lambda where: CpuFrequencies(where) if where else CpuFrequencies(),
     }
@@ -25,8 +23,8 @@ def open_backend(name: str, where: str = "") -> FrequencyController:
     """Open the backend with this name.
 
     Args:
-        where: for simulated, the directory of the workers' cells; for cpufreq, the folder of its policies, by default
-            the kernel's; for nvml, the GPUs of this run in the form of CUDA_VISIBLE_DEVICES, which is the default.
+        where: for cpufreq, the folder of its policies, by default the kernel's; for nvml, the GPUs of this run in the
+            form of CUDA_VISIBLE_DEVICES, which is the default.
 
     Raises:
         ConfigError: there is no such backend, or it cannot work on this machine.

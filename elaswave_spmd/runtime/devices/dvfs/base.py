@@ -9,6 +9,8 @@ from typing import Protocol
 from elaswave_spmd.errors import ConfigError
 
 SETTING = "schedule.frequency"
+SIMULATED = "simulated"
+"""The value of the setting for emulated devices, which have no backend: their workers have clocks of their own."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class FrequencyController(Protocol):
     """
 
     def devices(self) -> tuple[str, ...]:
-        """The names of the devices; () if any name is accepted."""
+        """The names of the devices."""
         ...
 
     def range_of(self, device: str) -> DeviceRange:

@@ -1,4 +1,4 @@
-"""The controller's end of the guard: it sends orders and polls for answers, and never waits for one in between."""
+"""The controller's end of the guard: it sends orders and polls for errors, and never waits in between."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elaswave_spmd.errors import ConfigError, RunError
@@ -21,19 +20,6 @@ _READY_S = 60.0
 _END_S = 10.0
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The guard's answer to an order.
-
-    Args:
-        frequencies: device -> the frequency that was set; empty if all were restored.
-        error: the reason why the order failed, or "".
-    """
-
-    frequencies: Mapping[str, float] = field(default_factory=dict)
-    error: str = ""
-
-
 class GuardedFrequencies:
     """Frequencies that the guard sets for this process. Make one by `start`; `close` restores all of them.
 
@@ -41,7 +27,7 @@ class GuardedFrequencies:
         process: the guard.
 
     Attributes:
-        devices: device -> range of its clock; empty if the backend accepts any name.
+        devices: device -> range of its clock.
     """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
@@ -51,15 +37,18 @@ class GuardedFrequencies:
         self._closed = False
 
     @classmethod
-    def start(cls, backend: str, where: str = "", timeout_s: float = _READY_S) -> GuardedFrequencies:
+    def start(cls, backend: str, path: str, where: str = "", timeout_s: float = _READY_S) -> GuardedFrequencies:
         """Start the guard, and wait until it has named the devices.
+
+        Args:
+            path: the socket to which workers send their wishes.
 
         Raises:
             ConfigError: the backend cannot work on this machine.
             RunError: the guard does not answer.
         """
         process = subprocess.Popen(
-            [sys.executable, "-m", "elaswave_spmd.runtime.devices.dvfs.guard", backend, where],
+            [sys.executable, "-m", "elaswave_spmd.runtime.devices.dvfs.guard", backend, path, where],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=interpreter_environment(),
@@ -83,27 +72,29 @@ class GuardedFrequencies:
     def pid(self) -> int:
         return self._process.pid
 
-    def set(self, frequencies: Mapping[str, float]) -> None:
-        """Order frequencies: device -> frequency. `poll` returns the answer."""
-        self._send({"set": dict(frequencies)})
+    def share(self, devices: Mapping[str, Sequence[int]]) -> None:
+        """Order which workers use which device. All begin at the normal frequency."""
+        self._send({"share": {device: [*ranks] for device, ranks in devices.items()}})
 
     def reset(self) -> None:
-        """Order that all frequencies are restored. `poll` returns the answer."""
+        """Order that all frequencies are restored."""
         self._send({"reset": True})
 
-    def poll(self, timeout_s: float = 0.0) -> Answer | None:
-        """The next answer, or None if there is none within `timeout_s` seconds."""
+    def poll(self, timeout_s: float = 0.0) -> str:
+        """The next error: why an order or a wish has failed, or the guard has ended; "" if there is none.
+
+        Args:
+            timeout_s: seconds to wait for one.
+        """
         try:
             found = self._read_line(timeout_s) if self._has_output(timeout_s) else None
         except RunError as error:
-            return Answer(error=str(error))
+            return str(error)
         if found is None:
-            return None
-        if "error" in found:
-            error = found["error"]
-            fix = f"; {error['fix']}" if "fix" in error else ""
-            return Answer(error=f"{error['what']}{fix}")
-        return Answer(found.get("set", {}))
+            return ""
+        error = found["error"]
+        fix = f"; {error['fix']}" if "fix" in error else ""
+        return f"{error['what']}{fix}"
 
     def close(self) -> None:
         """End the guard, which restores everything first. May be called again."""
