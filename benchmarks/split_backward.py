@@ -92,10 +92,11 @@ class Block:
             forward_s, backward_s = forward_s + forwarded - began, backward_s + ended - forwarded
         return forward_s, backward_s
 
-    def _backward(self, microbatch: int) -> Tensor | None:
+    def _backward(self, microbatch: int) -> None:
         if self._splits:
-            return self._programs.backward_input(_LAYER, microbatch, self._dy, batch=None)
-        return self._programs.backward(_LAYER, microbatch, self._dy, self._into, add=microbatch > 0, batch=None)
+            self._programs.backward_input(_LAYER, microbatch, self._dy, batch=None)
+        else:
+            self._programs.backward(_LAYER, microbatch, self._dy, self._into, add=microbatch > 0, batch=None)
 
     @property
     def gradient(self) -> Tensor:

@@ -24,6 +24,7 @@ from elaswave_spmd.determinism import Keys, materialize
 from elaswave_spmd.models import Batch, LayeredModel, build_model
 from elaswave_spmd.runtime.devices import Island, device_of
 from elaswave_spmd.sharding import P, specs_of
+from elaswave_spmd.worker.activations import Activation
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.programs.eager import ProgramArgs, StagePrograms
@@ -123,10 +124,10 @@ class Ours:
         for microbatch in range(self._microbatches):
             batch = batch_of(number, microbatch)
             keys = Keys.make(SEED, number, np.arange(MICROBATCH) + microbatch * MICROBATCH, 0)
-            x: Tensor = batch.tokens
+            x: Activation = batch.tokens
             for layer in layers:
                 x = run.forward(layer, microbatch, x, keys.at(layer), batch)
-            dy: Tensor | None = None
+            dy: Activation | None = None
             for layer in reversed(layers):
                 dy = run.backward(layer, microbatch, dy, self._gradients[layer], add=microbatch > 0, batch=batch)
         return float(self._gradients[-1].loss)

@@ -3,11 +3,6 @@ from torch import nn
 from elaswave_spmd import KeyedDropout, LayeredModel, P, Shardings, tie
 
 
-class Embed(nn.Embedding):
-    def forward(self, x, keys):  # the first layer gets int64 tokens [batch, time]
-        return super().forward(x)
-
-
 class Block(nn.Module):
     def __init__(self, d_model, dropout, window):
         super().__init__()
@@ -22,16 +17,12 @@ class Block(nn.Module):
         return x + self.drop(self.out(y), keys)
 
 
-class Head(nn.Linear):
-    def forward(self, x, keys):
-        return super().forward(x)
-
-
 class MyModel(LayeredModel):
     shardings = Shardings(batch=P("dp"), layers=P("pp"), grads=P("dp"), optim=P("dp"))  # DP, PP, ZeRO-2
 
     def __init__(self, vocab_size, layers, d_model, dropout, window=8):
+        embed = nn.Embedding(vocab_size, d_model)  # the first layer gets int64 tokens [batch, time]
+        nn.init.normal_(embed.weight, std=0.02)  # the head reads it, too; other values are those of torch
         blocks = {f"block{i}": Block(d_model, dropout, window) for i in range(layers)}
-        stack = {"embed": Embed(vocab_size, d_model), **blocks, "head": Head(d_model, vocab_size, bias=False)}
-        nn.init.normal_(stack["embed"].weight, std=0.02)  # the head reads it, too; other values are those of torch
-        super().__init__(stack, ties=[tie("head.weight", "embed.weight")])
+        head = nn.Linear(d_model, vocab_size, bias=False)
+        super().__init__({"embed": embed, **blocks, "head": head}, ties=[tie("head.weight", "embed.weight")])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.determinism import Keys, materialize, sample_ids
-from elaswave_spmd.models import Batch, LayeredModel
+from elaswave_spmd.models import Batch, LayeredModel, call_layer
 
 
 @dataclass(frozen=True)
@@ -103,20 +103,33 @@ def microbatch_leaves(model: LayeredModel, data: Any, s: Settings, step: int, mi
     tokens, targets = (torch.as_tensor(np.ascontiguousarray(z)) for z in data.batch(ids))
     ends, x = [], tokens
     for number, layer in enumerate(model.layers):
-        x = x.detach().contiguous().requires_grad_(number > 0)
-        ends.append((x, layer(x, Keys.make(s.seed, step, ids, number))))
+        x = begin(x, s.dtype, graded=number > 0)
+        ends.append((x, call_layer(layer, x, Keys.make(s.seed, step, ids, number))))
         x = ends[-1][1]
     loss = model.loss(x, Batch(tokens, targets)) * (1.0 / (s.global_batch * tokens.shape[1]))
-    ends[-1], grad = (ends[-1][0], loss), None
+    ends[-1], grads = (ends[-1][0], loss), None
     for x, y in reversed(ends):
-        if y.requires_grad:  # layers before the first trained parameter have nothing to differentiate
-            torch.autograd.backward(y, grad)
-        grad = x.grad
+        if outputs := [one for one in _parts(y) if one.requires_grad]:
+            torch.autograd.backward(outputs, grads)  # layers before the first trained parameter have nothing to do
+        grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in _parts(x) if one.requires_grad]
     leaves = []
     for p in model.parameters():
         leaves.append(torch.zeros(p.shape) if p.grad is None else 0.0 + p.grad.float())  # + settles -0.0
         p.grad = None
     return [*leaves, 0.0 + loss.detach()]
+
+
+def _parts(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (value,) if isinstance(value, Tensor) else value
+
+
+def begin(x: Tensor | tuple[Tensor, ...], dtype: torch.dtype, *, graded: bool) -> Any:
+    """A layer's input: of a tuple what the layer before has made with a gradient gets one."""
+    if isinstance(x, Tensor):
+        return x.detach().contiguous().requires_grad_(graded)
+    made = [(one.to(dtype) if one.is_floating_point() else one) for one in x]
+    leaves = [one.detach().contiguous().requires_grad_(one.requires_grad) for one in made]
+    return type(x)(*leaves) if hasattr(x, "_fields") else tuple(leaves)  # pyright: ignore[reportArgumentType]
 
 
 def gradient_norm(model: LayeredModel, grads: dict[str, Tensor], page_size: int) -> float:

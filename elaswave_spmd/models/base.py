@@ -1,4 +1,8 @@
-"""The layer contract: `LayeredModel` is an ordered list of layers, each called `layer(x, keys)` on one micro-batch."""
+"""The layer contract: `LayeredModel` is an ordered list of layers, each called on one micro-batch.
+
+A layer is called `layer(x, keys)`, or `layer(x)` if its `forward` has no place for keys: any module of torch, such as
+`nn.Sequential`, is a layer.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,12 @@ from elaswave_spmd.errors import ModelError
 from elaswave_spmd.models.construction import build_layer
 from elaswave_spmd.sharding import Shardings, Tie
 
+_POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -27,10 +37,11 @@ class Batch:
 class LayeredModel(nn.Module):
     """An ordered stack of layers. Subclasses build the layers and pass them to `super().__init__`.
 
-    A layer maps (x, keys) of one micro-batch to one contiguous tensor; the first gets int64 tokens [B, T]. A layer
-    reads its parameters through attributes at every call, because the framework replaces them by views of a flat
-    buffer. Names of parameters are "<layer>.<path>", such as "block0.attn.qkv.weight". Parameters with
-    `requires_grad=False`, set by the constructor of the model or of a layer, are frozen: they are not trained.
+    A layer maps (x, keys), or x alone, of one micro-batch to what the next layer takes: a tensor, or a flat tuple or
+    named tuple of tensors, some of them without gradient. The first gets int64 tokens [B, T]. A layer reads its
+    parameters through attributes at every call, because the framework replaces them by views of a flat buffer. Names of
+    parameters are "<layer>.<path>", such as "block0.attn.qkv.weight". Parameters with `requires_grad=False`, set by the
+    constructor of the model or of a layer, are frozen: they are not trained.
 
     Initial values are those that the constructors of the layers made, unless a subclass overrides `init`.
 
@@ -41,9 +52,10 @@ class LayeredModel(nn.Module):
             binds both to the same values and adds their gradients, because the layers may be on different workers.
 
     Raises:
-        ModelError: the model breaks the contract: it has no layers; a layer without `forward(x, keys)`; random numbers
-            that are not keyed; statistics over the batch; shared parameters; parameters outside all layers; a tie that
-            does not fit. All of these would change the bits of a run with its mesh, so they are refused here.
+        ModelError: the model breaks the contract: it has no layers; a layer that cannot be called with one input;
+            random numbers that are not keyed; statistics over the batch; shared parameters; parameters outside all
+            layers; a tie that does not fit. All of these would change the bits of a run with its mesh, so they are
+            refused here.
     """
 
     shardings: Shardings = Shardings()
@@ -89,7 +101,7 @@ class LayeredModel(nn.Module):
     def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
         """Run the whole stack in one process, for evaluation (without `keys`) and tests. Training calls the layers."""
         for number, layer in enumerate(self.layers):
-            x = layer(x, None if keys is None else keys.at(number))
+            x = call_layer(layer, x, None if keys is None else keys.at(number))
         return x
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
@@ -123,6 +135,23 @@ class LayeredModel(nn.Module):
             setattr(self.get_submodule(path), name, self.get_parameter(tie.owner))
 
 
+def takes_keys(layer: nn.Module) -> bool:
+    """True if a layer is called `layer(x, keys)`; False: `layer(x)`.
+
+    The second parameter of its `forward` is for keys if it is called so, or has no default. So the optional arguments
+    of torch's modules, such as the mask of `nn.TransformerEncoderLayer`, keep their defaults.
+    """
+    given = [p for p in inspect.signature(layer.forward).parameters.values() if p.kind in _POSITIONAL]
+    if given and given[0].kind is inspect.Parameter.VAR_POSITIONAL:
+        return True
+    return len(given) > 1 and (given[1].name == "keys" or given[1].default is inspect.Parameter.empty)
+
+
+def call_layer(layer: nn.Module, x: Any, keys: Keys | None) -> Any:
+    """A layer's output."""
+    return layer(x, keys) if takes_keys(layer) else layer(x)
+
+
 def _check_name(model: nn.Module, name: str) -> None:
     if not name.isidentifier() or hasattr(model, name):
         raise ModelError(
@@ -133,22 +162,38 @@ def _check_name(model: nn.Module, name: str) -> None:
 
 
 def _checked_layer(name: str, layer: object) -> nn.Module:
-    """The layer; refused if it cannot be called as layer(x, keys), or contains a forbidden module."""
+    """The layer; refused if it cannot be called with one input, or contains a forbidden module."""
     if not isinstance(layer, nn.Module):
         raise ModelError(f"layer {name} is of type {type(layer).__name__}", rule="a layer is an nn.Module")
+    keyed = takes_keys(layer)
+    signature = inspect.signature(layer.forward)
     try:
-        inspect.signature(layer.forward).bind(object(), object())
+        signature.bind(*([object()] * (1 + keyed)))
     except TypeError:
-        raise ModelError(
-            f"layer {name} has {type(layer).__name__}.forward{inspect.signature(layer.forward)}",
-            rule="a layer is called layer(x, keys)",
-            fix="def forward(self, x, keys); wrap modules of torch, and pass keys on to KeyedDropout",
-        ) from None
+        raise _other_call(name, layer) from None
+    if not keyed and "keys" in signature.parameters:
+        raise _other_call(name, layer)
     for path, module in layer.named_modules(prefix=name):
         if problem := _forbidden(module):
             rule, fix = problem
             raise ModelError(f"{path} is {module!r}", rule=rule, fix=fix)
+        if not keyed and isinstance(module, KeyedDropout) and module.p > 0:
+            raise ModelError(
+                f"{path} is {module!r}, and {type(layer).__name__}.forward{signature} has no keys to give it",
+                rule="a KeyedDropout is called drop(x, keys) with the keys of its layer",
+                where=f"layer {name}",
+                fix="def forward(self, x, keys) in a module of your own; torch's containers pass on no keys",
+            )
     return layer
+
+
+def _other_call(name: str, layer: nn.Module) -> ModelError:
+    return ModelError(
+        f"layer {name} has {type(layer).__name__}.forward{inspect.signature(layer.forward)}",
+        rule="a layer is called layer(x, keys), or layer(x) if it needs no keys",
+        where=f"layer {name}",
+        fix="def forward(self, x, keys), and pass keys on to KeyedDropout",
+    )
 
 
 def _forbidden(module: nn.Module) -> tuple[str, str] | None:

@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
+from keyword import iskeyword
 from typing import Final
 
 from elaswave_spmd.determinism.reduction_tree import is_node
@@ -143,7 +144,7 @@ class MessageBounds:
                     return PLACE
                 if not 0 <= message.layer < len(self.layout.layers):
                     return PLACE
-                return "" if _has_shape(message.shape, num_elements) else SIZE
+                return "" if _has_form(message, num_elements) else SIZE
             case m.PartialSum():
                 return self._refused_sum(message, num_elements)
             case m.ReducedGradient():
@@ -424,6 +425,25 @@ def _exists(bounds: MessageBounds, part: m.PartialStep) -> bool:
         and bounds.has_ranges({row[:3] for row in part.page_sums}, STATE, LOSS, trained=True)
         and all(_are_nodes(nodes, bounds.num_microbatches) for nodes in sums)
     )
+
+
+def _has_form(message: m.Activation | m.ActivationGradient, num_elements: int | None) -> bool:
+    """True if the payload has the size of the tensor, or of the tuple, that the message names."""
+    forms, names = message.forms, message.names if isinstance(message, m.Activation) else ()
+    if not forms:
+        return not names and _has_shape(message.shape, num_elements)
+    if len(forms) > m.MOST_TENSORS or len(names) not in (0, len(forms)) or message.shape != (num_elements,):
+        return False
+    named = len(set(names)) == len(names) and all(_is_field(name) for name in names)
+    known = all(one.dtype in m.ITEM_BYTES and len(one.shape) <= _MOST_DIMENSIONS for one in forms)
+    if not named or not known or any(min(one.shape, default=0) < 0 for one in forms):
+        return False
+    return m.packed_bytes(forms) == num_elements
+
+
+def _is_field(name: str) -> bool:
+    """True for the name of a field of a named tuple."""
+    return name.isidentifier() and not name.startswith("_") and not iskeyword(name) and len(name) <= LONGEST_TEXT
 
 
 def _has_shape(shape: tuple[int, ...], num_elements: int | None) -> bool:

@@ -13,6 +13,8 @@ Fields of an option that is off are not sent: see `Message.NUM_OPTIONS`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any, ClassVar, TypeAlias
 
 import msgspec
@@ -29,6 +31,20 @@ SumRow: TypeAlias = tuple[int, int, int, bytes]
 
 SumResult: TypeAlias = tuple[bytes, bytes]
 """(digest of a reduced gradient, the norm value of each of its pages as in ReducedGradient)."""
+
+ITEM_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(("int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "float32"), 4),
+    **dict.fromkeys(("int64", "float64"), 8),
+}
+"""dtype of a tensor that crosses from one stage to another -> bytes of an element."""
+
+ALIGNMENT = 64
+"""Bytes: each tensor of a tuple that is sent begins at a multiple, as if it had been made by itself."""
+
+MOST_TENSORS = 1000
+"""The most tensors of a tuple that crosses from one stage to another."""
 
 AT_ONCE = -1
 """Prepare.after of a change that cannot wait for the end of a step: it is less than every step, so it is the more
@@ -86,6 +102,34 @@ class Recompute(msgspec.Struct, frozen=True, array_like=True):
     backward: int
 
 
+class TensorForm(msgspec.Struct, frozen=True, array_like=True):
+    """Part of Activation: a tensor of a tuple.
+
+    Args:
+        dtype: its name, of `ITEM_BYTES`.
+        graded: it has a gradient, which comes back.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    graded: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the tensor."""
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+
+def packed_bytes(forms: Iterable[TensorForm]) -> int:
+    """The bytes of a tuple that is sent: each tensor begins at a multiple of `ALIGNMENT`."""
+    return sum(aligned(form.num_bytes) for form in forms)
+
+
+def aligned(size: int) -> int:
+    """The bytes between the begins of a tensor of so many bytes and the next one, in a tuple that is sent."""
+    return max(1, -(-size // ALIGNMENT)) * ALIGNMENT
+
+
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages; encodes as a compact array [kind, fields ...]."""
 
@@ -106,9 +150,11 @@ class Activation(Message, frozen=True):
     Args:
         shape: of the payload.
         validation: it is of a validation micro-batch, at version `step`, and not kept.
+        forms: of the tensors of a tuple, whose bytes are the payload; () for one tensor.
+        names: of its fields, if it is a named tuple.
     """
 
-    NUM_OPTIONS = 1
+    NUM_OPTIONS = 3
 
     step: int
     microbatch: int
@@ -116,22 +162,25 @@ class Activation(Message, frozen=True):
     shape: tuple[int, ...]
     validation: bool = False
     attempt: int = 0
+    forms: tuple[TensorForm, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 class ActivationGradient(Message, frozen=True):
     """A micro-batch's worker on one stage -> its worker on the stage before, as soon as it is made.
 
-    Payload, in the compute dtype: the gradient of the loss by the output of `layer`, which is the receiver's last. Kept
-    by the sender as an Activation is.
+    Payload, in the compute dtype: the gradient of the loss by the output of `layer`, which is the receiver's last; of a
+    tuple those of its tensors that have one, whose `forms` are given. Kept by the sender as an Activation is.
     """
 
-    NUM_OPTIONS = 1
+    NUM_OPTIONS = 2
 
     step: int
     microbatch: int
     layer: int
     shape: tuple[int, ...]
     attempt: int = 0
+    forms: tuple[TensorForm, ...] = ()
 
 
 class PartialSum(Message, frozen=True):

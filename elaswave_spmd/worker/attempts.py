@@ -22,7 +22,7 @@ _OfAttempt: TypeAlias = (
     m.Activation | m.ActivationGradient | m.PartialSum | m.ReducedGradient | m.CheckDigests | m.Addend
 )
 _OfState: TypeAlias = m.Publish | m.PageState | m.Need
-_CONTENT = frozenset({"shape", "norms", "rows", "attempt"})
+_CONTENT = frozenset({"shape", "forms", "names", "norms", "rows", "attempt"})
 """Fields that say what a message brings. The others are its id, which does not depend on what a peer has computed."""
 
 

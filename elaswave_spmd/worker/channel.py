@@ -60,7 +60,12 @@ class Channel(Protocol):
 
 
 def payload_dtype(message: m.Message, compute: torch.dtype) -> torch.dtype:
-    """The dtype of a message's payload: fp32 for sums, gradients and state, the compute dtype for everything else."""
+    """The dtype of a message's payload.
+
+    It is fp32 for sums, gradients and state, bytes for tuples, and the compute dtype for everything else.
+    """
+    if isinstance(message, m.Activation | m.ActivationGradient) and message.forms:
+        return torch.uint8
     return torch.float32 if isinstance(message, _FP32) else compute
 
 

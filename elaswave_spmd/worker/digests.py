@@ -9,6 +9,7 @@ from torch import Tensor
 from elaswave_spmd.recovery.checks import DIGEST_COLUMNS
 from elaswave_spmd.recovery.messages import DigestRow
 from elaswave_spmd.runtime.devices import Device
+from elaswave_spmd.worker.activations import Activation, map_tensors, packed
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
@@ -29,12 +30,11 @@ class Digester:
         self._device = device
         self._weights = torch.empty(0, dtype=torch.int64)
 
-    def digest(self, tensor: Tensor | None) -> bytes:
-        """The digest of a tensor; empty for None."""
-        if tensor is None:
+    def digest(self, value: Activation | None) -> bytes:
+        """The digest of a tensor, or of all bytes of a tuple of tensors; empty for None."""
+        if value is None:
             return b""
-        if tensor.device.type != self._device.place.type:
-            tensor = tensor.cpu()  # an output of a compiled island, whose state is in host memory
+        tensor = packed(map_tensors(self._here, value))
         flat = tensor.detach().reshape(-1)
         bits = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
         rows, rest = divmod(bits.numel(), DIGEST_COLUMNS)
@@ -43,6 +43,10 @@ class Digester:
         if rest:
             columns[:rest] += bits[rows * DIGEST_COLUMNS :] * weights[rows]
         return self._device.to_host(columns).numpy().tobytes()
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        """The tensor; on the host, if it is an output of a compiled island, whose state is in host memory."""
+        return tensor if tensor.device.type == self._device.place.type else tensor.detach().cpu()
 
     def _weights_of(self, rows: int) -> Tensor:
         """The weights of the first rows, int64 [rows]: odd, from the generator splitmix64."""
@@ -70,11 +74,11 @@ class MicrobatchDigests:
         self._inputs: dict[int, bytes] = {}
         self._weights: dict[int, bytes] = {}
 
-    def forward(self, layer: int, y: Tensor) -> None:
+    def forward(self, layer: int, y: Activation) -> None:
         """A layer's output."""
         self._outputs[layer] = self._digester.digest(y)
 
-    def input_gradient(self, layer: int, dx: Tensor | None) -> None:
+    def input_gradient(self, layer: int, dx: Activation | None) -> None:
         """The gradient of a layer's input, if it has one."""
         self._inputs[layer] = self._digester.digest(dx)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from elaswave_spmd.determinism import Keys, sample_ids
 from elaswave_spmd.determinism.rng import WordSource
 from elaswave_spmd.models import Batch
-from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS
 from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.worker.activations import Activation, like, map_tensors, tensors_of
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.context import WorkerContext
 from elaswave_spmd.worker.digests import MicrobatchDigests
@@ -23,7 +23,7 @@ from elaswave_spmd.worker.gradient_reduction import GradientReducer
 from elaswave_spmd.worker.pacing import Pacing
 from elaswave_spmd.worker.profiling import LayerTimes, Row, WeightsRow
 from elaswave_spmd.worker.programs.eager import Batches
-from elaswave_spmd.worker.stage_boundary import ACTIVATION, GRADIENT, VALIDATION, Boundaries, BoundaryKey
+from elaswave_spmd.worker.stage_boundary import ACTIVATION, GRADIENT, VALIDATION, Boundaries, BoundaryKey, message_of
 from elaswave_spmd.worker.waiting import ConfigurationChanged, Reason, Waiting, Waits
 
 Receivers = Callable[[], tuple[int | None, ...]]
@@ -157,7 +157,7 @@ class MicrobatchRunner:
                 keys = Keys(self._seed, self._step_number, samples, self._layer_numbers[layer], {}, self._words)
                 started = self._device.mark()
                 x = self.programs.forward(layer, microbatch, x, keys, batch)
-                x = self._hooks.computed(FaultPoint.FORWARD, step, x)
+                x = self._computed_output(step, x)
                 if digests is not None:
                     digests.forward(layer, x)
                 self._ran(step, microbatch, layer, FORWARD, started)
@@ -171,7 +171,7 @@ class MicrobatchRunner:
         if not saves:
             self.programs.discard(microbatch)
         if not self._is_last:
-            message = m.Activation(step, microbatch, self._layers.stop, tuple(x.shape))
+            message = message_of(BoundaryKey(ACTIVATION, step, microbatch, self._layers.stop), x)
             for receiver in receivers():
                 self._boundaries.send(receiver, message, x)
 
@@ -265,9 +265,9 @@ class MicrobatchRunner:
 
     def _gradient_of_output(
         self, step: int, microbatch: int, digests: MicrobatchDigests | None
-    ) -> Generator[Reason, None, Tensor | None]:
+    ) -> Generator[Reason, None, Activation | None]:
         """What a backward begins with: the next stage's gradient. The last stage has the loss that it has saved."""
-        dy: Tensor | None = None
+        dy: Activation | None = None
         if not self._is_last:
             key = BoundaryKey(GRADIENT, step, microbatch, self._layers.stop - 1)
             dy = yield from self._receive(key)
@@ -276,12 +276,12 @@ class MicrobatchRunner:
         self._hooks.on_point(FaultPoint.BACKWARD, step)
         return dy
 
-    def _send_gradient(self, step: int, microbatch: int, dx: Tensor | None, receivers: Receivers) -> None:
+    def _send_gradient(self, step: int, microbatch: int, dx: Activation | None, receivers: Receivers) -> None:
         if self._is_first:
             return
         assert dx is not None
-        message = m.ActivationGradient(step, microbatch, self._layers.start - 1, tuple(dx.shape))
-        dx = dx.contiguous()  # it is sent from where it lies
+        dx = map_tensors(Tensor.contiguous, dx)  # it is sent from where it lies
+        message = message_of(BoundaryKey(GRADIENT, step, microbatch, self._layers.start - 1), dx)
         for receiver in receivers():
             self._boundaries.send(receiver, message, dx)
 
@@ -289,12 +289,21 @@ class MicrobatchRunner:
         self.values[layer].drop()
         self.programs.dropped(layer)
 
+    def _computed_output(self, step: int, y: Activation) -> Activation:
+        """A layer's output: a fault may be injected here, in the first tensor of a tuple."""
+        first, *others = tensors_of(y)
+        right = first.detach()
+        wrong = self._hooks.computed(FaultPoint.FORWARD, step, right)
+        return y if wrong is right else like(y, (wrong.requires_grad_(first.requires_grad), *others))
+
     def _computed_input(
-        self, step: int, layer: int, dx: Tensor | None, digests: MicrobatchDigests | None
-    ) -> Tensor | None:
+        self, step: int, layer: int, dx: Activation | None, digests: MicrobatchDigests | None
+    ) -> Activation | None:
         """The gradient of a layer's input: a fault may be injected here, and it is noted where it is checked."""
         if dx is not None:
-            dx = self._hooks.computed(FaultPoint.BACKWARD, step, dx)
+            first, *others = tensors_of(dx)
+            wrong = self._hooks.computed(FaultPoint.BACKWARD, step, first)
+            dx = dx if wrong is first else like(dx, (wrong, *others))
         if digests is not None:
             digests.input_gradient(layer, dx)
         return dx
@@ -335,7 +344,7 @@ class MicrobatchRunner:
             started = self._device.mark()
             with self.programs.aside(tables):
                 x = self.programs.forward(layer, microbatch, x, keys, batch)
-            x = self._hooks.computed(FaultPoint.FORWARD, step, x)
+            x = self._computed_output(step, x)
             digests.forward(layer, x)
             self._ran(step, microbatch, layer, FORWARD, started)
             self._waiting.handle_messages()
@@ -357,11 +366,11 @@ class MicrobatchRunner:
             if self.values[layer].is_at(version):
                 self._drop(layer)
 
-    def _check_input(self, kind: str, step: int, microbatch: int) -> Tensor:
+    def _check_input(self, kind: str, step: int, microbatch: int) -> Activation:
         layer = self._layers.start if kind == ACTIVATION else self._layers.stop - 1
         return self._boundaries.pop(BoundaryKey(kind, step, microbatch, layer))
 
-    def validate(self, version: int, microbatch: int) -> Generator[Reason, None, Tensor]:
+    def validate(self, version: int, microbatch: int) -> Generator[Reason, None, Activation]:
         """Run a validation micro-batch at a version.
 
         Returns:
@@ -383,7 +392,7 @@ class MicrobatchRunner:
             x = self.programs.evaluate(layer, x, keys.at(layer), batch)
         if not self._is_last:
             peers = self._placement.mesh.stages[self._stage + 1]
-            message = m.Activation(version, microbatch, self._layers.stop, tuple(x.shape), True)
+            message = message_of(BoundaryKey(VALIDATION, version, microbatch, self._layers.stop), x)
             self._boundaries.send(peers[microbatch % len(peers)], message, x)
         return x
 
@@ -438,7 +447,7 @@ class MicrobatchRunner:
         if not values.is_at(version):
             yield from self._waiting.until(lambda: values.is_at(version), "parameters of layer", layer)
 
-    def _receive(self, key: BoundaryKey) -> Generator[Reason, None, Tensor]:
+    def _receive(self, key: BoundaryKey) -> Generator[Reason, None, Activation]:
         yield from self._waiting.until(lambda: key in self._boundaries, f"{key.kind} of micro-batch", key.microbatch)
         return self._boundaries.pop(key)
 

@@ -31,15 +31,25 @@ from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Keys, sample_ids
 from elaswave_spmd.errors import ModelError
-from elaswave_spmd.models import Batch
+from elaswave_spmd.models import Batch, call_layer
 from elaswave_spmd.sharding.layout import LayerLayout
+from elaswave_spmd.worker.activations import (
+    Activation,
+    checked_output,
+    forms_of,
+    graded,
+    leaf,
+    like,
+    map_tensors,
+    tensors_of,
+)
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.context import LocalModel
 from elaswave_spmd.worker.layer_kinds import kind_of
 from elaswave_spmd.worker.layer_watch import SAME_RESULT, LayerState, LayerWatch, bits_of, equal_bits, no_in_place
 from elaswave_spmd.worker.microbatches import to_batch
 from elaswave_spmd.worker.profiling import LayerMemory
-from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, checked_output, naming_layer
+from elaswave_spmd.worker.programs.eager import Batches, Loss, StagePrograms, naming_layer
 from elaswave_spmd.worker.spec import Job
 
 DIGEST_BYTES = 16
@@ -103,24 +113,25 @@ class Sample:
 class _Result:
     """A layer's results for one micro-batch; `evaluated` is None where the run does not validate."""
 
-    y: Tensor
-    dx: Tensor | None
+    y: Activation
+    dx: Activation | None
     gradient: Tensor
-    evaluated: Tensor | None
+    evaluated: Activation | None
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors with their names for a user."""
-        yield "output", self.y
+        yield from _named("output", self.y)
         if self.dx is not None:
-            yield "the gradient of its input", self.dx
+            yield from _named("the gradient of its input", self.dx)
         yield "the gradients of its parameters", self.gradient
         if self.evaluated is not None:
-            yield "its output in a validation", self.evaluated
+            yield from _named("its output in a validation", self.evaluated)
 
     def digest(self) -> bytes:
         """A hash of all bits that are of training."""
         hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        for value in (self.y, self.gradient, *(() if self.dx is None else (self.dx,))):
+        dx = () if self.dx is None else tensors_of(self.dx)
+        for value in (*tensors_of(self.y), self.gradient, *dx):
             hashed.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return hashed.digest()
 
@@ -181,7 +192,7 @@ class _Check:
         self._place = place
         self._programs = model.programs
         self._first, self._other = samples
-        self._inputs = {sample.number: sample.batch.tokens for sample in samples}
+        self._inputs: dict[int, Activation] = {sample.number: sample.batch.tokens for sample in samples}
         self._last = len(model.layout.layers) - 1
         self.loss_unchecked = ""
         self.kinds: list[int] = []
@@ -191,12 +202,12 @@ class _Check:
         """Run every layer whose kind is new on the outputs of the layers before it."""
         # Kind -> (its first layer, the outputs of that), number of layers so far. A layer that is like an earlier one
         # and gets an input of the same form is not run again: its output has the form of that one's.
-        known: dict[object, tuple[LayerCheck, dict[int, Tensor]]] = {}
+        known: dict[object, tuple[LayerCheck, dict[int, Activation]]] = {}
         counts: dict[object, int] = {}
         for layer in self._model.layout.layers:
             x = next(iter(self._inputs.values()))
             form = kind_of(self._model.prototype(layer.index))
-            kind = (form, x.dtype, tuple(x.shape), layer.index == self._last, self._backward_of(layer))
+            kind = (form, forms_of(x), layer.index == self._last, self._backward_of(layer))
             counts[kind] = counts.get(kind, 0) + 1
             if kind not in known:
                 known[kind] = self._check_layer(layer)
@@ -210,7 +221,7 @@ class _Check:
         first = self._model.layout.first_trained
         return (layer.index > first) - (layer.index < first) if first else 1
 
-    def _check_layer(self, layer: LayerLayout) -> tuple[LayerCheck, dict[int, Tensor]]:
+    def _check_layer(self, layer: LayerLayout) -> tuple[LayerCheck, dict[int, Activation]]:
         """Check one layer. Returns its row, and its output by micro-batch: the next layer's input."""
         compiled = self._programs.num_compiled
         first, other = self._first, self._other
@@ -256,8 +267,8 @@ class _Check:
             bits than the whole, or the layer's code cannot be run so.
         """
         programs, first_trained = self._programs, self._model.layout.first_trained
-        of_tokens = not self._inputs[self._first.number].is_floating_point()
-        if of_tokens or layer.index < first_trained:
+        given = tensors_of(leaf(self._inputs[self._first.number], passes_gradient=True))
+        if layer.index < first_trained or not any(one.requires_grad for one in given):
             return 0
         initial = values.flat.detach().clone()
         values.flat.add_(_waves(values.flat).add_(1.0).mul_(_DISTURBANCE))
@@ -282,21 +293,22 @@ class _Check:
         if not put_off:
             return 0
         # Infinities and what comes of them would be the same whatever is wrong.
-        pairs = zip(found, self._run_whole(layer, sample), strict=True)
-        same = all(one is not None and other is not None and equal_bits(one, other) for one, other in pairs)
-        return put_off if same and all(one is not None and _finite(one) for one in found) else 0
+        same = all(equal_bits(one, other) for one, other in zip(found, self._run_whole(layer, sample), strict=True))
+        return put_off if same and all(map(_finite, found)) else 0
 
-    def _run_whole(self, layer: LayerLayout, sample: Sample) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Run a micro-batch, and nothing else. Returns its output and gradients."""
+    def _run_whole(self, layer: LayerLayout, sample: Sample) -> list[Tensor]:
+        """Run a micro-batch, and nothing else. Returns the tensors of its output and gradients."""
         programs, x, number = self._programs, self._inputs[sample.number], sample.number
         keys = Keys.make(self._job.seed, sample.step, sample.ids, layer.index, self._place)
         into = GradientBuffer(layer, self._place)
         y = programs.forward(layer.index, number, x, keys, sample.batch)
         dy = None if layer.index == self._last else _made_up_gradient(y)
-        return y, programs.backward(layer.index, number, dy, into, add=False, batch=sample.batch), into.flat
+        dx = programs.backward(layer.index, number, dy, into, add=False, batch=sample.batch)
+        assert dx is not None
+        return [*tensors_of(y), *tensors_of(dx), into.flat]
 
-    def _run_in_parts(self, layer: LayerLayout, sample: Sample) -> tuple[int, tuple[Tensor, Tensor | None, Tensor]]:
-        """Run a micro-batch in parts. Returns the bytes that are kept between these; its output and gradients."""
+    def _run_in_parts(self, layer: LayerLayout, sample: Sample) -> tuple[int, list[Tensor]]:
+        """Run a micro-batch in parts. Returns the bytes that are kept between these; tensors as `_run_whole`."""
         programs, x, number = self._programs, self._inputs[sample.number], sample.number
         keys = Keys.make(self._job.seed, sample.step, sample.ids, layer.index, self._place)
         into = GradientBuffer(layer, self._place)
@@ -305,7 +317,8 @@ class _Check:
         dx = programs.backward_input(layer.index, number, dy, batch=sample.batch)
         put_off = programs.bytes_put_off(layer.index, number)
         programs.backward_weights(layer.index, number, into, add=False)
-        return put_off, (y, dx, into.flat)
+        assert dx is not None
+        return put_off, [*tensors_of(y), *tensors_of(dx), into.flat]
 
     def _run_alone(self, layer: LayerLayout, sample: Sample) -> tuple[_Result, LayerState]:
         """Run one micro-batch with a copy of the layer that serves no other. Returns what the copy keeps as well."""
@@ -330,7 +343,7 @@ class _Check:
         watch: LayerWatch,
         sample: Sample,
         *,
-        returned: Tensor | None = None,
+        returned: Activation | None = None,
         sums: GradientBuffer | None = None,
     ) -> _Result:
         """Run one micro-batch forward and backward, and see that nothing else has changed and all is finite.
@@ -342,16 +355,20 @@ class _Check:
         x, batch = self._inputs[sample.number], sample.batch
         keys = Keys.make(self._job.seed, sample.step, sample.ids, layer.index, self._place)
         into, programs = sums or GradientBuffer(layer, self._place), self._programs
-        given = {"its input": x, "batch.tokens": batch.tokens, "batch.targets": batch.targets}
-        watch.begin(given if returned is None else {**given, "an earlier output of its own": returned}, keys)
+        given = {**dict(_named("its input", x)), "batch.tokens": batch.tokens, "batch.targets": batch.targets}
+        if returned is not None:
+            given |= dict(_named("an earlier output of its own", returned))
+        watch.begin(given, keys)
         dy = evaluated = None
         with no_in_place(layer.name):
             y = programs.forward(layer.index, sample.number, x, keys, batch)
             watch.look()
-            watch.give("its own output, once returned,", y)
+            for name, value in _named("its own output, once returned,", y):
+                watch.give(name, value)
             if layer.index != self._last:
                 dy = _made_up_gradient(y)
-                watch.give("the gradient of its output", dy)
+                for name, value in _named("the gradient of its output", dy):
+                    watch.give(name, value)
             dx = programs.backward(layer.index, sample.number, dy, into, add=sums is not None, batch=batch)
             watch.look()
             if self._job.validates:
@@ -400,8 +417,8 @@ class _Check:
     ) -> None:
         """Refuse numbers that are not finite with initial values: no step would ever update the weights."""
         name, is_last = layer.name, layer.index == self._last
-        y = result.y
-        if bool(y.isnan().any()) or (is_last and not bool(y.isfinite())):
+        y = tensors_of(result.y)
+        if any(bool(one.isnan().any()) for one in y) or (is_last and not _finite(y[0])):
             what = "the loss after" if is_last else "the output of"
             raise _not_finite(name, f"{what} layer {name} is not finite for the first micro-batch, with initial values")
         wrong = [
@@ -409,7 +426,7 @@ class _Check:
             for slot, view in zip(layer.gradient_slots, into.views, strict=True)
             if not _finite(view)
         ]
-        if result.dx is not None and not _finite(result.dx):
+        if result.dx is not None and not all(map(_finite, tensors_of(result.dx))):
             wrong.insert(0, "its input")
         if wrong:
             of = ", ".join(wrong[:4]) + (", ..." if len(wrong) > 4 else "")
@@ -425,28 +442,28 @@ class _Check:
         size = self._job.microbatch_size
         samples = (self._first,) if size > 1 else (self._first, self._other)
         outputs = [self._output(layer, module, sample) for sample in samples]
-        output, batch = (outputs[0], self._first.batch) if size > 1 else (torch.cat(outputs), _joined(samples))
+        output, batch = (outputs[0], self._first.batch) if size > 1 else (_cat(outputs), _joined(samples))
         del outputs  # those of a language model are large
-        cut, loss = len(output) // 2, self._programs.loss
+        cut, loss = batch.tokens.shape[0] // 2, self._programs.loss
         with torch.no_grad():
             self.loss_unchecked = check_loss(loss, output, batch, cut)
             # Initial outputs are nearly equal and nearly zero, where many a term is too small to be seen.
-            check_loss(loss, _waves(output).mul_(0.5).add_(1.0), batch, cut)
+            check_loss(loss, map_tensors(_disturbed, output), batch, cut)
 
-    def _output(self, layer: LayerLayout, module: nn.Module, sample: Sample) -> Tensor:
-        """The last layer's output for a micro-batch, fp32."""
-        x = self._inputs[sample.number].detach()
+    def _output(self, layer: LayerLayout, module: nn.Module, sample: Sample) -> Activation:
+        """The last layer's output for a micro-batch, floating-point tensors in fp32."""
+        x = leaf(self._inputs[sample.number], passes_gradient=False)
         keys = Keys.make(self._job.seed, sample.step, sample.ids, layer.index, self._place)
         with torch.no_grad(), naming_layer(layer.name, "check of the loss", x):
-            y = module(x, keys)
-        return checked_output(y, self._job.torch_dtype, layer.name).float()
+            y = call_layer(module, x, keys)
+        return map_tensors(_in_fp32, checked_output(y, self._job.torch_dtype, layer.name))
 
 
-def check_loss(loss: Callable[[Tensor, Batch], Tensor], output: Tensor, batch: Batch, cut: int) -> str:
+def check_loss(loss: Loss, output: Activation, batch: Batch, cut: int) -> str:
     """Hold the loss of a batch to the sum of the losses of samples [0, cut) and of the others.
 
     Args:
-        output: of the last layer, fp32 [samples, ...].
+        output: of the last layer, fp32 [samples, ...], each tensor of a tuple.
 
     Returns:
         What the loss raised, for one of them: it is held to nothing then; "" if it raised nothing.
@@ -457,7 +474,7 @@ def check_loss(loss: Callable[[Tensor, Batch], Tensor], output: Tensor, batch: B
     try:
         whole = float(loss(output, batch))
         parts = [
-            float(loss(output[part].contiguous(), Batch(batch.tokens[part], batch.targets[part])))
+            float(loss(_part(output, part), Batch(batch.tokens[part], batch.targets[part])))
             for part in (slice(None, cut), slice(cut, None))
         ]
     except Exception as error:
@@ -469,7 +486,8 @@ def check_loss(loss: Callable[[Tensor, Batch], Tensor], output: Tensor, batch: B
     if abs(whole - sum(parts)) <= _LOSS_TOLERANCE * max(abs(whole), sum(map(abs, parts))):
         return ""
     raise ModelError(
-        f"loss() of {len(output)} samples is {whole:.6g}, and of their two halves {parts[0]:.6g} + {parts[1]:.6g}",
+        f"loss() of {batch.tokens.shape[0]} samples is {whole:.6g}, and of their two halves {parts[0]:.6g} + "
+        f"{parts[1]:.6g}",
         rule="the loss of a micro-batch is the sum over its samples and tokens: the loss of a step is added up from "
         "micro-batches, and divided by its tokens there",
         where="loss(output, batch)",
@@ -516,9 +534,37 @@ def fill_initial(values: ValueBuffer, model: LocalModel, seed: int) -> None:
             values.flat[slot.start : slot.stop].copy_(model.initial(seed, name, 0, size))
 
 
-def _made_up_gradient(y: Tensor) -> Tensor:
-    """A gradient in the form of an output, the same at all times, with no two neighbours alike."""
-    return (_GRADIENT * _waves(y)).to(y.dtype)
+def _named(name: str, value: Activation) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an activation with their names for a user."""
+    if isinstance(value, Tensor):
+        yield name, value.detach()
+    else:
+        yield from ((f"{name} [{number}]", tensor.detach()) for number, tensor in enumerate(value))
+
+
+def _cat(values: Sequence[Activation]) -> Activation:
+    """Activations of several samples as one."""
+    columns = zip(*map(tensors_of, values), strict=True)
+    return like(values[0], [torch.cat(column) for column in columns])
+
+
+def _part(value: Activation, samples: slice) -> Activation:
+    """Some samples of an activation."""
+    return map_tensors(lambda tensor: tensor[samples].contiguous(), value)
+
+
+def _in_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _disturbed(tensor: Tensor) -> Tensor:
+    return _waves(tensor).mul_(0.5).add_(1.0) if tensor.is_floating_point() else tensor
+
+
+def _made_up_gradient(y: Activation) -> Activation:
+    """A gradient in the form of that of an output, the same at all times, with no two neighbours alike."""
+    made = [(_GRADIENT * _waves(one)).to(one.dtype) for one in ([y] if isinstance(y, Tensor) else graded(y))]
+    return made[0] if isinstance(y, Tensor) else tuple(made)
 
 
 def _waves(like: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS
+from elaswave_spmd.worker.activations import Activation, num_bytes, tensors_of
 
 Row = tuple[int, float, float, int, int]
 """(layer, seconds of all forwards, seconds of all backwards, number of forwards, number of backwards)."""
@@ -82,7 +83,7 @@ class LayerMemory:
             self._known.add(layer)
             self._new.append((layer, kept, output))
 
-    def measure(self, layer: int, x: Tensor, values: Tensor, run: Callable[[], Tensor]) -> Tensor:
+    def measure(self, layer: int, x: Activation, values: Tensor, run: Callable[[], Activation]) -> Activation:
         """Runs a layer forward and records what autograd saves for its backward, its input `x` included.
 
         Two storages are left out: the parameters, since they are there anyway, and the output, since it is counted as
@@ -96,7 +97,7 @@ class LayerMemory:
         Returns:
             The output of `run`.
         """
-        kept = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()}
+        kept = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors_of(x)}
 
         def pack(saved: Tensor) -> Tensor:
             storage = saved.untyped_storage()
@@ -107,9 +108,9 @@ class LayerMemory:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
             y = run()
-        for other in (values, y):
+        for other in (values, *tensors_of(y)):
             kept.pop(other.untyped_storage().data_ptr(), None)
-        self.note(layer, sum(kept.values()), y.nbytes)
+        self.note(layer, sum(kept.values()), num_bytes(y))
         return y
 
     def pop_rows(self) -> tuple[MemoryRow, ...]:

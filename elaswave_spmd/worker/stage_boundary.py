@@ -14,6 +14,7 @@ from torch import Tensor
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.worker.activations import Activation, forms_sent, packed, unpacked
 
 ACTIVATION, GRADIENT, VALIDATION = "activation", "gradient", "validation activation"
 
@@ -50,26 +51,27 @@ class Boundaries:
         self._send = send
         self._device = device
         self._first_trained = first_trained
-        self._received: dict[BoundaryKey, Tensor] = {}
-        self._kept: dict[BoundaryKey, Tensor] = {}
-        self._used: dict[BoundaryKey, Tensor] | None = None  # used since a StepReport; None: no change is under way
-        self._shapes: dict[int, tuple[int, ...]] = {}  # first layer behind a boundary -> of what crosses it
+        self._received: dict[BoundaryKey, Activation] = {}
+        self._kept: dict[BoundaryKey, Activation] = {}
+        self._used: dict[BoundaryKey, Activation] | None = None  # used since a StepReport; None: no change is under way
+        self._shapes: dict[int, _Shapes] = {}  # first layer behind a boundary -> of what crosses it
 
-    def send(self, peer: int | None, message: Crossing, tensor: Tensor) -> None:
-        """Send a tensor to the micro-batch's worker on the other stage, and keep it.
+    def send(self, peer: int | None, message: Crossing, value: Activation) -> None:
+        """Send an activation, or its gradient, to the micro-batch's worker on the other stage, and keep it.
 
         Args:
             peer: the worker; None: no worker needs it now, but after a loss one may.
+            message: of the value (`message_of`).
         """
         key = _key(message)
         if key.kind != VALIDATION:  # a validation that is broken off is run again as a whole
-            self._kept[key] = tensor
+            self._kept[key] = value
             if not self._stands_in(key):
-                self._shapes[_boundary(key)] = message.shape
+                self._shapes[_boundary(key)] = _shapes(message)
         if peer == self._rank:  # it has changed its stage, and now needs what it had sent
-            self._received[key] = tensor
+            self._received[key] = value
         elif peer is not None:
-            self._send(peer, message, tensor)
+            self._send(peer, message, packed(value))
 
     def has_other_shape(self, message: Crossing) -> bool:
         """True if a tensor cannot be right, since what this worker has computed has another shape at its boundary.
@@ -81,15 +83,20 @@ class Boundaries:
         key = _key(message)
         if self._stands_in(key):
             return message.shape != (1,)
-        return key.kind != VALIDATION and self._shapes.get(_boundary(key), message.shape) != message.shape
+        return key.kind != VALIDATION and self._shapes.get(_boundary(key), _shapes(message)) != _shapes(message)
 
     def _stands_in(self, key: BoundaryKey) -> bool:
         """True for a gradient that no layer before the boundary needs: one zero crosses it (`programs.no_gradient`)."""
         return key.kind == GRADIENT and _boundary(key) <= self._first_trained
 
     def receive(self, message: Crossing, payload: Tensor) -> None:
-        """File a received tensor, in memory that is aligned as if it had been made here."""
-        self._received[_key(message)] = self._device.from_host(payload.view(message.shape))
+        """File what was received, in memory that is aligned as if it had been made here."""
+        if message.forms:
+            names = message.names if isinstance(message, m.Activation) else ()
+            value = unpacked(self._device.from_host(payload), message.forms, names)
+        else:
+            value = self._device.from_host(payload.view(message.shape))
+        self._received[_key(message)] = value
 
     def __contains__(self, key: BoundaryKey) -> bool:
         return key in self._received
@@ -98,7 +105,7 @@ class Boundaries:
         """A function of a micro-batch: True if its tensor of this kind has come."""
         return lambda microbatch: BoundaryKey(kind, step, microbatch, layer) in self._received
 
-    def pop(self, key: BoundaryKey) -> Tensor:
+    def pop(self, key: BoundaryKey) -> Activation:
         """Return a received tensor, for an action that uses it up."""
         tensor = self._received.pop(key)
         if self._used is not None:
@@ -124,7 +131,7 @@ class Boundaries:
         self._kept.clear()
         self._used = None if self._used is None else {}
 
-    def put_back(self, key: BoundaryKey, tensor: Tensor) -> None:
+    def put_back(self, key: BoundaryKey, tensor: Activation) -> None:
         """Put a tensor back that was taken for an action which could not be finished."""
         self._received[key] = tensor
 
@@ -160,14 +167,34 @@ class Boundaries:
         tensor = self._kept.get(key)
         if tensor is None:
             return
-        make: Callable[..., Crossing] = m.Activation if key.kind == ACTIVATION else m.ActivationGradient
-        self.send(peer, make(key.step, key.microbatch, key.layer, tuple(tensor.shape)), tensor)
+        self.send(peer, message_of(key, tensor), tensor)
 
     def drop_decided(self, step: int) -> None:
         """The step is decided: no recovery needs its tensors. Validation tensors of older versions go too."""
         for table in (self._received, self._kept):
             for key in [k for k in table if k.step < step or (k.step == step and k.kind != VALIDATION)]:
                 del table[key]
+
+
+_Shapes = tuple[tuple[int, ...], ...]
+"""The shapes of the tensors that have a gradient."""
+
+
+def _shapes(message: Crossing) -> _Shapes:
+    if not message.forms:
+        return (message.shape,)
+    is_gradient = isinstance(message, m.ActivationGradient)
+    # One zero comes back where nothing has a gradient (`programs.no_gradient`).
+    return tuple(form.shape for form in message.forms if is_gradient or form.graded) or ((1,),)
+
+
+def message_of(key: BoundaryKey, value: Activation) -> Crossing:
+    """The message with which an activation, or its gradient, is sent."""
+    forms, names = forms_sent(value)
+    shape = tuple(value.shape) if isinstance(value, Tensor) else (m.packed_bytes(forms),)
+    if key.kind == GRADIENT:
+        return m.ActivationGradient(key.step, key.microbatch, key.layer, shape, forms=forms)
+    return m.Activation(key.step, key.microbatch, key.layer, shape, key.kind == VALIDATION, forms=forms, names=names)
 
 
 def _key(message: Crossing) -> BoundaryKey:

@@ -391,6 +391,7 @@ class StepRunner:
             for microbatch in range(first, number, len(members)):
                 x = yield from self._microbatches.validate(version, microbatch)
                 if self._is_last:
+                    assert isinstance(x, Tensor)
                     microbatches.append(microbatch)
                     losses.append(float(x))
         finally:

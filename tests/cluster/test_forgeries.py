@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -47,9 +47,12 @@ AT_WORKER = WorkerPosition(version=3, epoch=2, members=(0, 1, 2))
 PART = m.PartialStep(
     4, (0, 1), (0,), (1,), ((1, 0),), ((1, 0),), {1: ((0, 1), (0, 2))}, ((*PAGES, 1, ((0, 1),)),), (PAGES,), (1,)
 )
+FORMS = (m.TensorForm("float32", (2, 3), True), m.TensorForm("bool", (2,), False))
 TO_WORKER: Mapping[m.AnyMessage, int | None] = {
     m.Activation(4, 2, 1, (2, 3, 8)): 48,
     m.ActivationGradient(4, 2, 1, (2, 3, 8)): 48,
+    m.Activation(4, 2, 1, (128,), forms=FORMS, names=("hidden", "mask")): 128,
+    m.ActivationGradient(4, 2, 1, (64,), forms=FORMS[:1]): 64,
     m.PartialSum(4, *PAGES, 0, 2): ELEMENTS,
     m.ReducedGradient(4, *PAGES, b"1234"): ELEMENTS,
     m.Publish(4, *PAGES): ELEMENTS,
@@ -162,6 +165,32 @@ def test_any_frame_is_acted_upon_or_refused_and_nothing_fails(message: m.AnyMess
 )
 def test_results_that_cannot_be_right_are_refused(message: m.AnyMessage, why: str) -> None:
     assert by_worker(message, SENDER, 48 if isinstance(message, m.Activation) else None) == why
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"shape": (64,)},
+        {"forms": FORMS[:1]},
+        {"forms": (FORMS[0], m.TensorForm("bool", (65,), False))},
+        {"forms": (FORMS[0], m.TensorForm("complex64", (2,), False))},
+        {"forms": (FORMS[0], m.TensorForm("bool", (-2, -1), False))},
+        {"forms": (FORMS[0], m.TensorForm("bool", (1,) * 17, False))},
+        {"forms": (FORMS[0], m.TensorForm("bool", (2**62,) * 3, False))},
+        {"forms": (FORMS[1],) * 1001, "names": (), "shape": (64 * 1001,)},
+        {"forms": ()},
+        {"names": ("hidden",)},
+        {"names": ("hidden", "hidden")},
+        {"names": ("hidden", "_mask")},
+        {"names": ("hidden", "class")},
+        {"names": ("hidden", "a b")},
+    ],
+)
+def test_tuples_of_a_form_that_cannot_be_are_refused(changed: dict[str, Any]) -> None:
+    right = m.Activation(4, 2, 1, (128,), forms=FORMS, names=("hidden", "mask"))
+    assert by_worker(right, SENDER, 128) == ""
+    wrong = msgspec.structs.replace(right, **changed)
+    assert by_worker(wrong, SENDER, wrong.shape[0]) == admission.SIZE
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 
 from elaswave_spmd.determinism import Keys
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama
+from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama, call_layer
 from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding.replica_placement import place_replicas
@@ -267,7 +267,8 @@ def validation_loss(
             tokens, targets = (torch.from_numpy(np.ascontiguousarray(z)) for z in data.batch(ids))
             x = tokens
             for number, layer in enumerate(model.layers):
-                x = layer(x.contiguous(), Keys.make(0, 0, ids, number))
+                given = reference.begin(x, DTYPES[dtype], graded=False)
+                x = call_layer(layer, given, Keys.make(0, 0, ids, number))
             losses.append(float(model.loss(x, Batch(tokens, targets))))
     return math.fsum(losses)
 

@@ -13,6 +13,7 @@ from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.sharding import tie
 from tests.simulated import bits_cases
 from tests.simulated.bits_cases import TOKENS, VOCAB, Run, assert_as_reference, placement_of
+from tests.tuple_models import FeaturesFirst, Skips
 
 WIDTH = 8
 
@@ -104,6 +105,15 @@ class Buffered(Mix):
         return super().forward(x, keys) + self.get_buffer("ramp").to(x.dtype)
 
 
+def of_torch() -> LayeredModel:
+    """Modules of torch as they are, which have no place for keys."""
+    middle = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+    encoder = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+    return Drawn(
+        {"embed": nn.Embedding(VOCAB, WIDTH), "mlp": middle, "encoder": encoder, "head": nn.Linear(WIDTH, VOCAB)}
+    )
+
+
 class Drawn(LayeredModel):
     """Its parameters are drawn by rule; what constructors made of them does not count."""
 
@@ -129,6 +139,9 @@ CASES: dict[str, Callable[[], LayeredModel]] = {
     "its input": model(Same, Same, tied=True),
     "odd parameters": model(Scaled, Scaled),
     "a buffer": model(Buffered),
+    "of torch": of_torch,
+    "tuples": lambda: Skips(VOCAB, 2, WIDTH, dropout=0.2),
+    "features": lambda: FeaturesFirst(VOCAB, WIDTH),
 }
 
 MESHES = {"single": 1, "dp2": 1, "pp2": 2, "stages1-2": 2, "pp3": 3}  # and their stages

@@ -49,20 +49,20 @@ class Stage:
     def _tensor(self, seed: int) -> Tensor:
         return torch.randn(*SIZES, 8, generator=torch.Generator().manual_seed(seed)).to(self._dtype)
 
-    def forward(self, microbatch: int) -> Tensor:
-        x = self._tensor(microbatch)
+    def forward(self, microbatch: int) -> Any:
+        x: Any = self._tensor(microbatch)
         for number in INNER:
             x = self.programs.forward(number, microbatch, x, KEYS.at(number), None)
         return x
 
-    def backward(self, microbatch: int, *, add: bool = False) -> Tensor | None:
-        dy: Tensor | None = self._tensor(100 + microbatch)
+    def backward(self, microbatch: int, *, add: bool = False) -> Any:
+        dy: Any = self._tensor(100 + microbatch)
         for number in reversed(INNER):
             dy = self.programs.backward(number, microbatch, dy, self._buffers[number], add=add, batch=None)
         return dy
 
-    def input(self, microbatch: int) -> Tensor | None:
-        dy: Tensor | None = self._tensor(100 + microbatch)
+    def input(self, microbatch: int) -> Any:
+        dy: Any = self._tensor(100 + microbatch)
         for number in reversed(INNER):
             dy = self.programs.backward_input(number, microbatch, dy, batch=None)
         return dy

@@ -11,10 +11,10 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from elaswave_spmd.determinism import Keys, materialize
 from elaswave_spmd.determinism.dropout import keep_mask_numpy, keep_mask_torch
@@ -68,10 +68,10 @@ class Training:
         for microbatch in range(MICROBATCHES):
             batch = Batch(*(torch.from_numpy(random.integers(0, 256, (MICROBATCH, TOKENS))) for _ in range(2)))
             keys = Keys.make(SEED, number, np.arange(MICROBATCH) + 100 * number + 10 * microbatch, 0)
-            x: Tensor = batch.tokens
+            x: Any = batch.tokens
             for layer in layers:
                 x = self.programs.forward(layer, microbatch, x, keys.at(layer), batch)
-            dy: Tensor | None = None
+            dy: Any = None
             for layer in reversed(layers):
                 dy = self.programs.backward(layer, microbatch, dy, self._gradients[layer], add=False, batch=batch)
                 summed[layer] += self._gradients[layer].flat

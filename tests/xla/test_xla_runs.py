@@ -223,3 +223,18 @@ def test_a_device_that_computes_wrongly_is_found_in_its_step(
     (corrupt,) = [event for event in found.events if event["event"] == "corrupt"]
     assert (corrupt["ranks"], corrupt["step"]) == ([rank], 6) and found.bits == undisturbed.bits
     found.assert_nothing_compiled_in_training(workers)
+
+
+def test_tuples_between_layers_have_the_losses_of_the_cpu_and_equal_bits(tmp_path: Path) -> None:
+    """Named tuples with masks and integers, through a kill."""
+    words = ("model.target=tests.tuple_models.Skips",)
+    alone = run(tmp_path / "alone", *words)
+    write_text(tmp_path)
+    done = train_in_new_interpreter(tmp_path, *SMALL, *words, "runtime.device=cpu")
+    assert done.code == 0, done.err
+    cpu = [line.loss for line in read_metrics(tmp_path / "run")]
+    assert len(cpu) == STEPS and all(abs(a - b) < 1e-4 for a, b in zip(cpu, alone.losses, strict=True))
+    kill = chaos("step: 8, kind: kill, rank: 1, point: backward")
+    killed = run(tmp_path / "killed", *words, "mesh=dp2_pp2", "sharding=zero3", kill)
+    assert killed.changes.ranks("fail") == [[1]] and killed.bits == alone.bits
+    killed.assert_nothing_compiled_in_training(4)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from elaswave_spmd.models import Batch
+from elaswave_spmd.worker.activations import Activation
 from elaswave_spmd.worker.buffers import GradientBuffer
 from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.programs.split_backward import refuse_change
@@ -49,8 +50,15 @@ class PairPrograms(StagePrograms):
         return bool(self._put_off)
 
     def backward(
-        self, layer: int, microbatch: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
-    ) -> Tensor | None:
+        self,
+        layer: int,
+        microbatch: int,
+        dy: Activation | None,
+        into: GradientBuffer,
+        *,
+        add: bool,
+        batch: Batch | None,
+    ) -> Activation | None:
         dx = self.backward_input(layer, microbatch, dy, batch=batch)
         self.backward_weights(layer, microbatch, into, add=add)
         return dx
@@ -139,7 +147,7 @@ class PairBackend:
         """Compiles a function that was traced; torch.compile calls it.
 
         Args:
-            inputs: parameters and other arguments. One of these may need a gradient: the layer's input.
+            inputs: parameters and other arguments. Of these the layer's input may need a gradient, or tensors of it.
         """
         import torch._functorch.config as functorch
 
@@ -186,8 +194,8 @@ class _LayerGraphs:
         return compiler(graph, inputs)
 
     def compile_backward(self, graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> Program:
-        if len(self._of_input) == 1 and len(_outputs(graph)) == self._num_inputs:
-            cut = cut_backward(graph, inputs, self._of_input[0], self._values)
+        if self._of_input and len(_outputs(graph)) == self._num_inputs:
+            cut = cut_backward(graph, inputs, self._of_input, self._values)
             if cut is not None:
                 return self._backend.pair(cut, inputs, compiler)
         return compiler(graph, inputs)
@@ -251,13 +259,15 @@ class Cut:
             return tuple(torch.zeros((), dtype=one.dtype, device=one.device).expand(one.shape) for one in self.results)
 
 
-def cut_backward(graph: fx.GraphModule, inputs: Sequence[Any], of_input: int, values: Sequence[Tensor]) -> Cut | None:
+def cut_backward(
+    graph: fx.GraphModule, inputs: Sequence[Any], of_input: Sequence[int], values: Sequence[Tensor]
+) -> Cut | None:
     """Cuts the graph of a backward.
 
     Args:
         graph: (*inputs) -> gradients, or None for what has none.
         inputs: its arguments without values.
-        of_input: number of the gradient that comes first.
+        of_input: numbers of the gradients that come first.
         values: parameters without values, as the graph of the forward had them; views of them share their storage.
 
     Returns:
@@ -269,7 +279,7 @@ def cut_backward(graph: fx.GraphModule, inputs: Sequence[Any], of_input: int, va
     return cut_by_dependence(graph, of_input, parameters)
 
 
-def cut_by_dependence(graph: fx.GraphModule, of_input: int, parameters: set[fx.Node]) -> Cut | None:
+def cut_by_dependence(graph: fx.GraphModule, of_input: Sequence[int], parameters: set[fx.Node]) -> Cut | None:
     """Cuts a graph whose nodes have noted their results without values, as `meta["val"]`.
 
     Args:
@@ -280,9 +290,10 @@ def cut_by_dependence(graph: fx.GraphModule, of_input: int, parameters: set[fx.N
         As `cut_backward`.
     """
     nodes, gradients = list(graph.graph.nodes), _outputs(graph)
-    if not isinstance(gradients[of_input], fx.Node):
+    wanted = [gradients[number] for number in of_input if isinstance(gradients[number], fx.Node)]
+    if not wanted:
         return None
-    first = _first_part(nodes, gradients[of_input], parameters)
+    first = _first_part(nodes, wanted, parameters)
     later = [number for number, one in enumerate(gradients) if _is_made(one) and one not in first]
     if not later:
         return None
@@ -326,7 +337,7 @@ def _storages(node: fx.Node) -> set[int]:
     return {value.untyped_storage()._cdata} if isinstance(value, Tensor) else set()
 
 
-def _first_part(nodes: Sequence[fx.Node], of_input: fx.Node, parameters: set[fx.Node]) -> set[fx.Node]:
+def _first_part(nodes: Sequence[fx.Node], of_input: Sequence[fx.Node], parameters: set[fx.Node]) -> set[fx.Node]:
     """The nodes of B: what the gradient of the input needs, what has effects, and what reads a parameter.
 
     Args:
@@ -334,7 +345,7 @@ def _first_part(nodes: Sequence[fx.Node], of_input: fx.Node, parameters: set[fx.
     """
     ends = [node for node in nodes if _is_made(node) and (node.is_impure() or node in parameters)]
     ends += [node for node in nodes if _is_made(node) and parameters & set(node.all_input_nodes)]
-    found, left = set(), [of_input, *ends]
+    found, left = set(), [*of_input, *ends]
     while left:
         node = left.pop()
         if node not in found and node.op != "placeholder":

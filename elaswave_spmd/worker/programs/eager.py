@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -18,14 +18,28 @@ from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Keys
 from elaswave_spmd.errors import ModelError
-from elaswave_spmd.models import Batch
+from elaswave_spmd.models import Batch, takes_keys
 from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.worker.activations import (
+    Activation,
+    checked_output,
+    described,
+    graded,
+    gradient_of,
+    handed_on,
+    in_words,
+    leaf,
+    marked,
+    marks_of,
+    num_bytes,
+    tensors_of,
+)
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.profiling import LayerMemory
 from elaswave_spmd.worker.programs.split_backward import PutOff, SplitLayer
 from elaswave_spmd.worker.spec import Job
 
-Loss = Callable[[Tensor, Batch], Tensor]
+Loss = Callable[[Any, Batch], Tensor]
 """(the last layer's output, the micro-batch) -> loss, one number: the sum over the micro-batch's tokens."""
 
 
@@ -75,8 +89,8 @@ class SavedForward:
         put_off: receives what its backward puts off; None: the backward makes all gradients.
     """
 
-    x: Tensor
-    y: Tensor | None
+    x: Activation
+    y: Activation | None
     keys: Keys
     put_off: PutOff | None = None
 
@@ -120,6 +134,7 @@ class StagePrograms:
     ) -> None:
         self._modules: Mapping[int, nn.Module] = {}
         self._values: Mapping[int, ValueBuffer] = {}
+        self._keyed: frozenset[int] = frozenset()  # bound layers that take keys
         self._loss = loss
         self._loss_scale = loss_scale
         self._checkpointing = checkpointing
@@ -129,6 +144,7 @@ class StagePrograms:
         self._losses: dict[int, Tensor] = {}  # micro-batch -> scaled loss, fp32 scalar
         self._begun: dict[tuple[int, int], BegunBackward] = {}  # (layer, micro-batch) ->
         self._split: dict[int, SplitLayer] = {}  # bound layers that put off their weight products
+        self._marks: dict[int, tuple[bool, ...]] = {}  # layer -> which tensors of its output have a gradient
         self.memory = LayerMemory()
 
     @property
@@ -169,6 +185,7 @@ class StagePrograms:
             self.discard_all()
         self._modules = modules
         self._values = values
+        self._keyed = frozenset(layer for layer, module in modules.items() if takes_keys(module))
         self.put_off(())
         # A model may keep a part of itself in evaluation mode (a frozen encoder): `set_training` leaves that alone.
         self._training = [m for module in modules.values() for m in module.modules() if m.training]
@@ -204,7 +221,7 @@ class StagePrograms:
             del self._saved[key]
         self._losses.pop(microbatch, None)
 
-    def forward(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+    def forward(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
         """Runs a layer on a micro-batch, and saves what its backward needs.
 
         Args:
@@ -215,37 +232,34 @@ class StagePrograms:
             batch: the micro-batch; needed by the last layer only, for its loss.
 
         Returns:
-            The layer's output, contiguous, in the compute dtype, detached; for the last layer the loss x `loss_scale`,
-            fp32 scalar.
+            The layer's output, detached, in the form that the next layer takes (`worker.activations`); for the last
+            layer the loss x `loss_scale`, fp32 scalar.
 
         Raises:
             ModelError: the layer or the loss returned something else than the contract says.
             Exception: whatever the model's code raises, with a note that names the layer.
         """
         # A new leaf: this layer's graph begins here even if the layer before ran on this worker, too.
-        x = x.detach()
-        if x.is_floating_point() and self._passes_gradient(layer):
-            x.requires_grad_()
+        x = leaf(x, passes_gradient=self._passes_gradient(layer))
         run = partial(self._run_and_save, layer, microbatch, x, keys, batch)
         if layer < self._first_trained:
             y = run()
-            self.memory.note(layer, 0, y.nbytes)
+            self.memory.note(layer, 0, num_bytes(y))
             return y
         y = run() if layer in self.memory else self.memory.measure(layer, x, self._values[layer].flat, run)
-        return y.detach()
+        return handed_on(y)
 
     def _passes_gradient(self, layer: int) -> bool:
         """True if a layer before this one waits for the gradient of this one's input; of token ids there is none."""
         return layer > self._first_trained or not self._first_trained
 
-    def _run_and_save(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+    def _run_and_save(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
         if layer < self._first_trained:
             with torch.no_grad():
                 y = self._run(layer, microbatch, x, keys, batch)
             self._saved[layer, microbatch] = SavedForward(no_gradient(x), None, keys)  # nothing is run again
         elif self._checkpointing:
-            with torch.no_grad():
-                y = self._run(layer, microbatch, x, keys, batch)
+            y = self._without_graph(layer, microbatch, x, keys, batch)
             self._saved[layer, microbatch] = SavedForward(x, None, keys)
         else:
             # Of the first forward of a layer it is measured what autograd saves, so it saves all that a backward needs.
@@ -253,6 +267,16 @@ class StagePrograms:
                 y = self._run(layer, microbatch, x, keys, batch)
             self._saved[layer, microbatch] = SavedForward(x, y, keys, put_off)
         return y
+
+    def _without_graph(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
+        """Runs a layer whose forward is run again for its backward."""
+        with torch.no_grad():
+            y = self._run(layer, microbatch, x, keys, batch)
+        if isinstance(y, Tensor):
+            return y
+        if layer not in self._marks:  # what has a gradient shows in the graph alone, and is the same every time
+            self._marks[layer] = marks_of(self._run(layer, microbatch, x, keys.again(), batch))
+        return marked(y, self._marks[layer])
 
     @contextmanager
     def _putting_off(self, layer: int | None) -> Iterator[PutOff | None]:
@@ -265,23 +289,30 @@ class StagePrograms:
             yield products
 
     def backward(
-        self, layer: int, microbatch: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
-    ) -> Tensor | None:
+        self,
+        layer: int,
+        microbatch: int,
+        dy: Activation | None,
+        into: GradientBuffer,
+        *,
+        add: bool,
+        batch: Batch | None,
+    ) -> Activation | None:
         """Computes a layer's gradients for a micro-batch that was run forward, and discards what was saved of it.
 
         Args:
             layer: number of a bound layer.
             microbatch: as it was given to `forward`.
-            dy: gradient of the step's loss with respect to the layer's output, in its shape and dtype; None for the
-                last layer, whose output is the loss.
+            dy: gradient of the step's loss with respect to the layer's output, in its shape and dtype, of a tuple those
+                of its tensors that have one; None for the last layer, whose output is the loss.
             into: receives the gradients of the layer's trained parameters, and the loss of the last layer.
             add: add to the content of `into` instead of overwriting it. Only with fp32 compute: in bf16 the sum would
                 be rounded.
             batch: the micro-batch; needed by the last layer only, with activation checkpointing.
 
         Returns:
-            The gradient with respect to the layer's input, in its shape and dtype; None if the input is token ids;
-            `no_gradient` if no layer before this one is trained.
+            The gradient with respect to the layer's input, in its shape and dtype, of a tuple those of its tensors that
+            have one; None if the input is token ids; `no_gradient` if no layer before this one has a gradient.
 
         Raises:
             Exception: whatever autograd or the model's code raises, with a note that names the layer.
@@ -299,9 +330,9 @@ class StagePrograms:
             # Autograd accumulates into a gradient that exists, so this adds without a temporary copy.
             for parameter, view in zip(parameters, into.views, strict=True):
                 parameter.grad = view
-        if y.requires_grad:  # it does not if a layer without parameters makes features of tokens
+        if outputs := graded(y):  # there are none if a layer without parameters makes features of tokens
             with naming_layer(self._name_of(layer), "backward", saved.x):
-                torch.autograd.backward(y, dy)
+                torch.autograd.backward(outputs, gradients_of(dy))
         if not add:
             # Not into the views directly: a bf16 gradient is converted, and a missing one must become zero.
             into.set([parameter.grad for parameter in parameters])
@@ -315,7 +346,9 @@ class StagePrograms:
             into.loss.copy_(into.loss + loss if add else loss)
         return self._gradient_of(layer, saved.x)
 
-    def backward_input(self, layer: int, microbatch: int, dy: Tensor | None, *, batch: Batch | None) -> Tensor | None:
+    def backward_input(
+        self, layer: int, microbatch: int, dy: Activation | None, *, batch: Batch | None
+    ) -> Activation | None:
         """The first part of a backward: the gradient of the layer's input. `backward_weights` follows, at any time.
 
         Both have the bits of `backward`, whatever runs in between. What is saved of the forward is discarded, but for
@@ -339,23 +372,30 @@ class StagePrograms:
                 y = self._output_again(layer, microbatch, saved, batch)
         loss = self._losses.pop(microbatch) if layer == self._last else None
         begun = BegunBackward([None] * len(self._values[layer].trained), put_off, loss)
-        if y.requires_grad:
+        if outputs := graded(y):
             with naming_layer(self._name_of(layer), "backward", saved.x):
-                self._begin_backward(layer, saved.x, y, dy, begun)
+                self._begin_backward(layer, saved.x, outputs, gradients_of(dy), begun)
         self._begun[layer, microbatch] = begun
         return self._gradient_of(layer, saved.x)
 
-    def _begin_backward(self, layer: int, x: Tensor, y: Tensor, dy: Tensor | None, begun: BegunBackward) -> None:
+    def _begin_backward(
+        self,
+        layer: int,
+        x: Activation,
+        outputs: tuple[Tensor, ...],
+        gradients: tuple[Tensor, ...] | None,
+        begun: BegunBackward,
+    ) -> None:
         """Runs the first part of a backward: the gradient of `x` becomes its `grad`, what else is made goes to `begun`.
 
         Args:
             layer: number of a bound layer.
             x: the layer's input, a leaf.
-            y: its output, which requires a gradient.
-            dy: as for `backward`.
+            outputs: those that have a gradient.
+            gradients: of these; None for the loss.
             begun: the second part, to be completed.
         """
-        torch.autograd.backward(y, dy)
+        torch.autograd.backward(outputs, gradients)
         parameters = self._values[layer].trained
         begun.gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -407,20 +447,19 @@ class StagePrograms:
         for key in [k for k in self._begun if k[1] == microbatch]:
             del self._begun[key]
 
-    def _output_again(self, layer: int, microbatch: int, saved: SavedForward, batch: Batch | None) -> Tensor:
+    def _output_again(self, layer: int, microbatch: int, saved: SavedForward, batch: Batch | None) -> Activation:
         """The forward with its graph, run again for a backward."""
         # `again` resets the counters of random draws, so that dropout has the mask of the first forward.
         return self._run(layer, microbatch, saved.x, saved.keys.again(), batch, "forward, repeated for backward")
 
-    def _gradient_of(self, layer: int, x: Tensor) -> Tensor | None:
+    def _gradient_of(self, layer: int, x: Activation) -> Activation | None:
         """What a backward returns for the layer's input."""
         if not self._passes_gradient(layer):
             return no_gradient(x)
-        if x.requires_grad and x.grad is None:
-            return torch.zeros_like(x)  # the layer ignores its input; the layer before expects a gradient
-        return x.grad
+        dx = gradient_of(x)
+        return no_gradient(x) if dx is None and layer and not isinstance(x, Tensor) else dx
 
-    def evaluate(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+    def evaluate(self, layer: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
         """Runs a layer for validation: without a graph, and nothing is saved.
 
         Args:
@@ -437,19 +476,20 @@ class StagePrograms:
             Exception: as `forward`.
         """
         with torch.no_grad():
-            return self._call(layer, x, keys, batch, "evaluation")
+            return self._call(layer, leaf(x, passes_gradient=False), keys, batch, "evaluation")
 
     def _run(
-        self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None, phase: str = "forward"
-    ) -> Tensor:
+        self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Batch | None, phase: str = "forward"
+    ) -> Activation:
         """The layer's output. The loss of the last layer is scaled, and kept for the backward."""
         y = self._call(layer, x, keys, batch, phase)
         if layer == self._last:
+            assert isinstance(y, Tensor)
             y = y * self._loss_scale
             self._losses[microbatch] = y.detach()
         return y
 
-    def _call(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None, phase: str = "forward") -> Tensor:
+    def _call(self, layer: int, x: Activation, keys: Keys, batch: Batch | None, phase: str = "forward") -> Activation:
         """The layer's output, or the loss after the last layer, in the one form that it has on every mesh.
 
         An output is contiguous and in the compute dtype even where no stage ends behind the layer. Otherwise the next
@@ -464,9 +504,13 @@ class StagePrograms:
     def _name_of(self, layer: int) -> str:
         return self._values[layer].layout.name
 
-    def _compute(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+    def _arguments(self, layer: int, x: Activation, keys: Keys) -> tuple[Any, ...]:
+        """What a layer is called with."""
+        return (x, keys) if layer in self._keyed else (x,)
+
+    def _compute(self, layer: int, x: Activation, keys: Keys, batch: Batch | None) -> Any:
         """Runs the model's own code of the layer, and the loss after the last layer. Subclasses run it otherwise."""
-        y = self._modules[layer](x, keys)
+        y = self._modules[layer](*self._arguments(layer, x, keys))
         if layer < self._last:
             return y
         assert batch is not None
@@ -479,7 +523,7 @@ class StagePrograms:
 
 
 @contextmanager
-def naming_layer(name: str, phase: str, x: Tensor | None = None) -> Iterator[None]:
+def naming_layer(name: str, phase: str, x: Activation | None = None) -> Iterator[None]:
     """Adds a note to an exception that comes out of a layer: the layer, what it was doing, and its input.
 
     For example "in layer 'block0' (forward), input float32[2, 16, 32]". The exception itself goes on unchanged, so that
@@ -493,18 +537,24 @@ def naming_layer(name: str, phase: str, x: Tensor | None = None) -> Iterator[Non
     try:
         yield
     except Exception as error:
-        note = f"in layer '{name}' ({phase})" + (f", input {_form_of(x)}" if x is not None else "")
+        note = f"in layer '{name}' ({phase})" + (f", input {in_words(x)}" if x is not None else "")
         # What `add_note` of Python 3.11 does; Python 3.10 has no such method.
         vars(error).setdefault("__notes__", []).append(note)
         raise
 
 
-def no_gradient(x: Tensor) -> Tensor:
+def gradients_of(dy: Activation | None) -> tuple[Tensor, ...] | None:
+    """The gradients of the outputs of a layer, for autograd; None for the loss."""
+    return None if dy is None else tensors_of(dy)
+
+
+def no_gradient(x: Activation) -> Tensor:
     """A stand-in for the gradient of `x` that no layer before it needs: one zero, on its device.
 
     Between stages it is sent like any gradient, so that every stage has the same actions in a step and in a recovery.
     """
-    return torch.zeros(1, dtype=x.dtype if x.is_floating_point() else torch.float32, device=x.device)
+    dtypes = [tensor.dtype for tensor in tensors_of(x) if tensor.is_floating_point()]
+    return torch.zeros(1, dtype=dtypes[0] if dtypes else torch.float32, device=tensors_of(x)[0].device)
 
 
 def checked_loss(loss: object) -> Tensor:
@@ -518,44 +568,8 @@ def checked_loss(loss: object) -> Tensor:
     """
     if not isinstance(loss, Tensor) or loss.ndim:
         raise ModelError(
-            f"loss(output, batch) returned {_in_words(loss)}, not one number",
+            f"loss(output, batch) returned {described(loss)}, not one number",
             rule="a loss is a tensor without dims: the sum over the tokens of a micro-batch",
             fix="end it with .sum()",
         )
     return loss.float()
-
-
-def checked_output(y: object, dtype: torch.dtype, name: str) -> Tensor:
-    """Checks the output of a layer, and converts it to the form that the next layer takes.
-
-    Args:
-        y: the output.
-        dtype: the compute dtype.
-        name: of the layer.
-
-    Returns:
-        The output, contiguous and in the compute dtype.
-
-    Raises:
-        ModelError: the output is not one floating-point tensor.
-    """
-    if not isinstance(y, Tensor) or not y.is_floating_point():
-        raise ModelError(
-            f"layer {name} returned {_in_words(y)}, not a floating-point tensor",
-            rule="a layer returns the one tensor that the next layer takes",
-            where=f"layer {name}",
-            fix="return a floating-point tensor; make features of integers within the layer that uses them",
-        )
-    return y.to(dtype).contiguous()
-
-
-def _in_words(value: object) -> str:
-    """A returned value in words: "a tensor int64[2, 16]", or "an object of type tuple"."""
-    if isinstance(value, Tensor):
-        return f"a tensor {_form_of(value)}"
-    return f"an object of type {type(value).__name__}"
-
-
-def _form_of(tensor: Tensor) -> str:
-    """Its dtype and shape: "float32[2, 16, 32]"."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

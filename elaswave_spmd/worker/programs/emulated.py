@@ -22,6 +22,15 @@ from torch import Tensor
 
 from elaswave_spmd.determinism import Keys
 from elaswave_spmd.models import Batch
+from elaswave_spmd.worker.activations import (
+    Activation,
+    graded,
+    handed_on,
+    leaf,
+    map_tensors,
+    num_bytes,
+    tensors_of,
+)
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.programs.eager import BegunBackward, Loss, SavedForward, StagePrograms, no_gradient
 
@@ -96,8 +105,8 @@ class EmulatedPrograms(StagePrograms):
         self._in_parts: frozenset[int] = frozenset()
         # Layer -> (buffer, version of its parameters, their hash).
         self._hashes: dict[int, tuple[ValueBuffer, int | None, bytes]] = {}
-        # (layer, shape of the input) -> (shape, dtype) of the output.
-        self._forms: dict[tuple[int, tuple[int, ...]], tuple[tuple[int, ...], torch.dtype]] = {}
+        # (layer, shapes of the input) -> the real layer's output for the first such input.
+        self._forms: dict[tuple[int, tuple[tuple[int, ...], ...]], Activation] = {}
 
     def put_off(self, layers: Collection[int]) -> None:
         self._in_parts = frozenset(layer for layer in layers if layer >= self._first_trained)
@@ -106,20 +115,28 @@ class EmulatedPrograms(StagePrograms):
     def puts_off(self) -> bool:
         return bool(self._in_parts)
 
-    def forward(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+    def forward(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
         # The deadline is computed first: making the numbers is part of the emulated time, not added to it.
         ends = time.monotonic() + self._device.seconds(layer, int(keys.step), backward=False)
         y = self._output(layer, microbatch, x, keys, batch)
         self._saved[layer, microbatch] = SavedForward(x, y, keys)
-        self.memory.note(layer, x.nbytes, y.nbytes)
+        self.memory.note(layer, num_bytes(x), num_bytes(y))
         if layer == self._last:
+            assert isinstance(y, Tensor)
             self._losses[microbatch] = y
         _sleep_until(ends)
         return y
 
     def backward(
-        self, layer: int, microbatch: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
-    ) -> Tensor | None:
+        self,
+        layer: int,
+        microbatch: int,
+        dy: Activation | None,
+        into: GradientBuffer,
+        *,
+        add: bool,
+        batch: Batch | None,
+    ) -> Activation | None:
         saved = self._saved.pop((layer, microbatch))
         if layer < self._first_trained:
             return no_gradient(saved.x)
@@ -129,7 +146,9 @@ class EmulatedPrograms(StagePrograms):
         _sleep_until(ends)
         return dx
 
-    def backward_input(self, layer: int, microbatch: int, dy: Tensor | None, *, batch: Batch | None) -> Tensor | None:
+    def backward_input(
+        self, layer: int, microbatch: int, dy: Activation | None, *, batch: Batch | None
+    ) -> Activation | None:
         saved = self._saved.pop((layer, microbatch))
         if layer < self._first_trained:
             return no_gradient(saved.x)
@@ -155,19 +174,21 @@ class EmulatedPrograms(StagePrograms):
         _sleep_until(ends)
 
     def _made(
-        self, layer: int, microbatch: int, dy: Tensor | None, saved: SavedForward
-    ) -> tuple[list[Tensor], Tensor | None]:
+        self, layer: int, microbatch: int, dy: Activation | None, saved: SavedForward
+    ) -> tuple[list[Tensor], Activation | None]:
         """The gradients of the parameters and of the input: the same numbers in one part and in two."""
         # Keyed by the forward's output and the incoming gradient: if either is wrong, all gradients differ.
         assert saved.y is not None
-        draw = _draw(b"backward", microbatch, layer, saved.y, *(() if dy is None else (dy,)))
+        draw = _draw(b"backward", microbatch, layer, *tensors_of(saved.y), *(() if dy is None else tensors_of(dy)))
         shapes = [tuple(parameter.shape) for parameter in self._values[layer].trained]
         gradients = [_keyed(draw, shape, _GRADIENT_SCALE) for shape in shapes]
         if not self._passes_gradient(layer):
             return gradients, no_gradient(saved.x)
-        if not saved.x.is_floating_point():
-            return gradients, None
-        return gradients, _keyed(draw, tuple(saved.x.shape), _GRADIENT_SCALE).to(saved.x.dtype)
+        x = leaf(saved.x, passes_gradient=True)
+        dx = tuple(_keyed(draw, tuple(one.shape), _GRADIENT_SCALE).to(one.dtype) for one in graded(x))
+        if isinstance(x, Tensor):
+            return gradients, dx[0] if dx else None
+        return gradients, dx or (no_gradient(x) if layer else None)
 
     @staticmethod
     def _put(into: GradientBuffer, gradients: Sequence[Tensor | None], loss: Tensor | None, *, add: bool) -> None:
@@ -180,20 +201,20 @@ class EmulatedPrograms(StagePrograms):
         if loss is not None:
             into.loss.copy_(into.loss + loss if add else loss)
 
-    def evaluate(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+    def evaluate(self, layer: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
         ends = time.monotonic() + self._device.seconds(layer, int(keys.step), backward=False)
         y = self._output(layer, 0, x, keys, batch)
         _sleep_until(ends)
         return y
 
-    def _output(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+    def _output(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
         """The keyed output of a layer; for the last layer a loss of about one nat per token, as a share of the mean."""
-        shape, dtype = self._form(layer, x, keys, batch)
-        draw = _draw(b"forward" + self._hash_of(layer), microbatch, layer, x.contiguous())
+        form = self._form(layer, x, keys, batch)
+        draw = _draw(b"forward" + self._hash_of(layer), microbatch, layer, *(t.contiguous() for t in tensors_of(x)))
         if layer == self._last:
             assert batch is not None
             return (_keyed(draw, (), 0.1) + 1.0) * (batch.tokens.numel() * self._loss_scale)
-        return _keyed(draw, shape, 1.0).to(dtype)
+        return map_tensors(lambda one: _number_like(one, draw), form)
 
     def _hash_of(self, layer: int) -> bytes:
         """A hash of the layer's parameters, computed once for each version of them."""
@@ -202,14 +223,21 @@ class EmulatedPrograms(StagePrograms):
             self._hashes[layer] = values, values.version, _digest(values.flat)
         return self._hashes[layer][2]
 
-    def _form(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of the layer's output, from the real layer."""
-        key = layer, tuple(x.shape)
+    def _form(self, layer: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
+        """An output of the real layer: its shapes and dtypes, and which tensors of a tuple have a gradient."""
+        key = layer, tuple(tuple(one.shape) for one in tensors_of(x))
         if key not in self._forms:
-            with torch.no_grad():
-                y = self._call(layer, x, keys.again(), batch)
-            self._forms[key] = tuple(y.shape), y.dtype
+            given = leaf(x, passes_gradient=self._passes_gradient(layer))
+            with torch.set_grad_enabled(layer >= self._first_trained):
+                self._forms[key] = handed_on(self._call(layer, given, keys.again(), batch))
         return self._forms[key]
+
+
+def _number_like(form: Tensor, draw: np.random.Generator) -> Tensor:
+    """Keyed numbers in the form of an output; of integers, which may be indices, zeros."""
+    if not form.is_floating_point():
+        return torch.zeros_like(form)
+    return _keyed(draw, tuple(form.shape), 1.0).to(form.dtype).requires_grad_(form.requires_grad)
 
 
 def _draw(kind: bytes, microbatch: int, layer: int, *tensors: Tensor) -> np.random.Generator:

@@ -22,6 +22,7 @@ from elaswave_spmd.determinism import Keys
 from elaswave_spmd.errors import ModelError
 from elaswave_spmd.models import Batch
 from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.worker.activations import Activation, graded, map_tensors, zero_gradient
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.profiling import LayerMemory
 from elaswave_spmd.worker.programs.backward_pair import PairBackend, PairPrograms, WeightPrograms
@@ -63,7 +64,7 @@ class CompiledPrograms(PairPrograms):
         # A whole layer or an error: after a graph break, parts of the layer would run eagerly without anybody noticing.
         # No dynamic shapes: all micro-batches have one shape, and a program for any shape may have other bits.
         options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": self._pairs.compile}
-        self._run_layer: Callable[..., Tensor] = torch.compile(_run_layer, **options)
+        self._run_layer: Callable[..., Any] = torch.compile(_run_layer, **options)
         self._run_last: Callable[..., Tensor] = torch.compile(_run_last, **options)
 
     def _count(self, args: object) -> None:
@@ -100,7 +101,8 @@ class CompiledPrograms(PairPrograms):
 
         place = self._place
         tokens = torch.zeros(tokens_BT, dtype=torch.int64, device=place)
-        batch, keys, x = Batch(tokens, tokens), Keys.make(0, 0, [0] * tokens_BT[0], 0, place), tokens
+        batch, keys = Batch(tokens, tokens), Keys.make(0, 0, [0] * tokens_BT[0], 0, place)
+        x: Activation = tokens
         for layer, module in zip(layout.layers, modules, strict=True):
             values = ValueBuffer(layer, module, dtype, place)
             self.bind({layer.index: module}, {layer.index: values})
@@ -117,39 +119,47 @@ class CompiledPrograms(PairPrograms):
         self.bind({}, {})
         self.memory = LayerMemory()  # the run on zeros is no micro-batch: layers are measured when they train
 
-    def _run_once(self, layer: int, x: Tensor, keys: Keys, batch: Batch, into: GradientBuffer) -> Tensor:
+    def _run_once(self, layer: int, x: Activation, keys: Keys, batch: Batch, into: GradientBuffer) -> Activation:
         """Runs a layer for evaluation, forward and backward. Returns zeros like its output: the next layer's input."""
         self.set_training(False)
         self.evaluate(layer, x, keys.at(layer), batch)
         self.set_training(True)
         y = self.forward(layer, 0, x, keys.at(layer), batch)
-        dy = None if layer == self._last else torch.zeros_like(y)
-        self.backward(layer, 0, dy, into, add=False, batch=batch)
-        return torch.zeros_like(y)
+        self.backward(layer, 0, None if layer == self._last else zero_gradient(y), into, add=False, batch=batch)
+        return map_tensors(lambda one: torch.zeros_like(one, requires_grad=one.requires_grad), y)
 
-    def _begin_backward(self, layer: int, x: Tensor, y: Tensor, dy: Tensor | None, begun: BegunBackward) -> None:
+    def _begin_backward(
+        self,
+        layer: int,
+        x: Activation,
+        outputs: tuple[Tensor, ...],
+        gradients: tuple[Tensor, ...] | None,
+        begun: BegunBackward,
+    ) -> None:
         begun.put_off = programs = WeightPrograms()
         # No gradients of leaves: autograd would make a tensor of its own of a stand-in, as large as the gradient.
-        leaves = [x, *self._values[layer].trained] if x.requires_grad else self._values[layer].trained
+        inputs = graded(x)
+        leaves = [*inputs, *self._values[layer].trained]
         with self._pairs.putting_off(programs):
-            gradients = torch.autograd.grad(y, leaves, dy, allow_unused=True)
-        if x.requires_grad:
-            x.grad, *gradients = gradients
-        begun.gradients = list(gradients)
+            made = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
+        for one, gradient in zip(inputs, made, strict=False):
+            one.grad = gradient
+        begun.gradients = list(made[len(inputs) :])
 
-    def _compute(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+    def _compute(self, layer: int, x: Activation, keys: Keys, batch: Batch | None) -> Any:
+        arguments = self._arguments(layer, x, keys)
         if layer < self._last:
-            return self._run_layer(self._modules[layer], x, keys)
+            return self._run_layer(self._modules[layer], *arguments)
         assert batch is not None
-        return self._run_last(self._modules[layer], self._loss, x, keys, batch)
+        return self._run_last(self._modules[layer], self._loss, batch, *arguments)
 
 
-def _run_layer(module: nn.Module, x: Tensor, keys: Keys) -> Tensor:
-    return module(x, keys)
+def _run_layer(module: nn.Module, *arguments: Any) -> Any:
+    return module(*arguments)
 
 
-def _run_last(module: nn.Module, loss: Loss, x: Tensor, keys: Keys, batch: Batch) -> Tensor:
-    return loss(module(x, keys), batch)
+def _run_last(module: nn.Module, loss: Loss, batch: Batch, *arguments: Any) -> Tensor:
+    return loss(module(*arguments), batch)
 
 
 def _configure(threads: int, num_layers: int, count: Callable[[object], None]) -> None:

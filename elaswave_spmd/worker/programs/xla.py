@@ -19,16 +19,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Keys
 from elaswave_spmd.errors import ModelError
-from elaswave_spmd.models import Batch
+from elaswave_spmd.models import Batch, takes_keys
 from elaswave_spmd.runtime.devices.xla_island import WHOLE, FrozenTensorError, Program, XlaIsland
 from elaswave_spmd.sharding import P
 from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout, Slot
+from elaswave_spmd.worker.activations import (
+    Activation,
+    checked_output,
+    graded,
+    leaf,
+    like,
+    map_tensors,
+    marks_of,
+    tensors_of,
+    zero_gradient,
+)
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.programs.backward_pair import PairPrograms
 from elaswave_spmd.worker.programs.eager import (
@@ -37,7 +49,6 @@ from elaswave_spmd.worker.programs.eager import (
     SavedForward,
     StagePrograms,
     checked_loss,
-    checked_output,
     naming_layer,
     no_gradient,
 )
@@ -56,19 +67,27 @@ class LayerPrograms:
     """The programs of one layer.
 
     All take the same arguments first, called `given`: the layer's parameters, its input, the packed keys, and in the
-    last layer the tokens and targets.
+    last layer the tokens and targets. Input and output are one tensor, or the tensors of a tuple one after the other.
 
     Args:
-        forward: (*given) -> output, *residuals.
+        forward: (*given) -> *output, *residuals.
         backward: its programs.
-        evaluate: (*given) -> output.
+        evaluate: (*given) -> *output.
         num_parameters: of the layer.
+        x: its input without values.
+        y: its output without values.
     """
 
     forward: Program
     backward: BackwardPrograms
     evaluate: Program
     num_parameters: int
+    x: Activation
+    y: Activation
+
+    def input(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of the layer's input among the arguments."""
+        return list(given[self.num_parameters : self.num_parameters + len(tensors_of(self.x))])
 
 
 @dataclass
@@ -142,7 +161,7 @@ class XlaPrograms(PairPrograms):
         Raises:
             ModelError: a layer cannot be compiled.
         """
-        x = torch.zeros(tokens_BT, dtype=torch.int64)
+        x: Activation = torch.zeros(tokens_BT, dtype=torch.int64)
         for layer, module in zip(layout.layers, modules, strict=True):
             try:
                 with naming_layer(layer.name, "compilation", x):
@@ -159,45 +178,65 @@ class XlaPrograms(PairPrograms):
             compiled(layer.name)
 
     def _compile(
-        self, layout: LayerLayout, module: nn.Module, x: Tensor, tokens_BT: tuple[int, int], dtype: torch.dtype
-    ) -> tuple[LayerPrograms, Tensor]:
+        self, layout: LayerLayout, module: nn.Module, x: Activation, tokens_BT: tuple[int, int], dtype: torch.dtype
+    ) -> tuple[LayerPrograms, Activation]:
         """Compiles the programs of one layer for inputs like `x`. Returns them, and zeros like the layer's output."""
         island, layer, specs = self._island, layout.index, self._specs_of(layout)
-        host = [*(torch.zeros(slot.parameter.shape, dtype=dtype) for slot in layout.slots), torch.zeros_like(x)]
+        host = [torch.zeros(slot.parameter.shape, dtype=dtype) for slot in layout.slots]
+        host += [torch.zeros_like(one, requires_grad=False) for one in tensors_of(x)]
         host.append(torch.zeros(3 + tokens_BT[0], dtype=torch.int64))
         host += [torch.zeros(tokens_BT, dtype=torch.int64)] * (2 if layer == self._last else 0)
         zeros = ZeroArguments(island, tuple(host), tuple(specs))
         with torch.no_grad(), _evaluating(module):
             inputs = zeros.given()
-            evaluate = island.capture([self._output(layout, module, dtype, inputs)], inputs, [WHOLE])
+            outputs = tensors_of(self._output(layout, module, dtype, inputs, x))
+            evaluate = island.capture(outputs, inputs, [WHOLE] * len(outputs))
             island.forget_traces()
         inputs = zeros.given()
         trained = [not slot.parameter.frozen for slot in layout.slots]
-        wanted = [*trained, self._passes_gradient(layer)] if layer >= self._first_trained else []
-        leaves = {n: inputs[n] for n, is_leaf in enumerate(wanted) if is_leaf and inputs[n].is_floating_point()}
-        for leaf in leaves.values():
-            leaf.requires_grad_()
+        of_input = marks_of(leaf(x, passes_gradient=self._passes_gradient(layer)))
+        wanted = [*trained, *of_input] if layer >= self._first_trained else []
+        leaves = {n: inputs[n] for n, is_leaf in enumerate(wanted) if is_leaf}
+        for one in leaves.values():
+            one.requires_grad_()
         saved = SavedTensors(island)
         with saved.hooks():
-            y = self._output(layout, module, dtype, inputs)
-            y = y * self._loss_scale if layer == self._last else y
+            y = self._output(layout, module, dtype, inputs, x)
+            y = map_tensors(lambda one: one * self._loss_scale, y) if layer == self._last else y
         residuals = saved.besides(inputs)
-        forward = island.capture([y.detach(), *residuals], inputs, [WHOLE] * (1 + len(residuals)))
-        output = torch.zeros(y.shape, dtype=y.dtype)
-        traced = TracedForward(zeros, y, leaves, saved, forward, None if layer == self._last else output)
+        results = [*(one.detach() for one in tensors_of(y)), *residuals]
+        forward = island.capture(results, inputs, [WHOLE] * len(results))
+        output = map_tensors(lambda o: torch.zeros(o.shape, dtype=o.dtype, requires_grad=o.requires_grad), y)
+        ends = () if layer == self._last else tensors_of(zero_gradient(output))
+        traced = TracedForward(
+            zeros, graded(y), leaves, saved, forward, ends, len(of_input), num_outputs=len(tensors_of(y))
+        )
         backward = compile_backward(island, traced)
         island.forget_traces()
-        return LayerPrograms(forward, backward, evaluate, len(specs)), output
+        return LayerPrograms(forward, backward, evaluate, len(specs), x, output), output
 
-    def _output(self, layout: LayerLayout, module: nn.Module, dtype: torch.dtype, inputs: list[Tensor]) -> Tensor:
+    def _output(
+        self, layout: LayerLayout, module: nn.Module, dtype: torch.dtype, inputs: list[Tensor], like_x: Activation
+    ) -> Activation:
         """Traces the layer's output, or the loss after the last layer, in the form that `StagePrograms` gives it."""
         paths = [_path(layout, slot) for slot in layout.slots]
-        parameters, (x, packed, *batch) = inputs[: len(paths)], inputs[len(paths) :]
+        parameters, others = inputs[: len(paths)], inputs[len(paths) :]
+        number = len(tensors_of(like_x))
+        x, (packed, *batch) = like(like_x, others[:number]), others[number:]
         keys = Keys(packed[0], packed[1], packed[3:], packed[2])
-        y = torch.func.functional_call(module, dict(zip(paths, parameters, strict=True)), (x, keys))
+        arguments = (x, keys) if takes_keys(module) else (x,)
+        y = torch.func.functional_call(module, dict(zip(paths, parameters, strict=True)), arguments)
+        mark = partial(self._island.mark, spec=WHOLE)
         if layout.index == self._last:
-            return checked_loss(self._loss(self._island.mark(y, WHOLE), Batch(*batch)))
-        return self._island.mark(checked_output(y, dtype, layout.name), WHOLE)
+            return checked_loss(self._loss(mark(y) if isinstance(y, Tensor) else y, Batch(*batch)))
+        y = checked_output(y, dtype, layout.name)
+        return map_tensors(mark, y if isinstance(y, Tensor) else map_tensors(self._computed, y))
+
+    def _computed(self, value: Tensor) -> Tensor:
+        """A tensor of an output, which a program computes even if it is an input as it is."""
+        if self._island.is_traced(value):
+            return value
+        return value * 1.0 if value.is_floating_point() else value | value
 
     # ---- running
 
@@ -214,39 +253,74 @@ class XlaPrograms(PairPrograms):
         for key in [k for k in self._kept if k[1] == microbatch]:
             del self._kept[key]
 
-    def forward(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
-        given = self._given(layer, x, keys, batch)
-        y, *residuals = self._island.run(self._programs[layer].forward, given)
+    def forward(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
+        given, programs = self._given(layer, x, keys, batch), self._programs[layer]
+        results = self._island.run(programs.forward, given)
+        number = len(tensors_of(programs.y))
+        outputs, residuals = results[:number], results[number:]
         self._saved[layer, microbatch] = SavedForward(given[-1], None, keys)  # only its key is used, by `forwarded`
         self._kept[layer, microbatch] = kept = IslandForward(given, None if self._checkpointing else residuals)
-        held = [given[self._programs[layer].num_parameters], *(kept.residuals or ())]
-        self.memory.note(layer, sum(value.nbytes for value in held), y.nbytes)
-        y = self._out(y, layer == max(self._modules))
+        held = [*programs.input(given), *(kept.residuals or ())]
+        self.memory.note(layer, sum(value.nbytes for value in held), sum(value.nbytes for value in outputs))
+        y = self._as_output(layer, outputs)
         if layer == self._last:
+            assert isinstance(y, Tensor)
             self._losses[microbatch] = y
         return y
 
-    def backward_input(self, layer: int, microbatch: int, dy: Tensor | None, *, batch: Batch | None) -> Tensor | None:
+    def backward_input(
+        self, layer: int, microbatch: int, dy: Activation | None, *, batch: Batch | None
+    ) -> Activation | None:
         del self._saved[layer, microbatch]
         kept, programs = self._kept.pop((layer, microbatch)), self._programs[layer]
-        x, backward = kept.given[programs.num_parameters], programs.backward
+        x, backward = programs.x, programs.backward
         if layer < self._first_trained:
-            return no_gradient(torch.empty(0, dtype=x.dtype))
+            return no_gradient(x)
         made, arguments = list[Tensor](), list[Tensor]()
         if backward.program is not None:
             # With activation checkpointing the forward's own program is run again: a backward program that contains the
             # forward could be fused in another way, and give other bits.
-            residuals = self._island.run(programs.forward, kept.given)[1:] if kept.residuals is None else kept.residuals
-            arguments = [*kept.given, *residuals, *([] if dy is None else [self._there(dy)])]
+            residuals = kept.residuals
+            if residuals is None:
+                residuals = self._island.run(programs.forward, kept.given)[len(tensors_of(programs.y)) :]
+            ends = [] if dy is None else [self._there(one) for one in tensors_of(dy)]
+            arguments = [*kept.given, *residuals, *ends]
             made = self._island.run(backward.program, arguments)
-        dx = made.pop(0) if backward.has_dx else None
+        of_input = [made.pop(0) if has_dx else None for has_dx in backward.has_dx]
         loss = self._losses.pop(microbatch) if layer == self._last else None
         self._begun[layer, microbatch] = self._begin_weights(layer, arguments, made, loss)
         if not self._passes_gradient(layer):
-            return no_gradient(torch.empty(0, dtype=x.dtype))
-        if dx is None:
-            return torch.zeros(x.shape, dtype=x.dtype) if x.is_floating_point() else None
-        return self._out(dx, layer == min(self._modules))
+            return no_gradient(x)
+        return self._as_gradient(layer, x, of_input)
+
+    def _as_output(self, layer: int, outputs: Sequence[Tensor]) -> Activation:
+        """The output of a layer as the caller gets it."""
+        last = layer == max(self._modules)
+        form = self._programs[layer].y
+        outputs = self._out(outputs, last)
+        if isinstance(form, Tensor):
+            return outputs[0]
+        return like(form, (o.requires_grad_(f.requires_grad) for o, f in zip(outputs, form, strict=True)))
+
+    def _as_gradient(self, layer: int, x: Activation, made: Sequence[Tensor | None]) -> Activation | None:
+        """The gradient of a layer's input as the caller gets it: of its tensors that have one.
+
+        Args:
+            x: the input without values.
+            made: by tensor of the input; None: there is none, or it is ignored.
+        """
+        found = self._out([one for one in made if one is not None], layer == min(self._modules))
+        given = iter(found)
+        all_of_it = [None if one is None else next(given) for one in made]
+        marks = marks_of(leaf(x, passes_gradient=True))
+        dx = tuple(
+            torch.zeros(one.shape, dtype=one.dtype) if gradient is None else gradient
+            for one, gradient, mark in zip(tensors_of(x), all_of_it, marks, strict=True)
+            if mark
+        )
+        if isinstance(x, Tensor):
+            return dx[0] if dx else None
+        return dx or (no_gradient(x) if layer else None)
 
     def _begin_weights(
         self, layer: int, arguments: Sequence[Tensor], made: Sequence[Tensor], loss: Tensor | None
@@ -276,21 +350,22 @@ class XlaPrograms(PairPrograms):
         made = (gradient for gradient in begun.gradients if gradient is not None)
         return sum({self._island.identity(kept): kept.nbytes for kept in (*operands, *made)}.values())
 
-    def evaluate(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
-        (y,) = self._island.run(self._programs[layer].evaluate, self._given(layer, x, keys, batch))
-        return self._out(y, layer == max(self._modules))
+    def evaluate(self, layer: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
+        outputs = self._island.run(self._programs[layer].evaluate, self._given(layer, x, keys, batch))
+        return self._as_output(layer, outputs)
 
     def set_training(self, training: bool) -> None:
         """Does nothing: training and evaluation are two programs."""
 
-    def _given(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> list[Tensor]:
+    def _given(self, layer: int, x: Activation, keys: Keys, batch: Batch | None) -> list[Tensor]:
         """The arguments of the layer's programs, on the island (`LayerPrograms`)."""
         packed = torch.cat([torch.stack([keys.seed, keys.step, keys.layer]), keys.sample_ids])
         host = [packed]
         if layer == self._last:
             assert batch is not None
             host += [batch.tokens, batch.targets]
-        return [*self._parameters(layer), self._there(x), *self._island.put(host, [WHOLE] * len(host))]
+        there = [self._there(one) for one in tensors_of(x)]
+        return [*self._parameters(layer), *there, *self._island.put(host, [WHOLE] * len(host))]
 
     def _parameters(self, layer: int) -> list[Tensor]:
         """The layer's parameters on the island. They are sent there once for each version."""
@@ -313,14 +388,15 @@ class XlaPrograms(PairPrograms):
 
     def _there(self, value: Tensor) -> Tensor:
         """A tensor on the island, which is sent there unless the layer before left it there."""
+        value = value.detach()
         return value if value.device == self._island.place else self._island.put([value], [WHOLE])[0]
 
-    def _out(self, value: Tensor, leaves_stage: bool) -> Tensor:
-        """A program's result as the caller gets it: in host memory if it leaves the stage, else on the island."""
+    def _out(self, values: Sequence[Tensor], leaves_stage: bool) -> list[Tensor]:
+        """A program's results as the caller gets them: in host memory if they leave the stage, else on the island."""
         if leaves_stage:
-            return self._island.fetch([value])[0]
+            return self._island.fetch(values) if values else []
         self._island.wait()  # the caller measures the time: it is to be the program's, not that of starting it
-        return value
+        return list(values)
 
 
 def _path(layout: LayerLayout, slot: Slot) -> str:

@@ -41,18 +41,18 @@ class BackwardPrograms:
     """The backward of one layer.
 
     Args:
-        program: (*given, *residuals, gradient of the output) -> gradient of the input if `has_dx`, the gradients of the
-            `graded` parameters that `weights` does not make, and what `weights` needs. The last layer's output is the
-            loss, so there no gradient of it is given. None if the layer has nothing to differentiate.
+        program: (*given, *residuals, gradients of the output) -> gradients of the input as by `has_dx`, the gradients
+            of the `graded` parameters that `weights` does not make, and what `weights` needs. The last layer's output
+            is the loss, so there no gradient of it is given. None if the layer has nothing to differentiate.
         weights: the second program; None if the backward is whole.
         graded: for each parameter, True if it gets a gradient; a frozen one gets none.
-        has_dx: True if the input gets a gradient.
+        has_dx: for each tensor of the input, True if it gets a gradient.
     """
 
     program: Program | None
     weights: WeightsProgram | None
     graded: tuple[bool, ...]
-    has_dx: bool
+    has_dx: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -107,25 +107,29 @@ class TracedForward:
 
     Args:
         zeros: makes arguments.
-        y: its output with the graph, whose saved tensors are replaced.
+        outputs: those that have a gradient, with the graph, whose saved tensors are replaced.
         leaves: what is differentiated by: number of an argument -> the argument, as the forward was traced from it.
         saved: the tensors that the graph has saved.
         program: the forward's.
-        output: zeros like the output; None for the loss, whose gradient is no argument of a backward.
+        ends: zeros like the gradients of the outputs; () for the loss, whose gradient is no argument of a backward.
+        num_inputs: tensors of the layer's input.
+        num_outputs: tensors of its output, with and without a gradient.
     """
 
     zeros: ZeroArguments
-    y: Tensor
+    outputs: tuple[Tensor, ...]
     leaves: Mapping[int, Tensor]
     saved: SavedTensors
     program: Program
-    output: Tensor | None
+    ends: tuple[Tensor, ...]
+    num_inputs: int
+    num_outputs: int
 
     def arguments(self) -> _Arguments:
         """New arguments of the backward."""
         island, given = self.zeros.island, self.zeros.given()
-        ends = [] if self.output is None else island.put([self.output], [WHOLE])
-        return _Arguments(given, island.run(self.program, given)[1:], ends)
+        ends = island.put(self.ends, [WHOLE] * len(self.ends)) if self.ends else []
+        return _Arguments(given, island.run(self.program, given)[self.num_outputs :], ends)
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ class _Arguments:
     Args:
         given: those of the forward.
         residuals: its results for the backward.
-        ends: the gradient of its output, or nothing.
+        ends: the gradients of its outputs; none for the loss.
     """
 
     given: list[Tensor]
@@ -150,28 +154,32 @@ class _Arguments:
 def compile_backward(island: XlaIsland, forward: TracedForward) -> BackwardPrograms:
     """Traces and compiles the backward of one layer."""
     num_parameters = len(forward.zeros.specs)
-    if not forward.y.requires_grad:
-        return BackwardPrograms(None, None, (False,) * num_parameters, False)
+    if not forward.outputs:
+        return BackwardPrograms(None, None, (False,) * num_parameters, (False,) * forward.num_inputs)
     arguments = forward.arguments()
     trace = BackwardTrace(island, arguments.all)
     with trace:
         forward.saved.give(arguments.given, arguments.residuals)
         leaves = [*forward.leaves.values()]
-        made = torch.autograd.grad(forward.y, leaves, arguments.ends or None, allow_unused=True)
+        made = torch.autograd.grad(forward.outputs, leaves, arguments.ends or None, allow_unused=True)
     found = dict(zip(forward.leaves, made, strict=True))
-    dx, of_parameters = found.get(num_parameters), [found.get(number) for number in range(num_parameters)]
+    of_parameters = [found.get(number) for number in range(num_parameters)]
+    of_input = [found.get(num_parameters + number) for number in range(forward.num_inputs)]
     graded = tuple(gradient is not None for gradient in of_parameters)
-    graph = trace.graph([dx, *of_parameters])
-    if dx is not None and graph is not None:
+    has_dx = tuple(gradient is not None for gradient in of_input)
+    graph = trace.graph([*of_input, *of_parameters])
+    if any(has_dx) and graph is not None:
         parameters = [*graph.graph.find_nodes(op="placeholder")][:num_parameters]
-        cut = cut_by_dependence(graph, 0, set(parameters))
+        cut = cut_by_dependence(graph, range(forward.num_inputs), set(parameters))
         if cut is not None:
-            return _pair(island, forward, cut, graded)
-    gradients, specs = _marked(island, [dx, *of_parameters], forward.zeros.specs)
-    return BackwardPrograms(island.capture(gradients, arguments.all, specs), None, graded, dx is not None)
+            return _pair(island, forward, cut, graded, has_dx)
+    gradients, specs = _marked(island, [*of_input, *of_parameters], forward.zeros.specs)
+    return BackwardPrograms(island.capture(gradients, arguments.all, specs), None, graded, has_dx)
 
 
-def _pair(island: XlaIsland, forward: TracedForward, cut: Cut, graded: tuple[bool, ...]) -> BackwardPrograms:
+def _pair(
+    island: XlaIsland, forward: TracedForward, cut: Cut, graded: tuple[bool, ...], has_dx: tuple[bool, ...]
+) -> BackwardPrograms:
     """Compiles both parts of a backward, each traced from arguments of its own."""
     island.forget_traces()
     arguments = forward.arguments().all
@@ -188,15 +196,20 @@ def _pair(island: XlaIsland, forward: TracedForward, cut: Cut, graded: tuple[boo
         *(o if o.ndim == len(form) else o.reshape(form) for o, form in zip(operands, forms, strict=True))
     )
     made = dict(zip(cut.later, results, strict=True))
-    gradients, specs = _marked(island, [made.get(number) for number in range(len(graded) + 1)], forward.zeros.specs)
+    gradients, specs = _marked(island, [made.get(number) for number in range(cut.num_gradients)], forward.zeros.specs)
     second = island.capture(gradients, operands, specs)
-    weights = WeightsProgram(second, cut.kept, tuple(number - 1 for number in cut.later))
-    return BackwardPrograms(first, weights, graded, True)
+    weights = WeightsProgram(second, cut.kept, tuple(number - len(has_dx) for number in cut.later))
+    return BackwardPrograms(first, weights, graded, has_dx)
 
 
 def _marked(island: XlaIsland, gradients: Sequence[Tensor | None], specs: Sequence[P]) -> tuple[list[Tensor], list[P]]:
-    """Fixes the placement of the traced gradients that there are. The first is of the input, which is whole."""
-    found = [(g, spec) for g, spec in zip(gradients, (WHOLE, *specs), strict=True) if g is not None]
+    """Fixes the placement of the traced gradients that there are. The first are of the input, which is whole.
+
+    Args:
+        specs: of the parameters.
+    """
+    whole = [WHOLE] * (len(gradients) - len(specs))
+    found = [(g, spec) for g, spec in zip(gradients, (*whole, *specs), strict=True) if g is not None]
     # A gradient may be an argument as it is: that of the input of x + bias. A program's results are computed by it.
     traced = [gradient if island.is_traced(gradient) else gradient * 1.0 for gradient, _ in found]
     specs = [spec for _, spec in found]

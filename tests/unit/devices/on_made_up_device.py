@@ -9,6 +9,7 @@ from torch import Tensor
 from elaswave_spmd.determinism import Keys, materialize
 from elaswave_spmd.models import Batch, LayeredModel, build_model
 from elaswave_spmd.runtime.devices import Island
+from elaswave_spmd.worker.activations import Activation
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.programs.eager import StagePrograms
@@ -47,11 +48,11 @@ def step(name: str, place: torch.device) -> list[Tensor]:
     rows = [torch.from_numpy(random.integers(0, 64, (SAMPLES, 16))).to(place) for _ in range(2)]
     batch, found = Batch(*rows), []
     keys = Keys.make(3, 7, np.arange(SAMPLES), 0, device=place)
-    x: Tensor = batch.tokens
+    x: Activation = batch.tokens
     for layer in range(len(gradients)):
         x = stage.forward(layer, 0, x, keys.at(layer), batch)
         found.append(x)
-    dy: Tensor | None = None
+    dy: Activation | None = None
     for layer in reversed(range(len(gradients))):
         dy = stage.backward(layer, 0, dy, gradients[layer], add=False, batch=batch)
         found += [gradients[layer].flat, *([] if dy is None else [dy])]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Constant, KeyedDropout, Keys, Normal
 from elaswave_spmd.errors import ModelError, SpecError
-from elaswave_spmd.models import Batch, LayeredModel
+from elaswave_spmd.models import Batch, LayeredModel, takes_keys
 from elaswave_spmd.sharding import Shardings, Tie, tie
 
 
@@ -63,9 +64,52 @@ def test_share_ties_binds_the_reader_to_the_owner() -> None:
     assert model.get_parameter("layer1.weight") is model.get_parameter("layer0.weight")
 
 
-class OneArgument(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+class NoArgument(nn.Module):
+    def forward(self) -> Tensor:
+        return torch.zeros(1)
+
+
+class TwoInputs(nn.Module):
+    def forward(self, x: Tensor, keys: Keys, other: Tensor) -> Tensor:
         return x
+
+
+class LateKeys(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor | None = None, keys: Keys | None = None) -> Tensor:
+        return x
+
+
+class OptionalKeys(nn.Module):
+    def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
+        return x if keys is None else x + 1
+
+
+class Anything(nn.Module):
+    def forward(self, *given: Any) -> Tensor:
+        return given[0] + len(given)
+
+
+@pytest.mark.parametrize(
+    "layer, keyed",
+    [
+        (nn.Linear(4, 4), False),
+        (nn.Sequential(nn.Linear(4, 4), nn.GELU()), False),
+        (nn.TransformerEncoderLayer(4, 2, dropout=0.0), False),  # what comes second is a mask
+        (Plain(), True),
+        (OptionalKeys(), True),
+        (Anything(), True),
+    ],
+)
+def test_keys_go_to_layers_that_have_a_place_for_them(layer: nn.Module, keyed: bool) -> None:
+    assert takes_keys(layer) is keyed
+    stack(layer)(torch.zeros(2, 3, 4), Keys.make(0, 1, [0, 1], 0))
+
+
+def test_modules_of_torch_are_layers() -> None:
+    layers = {"embed": nn.Embedding(7, 4), "middle": nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "head": nn.Linear(4, 7)}
+    model = LayeredModel(layers)
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(model(tokens), nn.Sequential(*layers.values())(tokens))
 
 
 def whole_number() -> nn.Module:
@@ -98,7 +142,10 @@ class Own(LayeredModel):
 
 REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("no layers", lambda: LayeredModel({}), "at least one layer"),
-    ("forward(x)", lambda: stack(OneArgument()), r"layer\(x, keys\)"),
+    ("forward()", lambda: stack(NoArgument()), r"layer\(x, keys\), or layer\(x\)"),
+    ("two inputs", lambda: stack(TwoInputs()), r"layer\(x, keys\), or layer\(x\)"),
+    ("keys behind another", lambda: stack(LateKeys()), r"def forward\(self, x, keys\)"),
+    ("dropout without keys", lambda: stack(nn.Sequential(KeyedDropout(0.1))), "(?s)layer0.0 is KeyedDropout.*no keys"),
     ("no module", lambda: stack(3), "nn.Module"),  # type: ignore[arg-type]
     ("name in use", lambda: LayeredModel({"loss": Plain()}), "loss_layer"),
     ("name with a dot", lambda: LayeredModel({"a.b": Plain()}), "identifier"),

@@ -26,10 +26,13 @@ HELD = m.PartialStep(
     ((0, 0, 3, 2, ((0, 4),)),),
     ((0, 0, 3),),
 )
+FORMS = (m.TensorForm("float32", (2, 3), True), m.TensorForm("bool", (2,), False))
 EXAMPLES: list[m.AnyMessage] = [
     m.Activation(1, 2, 3, (2, 8, 16)),
     m.Activation(1, 2, 3, (2, 8, 16), True),
+    m.Activation(1, 2, 3, (128,), forms=FORMS, names=("hidden", "mask")),
     m.ActivationGradient(3, 0, 1, ()),
+    m.ActivationGradient(3, 0, 1, (64,), forms=FORMS[:1]),
     m.PartialSum(1, 2, 3, 4, 5, 6),
     m.ReducedGradient(1, 2, 3, 5, b"\0\0\x80?\xff\0\0\0"),
     m.Publish(7, 0, 0, 3),

@@ -6,6 +6,7 @@ The backend is aot_eager: the same cut as for inductor, without a C++ compiler.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -52,20 +53,20 @@ class Worker:
     def _tensor(self, seed: int) -> Tensor:
         return torch.randn(*SIZES, 8, generator=torch.Generator().manual_seed(seed)).to(self._dtype)
 
-    def forward(self, microbatch: int) -> Tensor:
-        x = self._tensor(microbatch)
+    def forward(self, microbatch: int) -> Any:
+        x: Any = self._tensor(microbatch)
         for number in (1, 2):
             x = self.programs.forward(number, microbatch, x, KEYS.at(number), None)
         return x
 
-    def backward(self, microbatch: int, *, add: bool = False) -> Tensor | None:
-        dy: Tensor | None = self._tensor(100 + microbatch)
+    def backward(self, microbatch: int, *, add: bool = False) -> Any:
+        dy: Any = self._tensor(100 + microbatch)
         for number in (2, 1):
             dy = self.programs.backward(number, microbatch, dy, self.buffers[number], add=add, batch=None)
         return dy
 
-    def input(self, microbatch: int) -> Tensor | None:
-        dy: Tensor | None = self._tensor(100 + microbatch)
+    def input(self, microbatch: int) -> Any:
+        dy: Any = self._tensor(100 + microbatch)
         for number in (2, 1):
             dy = self.programs.backward_input(number, microbatch, dy, batch=None)
         return dy
@@ -123,7 +124,7 @@ def test_a_forward_is_repeated_once_for_both_programs(checkpointing: bool, monke
     repeated = []
     again = StagePrograms._output_again
 
-    def noted(programs: StagePrograms, layer: int, *args: object) -> Tensor:
+    def noted(programs: StagePrograms, layer: int, *args: object) -> Any:
         repeated.append(layer)
         return again(programs, layer, *args)  # pyright: ignore[reportArgumentType]
 
@@ -146,7 +147,7 @@ def test_an_operand_that_is_changed_before_the_weight_gradients_is_refused() -> 
     """Autograd would refuse it in the backward; it would be gone unseen otherwise."""
     worker = Worker(lambda: nn.Linear(8, 8), compiled=True, dtype=torch.float32)
     x = torch.ones(*SIZES, 8)
-    y = worker.programs.forward(1, 0, x, KEYS, None)
+    y: Any = worker.programs.forward(1, 0, x, KEYS, None)
     worker.programs.backward_input(1, 0, torch.ones_like(y), batch=None)
     x.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -45,10 +46,10 @@ def programs(scale: float = 1.0, fill: float = 0.0, device: EmulatedDevice = AT_
 
 def through(made: EmulatedPrograms, microbatch: int, tokens: Tensor = TOKENS) -> tuple[Tensor, ...]:
     """A micro-batch forward and backward: output of layer 0, loss, and the gradients of both layers."""
-    y = made.forward(0, microbatch, tokens, KEYS, None)
-    loss = made.forward(1, microbatch, y, KEYS, BATCH)
+    y: Any = made.forward(0, microbatch, tokens, KEYS, None)
+    loss: Any = made.forward(1, microbatch, y, KEYS, BATCH)
     buffers = [GradientBuffer(layer, HOST) for layer in LAYOUT.layers]
-    dy = made.backward(1, microbatch, None, buffers[1], add=False, batch=BATCH)
+    dy: Any = made.backward(1, microbatch, None, buffers[1], add=False, batch=BATCH)
     assert dy is not None and dy.shape == y.shape
     assert made.backward(0, microbatch, dy, buffers[0], add=False, batch=None) is None
     return (y, loss, *(buffer.flat for buffer in buffers))
@@ -64,8 +65,8 @@ def test_a_backward_in_two_parts_gives_the_same_bits() -> None:
     made = programs()
     made.put_off([1])
     assert made.puts_off
-    y = made.forward(0, 3, TOKENS, KEYS, None)
-    loss = made.forward(1, 3, y, KEYS, BATCH)
+    y: Any = made.forward(0, 3, TOKENS, KEYS, None)
+    loss: Any = made.forward(1, 3, y, KEYS, BATCH)
     dy = made.backward_input(1, 3, None, batch=BATCH)
     assert made.backward_input(0, 3, dy, batch=None) is None and made.begun == {3} and not made.forwarded
     buffers = [GradientBuffer(layer, HOST) for layer in LAYOUT.layers]

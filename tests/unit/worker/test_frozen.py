@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from elaswave_spmd.determinism import Keys
 from elaswave_spmd.errors import ModelError
@@ -135,12 +136,12 @@ def test_layers_before_the_first_trained_parameter_keep_nothing_and_give_one_zer
         values[layer.index].flat.normal_(0.0, 0.1)
     programs.bind(dict(enumerate(model.layers)), values)
     tokens, keys = torch.tensor([[1, 2, 3, 4]]), Keys.make(0, 1, [0], 0)
-    x: Tensor = tokens
+    x: Any = tokens
     for layer in range(3):
         x = programs.forward(layer, 0, x, keys.at(layer), None)
     assert {row[0]: row[1] for row in programs.memory.pop_rows()}.keys() == {0, 1, 2}
     buffers = [GradientBuffer(layer, HOST.place) for layer in layout.layers]
-    dy = programs.backward(2, 0, torch.ones_like(x), buffers[2], add=False, batch=None)
+    dy: Any = programs.backward(2, 0, torch.ones_like(x), buffers[2], add=False, batch=None)
     assert dy is not None and dy.tolist() == [0.0], "nothing before layer 2 waits for a gradient"
     trained = [slot.parameter.name for slot in layout.layers[2].gradient_slots]
     assert all(view.any() for view in buffers[2].views) and not any("attn" in name for name in trained)

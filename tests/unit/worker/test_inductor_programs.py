@@ -122,14 +122,14 @@ def bound(
 
 def run(programs: StagePrograms, buffers: Mapping[int, GradientBuffer], step: int, *, add: bool) -> list[Tensor]:
     """Runs micro-batches 0 and 1 of a step, and each one for validation. Returns losses and gradients."""
-    found: list[Tensor] = []
+    found: list[Any] = []
     for microbatch in (0, 1):
         tokens = torch.randint(VOCABULARY, MICROBATCH, generator=torch.Generator().manual_seed(100 * step + microbatch))
         batch, keys, x = Batch(tokens, tokens), Keys.make(7, step, [2 * microbatch, 2 * microbatch + 1], 0), tokens
         for number in buffers:
             x = programs.forward(number, microbatch, x, keys.at(number), batch)
         found.append(x)
-        dy: Tensor | None = None
+        dy: Any = None
         for number in reversed(list(buffers)):
             dy = programs.backward(number, microbatch, dy, buffers[number], add=add and microbatch == 1, batch=batch)
         found += [buffer.flat.clone() for buffer in buffers.values()]

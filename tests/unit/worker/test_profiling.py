@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +31,7 @@ def microbatch(seed: int) -> Tensor:
 
 def test_a_layer_keeps_its_input_and_what_autograd_saves_but_neither_parameters_nor_the_output() -> None:
     block, memory, x = Block(), LayerMemory(), microbatch(1)
-    y = memory.measure(5, x, block.values, lambda: block(x))
+    y: Any = memory.measure(5, x, block.values, lambda: block(x))
     # exp and the matmul save the same tensor, counted once; relu saves the layer's output, the next layer's input.
     assert memory.pop_rows() == ((5, 4 * ROWS * WIDTH + 4 * ROWS * HIDDEN, y.nbytes),)
     assert 5 in memory and 4 not in memory and memory.pop_rows() == ()
@@ -55,7 +57,7 @@ def test_measuring_changes_no_bit() -> None:
     gradients = []
     for measures in (True, False):
         block, x = Block(), microbatch(2)
-        y = LayerMemory().measure(0, x, block.values, lambda b=block, x=x: b(x)) if measures else block(x)
+        y: Any = LayerMemory().measure(0, x, block.values, lambda b=block, x=x: b(x)) if measures else block(x)
         y.square().sum().backward()
         gradients.append((x.grad, block.weight.grad))
     for one, other in zip(*gradients, strict=True):

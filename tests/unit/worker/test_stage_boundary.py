@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.worker.stage_boundary import ACTIVATION, GRADIENT, VALIDATION, Boundaries, BoundaryKey
+from elaswave_spmd.worker.activations import checked_output, forms_of
+from elaswave_spmd.worker.stage_boundary import (
+    ACTIVATION,
+    GRADIENT,
+    VALIDATION,
+    Boundaries,
+    BoundaryKey,
+    message_of,
+)
 from tests.unit.runtime.runtime_cases import HOST, placed
 
 ME, OTHER = 1, 2
 STEP = 7
+
+
+class Pair(NamedTuple):
+    hidden: Tensor
+    mask: Tensor
 
 
 class Sent(list[tuple[int, m.Message, Tensor]]):
@@ -54,7 +69,39 @@ def test_what_is_sent_arrives_with_its_shape_and_is_taken_once() -> None:
     assert peer == OTHER and isinstance(message, m.Activation)
     receiver.receive(message, payload.reshape(-1))
     assert key(ACTIVATION, 3, 1) in receiver and key(GRADIENT, 3, 1) not in receiver
-    assert torch.equal(receiver.pop(key(ACTIVATION, 3, 1)), tensor(1.5)) and key(ACTIVATION, 3, 1) not in receiver
+    found = receiver.pop(key(ACTIVATION, 3, 1))
+    assert isinstance(found, Tensor) and torch.equal(found, tensor(1.5)) and key(ACTIVATION, 3, 1) not in receiver
+
+
+def test_a_tuple_arrives_with_its_forms_and_names() -> None:
+    (sender, sent), (receiver, _) = make(), make()
+    value = checked_output(Pair(tensor(1.5).requires_grad_(), torch.tensor([[True], [False]])), torch.float32, "l")
+    place = key(ACTIVATION, 3, 1)
+    sender.send(OTHER, message_of(place, value), value)
+    ((_, message, payload),) = sent
+    assert isinstance(message, m.Activation)
+    receiver.receive(message, payload)
+    found = receiver.pop(place)
+    assert forms_of(found) == forms_of(value)
+    assert all(torch.equal(one, other) for one, other in zip(found, value, strict=True))
+
+
+def test_gradients_of_a_tuple_are_those_of_its_tensors_that_have_one() -> None:
+    boundaries, _ = make()
+    value = (tensor(1.5).requires_grad_(), torch.ones(2, 1), torch.zeros(4).requires_grad_())
+    boundaries.send(OTHER, message_of(key(ACTIVATION, 3, 1), value), value)
+    right, wrong = (tensor(0.0), torch.zeros(4)), (tensor(0.0), torch.ones(2, 1))
+    assert not boundaries.has_other_shape(message_of(key(GRADIENT, 3, 0), right))
+    assert boundaries.has_other_shape(message_of(key(GRADIENT, 3, 0), wrong))
+    assert boundaries.has_other_shape(message_of(key(GRADIENT, 3, 0), tensor(0.0)))
+
+
+def test_a_tuple_without_gradient_gets_a_stand_in_back() -> None:
+    boundaries, _ = make()
+    value = (torch.arange(3), torch.ones(2, 1))
+    boundaries.send(OTHER, message_of(key(ACTIVATION, 3, 1), value), value)
+    assert not boundaries.has_other_shape(message_of(key(GRADIENT, 3, 0), torch.zeros(1)))
+    assert boundaries.has_other_shape(message_of(key(GRADIENT, 3, 0), tensor(0.0)))
 
 
 def test_what_arrives_is_copied_to_aligned_memory() -> None:
@@ -63,7 +110,7 @@ def test_what_arrives_is_copied_to_aligned_memory() -> None:
     memory = torch.arange(7, dtype=torch.float32)
     boundaries.receive(activation(0), memory[1:])
     found = boundaries.pop(key(ACTIVATION, 0, 1))
-    assert found.data_ptr() % 64 == 0 and found.flatten().tolist() == [1, 2, 3, 4, 5, 6]
+    assert isinstance(found, Tensor) and found.data_ptr() % 64 == 0 and found.flatten().tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_to_itself_nothing_is_sent() -> None:

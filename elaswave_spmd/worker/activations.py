@@ -1,0 +1,229 @@
+"""Activations: what one layer hands to the next, a tensor or a flat tuple of tensors, and the gradient of it.
+
+Floating-point tensors are in the compute dtype, others are as the layer made them; all are contiguous. Of a tuple some
+tensors may be without gradient: integers, and what depends on no parameter and no input with a gradient, such as a
+mask. `requires_grad` marks the others; the gradient of an activation has a tensor for each of these. A named tuple
+arrives at the next layer as one with the same fields.
+
+Between stages a tensor is sent as it is. The tensors of a tuple are sent together, as bytes, with their forms in the
+message.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from elaswave_spmd.errors import ModelError
+from elaswave_spmd.recovery.messages import ITEM_BYTES, MOST_TENSORS, TensorForm, aligned
+
+Activation: TypeAlias = Tensor | tuple[Tensor, ...]
+"""What a layer takes and returns, or the gradient of that."""
+
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def tensors_of(value: Activation) -> tuple[Tensor, ...]:
+    """The tensors of an activation, or of a gradient."""
+    return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def graded(value: Activation) -> tuple[Tensor, ...]:
+    """The tensors of an activation that have a gradient."""
+    return tuple(tensor for tensor in tensors_of(value) if tensor.requires_grad)
+
+
+def like(value: Activation, tensors: Iterable[Tensor]) -> Activation:
+    """An activation of the form of `value`, with other tensors."""
+    if isinstance(value, Tensor):
+        (tensor,) = tensors
+        return tensor
+    return _of_fields(_fields(value), tensors)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Activation) -> Activation:
+    """The function of each tensor of an activation."""
+    return function(value) if isinstance(value, Tensor) else like(value, map(function, value))
+
+
+def num_bytes(value: Activation) -> int:
+    """The bytes of all tensors."""
+    return value.nbytes if isinstance(value, Tensor) else sum(tensor.nbytes for tensor in value)
+
+
+def in_words(value: object) -> str:
+    """Dtypes and shapes: "float32[2, 16, 32]", or "(float32[2, 16, 32], bool[2, 16])"."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(in_words, value))})"
+    return f"an object of type {type(value).__name__}"
+
+
+def forms_of(value: Activation) -> tuple[object, ...]:
+    """A value that is equal for activations of the same form."""
+    names = None if isinstance(value, Tensor) else _fields(value)
+    return names, *((tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors_of(value))
+
+
+# ---- between layers
+
+
+def checked_output(y: object, dtype: torch.dtype, name: str) -> Activation:
+    """Checks the output of a layer, and converts it to the form that the next layer takes.
+
+    Args:
+        y: the output.
+        dtype: the compute dtype.
+        name: of the layer.
+
+    Returns:
+        The output; each tensor is contiguous, and floating-point ones are in the compute dtype.
+
+    Raises:
+        ModelError: the output is neither a floating-point tensor nor a flat tuple of tensors.
+    """
+    if isinstance(y, Tensor) and y.is_floating_point():
+        return y.to(dtype).contiguous()
+    if (
+        isinstance(y, tuple)
+        and 0 < len(y) <= MOST_TENSORS
+        and all(isinstance(one, Tensor) and one.dtype in _NAMES for one in y)
+    ):
+        return _of_fields(_fields(y), (_converted(one, dtype) for one in y))
+    raise ModelError(
+        f"layer {name} returned {described(y)}, which the next layer cannot be given",
+        rule="a layer returns what the next one takes: a floating-point tensor, or a flat tuple (or named tuple) of "
+        "tensors",
+        where=f"layer {name}",
+        fix="return (hidden, mask) or the like; integers only beside others, and numbers as tensors",
+    )
+
+
+def described(value: object) -> str:
+    """A returned value in words: "a tensor int64[2, 16]", or "an object of type list"."""
+    if isinstance(value, Tensor):
+        return f"a tensor {in_words(value)}"
+    if isinstance(value, tuple) and value and all(isinstance(one, Tensor) for one in value):
+        return f"a tuple {in_words(value)}"
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(type(one).__name__ for one in value) or 'nothing'}"
+    return f"an object of type {type(value).__name__}"
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
+
+
+def handed_on(y: Activation) -> Activation:
+    """A layer's output without its graph, for the next layer or stage; which tensors have a gradient stays marked."""
+    if isinstance(y, Tensor):
+        return y.detach()
+    return like(y, (tensor.detach().requires_grad_(tensor.requires_grad) for tensor in y))
+
+
+def marked(y: Activation, marks: Sequence[bool]) -> Activation:
+    """An output that was made without a graph, with its tensors that have a gradient marked."""
+    if isinstance(y, Tensor):
+        return y
+    return like(y, (tensor.detach().requires_grad_(mark) for tensor, mark in zip(y, marks, strict=True)))
+
+
+def marks_of(y: Activation) -> tuple[bool, ...]:
+    """Of each tensor, whether it has a gradient."""
+    return tuple(tensor.requires_grad for tensor in tensors_of(y))
+
+
+def leaf(x: Activation, *, passes_gradient: bool) -> Activation:
+    """A layer's input as the begin of its graph.
+
+    Args:
+        x: what the layer before has handed on.
+        passes_gradient: a layer before this one waits for the gradient.
+    """
+    if isinstance(x, Tensor):
+        x = x.detach()
+        return x.requires_grad_() if passes_gradient and x.is_floating_point() else x
+    return like(x, (tensor.detach().requires_grad_(passes_gradient and tensor.requires_grad) for tensor in x))
+
+
+def gradient_of(x: Activation) -> Activation | None:
+    """The gradient of a layer's input after its backward; None if no tensor of it has one.
+
+    It is zero for a tensor that the layer ignores: the layer before expects a gradient.
+    """
+    made = tuple(torch.zeros_like(t, requires_grad=False) if t.grad is None else t.grad for t in graded(x))
+    if isinstance(x, Tensor):
+        return made[0] if made else None
+    return made or None
+
+
+def zero_gradient(y: Activation) -> Activation:
+    """Zeros in the form of the gradient of an output."""
+    if isinstance(y, Tensor):
+        return torch.zeros_like(y)
+    return tuple(torch.zeros_like(tensor, requires_grad=False) for tensor in graded(y))
+
+
+# ---- between stages
+
+
+def forms_sent(value: Activation) -> tuple[tuple[TensorForm, ...], tuple[str, ...]]:
+    """The forms of the tensors of a tuple and its field names, for a message; nothing for a tensor."""
+    if isinstance(value, Tensor):
+        return (), ()
+    forms = (TensorForm(_NAMES[t.dtype], tuple(t.shape), t.requires_grad) for t in value)
+    return tuple(forms), _fields(value)
+
+
+def packed(value: Activation) -> Tensor:
+    """An activation as the one tensor that is sent: itself, or the bytes of all tensors of a tuple, uint8."""
+    if isinstance(value, Tensor):
+        return value
+    flat = torch.zeros(sum(aligned(t.nbytes) for t in value), dtype=torch.uint8, device=value[0].device)
+    begin = 0
+    for tensor in value:
+        flat[begin : begin + tensor.nbytes].copy_(tensor.detach().reshape(-1).view(torch.uint8))
+        begin += aligned(tensor.nbytes)
+    return flat
+
+
+def unpacked(payload: Tensor, forms: Sequence[TensorForm], names: Sequence[str]) -> Activation:
+    """The tuple that was packed, in memory of its own.
+
+    Args:
+        payload: uint8, of `messages.packed_bytes(forms)` elements.
+        forms, names: as `forms_sent` gave them.
+    """
+    tensors, begin = [], 0
+    for form in forms:
+        size = form.num_bytes
+        tensor = payload[begin : begin + size].clone().view(_DTYPES[form.dtype]).view(form.shape)
+        tensors.append(tensor.requires_grad_(form.graded))
+        begin += aligned(size)
+    return _of_fields(tuple(names), tensors)
+
+
+# ---- tuples
+
+
+def _fields(value: tuple[Any, ...]) -> tuple[str, ...]:
+    """The fields of a named tuple; () if it is a plain one."""
+    return tuple(getattr(value, "_fields", ()))
+
+
+def _of_fields(names: tuple[str, ...], tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """A tuple of these fields, the same type wherever it is made."""
+    return _named(names)(*tensors) if names else tuple(tensors)
+
+
+@lru_cache(maxsize=256)
+def _named(names: tuple[str, ...]) -> Callable[..., tuple[Tensor, ...]]:
+    """The type of named tuples with these fields."""
+    return namedtuple("Activations", names)

@@ -1,0 +1,114 @@
+"""Models whose layers hand on several tensors: a residual around many layers, masks, integers, what nobody uses."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from elaswave_spmd.determinism import Init, KeyedDropout, Keys
+from elaswave_spmd.models import LayeredModel
+
+
+class Hidden(NamedTuple):
+    """What most layers hand on.
+
+    Args:
+        x: float [B, T, D].
+        skip: float [B, T, D], of the first layer, for the last but one.
+        mask: bool [B, T], computed once.
+        weights: float [B, T], without gradient.
+        tokens: int64 [B, T].
+    """
+
+    x: Tensor
+    skip: Tensor
+    mask: Tensor
+    weights: Tensor
+    tokens: Tensor
+
+
+class Begin(nn.Module):
+    def __init__(self, vocab_size: int, d_model: int) -> None:
+        super().__init__()
+        self.embed, self.up = nn.Embedding(vocab_size, d_model), nn.Linear(d_model, d_model)
+
+    def forward(self, tokens: Tensor) -> Hidden:
+        x, mask = self.embed(tokens), tokens % 3 != 0
+        return Hidden(x, torch.tanh(self.up(x)).mT.contiguous().mT, mask, 0.5 + mask.float(), tokens)
+
+
+class Mix(nn.Module):
+    def __init__(self, d_model: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(d_model), nn.Linear(d_model, d_model)
+        self.drop = KeyedDropout(dropout)
+
+    def forward(self, given: Hidden, keys: Keys) -> Hidden:
+        y = self.drop(torch.tanh(self.linear(self.norm(given.x))) * given.weights[..., None], keys)
+        return given._replace(x=given.x + y.masked_fill(~given.mask[..., None], 0.0))
+
+
+class Join(nn.Module):
+    """Returns a plain tuple, of which the next layer uses the first tensor alone."""
+
+    def __init__(self, vocab_size: int, d_model: int) -> None:
+        super().__init__()
+        self.down, self.again = nn.Linear(2 * d_model, d_model), nn.Embedding(vocab_size, d_model)
+
+    def forward(self, given: Hidden) -> tuple[Tensor, Tensor]:
+        x = self.down(torch.cat([given.x, given.skip], dim=-1)) + self.again(given.tokens)
+        return x, x * 2
+
+
+class First(nn.Linear):
+    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(given[0])
+
+
+class Skips(LayeredModel):
+    """A named tuple through `layers` layers, a plain one, and one tensor."""
+
+    def __init__(self, vocab_size: int, layers: int, d_model: int, dropout: float = 0.0) -> None:
+        middle = {f"mix{i}": Mix(d_model, dropout) for i in range(layers)}
+        begin, join = Begin(vocab_size, d_model), Join(vocab_size, d_model)
+        super().__init__(
+            {
+                "begin": begin,
+                **middle,
+                "join": join,
+                "first": First(d_model, d_model),
+                "head": nn.Linear(d_model, vocab_size),
+            }
+        )
+
+    def init(self, name: str, shape: tuple[int, ...]) -> Init:
+        return super().init(name, shape)
+
+
+class Features(nn.Module):
+    """Nothing to train: integers and floating-point features, none of which has a gradient."""
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return tokens, torch.stack([(tokens % n).float() for n in (2, 3, 5)], dim=-1)
+
+
+class OfFeatures(nn.Module):
+    def __init__(self, vocab_size: int, d_model: int) -> None:
+        super().__init__()
+        self.embed, self.linear = nn.Embedding(vocab_size, d_model), nn.Linear(3, d_model)
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        return self.embed(given[0]) + self.linear(given[1])
+
+
+class FeaturesFirst(LayeredModel):
+    """The first layer has neither parameters nor an output with a gradient."""
+
+    def __init__(self, vocab_size: int, d_model: int, layers: int = 0) -> None:
+        of_features = OfFeatures(vocab_size, d_model)
+        super().__init__({"features": Features(), "of": of_features, "head": nn.Linear(d_model, vocab_size)})
+
+    def init(self, name: str, shape: tuple[int, ...]) -> Init:
+        return super().init(name, shape)
