@@ -70,12 +70,12 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """One transformer layer."""
 
-    def __init__(self, d_model: int, heads: int, hidden: int, dropout: float) -> None:
+    def __init__(self, d_model: int, heads: int, hidden: int, dropout: float, norm_eps: float = 1e-5) -> None:
         super().__init__()
-        self.attn_norm = nn.LayerNorm(d_model)
+        self.attn_norm = nn.LayerNorm(d_model, norm_eps)
         self.attn = Attention(d_model, heads)
         self.attn_drop = KeyedDropout(dropout)
-        self.mlp_norm = nn.LayerNorm(d_model)
+        self.mlp_norm = nn.LayerNorm(d_model, norm_eps)
         self.mlp = Mlp(d_model, hidden)
         self.mlp_drop = KeyedDropout(dropout)
 
@@ -87,9 +87,9 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Final norm and projection to the vocabulary."""
 
-    def __init__(self, vocab_size: int, d_model: int) -> None:
+    def __init__(self, vocab_size: int, d_model: int, norm_eps: float = 1e-5) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(d_model)
+        self.norm = nn.LayerNorm(d_model, norm_eps)
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
         shard(self, weight=P("tp", "fsdp"))
 
@@ -104,9 +104,12 @@ class GPT(LayeredModel):
         vocab_size, seq_len, layers, d_model, heads, dropout: sizes; `seq_len` is the longest input.
         mlp_ratio: hidden width of the MLP over `d_model`.
         tied: the head reads the embedding's weight.
+        norm_eps: added to the variance by every norm.
+        positions: number of learned positions, `seq_len` or more; 0 means `seq_len`.
 
     Raises:
-        ModelError: `heads` does not divide `d_model`, or a dropout outside [0, 1).
+        ModelError: `heads` does not divide `d_model`, a dropout outside [0, 1), fewer positions than `seq_len`, or a
+            `norm_eps` that is not above 0.
     """
 
     shardings = Shardings(batch=P("dp"), layers=P("pp"), params=P(None), grads=P("dp"), optim=P("dp"))
@@ -121,9 +124,18 @@ class GPT(LayeredModel):
         dropout: float = 0.0,
         mlp_ratio: int = 4,
         tied: bool = False,
+        norm_eps: float = 1e-5,
+        positions: int = 0,
     ) -> None:
-        blocks = {f"block{i}": Block(d_model, heads, mlp_ratio * d_model, dropout) for i in range(layers)}
-        embed, head = Embed(vocab_size, seq_len, d_model, dropout), Head(vocab_size, d_model)
+        check_norm_eps(norm_eps)
+        if positions and positions < seq_len:
+            raise ModelError(
+                f"positions={positions} is below seq_len={seq_len}",
+                rule="every token of an input has a learned position",
+                fix=f"model.args.positions={seq_len} or more, or a smaller train.seq_len",
+            )
+        blocks = {f"block{i}": Block(d_model, heads, mlp_ratio * d_model, dropout, norm_eps) for i in range(layers)}
+        embed, head = Embed(vocab_size, positions or seq_len, d_model, dropout), Head(vocab_size, d_model, norm_eps)
         super().__init__({"embed": embed, **blocks, "head": head}, [tie("head.weight", "embed.weight")] if tied else [])
         self.depth = layers
 
@@ -139,3 +151,13 @@ def check_heads(d_model: int, heads: int) -> None:
     if heads < 1 or d_model % heads:
         fits = ", ".join(str(n) for n in range(1, d_model + 1) if d_model % n == 0)
         raise ModelError(f"heads={heads} does not divide d_model={d_model}", exists=f"heads in {fits}")
+
+
+def check_norm_eps(norm_eps: object) -> None:
+    """Raises ModelError unless `norm_eps` is a number above 0."""
+    if isinstance(norm_eps, bool) or not isinstance(norm_eps, int | float) or not 0 < norm_eps < math.inf:
+        raise ModelError(
+            f"norm_eps={norm_eps!r} is not a number above 0",
+            rule="it is added to a variance, which may be 0",
+            fix="norm_eps=1e-5",
+        )

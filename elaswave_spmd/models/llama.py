@@ -7,6 +7,8 @@ head, F hidden width, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 import torch
 from einops import rearrange, repeat
@@ -15,8 +17,65 @@ from torch import Tensor, nn
 from elaswave_spmd.determinism import Init, KeyedDropout, Keys, Normal
 from elaswave_spmd.errors import ModelError
 from elaswave_spmd.models.base import LayeredModel
-from elaswave_spmd.models.gpt import check_heads
+from elaswave_spmd.models.gpt import check_heads, check_norm_eps
 from elaswave_spmd.sharding import P, Shardings, shard, tie
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's longer context: slow rotary frequencies are divided by `factor`, fast ones stay, those between mix.
+
+    A frequency is slow or fast by how often it turns within the `original_max_position_embeddings` tokens of the first
+    training: fewer than `low_freq_factor` times, or more than `high_freq_factor` times. The fields are those of
+    `rope_scaling` in a config.json of Hugging Face.
+
+    Raises:
+        ModelError: a field that is not a number above 0, or a `high_freq_factor` that is not above `low_freq_factor`.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ModelError(f"rope_scaling.{field.name}={value!r} is not a number above 0", fix=_ROPE_EXAMPLE)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ModelError(
+                f"rope_scaling has high_freq_factor={self.high_freq_factor} and low_freq_factor={self.low_freq_factor}",
+                rule="high_freq_factor is above low_freq_factor",
+                fix=_ROPE_EXAMPLE,
+            )
+
+    @classmethod
+    def of(cls, given: object) -> RopeScaling | None:
+        """The scaling that an argument of a model means; None: there is none."""
+        if given is None or isinstance(given, RopeScaling):
+            return given
+        names = [field.name for field in fields(cls)]
+        if not isinstance(given, Mapping) or set(given) != set(names):
+            raise ModelError(
+                f"rope_scaling={given!r} is not a mapping with these fields",
+                rule="it is the scaling of Llama 3, with all of its fields and no other",
+                exists=", ".join(names),
+                fix=_ROPE_EXAMPLE,
+            )
+        return cls(**given)
+
+    def scaled(self, frequency: Tensor) -> Tensor:
+        """The frequencies, in radians per token, as they are used."""
+        turns = frequency * (self.original_max_position_embeddings / (2 * math.pi))
+        fast = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0.0, 1.0)
+        return (1 - fast) * (frequency / self.factor) + fast * frequency
+
+
+_ROPE_EXAMPLE = (
+    "'++model.args.rope_scaling={factor: 32, low_freq_factor: 1, high_freq_factor: 4, "
+    "original_max_position_embeddings: 8192}'"
+)
 
 
 class RMSNorm(nn.Module):
@@ -50,12 +109,15 @@ class Embed(nn.Module):
 class Attention(nn.Module):
     """Causal attention with rotary positions; each key/value head serves heads // kv_heads query heads."""
 
-    def __init__(self, d_model: int, heads: int, kv_heads: int, theta: float) -> None:
+    def __init__(
+        self, d_model: int, heads: int, kv_heads: int, theta: float, scaling: RopeScaling | None = None
+    ) -> None:
         super().__init__()
         width = d_model // heads
         self.heads = heads
         self.kv_heads = kv_heads
         self.theta = theta
+        self.scaling = scaling
         self.q = shard(nn.Linear(d_model, heads * width, bias=False), weight=P("tp", "fsdp"))
         self.k = shard(nn.Linear(d_model, kv_heads * width, bias=False), weight=P("tp", "fsdp"))
         self.v = shard(nn.Linear(d_model, kv_heads * width, bias=False), weight=P("tp", "fsdp"))
@@ -67,7 +129,7 @@ class Attention(nn.Module):
         k_GBTK = rearrange(self.k(x_BTD), "b t (g k) -> g b t k", g=self.kv_heads)
         v_GBTK = rearrange(self.v(x_BTD), "b t (g k) -> g b t k", g=self.kv_heads)
         # Computed at each call, 1 % of the layer's time. A buffer would be state that has to move with the layer.
-        cos_TK, sin_TK = rotary_tables(q_HBTK.shape[2], q_HBTK.shape[3], self.theta, x_BTD.device)
+        cos_TK, sin_TK = rotary_tables(q_HBTK.shape[2], q_HBTK.shape[3], self.theta, x_BTD.device, self.scaling)
         q_HBTK, k_GBTK = rotate(q_HBTK, cos_TK, sin_TK), rotate(k_GBTK, cos_TK, sin_TK)
         shared = self.heads // self.kv_heads
         if shared > 1:
@@ -76,10 +138,14 @@ class Attention(nn.Module):
         return self.out(rearrange(o_HBTK, "h b t k -> b t (h k)"))
 
 
-def rotary_tables(tokens: int, width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    tokens: int, width: int, theta: float, device: torch.device, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of position times frequency, fp32 [T, K]; dims i and i + K/2 of a head form a pair."""
     pair = torch.arange(width // 2, dtype=torch.float32, device=device)
     frequency = torch.exp(pair * (-2.0 * math.log(theta) / width))
+    if scaling is not None:
+        frequency = scaling.scaled(frequency)
     angle = torch.arange(tokens, dtype=torch.float32, device=device)[:, None] * frequency
     angle = torch.cat([angle, angle], dim=-1)
     return angle.cos(), angle.sin()
@@ -106,14 +172,14 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer."""
+    """One transformer layer, around the given attention."""
 
-    def __init__(self, d_model: int, heads: int, kv_heads: int, hidden: int, theta: float, dropout: float) -> None:
+    def __init__(self, d_model: int, attention: Attention, hidden: int, dropout: float, norm_eps: float) -> None:
         super().__init__()
-        self.attn_norm = RMSNorm(d_model)
-        self.attn = Attention(d_model, heads, kv_heads, theta)
+        self.attn_norm = RMSNorm(d_model, norm_eps)
+        self.attn = attention
         self.attn_drop = KeyedDropout(dropout)
-        self.mlp_norm = RMSNorm(d_model)
+        self.mlp_norm = RMSNorm(d_model, norm_eps)
         self.mlp = SwiGLU(d_model, hidden)
         self.mlp_drop = KeyedDropout(dropout)
 
@@ -125,9 +191,9 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Final norm and projection to the vocabulary."""
 
-    def __init__(self, vocab_size: int, d_model: int) -> None:
+    def __init__(self, vocab_size: int, d_model: int, norm_eps: float) -> None:
         super().__init__()
-        self.norm = RMSNorm(d_model)
+        self.norm = RMSNorm(d_model, norm_eps)
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
         shard(self, weight=P("tp", "fsdp"))
 
@@ -144,9 +210,12 @@ class Llama(LayeredModel):
         hidden: width of the SwiGLU; 0 means 8/3 of `d_model`, rounded up to a multiple of 64.
         theta: base of the rotary frequencies.
         tied: the head reads the embedding's weight.
+        norm_eps: added to the mean square by every norm.
+        rope_scaling: the fields of a `RopeScaling`; None: frequencies are not scaled.
 
     Raises:
-        ModelError: heads that do not divide, an odd head width, or a dropout outside [0, 1).
+        ModelError: heads that do not divide, an odd head width, a dropout outside [0, 1), a `norm_eps` that is not
+            above 0, or a `rope_scaling` that is none.
     """
 
     shardings = Shardings(batch=P("dp"), layers=P("pp"), params=P(None), grads=P("dp"), optim=P("dp"))
@@ -162,11 +231,18 @@ class Llama(LayeredModel):
         hidden: int = 0,
         theta: float = 10000.0,
         tied: bool = False,
+        norm_eps: float = 1e-5,
+        rope_scaling: Mapping[str, float] | None = None,
     ) -> None:
         kv_heads, hidden = kv_heads or heads, hidden or -(-8 * d_model // (3 * 64)) * 64
         _check_sizes(d_model, heads, kv_heads)
-        blocks = {f"block{i}": Block(d_model, heads, kv_heads, hidden, theta, dropout) for i in range(layers)}
-        embed, head = Embed(vocab_size, d_model, dropout), Head(vocab_size, d_model)
+        check_norm_eps(norm_eps)
+        scaling = RopeScaling.of(rope_scaling)
+        blocks = {}
+        for i in range(layers):
+            attention = Attention(d_model, heads, kv_heads, theta, scaling)
+            blocks[f"block{i}"] = Block(d_model, attention, hidden, dropout, norm_eps)
+        embed, head = Embed(vocab_size, d_model, dropout), Head(vocab_size, d_model, norm_eps)
         super().__init__({"embed": embed, **blocks, "head": head}, [tie("head.weight", "embed.weight")] if tied else [])
         self.depth = layers
 

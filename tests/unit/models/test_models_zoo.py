@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from elaswave_spmd.determinism import KeyedDropout, Keys, Normal, materialize
 from elaswave_spmd.errors import ModelError, UserError
 from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama
-from elaswave_spmd.models.llama import RMSNorm, rotary_tables, rotate
+from elaswave_spmd.models.llama import RMSNorm, RopeScaling, rotary_tables, rotate
 from elaswave_spmd.sharding import P, specs_of
 
 B, T, V, D = 2, 16, 37, 32
@@ -191,3 +191,50 @@ def test_sizes_that_do_not_fit_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         make()
     assert isinstance(caught.value, UserError)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("norm_eps", [0.0, -1e-5, float("nan"), float("inf"), "1e-5", True])
+def test_norm_eps_is_a_number_above_0(name: str, norm_eps: Any) -> None:
+    with pytest.raises(ModelError, match=r"norm_eps=.* is not a number above 0"):
+        MODELS[name](norm_eps=norm_eps)
+
+
+def test_the_eps_of_all_norms_is_the_given_one() -> None:
+    for name in ("gpt", "llama"):
+        found = [m.eps for m in MODELS[name](norm_eps=3e-4).modules() if isinstance(m, nn.LayerNorm | RMSNorm)]
+        assert found == [3e-4] * 5
+
+
+SCALING = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({**SCALING, "factor": 0}, "rope_scaling.factor=0 is not a number above 0"),
+        ({**SCALING, "high_freq_factor": 1}, "high_freq_factor=1 and low_freq_factor=1"),
+        ({"factor": 8}, "is not a mapping with these fields"),
+        ({**SCALING, "rope_type": "llama3"}, "is not a mapping with these fields"),
+        ("llama3", "is not a mapping with these fields"),
+    ],
+)
+def test_a_scaling_of_rotary_positions_that_is_none_is_refused(given: Any, told: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        MODELS["llama"](rope_scaling=given)
+    assert told in str(caught.value) and caught.value.fix
+
+
+def test_slow_frequencies_are_divided_and_fast_ones_stay() -> None:
+    scaling = RopeScaling.of(SCALING)
+    assert scaling is not None
+    turns = torch.tensor([0.1, 1.0, 2.5, 4.0, 9.0])
+    frequency = turns * 2 * torch.pi / 64
+    share = scaling.scaled(frequency) / frequency
+    assert torch.allclose(share, torch.tensor([1 / 8, 1 / 8, (1 / 8 + 1) / 2, 1.0, 1.0]))
+
+
+def test_positions_beyond_the_sequence() -> None:
+    assert MODELS["gpt"](positions=T + 3).get_parameter("embed.positions").shape == (T + 3, D)
+    with pytest.raises(ModelError, match=f"positions={T - 1} is below seq_len={T}"):
+        MODELS["gpt"](positions=T - 1)
