@@ -111,6 +111,9 @@ class ModelSettings(Section, group="model"):
     heads: int = setting(4, "attention heads", at_least=1)
     dropout: float = setting(0.0, "probability of dropout", at_least=0, below=1)
     args: Mapping[str, Any] = setting({}, "further arguments of the constructor, +model.args.NAME=VALUE")
+    init_from: str | None = setting(
+        None, "weights to begin with: a safetensors file, a run or checkpoint, or a directory of Hugging Face"
+    )
 
     @property
     def label(self) -> str:

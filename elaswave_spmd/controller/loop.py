@@ -49,7 +49,7 @@ from elaswave_spmd.controller.events import (
 )
 from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, Stopping
 from elaswave_spmd.controller.io import ControllerIO
-from elaswave_spmd.controller.model_checks import Constructions, ModelChecks, split_of_emulated
+from elaswave_spmd.controller.model_checks import ModelChecks, split_of_emulated
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.replica_verification import ReplicaVerifier
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
@@ -146,7 +146,6 @@ class Controller:
             log.observer.run_dir.path,
         )
         self._model_checks = model_checks or ModelChecks(plan)
-        self._constructions = Constructions()
         self._checkpoints = CheckpointCoordinator(checkpoints, compares=plan.job.compares_at(0))
         self._replicas = ReplicaVerifier(settings, self.protocol, plan.job.compares_at, self._checkpoints, verdicts)
         self._stopping = Stopping(self.protocol, self._checkpoints, self._failures, settings.timeouts.shutdown)
@@ -262,7 +261,7 @@ class Controller:
                 protocol.split = self._model_checks.split
                 return self._model_checks.passed(message)
             case m.Constructed() if message.rank in self._roster:
-                if (error := self._constructions.difference(message)) is not None:
+                if (error := self._model_checks.constructions.difference(message)) is not None:
                     return failures.computes_otherwise(message.rank, error, now)
             case m.Refused() if message.rank in self._roster:
                 return failures.refused(message, now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -30,9 +30,13 @@ class ModelChecks:
     Args:
         plan: of the run.
         known: layer -> digest, in hexadecimal, when the run that is resumed was checked; empty if it was not.
+        given: as in `Constructions`.
     """
 
-    def __init__(self, plan: RunPlan, known: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, plan: RunPlan, known: Mapping[str, str] | None = None, given: Iterable[tuple[str, bool, bytes]] = ()
+    ) -> None:
+        self.constructions = Constructions(given)
         self._plan = plan
         self._layers = plan.description.layout.layers
         self._topology = plan.placement.mesh.topology
@@ -99,19 +103,34 @@ class Constructions:
     """Compares what the constructors of a model made on each worker: initial values, and constants.
 
     Both are made under generators with the run's seed. A constructor that reads the clock, a process id, or the order
-    of a set makes others on each worker.
+    of a set makes others on each worker. Given weights (`model.init_from`) may be other files on other machines.
+
+    Args:
+        given: (name, False, digest) of the weights as the controller reads them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, given: Iterable[tuple[str, bool, bytes]] = ()) -> None:
+        self._given = {name: digest for name, _, digest in given}
         self._known: dict[str, tuple[int, bytes]] = {}  # name -> the first worker that made it, digest
 
     def difference(self, message: m.Constructed) -> ModelError | None:
-        """The error if a worker has made other values than one before it."""
+        """The error if a worker has made, or read, other values than one before it."""
         for name, is_constant, digest in message.rows:
+            if self._given.get(name, digest) != digest:
+                return _read_otherwise(name, message.rank)
             first, known = self._known.setdefault(name, (message.rank, digest))
             if known != digest:
                 return _made_otherwise(name, is_constant, first, message.rank)
         return None
+
+
+def _read_otherwise(name: str, rank: int) -> ModelError:
+    return ModelError(
+        f"worker {rank} reads other values of parameter {name} from model.init_from than the controller",
+        rule="all machines of a run begin with the same weights",
+        where=f"parameter {name}, worker {rank}",
+        fix="copy the files to that machine again",
+    )
 
 
 def _made_otherwise(name: str, is_constant: bool, first: int, other: int) -> ModelError:

@@ -35,6 +35,8 @@ def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
     model, optim = dataclasses.asdict(settings.model), dataclasses.asdict(settings.optim)
     # What is frozen is in the layout, by names: it may be the model's own choice as well as that of `optim.freeze`.
     del model["name"], optim["max_skipped"], optim["freeze"]
+    if settings.model.init_from is None:
+        del model["init_from"]
     train, runtime = settings.train, settings.runtime
     versions = {name: metadata.version(name) for name in _PACKAGES}
     hardware = {

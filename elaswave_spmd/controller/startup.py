@@ -41,6 +41,7 @@ from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.processes.rendezvous import read_secret
 from elaswave_spmd.runtime.processes.scratch import Scratch
 from elaswave_spmd.runtime.processes.stop_signals import StopSignals
+from elaswave_spmd.weights.resolve import resolved
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
@@ -97,7 +98,7 @@ class _Lives:
         Raises:
             BaseException: what ended it; all workers are gone.
         """
-        settings, restarts = self._settings, Restarts()
+        settings, restarts = resolved(self._settings), Restarts()
         again: Path | None = None
         while True:
             self._signals.check()  # one may have come while the last life was cleared up
@@ -141,10 +142,11 @@ class _Lives:
         try:
             data = prepare_data(data_spec(settings))
             # Imported here: it brings torch, which the fork server is importing meanwhile for the workers.
-            from elaswave_spmd.worker.plan_run import plan_run, read_profile
+            from elaswave_spmd.worker.plan_run import check_given_weights, plan_run, read_profile
 
             costs = read_profile(settings.schedule.profile) if settings.schedule.profile else None
             plan = plan_run(settings, data, costs=costs)
+            check_given_weights(plan)
             # Planned twice where there are agents: what is wrong with the settings is found before anybody waits for
             # them.
             if (topology := gather(launcher, settings, data)) is not None:
@@ -258,7 +260,9 @@ def make_controller(
     checkpoints = CheckpointSpec.for_run(plan, start, run_dir)
     guard = frequencies.socket if frequencies is not None else None
     io = ProcessIO(plan, launcher, scratch, run_dir, checkpoints, frequency_guard=guard)
-    model_checks = ModelChecks(plan, start.digests)
+    from elaswave_spmd.worker.plan_run import given_digests
+
+    model_checks = ModelChecks(plan, start.digests, given_digests(plan))
     log = RunLog(plan, observer, start)
     return Controller(plan, io, log, checkpoints, frequencies, model_checks, has_gone_back=has_gone_back)
 

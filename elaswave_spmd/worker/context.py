@@ -27,6 +27,7 @@ from elaswave_spmd.worker.programs.eager import Batches, StagePrograms
 from elaswave_spmd.worker.spec import Job
 
 if TYPE_CHECKING:
+    from elaswave_spmd.weights.given import GivenWeights
     from elaswave_spmd.worker.device_fault import DeviceRecovery
     from elaswave_spmd.worker.parameter_broadcast import StageGroup
     from elaswave_spmd.worker.state_replica import StateReplica
@@ -46,6 +47,8 @@ class LocalModel:
         prototype: layer number -> the layer without memory, only to be read.
         programs: run one layer at a time, on tensors of the worker's device.
         made: the initial values that constructors made, if the model's own count; None: they are drawn by `inits`.
+        given: the weights that the run begins with in place of these (`model.init_from`); None: there are none. Checks
+            of the model compute with initial values all the same, which are there when these files are not any more.
     """
 
     layout: ModelLayout
@@ -54,6 +57,7 @@ class LocalModel:
     prototype: Callable[[int], nn.Module]
     programs: StagePrograms
     made: MadeValues | None = None
+    given: GivenWeights | None = None
 
     def initial(self, seed: int, name: str, first: int, stop: int) -> Tensor:
         """Elements [first, stop) of the initial value of an owned parameter, flattened, fp32."""

@@ -24,6 +24,7 @@ from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding import check_spec, specs_of
 from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout
 from elaswave_spmd.sharding.replica_placement import least_pages, place_replicas
+from elaswave_spmd.weights.given import GivenWeights, check_weights
 from elaswave_spmd.worker.channel import Channel
 from elaswave_spmd.worker.context import Datasets, LocalModel, WorkerContext, WorkerHooks
 from elaswave_spmd.worker.initial_values import MadeValues, Row, digests
@@ -241,8 +242,35 @@ def open_datasets(plan: RunPlan) -> Datasets:
 def make_local_model(plan: RunPlan, programs: StagePrograms) -> LocalModel:
     """Make the model as a worker runs it, with programs as `make_programs` makes them. No layer has memory yet."""
     made = MadeValues(partial(_make_for_real, plan)) if plan.description.has_own_values else None
-    layers = _Layers(plan)
-    return LocalModel(plan.description.layout, plan.description.inits, layers, layers.prototype, programs, made)
+    layers, given = _Layers(plan), None
+    if begins_with_given_weights(plan.settings):
+        given = GivenWeights(plan.settings.model, make_model(plan.settings, plan.data.vocab_size))
+    return LocalModel(plan.description.layout, plan.description.inits, layers, layers.prototype, programs, made, given)
+
+
+def check_given_weights(plan: RunPlan) -> None:
+    """Check that the weights that the run begins with, if there are any, fit its model.
+
+    Raises:
+        ConfigError, CheckpointError: they do not; as for `check_weights`.
+    """
+    if begins_with_given_weights(plan.settings):
+        check_weights(plan.settings.model, make_model(plan.settings, plan.data.vocab_size))
+
+
+def given_digests(plan: RunPlan) -> tuple[Row, ...]:
+    """Digests of all weights that the run begins with, where workers on other machines read files of their own."""
+    if not (begins_with_given_weights(plan.settings) and plan.settings.runtime.agents):
+        return ()
+    given = GivenWeights(plan.settings.model, make_model(plan.settings, plan.data.vocab_size))
+    found = tuple(given.digests(layer.name for layer in plan.description.layout.layers))
+    given.close()
+    return found
+
+
+def begins_with_given_weights(settings: Settings) -> bool:
+    """True if a run begins with the weights of `model.init_from`. One that is resumed goes on from its checkpoint."""
+    return settings.model.init_from is not None and settings.train.resume is None
 
 
 def _make_for_real(plan: RunPlan, layers: Collection[str]) -> LayeredModel:
@@ -269,7 +297,11 @@ def digests_of(plan: RunPlan, rank: int, model: LocalModel, *, begins: bool) -> 
         computed, held = {layer.index for layer in layers if layer.name not in factories}, set()
     modules = ((layers[number].name, module) for number, module in model.make_modules(sorted(computed)).items())
     of_values = [layers[number].name for number in sorted(held)] if begins else ()
-    return digests(modules, model.made, of_values)
+    if model.given is None:
+        return digests(modules, model.made, of_values)
+    # On one machine all workers read the same files.
+    given = model.given.digests(of_values) if plan.settings.runtime.agents else ()
+    return (*digests(modules), *given)
 
 
 def _layer_bytes(job: Job, layer: LayerLayout) -> tuple[int, int, int]:

@@ -197,11 +197,15 @@ class StateReplica:
     # ---- the state at the start
 
     def initialize(self) -> None:
-        """Draw the initial values of all held pages, version 0, or take those that were made, and publish them."""
+        """Fill all held pages with given weights, or initial values that were made or are drawn; and publish them."""
         model = self._context.model
-        if model.made is not None:
-            model.made.prepare([self._layout.layers[layer].name for layer in self.state.layers])
-        self.state.initialise(partial(model.initial, self._job.seed))
+        if model.given is not None:
+            self.state.initialise(model.given.part)
+            model.given.close()
+        else:
+            if model.made is not None:
+                model.made.prepare([self._layout.layers[layer].name for layer in self.state.layers])
+            self.state.initialise(partial(model.initial, self._job.seed))
         if model.made is not None:
             model.made.clear()
         for layer in self.parameters.layers:

@@ -28,18 +28,19 @@ ROOMS = {
     "recovery": "errors determinism mesh sharding conf scheduling",
     "runtime": "errors mesh sharding conf",
     "run_dir": "errors sharding conf",
-    "worker": "errors determinism mesh data sharding models conf scheduling recovery runtime run_dir",
+    "weights": "errors sharding models conf run_dir data",
+    "worker": "errors determinism mesh data sharding models conf scheduling recovery runtime run_dir weights",
     "simulator": "errors determinism mesh sharding conf scheduling recovery run_dir",
-    "controller": "errors determinism mesh data sharding conf scheduling recovery runtime run_dir worker",
+    "controller": "errors determinism mesh data sharding conf scheduling recovery runtime run_dir weights worker",
     "report": "errors mesh conf run_dir",
-    "cli": "errors conf runtime simulator controller report",
+    "cli": "errors conf runtime weights simulator controller report",
     "__main__": "cli",
     "__init__": "determinism sharding models",
 }
 WITHOUT_TORCH = (
     *("mesh", "sharding", "scheduling", "recovery", "determinism", "keyed", "run_dir", "conf.schema", "simulator"),
     *("cli", "controller.admin_client", "runtime.devices.selection"),
-    *("report.report_command", "simulator.plan_command", "simulator.simulate_command"),
+    *("weights.resolve", "report.report_command", "simulator.plan_command", "simulator.simulate_command"),
 )
 
 

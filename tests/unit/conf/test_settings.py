@@ -66,7 +66,7 @@ BAD = [
     ("sharding.name", "zero4"), ("sharding.name", None),
     ("model.name", ""), ("model.target", None), ("model.target", ""), ("model.layers", 0), ("model.layers", None),
     ("model.d_model", -8), ("model.heads", "four"), ("model.dropout", -0.1), ("model.dropout", 1.0),
-    ("model.dropout", "abc"), ("model.dropout", float("nan")), ("model.args", 3), ("model.args", None),
+    ("model.dropout", "abc"), ("model.dropout", float("nan")), ("model.args", 3), ("model.args", None), ("model.init_from", ""),
     ("data.name", "wikipedia"), ("data.path", ""), ("data.path", ["a"]), ("data.tokenizer", None),
     ("data.target", ""), ("data.args", [1]), ("data.cache", ""), ("data.validation_fraction", 1.0),
     ("optim.name", "adam"), ("optim.lr", 0), ("optim.lr", -1), ("optim.lr", float("inf")), ("optim.lr", "fast"),

@@ -120,3 +120,13 @@ def test_what_constructors_made_is_compared_by_name() -> None:
     )
     error = found.difference(Constructed(1, (rows[0], ("block0.table", True, OTHER))))
     assert error is not None and "of layer block0 made other values of constant block0.table" in error.what
+
+
+def test_given_weights_are_those_that_the_controller_reads() -> None:
+    rows = (("embed.weight", False, b"a" * 16), ("head.weight", False, b"b" * 16))
+    found = Constructions(rows)
+    assert found.difference(Constructed(2, rows)) is None
+    error = found.difference(Constructed(3, (("head.weight", False, b"c" * 16),)))
+    assert error is not None and error.what == (
+        "worker 3 reads other values of parameter head.weight from model.init_from than the controller"
+    )

@@ -49,3 +49,11 @@ def test_checkpointing_is_no_part_of_it_and_threads_are() -> None:
 def test_settings_of_the_model_that_shapes_do_not_show_are_part_of_it() -> None:
     model = identity()["model"]
     assert (model["target"], model["heads"], model["dropout"], model["args"]) == ("gpt", 4, 0.0, {})
+
+
+def test_given_weights_are_part_of_it_where_they_are_given() -> None:
+    names = ("sha256", "tokenizer", "vocab_size", "num_train_samples", "target")
+    data: Any = SimpleNamespace(**dict.fromkeys(names, 1), kwargs={})
+    given = identity_of(Settings.from_dict({"model": {"init_from": "a"}}), data)
+    assert "init_from" not in identity()["model"], "only where it is given"
+    assert given["model"].pop("init_from") == "a" and given == identity()

@@ -1,0 +1,292 @@
+"""`model.init_from=FILE|DIR`: the weights that a run begins with, opened and compared with its model.
+
+The controller checks them before any worker starts: what does not fit is refused. Workers open
+the same files when they initialise their pages, and read these pages alone. A run that is resumed reads none of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elaswave_spmd.conf import checks
+from elaswave_spmd.conf.resume import CONFIG
+from elaswave_spmd.conf.schema import ModelSettings
+from elaswave_spmd.errors import ConfigError, UserError
+from elaswave_spmd.models import LayeredModel, build_model
+from elaswave_spmd.run_dir.manifest import MANIFEST
+from elaswave_spmd.weights.families import (
+    CONFIG_JSON,
+    VOCABULARY,
+    Facts,
+    Family,
+    family_of_config,
+    family_of_target,
+    stored_name,
+)
+from elaswave_spmd.weights.resolve import FORMS, SETTING, existing_path
+from elaswave_spmd.weights.sources import OwnTensors, SavedState, StoredTensors, WeightSource
+from elaswave_spmd.weights.tensor_files import EXACT, TensorFiles, files_of, read_json
+
+_LISTED = 5  # names in a message
+_CHUNK = 1 << 22  # elements that are hashed at once
+DIGEST_BYTES = 16
+
+
+def check_weights(settings: ModelSettings, model: LayeredModel) -> None:
+    """Check that the weights of `model.init_from` fit a model, before any worker starts. Only headers are read.
+
+    Args:
+        settings: as `resolved` returns them.
+        model: as it is trained, on the meta device.
+
+    Raises:
+        ConfigError: tensors that are missing, unknown, of another shape, or of a type that fp32 does not hold; a
+            configuration beside them that contradicts the model; files that cannot be read.
+        CheckpointError: a checkpoint that is not whole.
+    """
+    assert settings.init_from is not None
+    _check_configuration(settings, model)
+    source = open_weights(settings, model, checked=True)
+    try:
+        _check_tensors(source, model, settings.init_from)
+    finally:
+        source.close()
+
+
+def open_weights(settings: ModelSettings, model: LayeredModel, *, checked: bool = False) -> WeightSource:
+    """Open the weights of `model.init_from`.
+
+    Args:
+        model: whose parameters are read.
+        checked: refuse tensors of a published model that this one has no parameter for.
+
+    Raises:
+        ConfigError, CheckpointError: files that cannot be read, or are none.
+    """
+    assert settings.init_from is not None
+    path, where = existing_path(settings.init_from), checks.override(SETTING, settings.init_from)
+    if path.is_file():
+        return OwnTensors(TensorFiles([path], where))
+    if (path / MANIFEST).exists():
+        return SavedState(path)
+    if (path / CONFIG_JSON).exists():
+        return _open_published(path, where, model, checked=checked)
+    raise ConfigError(
+        f"{path} holds no weights",
+        rule=FORMS,
+        where=where,
+        exists=", ".join(sorted(entry.name for entry in path.iterdir())[:20]) or "nothing in it",
+        fix=f"a directory with {CONFIG_JSON} and model.safetensors, or with {CONFIG}",
+    )
+
+
+class GivenWeights:
+    """The weights of `model.init_from`, for a worker: opened when they are first read, and closed after that.
+
+    Args:
+        settings: of the model.
+        model: on the meta device.
+    """
+
+    def __init__(self, settings: ModelSettings, model: LayeredModel) -> None:
+        self._settings = settings
+        self._model = model
+        self._source: WeightSource | None = None
+
+    def part(self, name: str, first: int, stop: int) -> Tensor:
+        """Elements [first, stop) of a flattened parameter, fp32."""
+        if self._source is None:
+            self._source = open_weights(self._settings, self._model)
+        return self._source.read(name, first, stop)
+
+    def close(self) -> None:
+        """Close the files: the values are in the state of the workers now."""
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+
+    def digests(self, layers: Iterable[str]) -> Iterator[tuple[str, bool, bytes]]:
+        """(name, False, digest) of each parameter of some layers, to compare files on several machines."""
+        owned = dict(owned_parameters(self._model))
+        for layer in layers:
+            for name, number in owned.items():
+                if name.partition(".")[0] != layer:
+                    continue
+                hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
+                for first in range(0, number, _CHUNK):
+                    part = self.part(name, first, min(first + _CHUNK, number))
+                    hashed.update(part.contiguous().view(torch.uint8).numpy().data)
+                yield name, False, hashed.digest()
+
+
+def owned_parameters(model: LayeredModel) -> Iterator[tuple[str, int]]:
+    """(name, number of elements) of each parameter that reads no other one."""
+    readers = {tie.reader for tie in model.ties}
+    for layer in model.layer_names:
+        for name, parameter in model.get_submodule(layer).named_parameters(prefix=layer):
+            if name not in readers:
+                yield name, parameter.numel()
+
+
+def words_of(facts: Mapping[str, Any]) -> str:
+    """Facts as words of a command line."""
+    return " ".join(_word(name, value) for name, value in facts.items())
+
+
+def _word(name: str, value: Any) -> str:
+    word = ("++" if name.startswith("model.args.") else "") + checks.override(name, value)
+    return f"'{word}'" if isinstance(value, Mapping) else word
+
+
+def _open_published(path: Path, where: str, model: LayeredModel, *, checked: bool) -> StoredTensors:
+    config = read_json(path / CONFIG_JSON, where)
+    family = family_of_config(config, path / CONFIG_JSON)
+    files = files_of(path, where)
+    prefix = family.prefix if any(name.startswith(family.prefix) for name in files.tensors) else ""
+    heads = family.facts_of_model(model)["model.heads"]
+    wanted = {name: family.stored(name, heads) for name, _ in owned_parameters(model)}
+    stored = {name: replace(how, name=stored_name(family, how, prefix)) for name, how in wanted.items()}
+    if checked:
+        # A tied head is stored by some, and read by none: it is the embedding.
+        tied = {stored_name(family, family.stored(tie.reader, heads), prefix) for tie in model.ties}
+        known = {how.name for how in stored.values()} | tied
+        extra = [name for name in files.tensors if name not in known and not family.is_constant(name)]
+        _refuse_extra(extra, where, path)
+    return StoredTensors(files, stored)
+
+
+def _check_tensors(source: WeightSource, model: LayeredModel, given: str) -> None:
+    """Refuse weights that lack a parameter, have one of another shape or type, or one that the model has not."""
+    where = checks.override(SETTING, given)
+    wanted = {name: tuple(model.get_parameter(name).shape) for name, _ in owned_parameters(model)}
+    missing = [name for name in wanted if name not in source.shapes]
+    if missing:
+        there = _listed(source.shapes) if source.shapes else "no tensor with a name of this model"
+        hint = ""
+        if Path(given).is_file() and (Path(given).parent / CONFIG_JSON).exists():
+            hint = f"{SETTING}={Path(given).parent}, its directory, if it is one of Hugging Face; or "
+        raise ConfigError(
+            f"{given} lacks {_listed(missing)} of the model's {len(wanted)} parameters",
+            rule="given weights hold every parameter of the model; two that are tied are one",
+            where=where,
+            exists=there,
+            fix=f"{hint}the settings of the model that these weights are of",
+        )
+    _refuse_extra([name for name in source.shapes if name not in wanted], where, Path(given))
+    for name, shape in wanted.items():
+        if source.shapes[name] != shape:
+            raise ConfigError(
+                f"{name} has the shape {source.shapes[name]} in {given}, and {shape} in the model",
+                rule="given weights have the shapes of the model",
+                where=where,
+                fix=_fix_of_shape(name),
+            )
+        if source.dtypes[name] not in EXACT:
+            raise ConfigError(
+                f"{name} is of type {source.dtypes[name]} in {given}",
+                rule="given weights are read into fp32 without rounding",
+                where=where,
+                exists=", ".join(EXACT),
+                fix="convert them first: quantized weights by the library that made them, others by tensor.float()",
+            )
+
+
+def _fix_of_shape(name: str) -> str:
+    if name == "embed.weight":
+        return f"data.tokenizer=FILE, the tokenizer of these weights; or ++{VOCABULARY}=ROWS, if it has fewer tokens"
+    if name == "embed.positions":
+        return "++model.args.positions=ROWS, with train.seq_len at most that"
+    return "the settings of the model that these weights are of"
+
+
+def _refuse_extra(extra: list[str], where: str, path: Path) -> None:
+    if extra:
+        raise ConfigError(
+            f"{path} holds {_listed(extra)}, which the model has not",
+            rule="all given weights are used: a model with fewer layers, or a tied head, would be another one",
+            where=where,
+            fix="the settings of the model that these weights are of; or a file with the model's named_parameters() "
+            "alone",
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    first, *rest = [", ".join(part) for part in _parts(sorted(names))]
+    return f"{first} and {rest[0]} more" if rest else first
+
+
+def _parts(names: list[str]) -> list[list[str]]:
+    return [names] if len(names) <= _LISTED + 1 else [names[:_LISTED], [str(len(names) - _LISTED)]]
+
+
+def _check_configuration(settings: ModelSettings, model: LayeredModel) -> None:
+    """Refuse settings of the model that shapes do not show, and that the weights' own configuration contradicts."""
+    assert settings.init_from is not None
+    path, where = existing_path(settings.init_from), checks.override(SETTING, settings.init_from)
+    ours = family_of_target(settings.target)
+    if path.is_dir() and not (path / MANIFEST).exists() and (path / CONFIG_JSON).exists():
+        file = path / CONFIG_JSON
+        config = read_json(file, where)
+        theirs = family_of_config(config, file)
+        facts = theirs.facts_of_config(config, file)
+        if ours is None or ours is not theirs:
+            raise ConfigError(
+                f"{file} is of model_type {theirs.model_type}, and model.target={settings.target}",
+                rule=f"weights of {theirs.model_type} are for model.target={theirs.target}",
+                where=where,
+                fix=f"model.target={theirs.target} {words_of(facts)}",
+            )
+        _compare(ours, facts, model, file, where)
+        return
+    if ours is None:
+        return  # a user's own model: the shapes of its parameters are all that is known of it
+    saved = _saved_model(path)
+    if saved is not None and saved.target == settings.target:
+        known = ours.facts_of_model(model)
+        sizes = {"vocab_size": known[VOCABULARY], "seq_len": 1, "layers": saved.layers, "d_model": saved.d_model}
+        with torch.device("meta"):
+            other = build_model(saved.target, {**sizes, "heads": saved.heads, "dropout": 0.0}, saved.args)
+        facts = dict(ours.facts_of_model(other))
+        for name in (VOCABULARY, "model.args.positions"):  # of the data, not of these settings; shapes show them
+            facts.pop(name, None)
+        _compare(ours, facts, model, path, where)
+
+
+def _saved_model(path: Path) -> ModelSettings | None:
+    """The settings of the model that a run of ours was trained with, by its files; None: the weights lie alone."""
+    import yaml
+
+    # weights.safetensors lies in the directory of its run, a checkpoint two below it.
+    folder = path.parent if path.is_file() else path.parent.parent
+    try:
+        fields = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+        return ModelSettings.from_fields(fields["model"])
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError, UserError):
+        return None
+
+
+def _compare(family: Family, facts: Facts, model: LayeredModel, file: Path, where: str) -> None:
+    present = family.facts_of_model(model)
+    wrong = {name: value for name, value in facts.items() if present[name] != value}
+    if not wrong:
+        return
+    lines = [
+        f"\n  {name}: {checks.shown(value)} there, {checks.shown(present[name])} here" for name, value in wrong.items()
+    ]
+    fix = words_of(wrong)
+    if VOCABULARY in wrong and (tokenizer := file.parent / "tokenizer.json").exists():
+        rest = words_of({name: value for name, value in wrong.items() if name != VOCABULARY})
+        fix = f"data.tokenizer={tokenizer} {rest}".rstrip()
+    raise ConfigError(
+        f"{file} contradicts the settings of the model:" + "".join(lines),
+        rule="given weights are of the model that is trained",
+        where=where,
+        fix=fix,
+    )

@@ -1,0 +1,58 @@
+"""The file or checkpoint that `model.init_from` means, found once, before any process reads it. No torch in here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from elaswave_spmd.conf import checks
+from elaswave_spmd.conf.resume import CONFIG
+from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.run_dir.checkpoints import load_newest_good, open_checkpoint
+from elaswave_spmd.run_dir.directory import WEIGHTS
+from elaswave_spmd.run_dir.manifest import MANIFEST
+
+SETTING = "model.init_from"
+FORMS = (
+    f"{SETTING} names a safetensors file, the directory of a run or of its checkpoint, or a directory of Hugging Face"
+)
+
+
+def resolved(settings: Settings) -> Settings:
+    """The settings with a run's directory in `model.init_from` replaced by the file of it that is read.
+
+    That is weights.safetensors of a run that has finished, and otherwise its newest good checkpoint. A run that goes on
+    makes newer ones while workers start, and all of them must read the same one. A checkpoint is compared with its
+    hashes, this once.
+
+    Raises:
+        ConfigError, CheckpointError: there is no such file or directory; a run without a good checkpoint; a checkpoint
+            that is damaged.
+    """
+    given = settings.model.init_from
+    if given is None or settings.train.resume is not None:
+        return settings  # a run that is resumed goes on from its own checkpoint
+    path = found = existing_path(given)
+    if (path / MANIFEST).exists():
+        open_checkpoint(path, verify=True)
+    elif (path / CONFIG).exists():
+        found = path / WEIGHTS if (path / WEIGHTS).exists() else load_newest_good(path)[0].path
+    return settings if found == path else replace(settings, model=replace(settings.model, init_from=str(found)))
+
+
+def existing_path(given: str) -> Path:
+    """The path that `model.init_from` names.
+
+    Raises:
+        ConfigError: there is nothing.
+    """
+    path = Path(given).expanduser()
+    if not path.exists():
+        raise ConfigError(
+            f"there is no file or directory {path}",
+            rule=FORMS,
+            where=checks.override(SETTING, given),
+            fix=f"{SETTING}=FILE or {SETTING}=DIR; models are not downloaded",
+        )
+    return path

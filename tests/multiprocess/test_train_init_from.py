@@ -1,0 +1,114 @@
+"""`python train.py model.init_from=...`: equal bits on every mesh, from each kind of source, and refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.multiprocess.real_runs import SMALL, train, write_text
+from tests.published_models import MODELS, Published
+from tests.unit.weights.test_given_weights import sharded
+
+LLAMA = [
+    *SMALL,
+    "model=llama_tiny",
+    "model.layers=2",
+    "model.d_model=16",
+    "model.heads=4",
+    "++model.args.kv_heads=2",
+    "++model.args.hidden=24",
+    "++model.args.theta=500000.0",
+    "++model.args.norm_eps=0.001",
+    "'++model.args.rope_scaling={factor: 8, low_freq_factor: 1, high_freq_factor: 4, "
+    "original_max_position_embeddings: 16}'".strip("'"),
+]
+
+
+def bytes_llama() -> Published:
+    """The tiny Llama 3 with a vocabulary of bytes."""
+    of = MODELS["llama3"]
+    shapes = {name: (256, 16) if "embed" in name else shape for name, shape in of.shapes.items()}
+    return Published({**of.config, "vocab_size": 256}, shapes, of.target, of.sizes)
+
+
+def trained(folder: Path, *words: str) -> dict[str, torch.Tensor]:
+    done = train(folder, *words)
+    assert done.code == 0, done.err
+    name = next(word for word in reversed(words) if word.startswith("run.dir=")).removeprefix("run.dir=")
+    return load_file(folder / name / "weights.safetensors")
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def test_a_published_model_on_two_meshes(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    sharded(bytes_llama().write(tmp_path / "hf"))
+    words = [*LLAMA, "model.init_from=hf"]
+    single = trained(tmp_path, *words, "run.dir=single")
+    kill = "chaos.events=[{kind: kill, step: 1, rank: 1}]"
+    meshed = trained(tmp_path, *words, "run.dir=meshed", "mesh=dp2_pp2", "sharding=zero3", kill, "checkpoint.every=3")
+    assert_equal(meshed, single)
+    assert not torch.equal(single["embed.weight"], trained(tmp_path, *LLAMA, "run.dir=drawn")["embed.weight"])
+
+
+def test_a_run_and_its_file(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    trained(tmp_path, *SMALL, "train.steps=4", "run.dir=first")
+    words = [*SMALL, "seed=7", "page.size=128"]  # other pages than those of the run
+    wanted = trained(tmp_path, *words, "model.init_from=first/weights.safetensors", "run.dir=from_file")
+    assert_equal(trained(tmp_path, *words, "model.init_from=first", "run.dir=of_run", "mesh=pp2"), wanted)
+
+
+def test_a_checkpoint_and_the_newest_of_a_run_that_has_not_finished(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    trained(tmp_path, *SMALL, "train.steps=5", "checkpoint.every=2", "run.dir=first")
+    (tmp_path / "first" / "weights.safetensors").unlink()
+    words = [*SMALL, "seed=7", "page.size=128"]
+    step = "model.init_from=first/checkpoints/step_00000004"
+    wanted = trained(tmp_path, *words, step, "run.dir=of_step", "mesh=dp2_pp2")
+    assert_equal(trained(tmp_path, *words, "model.init_from=first", "run.dir=newest"), wanted)
+
+
+def test_a_resumed_run_does_not_read_the_weights_again(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    bytes_llama().write(tmp_path / "hf")
+    wanted = trained(tmp_path, *LLAMA, "model.init_from=hf", "checkpoint.every=3", "run.dir=whole")
+    shutil.rmtree(tmp_path / "hf")
+    other = train(tmp_path, "train.resume=whole", "model.init_from=other", "run.dir=another")
+    assert other.code == 2 and "model.init_from" in other.err, other.err
+    assert_equal(trained(tmp_path, "train.resume=whole", "mesh=dp2", "run.dir=again"), wanted)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["model.init_from=nowhere"], "there is no file or directory nowhere"),
+        (["model.init_from=hf", "model.layers=3"], "model.layers: 2 there, 3 here"),
+        (["model.init_from=hf", "model=gpt_tiny"], "is of model_type llama, and model.target=gpt"),
+        (["model.init_from=hf/model.safetensors"], "lacks"),
+    ],
+    ids=["nowhere", "layers", "family", "names"],
+)
+def test_refused_before_any_worker(tmp_path: Path, words: list[str], told: str) -> None:
+    write_text(tmp_path)
+    bytes_llama().write(tmp_path / "hf")
+    given = [word for word in LLAMA if not (words[-1] == "model=gpt_tiny" and word.startswith(("model=", "++")))]
+    done = train(tmp_path, *given, *words)
+    assert done.code == 2 and told in done.err and "fix:" in done.err, done.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_of_another_configuration(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    trained(tmp_path, *SMALL, "train.steps=2", "run.dir=first")
+    done = train(tmp_path, *SMALL, "model.heads=4", "model.init_from=first", "run.dir=second")
+    assert done.code == 2 and "model.heads: 2 there, 4 here" in done.err, done.err
+    assert json.loads((tmp_path / "first" / "summary.json").read_text())["steps"] == 2
