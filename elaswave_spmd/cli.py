@@ -27,6 +27,7 @@ _USAGE = """usage: {program} train [name=value ...]     train a model; {program}
   {program} ctl RUN status|add N|drain RANK ...   ask a run that is going on; {program} ctl --help
   {program} report RUN                            one HTML page about a run; {program} report --help
   {program} watch RUN                             the same page while the run goes on; {program} watch --help
+  {program} export RUN --to hf DIR                the model as transformers loads it; {program} export --help
   {program} plan mesh=NAME event='fail 6'         what would be done after an event; {program} plan --help
   {program} simulate scenario=NAME                policies compared in virtual time; {program} simulate --help
 """
@@ -72,7 +73,15 @@ def guarded(command: Callable[[], int]) -> int:
 
 def _command(command: str, program: str) -> int:
     """Any command but `train`."""
-    commands = {"agent": _agent, "ctl": _ctl, "report": _report, "watch": _watch, "plan": _plan, "simulate": _simulate}
+    commands = {
+        "agent": _agent,
+        "ctl": _ctl,
+        "report": _report,
+        "watch": _watch,
+        "export": _export,
+        "plan": _plan,
+        "simulate": _simulate,
+    }
     with _reader_may_leave():
         if command in ("-h", "--help"):
             print(_USAGE.format(program=program))
@@ -167,6 +176,12 @@ def _watch(program: str) -> int:
     from elaswave_spmd.report import watch_command
 
     return watch_command.main(sys.argv[1:], program)
+
+
+def _export(program: str) -> int:
+    from elaswave_spmd.weights import export_command
+
+    return export_command.main(sys.argv[1:], program)
 
 
 def _plan(program: str) -> int:

@@ -77,6 +77,10 @@ class Family(Protocol):
         """The config.json of a model with these facts, without what all families have."""
         ...
 
+    def context(self, seq_len: int, dropout: float) -> dict[str, Any]:
+        """What a config.json says besides: how long inputs were in training, and the dropout."""
+        ...
+
     def stored(self, name: str, heads: int) -> Stored:
         """How the parameter `name` of ours is stored."""
         ...
@@ -157,6 +161,10 @@ class LlamaFamily:
             "mlp_bias": False,
         }
 
+    def context(self, seq_len: int, dropout: float) -> dict[str, Any]:
+        # Llama of transformers has no dropout where ours has it.
+        return {"max_position_embeddings": seq_len, "attention_dropout": 0.0}
+
     def stored(self, name: str, heads: int) -> Stored:
         layer, _, path = name.partition(".")
         if layer == "embed":
@@ -230,6 +238,9 @@ class Gpt2Family:
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
         }
+
+    def context(self, seq_len: int, dropout: float) -> dict[str, Any]:
+        return {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": 0.0}
 
     def stored(self, name: str, heads: int) -> Stored:
         layer, _, path = name.partition(".")

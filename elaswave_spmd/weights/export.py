@@ -1,0 +1,168 @@
+"""A run's model in the form of Hugging Face: config.json, safetensors files and the tokenizer's files."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.weights.byte_tokenizer import byte_tokenizer
+from elaswave_spmd.weights.families import CONFIG_JSON, FAMILIES, Family, Stored, family_of_target, stored_name
+from elaswave_spmd.weights.given import owned_parameters
+from elaswave_spmd.weights.sources import WeightSource, whole
+from elaswave_spmd.weights.tensor_files import INDEX, MODEL
+from elaswave_spmd.weights.trained import TrainedModel, tokenizer_file
+
+MAX_FILE_BYTES = 2 * 10**9
+"""Bytes of the tensors in one file: what an export holds in memory, unless a single tensor is larger."""
+
+_BESIDE_TOKENIZER = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files that may lie beside a tokenizer.json, and name its tokens."""
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file that is to be written: its name, and the parameters of ours whose tensors it holds."""
+
+    name: str
+    parameters: tuple[str, ...]
+
+
+def export_model(trained: TrainedModel, folder: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> list[str]:
+    """Write a trained model as transformers loads it. The folder is there whole, or not at all.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        ConfigError: the model is of no family that transformers has; the folder exists; it cannot be written; the
+            tokenizer of the run is not there.
+    """
+    family = _family_of(trained)
+    folder = folder.expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            f"{folder} exists already",
+            rule="a model is written into a new directory, or an empty one",
+            where=str(folder),
+            fix="another DIR, or remove it",
+        )
+    tokenizer = tokenizer_file(trained)  # before anything is written
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            _write(trained, family, scratch, tokenizer, max_file_bytes)
+            scratch.chmod(0o755)
+            scratch.replace(folder)  # over an empty directory, too
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written ({error.strerror or error})", where=str(folder), fix="another DIR"
+        ) from error
+    return sorted(file.name for file in folder.iterdir())
+
+
+def _family_of(trained: TrainedModel) -> Family:
+    family = family_of_target(trained.settings.target)
+    if family is None:
+        raise ConfigError(
+            f"model.target={trained.settings.target} has no form in transformers",
+            rule="a model is exported as one of the families that transformers computes alike",
+            where=str(trained.path),
+            exists=", ".join(f"model.target={family.target}" for family in FAMILIES),
+            fix="read weights.safetensors of the run, which has the parameters by their names",
+        )
+    return family
+
+
+def _write(trained: TrainedModel, family: Family, folder: Path, tokenizer: Path | None, max_file_bytes: int) -> None:
+    (folder / CONFIG_JSON).write_text(json.dumps(config_of(trained, family), indent=2) + "\n", encoding="utf-8")
+    _write_tensors(trained, family, folder, max_file_bytes)
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer, folder / "tokenizer.json")
+        for name in _BESIDE_TOKENIZER:
+            if (tokenizer.parent / name).is_file():
+                shutil.copyfile(tokenizer.parent / name, folder / name)
+    elif trained.data.target is None:
+        for name, fields in byte_tokenizer().items():
+            (folder / name).write_text(json.dumps(fields, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def config_of(trained: TrainedModel, family: Family) -> dict[str, Any]:
+    """The config.json."""
+    dropout = trained.settings.dropout
+    return {
+        "architectures": [family.class_name],
+        "model_type": family.model_type,
+        "torch_dtype": "float32",
+        **family.config_of(family.facts_of_model(trained.model)),
+        **family.context(trained.seq_len, dropout),
+        # Our corpora have no special tokens, and those of a tokenizer are named in its own files.
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _write_tensors(trained: TrainedModel, family: Family, folder: Path, max_file_bytes: int) -> None:
+    from safetensors.torch import save_file
+
+    heads = family.facts_of_model(trained.model)["model.heads"]
+    stored = {}
+    for name, _ in owned_parameters(trained.model):
+        how = family.stored(name, heads)
+        stored[name] = Stored(stored_name(family, how, family.prefix), how.transposed, how.heads)
+    sizes = {name: 4 * math.prod(trained.source.shapes[name]) for name in stored}
+    files = list(_files(sizes, max_file_bytes))
+    for file in files:
+        tensors = {stored[name].name: as_stored(trained.source, name, stored[name]) for name in file.parameters}
+        save_file(tensors, folder / file.name, metadata={"format": "pt"})
+    if len(files) > 1:
+        weight_map = {stored[name].name: file.name for file in files for name in file.parameters}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def as_stored(source: WeightSource, name: str, how: Stored) -> Tensor:
+    """A parameter of ours as a published model stores it."""
+    values = whole(source, name)
+    if how.heads:
+        parts = values.reshape(how.heads, 3, -1, *values.shape[1:])
+        values = parts.transpose(0, 1).reshape(values.shape)
+    return (values.T if how.transposed else values).contiguous().clone()
+
+
+def _files(sizes: Mapping[str, int], most: int) -> Iterator[_File]:
+    """The parameters in their order, cut into files of at most `most` bytes, or of one parameter."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if groups[-1] and filled + size > most:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    for number, group in enumerate(groups):
+        yield _File(_file_name(number, groups), tuple(group))
+
+
+def _file_name(number: int, groups: Sequence[object]) -> str:
+    return MODEL if len(groups) == 1 else f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
