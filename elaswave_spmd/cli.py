@@ -28,6 +28,7 @@ _USAGE = """usage: {program} train [name=value ...]     train a model; {program}
   {program} report RUN                            one HTML page about a run; {program} report --help
   {program} watch RUN                             the same page while the run goes on; {program} watch --help
   {program} export RUN --to hf DIR                the model as transformers loads it; {program} export --help
+  {program} generate RUN TEXT                     what the model goes on with; {program} generate --help
   {program} plan mesh=NAME event='fail 6'         what would be done after an event; {program} plan --help
   {program} simulate scenario=NAME                policies compared in virtual time; {program} simulate --help
 """
@@ -79,6 +80,7 @@ def _command(command: str, program: str) -> int:
         "report": _report,
         "watch": _watch,
         "export": _export,
+        "generate": _generate,
         "plan": _plan,
         "simulate": _simulate,
     }
@@ -182,6 +184,12 @@ def _export(program: str) -> int:
     from elaswave_spmd.weights import export_command
 
     return export_command.main(sys.argv[1:], program)
+
+
+def _generate(program: str) -> int:
+    from elaswave_spmd.weights import generate_command
+
+    return generate_command.main(sys.argv[1:], program)
 
 
 def _plan(program: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +36,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens. Bytes that are no UTF-8 become replacement characters."""
+        ...
+
 
 class ByteTokenizer:
     """The tokenizer whose tokens are bytes, with a vocabulary of 256. Any file is valid."""
@@ -48,6 +52,10 @@ class ByteTokenizer:
         """The document's bytes as uint8 arrays, one per block."""
         for block in blocks:
             yield np.frombuffer(block, dtype=np.uint8)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The bytes as UTF-8."""
+        return bytes(tokens).decode("utf-8", "replace")
 
 
 class JsonTokenizer:
@@ -85,6 +93,10 @@ class JsonTokenizer:
         for text in _cut_text(blocks):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
             yield np.asarray(ids, dtype=np.uint32)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The tokens as text, special ones included."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -19,7 +19,7 @@ Block = tuple[int, int, int, int]
 
 # The purpose of a sub-key of the run's seed, in the top four bits of the last word that is folded in. Different
 # purposes therefore never share a key.
-DROPOUT, ORDER, INIT, CHECKS, SUM_CHECKS = 1 << 28, 2 << 28, 3 << 28, 4 << 28, 5 << 28
+DROPOUT, ORDER, INIT, CHECKS, SUM_CHECKS, SAMPLES = 1 << 28, 2 << 28, 3 << 28, 4 << 28, 5 << 28, 6 << 28
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)

@@ -28,7 +28,7 @@ ROOMS = {
     "recovery": "errors determinism mesh sharding conf scheduling",
     "runtime": "errors mesh sharding conf",
     "run_dir": "errors sharding conf",
-    "weights": "errors sharding models conf run_dir data",
+    "weights": "errors determinism data sharding models conf run_dir",
     "worker": "errors determinism mesh data sharding models conf scheduling recovery runtime run_dir weights",
     "simulator": "errors determinism mesh sharding conf scheduling recovery run_dir",
     "controller": "errors determinism mesh data sharding conf scheduling recovery runtime run_dir weights worker",
@@ -40,7 +40,8 @@ ROOMS = {
 WITHOUT_TORCH = (
     *("mesh", "sharding", "scheduling", "recovery", "determinism", "keyed", "run_dir", "conf.schema", "simulator"),
     *("cli", "controller.admin_client", "runtime.devices.selection"),
-    *("weights.resolve", "report.report_command", "simulator.plan_command", "simulator.simulate_command"),
+    *("weights.resolve", "weights.export_command", "weights.generate_command"),
+    *("report.report_command", "simulator.plan_command", "simulator.simulate_command"),
 )
 
 

@@ -223,7 +223,7 @@ def test_help_names_the_arguments(call):
         code, out, _ = call(command, "--help")
         assert code == 0 and all(word in out for word in words)
     code, _, err = call("pan")
-    assert code == 2 and "train, agent, ctl, report, watch, export, plan, simulate" in err
+    assert code == 2 and "train, agent, ctl, report, watch, export, generate, plan, simulate" in err
     assert all(word in call("--help")[1] for word in ("plan mesh=NAME", "simulate scenario=NAME"))
 
 

@@ -19,6 +19,7 @@ from elaswave_spmd.weights.sources import SavedState, whole
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.optimizers import AdamW
+from elaswave_spmd.worker.plan_run import begins_with_given_weights
 from elaswave_spmd.worker.state import HeldState
 from tests.published_models import MODELS
 from tests.unit.run_dir.checkpoint_cases import flip, save, small_layout
@@ -104,3 +105,11 @@ def test_pages_are_filled_with_the_same_bits_by_any_workers(tmp_path: Path, name
         for slot in (s for b in layer.state_blocks for s in b.slots):
             wanted = given.part(slot.parameter.name, 0, sizes[slot.parameter.name])
             assert torch.equal(one[layer.index][slot.start : slot.stop], wanted)
+
+
+def test_a_run_begins_with_given_weights_and_a_resumed_one_with_its_checkpoint() -> None:
+    def begins(model: dict[str, str], train: dict[str, str]) -> bool:
+        return begins_with_given_weights(Settings.from_dict({"model": model, "train": train}))
+
+    assert begins({"init_from": "a"}, {})
+    assert not begins({"init_from": "a"}, {"resume": "runs/a"}) and not begins({}, {})

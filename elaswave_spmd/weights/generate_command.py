@@ -1,0 +1,49 @@
+"""`python -m elaswave_spmd generate RUN "text"`: prints the text with what the run's model goes on with."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str], program: str) -> int:
+    """Prints the text and its continuation. Returns the exit code.
+
+    Raises:
+        UserError: there is no such run; its model or tokenizer cannot be used; an argument out of range.
+        RunError: the model's output is not finite.
+    """
+    options = _parse(arguments, program)
+    from elaswave_spmd.weights.generate import Sampling, generate, load_model, tokenizer_of  # imports torch
+    from elaswave_spmd.weights.trained import open_trained
+
+    sampling = Sampling(options.tokens, options.temperature, options.seed)
+    trained = open_trained(options.run)
+    tokenizer = tokenizer_of(trained)
+    # A text from the command line may hold bytes that are no UTF-8.
+    prompt = [int(token) for part in tokenizer.encode([_bytes_of(options.text)]) for token in part]
+    tokens = generate(load_model(trained), prompt, sampling, tokenizer.vocab_size)
+    print(tokenizer.decode([*prompt, *tokens]))
+    return 0
+
+
+def _bytes_of(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        f"{program} generate", description="Prints a text with what the model of a run (gpt, llama, mlp) goes on with."
+    )
+    parser.add_argument("run", metavar="RUN", help="the run's directory, or that of one of its checkpoints")
+    parser.add_argument("text", metavar="TEXT", help="the begin")
+    parser.add_argument("--tokens", type=int, default=100, metavar="N", help="number of new tokens (default: 100)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0: the most likely token (the default); 1: as the model has it",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
+    return parser.parse_args(arguments)
