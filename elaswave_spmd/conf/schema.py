@@ -20,7 +20,7 @@ from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.mesh import MeshShape
 
 SHARDINGS = ("model", "zero0", "zero1", "zero2", "zero3")
-CORPORA = ("stdlib", "text", "custom")
+CORPORA = ("stdlib", "text", "bin", "custom")
 OPTIMIZERS = ("adamw", "sgd")
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -43,7 +43,11 @@ VERIFY_ACTIONS = ("evict", "rollback", "report", "stop")
 FREQUENCIES = ("none", "simulated", "nvml", "cpufreq")
 _DEVICE_OF_FREQUENCY = {"simulated": "emulated", "nvml": "cuda", "cpufreq": "cpu"}
 
-_DATA_NEEDS = {"text": ("path", "'data.path=\"corpus/*.txt\"'"), "custom": ("target", "data.target=my_file.MyDataset")}
+_DATA_NEEDS = {
+    "text": ("path", "'data.path=\"corpus/*.txt\"'"),
+    "bin": ("path", "data.path=FOLDER with train.bin and val.bin"),
+    "custom": ("target", "data.target=my_file.MyDataset"),
+}
 _CHAOS_EXAMPLE = "chaos.events=[{step: 12, kind: kill, rank: 3, point: backward}]"
 _SLOW_EXAMPLE = "emulated.slow=[{rank: 3, speed: 0.5, step: 10}]"
 
@@ -125,8 +129,8 @@ class ModelSettings(Section, group="model"):
 class DataSettings(Section, group="data"):
     """The data that it is trained on: a corpus, or a dataset of your own."""
 
-    name: str = setting("stdlib", "source text of Python's library, text files, or your own dataset", choices=CORPORA)
-    path: str | None = setting(None, "text files, for data=text: a glob, quoted: 'data.path=\"corpus/**/*.txt\"'")
+    name: str = setting("stdlib", "Python's library, text files, token files, or your own dataset", choices=CORPORA)
+    path: str | None = setting(None, "text files, a glob, quoted: 'data.path=\"corpus/**/*.txt\"'; bin: file or folder")
     tokenizer: str = setting("bytes", "bytes, or the path of a tokenizers JSON file")
     target: str | None = setting(None, "your dataset, for data=custom: my_file.MyDataset")
     args: Mapping[str, Any] = setting({}, "further arguments of your own dataset, +data.args.NAME=VALUE")

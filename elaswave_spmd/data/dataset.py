@@ -107,8 +107,11 @@ def open_split(prepared: PreparedData, split: Split) -> DataSplit:
     num_samples = prepared.num_samples(split)
     if prepared.target:
         return _open_custom(prepared, split, num_samples)
+    if split == "validation" and prepared.validation_file:
+        tokens = _map_tokens(prepared.validation_file, prepared.num_validation_tokens, prepared)
+        return TokenDataset(tokens, prepared.seq_len, 0, num_samples, prepared.vocab_size)
     first = 0 if split == "train" else prepared.num_train_samples
-    tokens = _map_tokens(prepared)
+    tokens = _map_tokens(prepared.token_file, prepared.num_tokens, prepared)
     return TokenDataset(tokens, prepared.seq_len, first, num_samples, prepared.vocab_size)
 
 
@@ -131,20 +134,22 @@ def _open_custom(prepared: PreparedData, split: Split, num_samples: int) -> Cust
     return CustomDataset(dataset, prepared.seq_len, first, num_samples, prepared.target)
 
 
-def _map_tokens(prepared: PreparedData) -> np.ndarray:
+def _map_tokens(path: str, num_tokens: int, prepared: PreparedData) -> np.ndarray:
     dtype = np.dtype(prepared.dtype).newbyteorder("<")
+    owned = prepared.corpus != "bin"  # a user's own file is not made anew
     try:
-        size = os.stat(prepared.token_file).st_size
-        if size != prepared.num_tokens * dtype.itemsize:
+        size = os.stat(path).st_size
+        if size != num_tokens * dtype.itemsize:
             raise DataError(
-                f"the token file {prepared.token_file} has {size} bytes, not {prepared.num_tokens * dtype.itemsize}",
-                fix="delete it; the next start makes it again",
+                f"the token file {path} has {size} bytes, not {num_tokens * dtype.itemsize}",
+                fix="delete it; the next start makes it again" if owned else "start again when nobody writes to it",
             )
-        return np.memmap(prepared.token_file, dtype=dtype, mode="r")
+        return np.memmap(path, dtype=dtype, mode="r")
     except OSError as error:
+        again = "start again: it is made anew; on several hosts data.cache must be a directory that all of them see"
         raise DataError(
-            f"the token file {prepared.token_file} cannot be opened ({error.strerror or error})",
-            fix="start again: it is made anew; on several hosts data.cache must be a directory that all of them see",
+            f"the token file {path} cannot be opened ({error.strerror or error})",
+            fix=again if owned else "put it back; on several hosts data.path must exist on all of them",
         ) from error
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
 from pathlib import Path
 
+from elaswave_spmd.data.bin_files import BIN_DTYPE, BinFile, find_bin_files, read_bin_file
 from elaswave_spmd.data.cache import default_cache, tokenize_once
 from elaswave_spmd.data.corpus import Corpus, stdlib_corpus, text_corpus
 from elaswave_spmd.data.custom import choose_kwargs, make_dataset, read_sample
@@ -30,6 +32,8 @@ def prepare_data(spec: DataSpec, seq_len: int | None = None, *, progress: bool |
     length = _choose_seq_len(spec.seq_len, seq_len)
     if spec.name == "custom":
         return _prepare_custom(spec, length)
+    if spec.name == "bin":
+        return _prepare_bin(spec, length)
     return _prepare_tokens(spec, length, sys.stderr.isatty() if progress is None else progress)
 
 
@@ -72,6 +76,48 @@ def _prepare_tokens(spec: DataSpec, seq_len: int, progress: bool) -> PreparedDat
         dtype=tokens.dtype,
         num_tokens=tokens.num_tokens,
     )
+
+
+def _prepare_bin(spec: DataSpec, seq_len: int) -> PreparedData:
+    train_path, validation_path = find_bin_files(spec.path or "")
+    train = read_bin_file(train_path)
+    num_train = _num_bin_samples(train, seq_len)
+    held_out, num_held_out = None, 0
+    if validation_path is None:
+        _check_split_sizes(num_train, spec, "data.path")
+        num_train, num_held_out = split_samples(num_train, spec.validation_fraction)
+    elif spec.validation_fraction > 0:
+        held_out = read_bin_file(validation_path)
+        num_held_out = _num_bin_samples(held_out, seq_len)
+    files = [train] if held_out is None else [train, held_out]
+    hashes = "".join(file.sha256 for file in files)
+    return PreparedData(
+        corpus="bin",
+        sha256=hashes if held_out is None else hashlib.sha256(hashes.encode()).hexdigest(),
+        num_bytes=2 * sum(file.num_tokens for file in files),
+        tokenizer=BIN_DTYPE,
+        vocab_size=1 + max(file.largest for file in files),
+        seq_len=seq_len,
+        num_train_samples=num_train,
+        num_validation_samples=num_held_out,
+        token_file=train.path,
+        dtype=BIN_DTYPE,
+        num_tokens=train.num_tokens,
+        validation_file="" if held_out is None else held_out.path,
+        num_validation_tokens=0 if held_out is None else held_out.num_tokens,
+    )
+
+
+def _num_bin_samples(file: BinFile, seq_len: int) -> int:
+    num_samples = (file.num_tokens - 1) // seq_len
+    if num_samples < 1:
+        raise DataError(
+            f"{file.path} is shorter than one sample: {file.num_tokens} tokens, train.seq_len={seq_len}",
+            rule="a sample takes train.seq_len + 1 tokens",
+            where="data.path",
+            fix="more tokens, or a shorter train.seq_len",
+        )
+    return num_samples
 
 
 def _check_enough(corpus: Corpus, num_tokens: int, seq_len: int, spec: DataSpec) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from elaswave_spmd.errors import ConfigError, DataError
 
-CORPUS_NAMES = ("stdlib", "text", "custom")
+CORPUS_NAMES = ("stdlib", "text", "bin", "custom")
 SPLITS = ("train", "validation")
 BYTES = "bytes"
 Split = Literal["train", "validation"]
@@ -20,9 +20,10 @@ class DataSpec:
     """The data that a run was asked to use.
 
     Attributes:
-        name: `stdlib` (source text of the running Python's standard library), `text` (files matching `path`) or
-            `custom` (the user's map-style dataset `target`). A set `target` always means `custom`.
-        path: a glob for `text`; handed to a custom dataset that names it.
+        name: `stdlib` (source text of the running Python's standard library), `text` (files matching `path`), `bin`
+            (uint16 tokens: a file, or a folder with `train.bin` and `val.bin`, at `path`) or `custom` (the user's
+            map-style dataset `target`). A set `target` always means `custom`.
+        path: a glob for `text`; a file or folder for `bin`; handed to a custom dataset that names it.
         tokenizer: `bytes`, or the path of a `tokenizers` JSON file.
         target: `my_file.MyDataset`, imported with the working directory on the path.
         args: further keyword arguments of a custom dataset.
@@ -78,6 +79,16 @@ class DataSpec:
             raise DataError(
                 "data=text is given without data.path", where="data.path", fix="data=text data.path='corpus/**/*.txt'"
             )
+        if self.name == "bin" and not self.path:
+            raise DataError(
+                "data=bin is given without data.path", where="data.path", fix="data=bin data.path=FOLDER or FILE.bin"
+            )
+        if self.name == "bin" and self.tokenizer != BYTES:
+            raise ConfigError(
+                f"data.tokenizer={self.tokenizer} is given with data=bin, whose files hold tokens already",
+                where="data.tokenizer",
+                fix="leave data.tokenizer out, or data=text with the text itself",
+            )
         if self.name == "stdlib" and self.path:
             raise ConfigError(
                 f"data.path={self.path} is given with data=stdlib, which takes no path",
@@ -97,8 +108,9 @@ class PreparedData:
     """Data ready to be opened by any process, by `open_split`. Plain: `to_dict` gives JSON types only.
 
     Attributes:
-        corpus: `stdlib`, `text`, or the target of a custom dataset.
-        sha256: of the corpus' bytes in order; equal bits of a run are claimed for equal values. Empty for custom.
+        corpus: `stdlib`, `text`, `bin`, or the target of a custom dataset.
+        sha256: of the corpus' bytes in order (of the two files' hashes, where validation has its own); equal bits of a
+            run are claimed for equal values. Empty for custom.
         num_bytes: size of the corpus in bytes; 0 for custom.
         tokenizer: `bytes`, or the file's name and the first digits of its sha256; empty for custom.
         vocab_size: every token lies in [0, vocab_size).
@@ -107,6 +119,7 @@ class PreparedData:
         token_file: absolute path of the raw tokens; empty for custom.
         dtype: numpy name of the stored tokens (`uint8`, `uint16`, `uint32`); empty for custom.
         num_tokens: tokens in the file; 0 for custom.
+        validation_file, num_validation_tokens: a file of its own for validation, counted from its start; else empty.
         target, kwargs: class of a custom dataset and its keyword arguments, without `split`.
     """
 
@@ -121,6 +134,8 @@ class PreparedData:
     token_file: str = ""
     dtype: str = ""
     num_tokens: int = 0
+    validation_file: str = ""
+    num_validation_tokens: int = 0
     target: str = ""
     kwargs: Mapping[str, object] = field(default_factory=dict, hash=False)
 
