@@ -68,7 +68,9 @@ def test_files_are_choices_and_name_settings_that_exist() -> None:
 
 @pytest.mark.parametrize(("group", "choice"), FILES, ids=["=".join(pair) for pair in FILES])
 def test_every_choice_is_good(group: str, choice: str) -> None:
-    needs = {"text": ["data.path=a"], "custom": ["data.target=my_file.MyDataset"]}.get(choice, [])
+    needs = {"text": ["data.path=a"], "bin": ["data.path=a"], "custom": ["data.target=my_file.MyDataset"]}.get(
+        choice, []
+    )
     made = settings(f"{group}={choice}", *needs)
     if group in ("sharding", "model", "data", "optim"):
         assert getattr(made, group).name == choice
@@ -160,6 +162,7 @@ def test_help_has_a_line_for_each_setting_and_each_choice() -> None:
         ("run.dir=", "run.dir="),
         ("mesh.stages=[]", "mesh.stages=[]"),
         ("data=text", "data=text"),
+        ("data=bin", "data=bin"),
         ("data=custom", "data=custom"),
         ("train.steps=???", "train.steps=???"),
         ("+chaotic=1", "+chaotic=1"),
