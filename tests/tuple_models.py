@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Init, KeyedDropout, Keys
-from elaswave_spmd.models import LayeredModel
+from elaswave_spmd.models import Batch, LayeredModel
 
 
 class Hidden(NamedTuple):
@@ -109,6 +109,58 @@ class FeaturesFirst(LayeredModel):
     def __init__(self, vocab_size: int, d_model: int, layers: int = 0) -> None:
         of_features = OfFeatures(vocab_size, d_model)
         super().__init__({"features": Features(), "of": of_features, "head": nn.Linear(d_model, vocab_size)})
+
+    def init(self, name: str, shape: tuple[int, ...]) -> Init:
+        return super().init(name, shape)
+
+
+class Routed(NamedTuple):
+    """What layers of a mixture of experts hand on.
+
+    Args:
+        x: float [B, T, D].
+        balance: float, without dims: the terms of the loss so far.
+    """
+
+    x: Tensor
+    balance: Tensor
+
+
+class Start(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Routed:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Routed(super().forward(tokens), torch.zeros((), device=tokens.device))
+
+
+class Experts(nn.Module):
+    """Each token goes through the expert that its router prefers; the balance is that of Switch Transformer."""
+
+    def __init__(self, d_model: int, number: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(d_model, number)
+        self.experts = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(number))
+
+    def forward(self, given: Routed) -> Routed:
+        odds = self.router(given.x).softmax(-1)
+        taken = nn.functional.one_hot(odds.argmax(-1), len(self.experts)).to(odds.dtype)
+        outputs = torch.stack([torch.tanh(expert(given.x)) for expert in self.experts], dim=-1)
+        balance = len(self.experts) * (taken.mean((0, 1)) * odds.mean((0, 1))).sum()
+        return Routed(given.x + (outputs * (taken * odds)[..., None, :]).sum(-1), given.balance + balance)
+
+
+class Answer(nn.Linear):
+    def forward(self, given: Routed) -> Routed:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Routed(super().forward(given.x), given.balance)
+
+
+class Mixture(LayeredModel):
+    """A mixture of experts: each layer adds a term to the loss, which is a function of the whole micro-batch."""
+
+    def __init__(self, vocab_size: int, layers: int, d_model: int, experts: int = 3) -> None:
+        middle = {f"experts{i}": Experts(d_model, experts) for i in range(layers)}
+        super().__init__({"start": Start(vocab_size, d_model), **middle, "answer": Answer(d_model, vocab_size)})
+
+    def loss(self, output: Routed, batch: Batch) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().loss(output.x, batch) + 0.1 * batch.targets.numel() * output.balance
 
     def init(self, name: str, shape: tuple[int, ...]) -> Init:
         return super().init(name, shape)

@@ -437,11 +437,12 @@ class _Check:
         """Hold the loss of a micro-batch to the sum of the losses of its halves.
 
         It is computed without the worker's programs, which are made for whole micro-batches; `loss()` alone is checked.
-        Micro-batches of one sample use both samples.
+        Micro-batches of one sample use both samples. A tensor of the output that has no dims is a term of the
+        micro-batch, not of its samples, and is zero here.
         """
         size = self._job.microbatch_size
         samples = (self._first,) if size > 1 else (self._first, self._other)
-        outputs = [self._output(layer, module, sample) for sample in samples]
+        outputs = [_without_terms(self._output(layer, module, sample)) for sample in samples]
         output, batch = (outputs[0], self._first.batch) if size > 1 else (_cat(outputs), _joined(samples))
         del outputs  # those of a language model are large
         cut, loss = batch.tokens.shape[0] // 2, self._programs.loss
@@ -545,12 +546,17 @@ def _named(name: str, value: Activation) -> Iterator[tuple[str, Tensor]]:
 def _cat(values: Sequence[Activation]) -> Activation:
     """Activations of several samples as one."""
     columns = zip(*map(tensors_of, values), strict=True)
-    return like(values[0], [torch.cat(column) for column in columns])
+    return like(values[0], [torch.cat(column) if column[0].ndim else column[0] for column in columns])
+
+
+def _without_terms(value: Activation) -> Activation:
+    """An output whose terms of the whole micro-batch are zero."""
+    return value if isinstance(value, Tensor) else map_tensors(lambda t: t if t.ndim else torch.zeros_like(t), value)
 
 
 def _part(value: Activation, samples: slice) -> Activation:
     """Some samples of an activation."""
-    return map_tensors(lambda tensor: tensor[samples].contiguous(), value)
+    return map_tensors(lambda tensor: tensor[samples].contiguous() if tensor.ndim else tensor, value)
 
 
 def _in_fp32(tensor: Tensor) -> Tensor:
@@ -558,7 +564,7 @@ def _in_fp32(tensor: Tensor) -> Tensor:
 
 
 def _disturbed(tensor: Tensor) -> Tensor:
-    return _waves(tensor).mul_(0.5).add_(1.0) if tensor.is_floating_point() else tensor
+    return _waves(tensor).mul_(0.5).add_(1.0) if tensor.is_floating_point() and tensor.ndim else tensor
 
 
 def _made_up_gradient(y: Activation) -> Activation:

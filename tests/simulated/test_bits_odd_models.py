@@ -13,7 +13,7 @@ from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.sharding import tie
 from tests.simulated import bits_cases
 from tests.simulated.bits_cases import TOKENS, VOCAB, Run, assert_as_reference, placement_of
-from tests.tuple_models import FeaturesFirst, Skips
+from tests.tuple_models import FeaturesFirst, Mixture, Skips
 
 WIDTH = 8
 
@@ -141,6 +141,7 @@ CASES: dict[str, Callable[[], LayeredModel]] = {
     "a buffer": model(Buffered),
     "of torch": of_torch,
     "tuples": lambda: Skips(VOCAB, 2, WIDTH, dropout=0.2),
+    "terms of the loss": lambda: Mixture(VOCAB, 2, WIDTH),
     "features": lambda: FeaturesFirst(VOCAB, WIDTH),
 }
 

@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.faults import SENDER, AnyFault, Fault, MessageFault
 from tests.simulated import bits_cases
 from tests.simulated.bits_cases import VOCAB, MirroredCluster, Run, expected, one_thread, outcome
-from tests.tuple_models import FeaturesFirst, Skips
+from tests.tuple_models import FeaturesFirst, Mixture, Skips
 
 RUN = Run(model="skips", microbatches=5, steps=4, page_size=64)
 
@@ -19,6 +19,7 @@ RUN = Run(model="skips", microbatches=5, steps=4, page_size=64)
 @pytest.fixture(autouse=True)
 def models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bits_cases.MODELS, "skips", lambda: Skips(VOCAB, 2, 8, dropout=0.2))
+    monkeypatch.setitem(bits_cases.MODELS, "terms", lambda: Mixture(VOCAB, 2, 8))
     monkeypatch.setitem(bits_cases.MODELS, "features", lambda: FeaturesFirst(VOCAB, 8))
 
 
@@ -40,7 +41,7 @@ def test_a_worker_is_lost_anywhere_in_a_step(mesh: str, zero: int, point: str) -
 @pytest.mark.parametrize("seed", range(10))
 def test_random_losses_and_joins_with_checks(seed: int) -> None:
     draw = random.Random(seed)
-    run = Run(model=draw.choice(["skips", "features"]), microbatches=5, steps=4, page_size=64)
+    run = Run(model=draw.choice(["skips", "features", "terms"]), microbatches=5, steps=4, page_size=64)
     faults: list[AnyFault] = [
         MessageFault(
             "kill", draw.choice(["Activation", "ActivationGradient", "Vote"]), SENDER, False, draw.randint(1, 9)

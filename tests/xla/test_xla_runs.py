@@ -238,3 +238,17 @@ def test_tuples_between_layers_have_the_losses_of_the_cpu_and_equal_bits(tmp_pat
     killed = run(tmp_path / "killed", *words, "mesh=dp2_pp2", "sharding=zero3", kill)
     assert killed.changes.ranks("fail") == [[1]] and killed.bits == alone.bits
     killed.assert_nothing_compiled_in_training(4)
+
+
+def test_terms_of_the_loss_have_equal_bits_on_islands(tmp_path: Path) -> None:
+    """A tensor without dims goes from layer to layer, and from stage to stage."""
+    words = ("model.target=tests.tuple_models.Mixture",)
+    alone = run(tmp_path / "alone", *words)
+    write_text(tmp_path)
+    done = train_in_new_interpreter(tmp_path, *SMALL, *words, "runtime.device=cpu")
+    assert done.code == 0, done.err
+    cpu = [line.loss for line in read_metrics(tmp_path / "run")]
+    assert len(cpu) == STEPS and all(abs(a - b) < 1e-3 for a, b in zip(cpu, alone.losses, strict=True))
+    found = run(tmp_path / "meshed", *words, "mesh=dp2_pp2", "sharding=zero2")
+    assert found.bits == alone.bits
+    found.assert_nothing_compiled_in_training(4)

@@ -39,7 +39,6 @@ from elaswave_spmd.worker.activations import (
     map_tensors,
     marks_of,
     tensors_of,
-    zero_gradient,
 )
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.programs.backward_pair import PairPrograms
@@ -67,7 +66,8 @@ class LayerPrograms:
     """The programs of one layer.
 
     All take the same arguments first, called `given`: the layer's parameters, its input, the packed keys, and in the
-    last layer the tokens and targets. Input and output are one tensor, or the tensors of a tuple one after the other.
+    last layer the tokens and targets. Input and output are one tensor, or the tensors of a tuple one after the other;
+    those without dims have one on the island, where a scalar argument could not be told from a number in the code.
 
     Args:
         forward: (*given) -> *output, *residuals.
@@ -183,13 +183,13 @@ class XlaPrograms(PairPrograms):
         """Compiles the programs of one layer for inputs like `x`. Returns them, and zeros like the layer's output."""
         island, layer, specs = self._island, layout.index, self._specs_of(layout)
         host = [torch.zeros(slot.parameter.shape, dtype=dtype) for slot in layout.slots]
-        host += [torch.zeros_like(one, requires_grad=False) for one in tensors_of(x)]
+        host += [_with_dims(torch.zeros_like(one, requires_grad=False)) for one in tensors_of(x)]
         host.append(torch.zeros(3 + tokens_BT[0], dtype=torch.int64))
         host += [torch.zeros(tokens_BT, dtype=torch.int64)] * (2 if layer == self._last else 0)
         zeros = ZeroArguments(island, tuple(host), tuple(specs))
         with torch.no_grad(), _evaluating(module):
             inputs = zeros.given()
-            outputs = tensors_of(self._output(layout, module, dtype, inputs, x))
+            outputs = tensors_of(_all_with_dims(self._output(layout, module, dtype, inputs, x)))
             evaluate = island.capture(outputs, inputs, [WHOLE] * len(outputs))
             island.forget_traces()
         inputs = zeros.given()
@@ -203,11 +203,12 @@ class XlaPrograms(PairPrograms):
         with saved.hooks():
             y = self._output(layout, module, dtype, inputs, x)
             y = map_tensors(lambda one: one * self._loss_scale, y) if layer == self._last else y
+            output = map_tensors(lambda o: torch.zeros(o.shape, dtype=o.dtype, requires_grad=o.requires_grad), y)
+            y = _all_with_dims(y)
         residuals = saved.besides(inputs)
         results = [*(one.detach() for one in tensors_of(y)), *residuals]
         forward = island.capture(results, inputs, [WHOLE] * len(results))
-        output = map_tensors(lambda o: torch.zeros(o.shape, dtype=o.dtype, requires_grad=o.requires_grad), y)
-        ends = () if layer == self._last else tensors_of(zero_gradient(output))
+        ends = () if layer == self._last else tuple(torch.zeros(o.shape, dtype=o.dtype) for o in graded(y))
         traced = TracedForward(
             zeros, graded(y), leaves, saved, forward, ends, len(of_input), num_outputs=len(tensors_of(y))
         )
@@ -218,11 +219,17 @@ class XlaPrograms(PairPrograms):
     def _output(
         self, layout: LayerLayout, module: nn.Module, dtype: torch.dtype, inputs: list[Tensor], like_x: Activation
     ) -> Activation:
-        """Traces the layer's output, or the loss after the last layer, in the form that `StagePrograms` gives it."""
+        """Traces the layer's output, or the loss after the last layer, in the form that `StagePrograms` gives it.
+
+        Args:
+            inputs: `given` of `LayerPrograms`.
+            like_x: the layer's input without values.
+        """
         paths = [_path(layout, slot) for slot in layout.slots]
         parameters, others = inputs[: len(paths)], inputs[len(paths) :]
         number = len(tensors_of(like_x))
-        x, (packed, *batch) = like(like_x, others[:number]), others[number:]
+        given = (o if form.ndim else o.reshape(()) for o, form in zip(others, tensors_of(like_x), strict=False))
+        x, (packed, *batch) = like(like_x, given), others[number:]
         keys = Keys(packed[0], packed[1], packed[3:], packed[2])
         arguments = (x, keys) if takes_keys(module) else (x,)
         y = torch.func.functional_call(module, dict(zip(paths, parameters, strict=True)), arguments)
@@ -300,6 +307,8 @@ class XlaPrograms(PairPrograms):
         outputs = self._out(outputs, last)
         if isinstance(form, Tensor):
             return outputs[0]
+        if last:
+            outputs = [one.reshape(of.shape) for one, of in zip(outputs, form, strict=True)]
         return like(form, (o.requires_grad_(f.requires_grad) for o, f in zip(outputs, form, strict=True)))
 
     def _as_gradient(self, layer: int, x: Activation, made: Sequence[Tensor | None]) -> Activation | None:
@@ -309,12 +318,16 @@ class XlaPrograms(PairPrograms):
             x: the input without values.
             made: by tensor of the input; None: there is none, or it is ignored.
         """
-        found = self._out([one for one in made if one is not None], layer == min(self._modules))
-        given = iter(found)
-        all_of_it = [None if one is None else next(given) for one in made]
+        first = layer == min(self._modules)
+        found = iter(self._out([one for one in made if one is not None], first))
+        all_of_it = [None if one is None else next(found) for one in made]
         marks = marks_of(leaf(x, passes_gradient=True))
         dx = tuple(
-            torch.zeros(one.shape, dtype=one.dtype) if gradient is None else gradient
+            torch.zeros(one.shape, dtype=one.dtype)
+            if gradient is None
+            else gradient.view(one.shape)
+            if first
+            else gradient
             for one, gradient, mark in zip(tensors_of(x), all_of_it, marks, strict=True)
             if mark
         )
@@ -388,7 +401,7 @@ class XlaPrograms(PairPrograms):
 
     def _there(self, value: Tensor) -> Tensor:
         """A tensor on the island, which is sent there unless the layer before left it there."""
-        value = value.detach()
+        value = _with_dims(value.detach())
         return value if value.device == self._island.place else self._island.put([value], [WHOLE])[0]
 
     def _out(self, values: Sequence[Tensor], leaves_stage: bool) -> list[Tensor]:
@@ -397,6 +410,16 @@ class XlaPrograms(PairPrograms):
             return self._island.fetch(values) if values else []
         self._island.wait()  # the caller measures the time: it is to be the program's, not that of starting it
         return list(values)
+
+
+def _with_dims(value: Tensor) -> Tensor:
+    """A tensor that has a dim."""
+    return value if value.ndim else value.reshape(1)
+
+
+def _all_with_dims(y: Activation) -> Activation:
+    """A traced output as a program returns it: of a tuple each tensor has a dim."""
+    return y if isinstance(y, Tensor) else map_tensors(_with_dims, y)
 
 
 def _path(layout: LayerLayout, slot: Slot) -> str:

@@ -31,6 +31,7 @@ from elaswave_spmd.worker.programs.split_backward import WeightProducts
 from elaswave_spmd.worker.spec import Job
 from tests import mistaken_model
 from tests.mistaken_model import BLOCKS, BUILT, REFUSED, RIGHT, Mistaken
+from tests.tuple_models import Experts, FeaturesFirst, Mixture, Routed, Skips
 
 VOCABULARY, TIME, WIDTH = 11, 6, 8
 CPU = torch.device("cpu")
@@ -436,3 +437,44 @@ def test_the_names_of_who_reads_samples_are_the_runs_own() -> None:
     check_model(local(mistaken("none"), job), job, Seeing(), CPU)
     wanted = [sample_ids(job.seed, 1, 8, 100, np.array(slots)) for slots in ((0, 1), (6, 7))]
     assert [ids.tolist() for ids in seen] == [ids.tolist() for ids in wanted]
+
+
+class MeanMixture(Mixture):
+    """Its terms are right, and the rest of its loss is a mean."""
+
+    def loss(self, output: Routed, batch: Batch) -> Tensor:
+        return super().loss(output, batch) / batch.targets.numel()
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Skips(VOCABULARY, 2, WIDTH, 0.1),
+        lambda: FeaturesFirst(VOCABULARY, WIDTH),
+        lambda: Mixture(VOCABULARY, 2, WIDTH),
+    ],
+    ids=["skips", "features", "terms"],
+)
+def test_layers_that_hand_on_tuples_pass(make: Callable[[], LayeredModel], dtype: str, microbatch_size: int) -> None:
+    sizes = {"dtype": dtype, "microbatch_size": microbatch_size}
+    found = [check(make(), rank=rank, **sizes, activation_checkpointing=bool(rank)) for rank in (0, 1)]
+    assert found[0].loss_unchecked == "" and found[0].kinds == found[1].kinds
+    assert [row.digest for row in found[0].layers] == [row.digest for row in found[1].layers]
+
+
+def test_terms_of_a_micro_batch_are_left_out_of_the_check_of_the_loss_and_the_rest_is_not() -> None:
+    assert "loss() of 2 samples" in refusal(MeanMixture(VOCABULARY, 1, WIDTH)).what
+
+
+class ChangesItsTuple(Experts):
+    def forward(self, given: Routed) -> Routed:
+        given.x.add_(1.0)
+        return super().forward(given)
+
+
+def test_a_tensor_of_a_tuple_that_is_changed_in_place_is_refused() -> None:
+    model = Mixture(VOCABULARY, 1, WIDTH)
+    model.get_submodule("experts0").__class__ = ChangesItsTuple
+    assert "experts0" in refusal(model).what and "in place" in refusal(model).what

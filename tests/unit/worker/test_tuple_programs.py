@@ -16,13 +16,14 @@ from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.programs.emulated import EmulatedDevice, EmulatedPrograms
 from elaswave_spmd.worker.programs.inductor import CompiledPrograms
-from tests.tuple_models import FeaturesFirst, Skips
+from tests.tuple_models import FeaturesFirst, Mixture, Skips
 
 CPU = torch.device("cpu")
 VOCABULARY, SIZES = 11, (2, 6)
 MODELS: dict[str, Callable[[], LayeredModel]] = {
     "skips": lambda: Skips(VOCABULARY, 2, 8, dropout=0.2),
     "features": lambda: FeaturesFirst(VOCABULARY, 8),
+    "terms": lambda: Mixture(VOCABULARY, 2, 8),
 }
 
 
