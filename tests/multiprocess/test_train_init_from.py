@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.multiprocess.real_runs import SMALL, train, write_text
+from tests.multiprocess.real_runs import SMALL, launch, train, write_text
 from tests.published_models import MODELS, Published
 from tests.unit.weights.test_given_weights import sharded
 
@@ -69,10 +70,12 @@ def test_a_run_and_its_file(tmp_path: Path) -> None:
 
 def test_a_checkpoint_and_the_newest_of_a_run_that_has_not_finished(tmp_path: Path) -> None:
     write_text(tmp_path)
-    trained(tmp_path, *SMALL, "train.steps=5", "checkpoint.every=2", "run.dir=first")
-    (tmp_path / "first" / "weights.safetensors").unlink()
+    # A run that is asked to stop saves, and waits until that is on the disk; one that ends does not wait for the disk.
+    with launch(tmp_path, *SMALL, "train.steps=100000", "checkpoint.every=2", "run.dir=first") as run:
+        run.wait_for_steps(3, "first")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.finish().code == 128 + signal.SIGTERM
     words = [*SMALL, "seed=7", "page.size=128"]
-    # A checkpoint that is due while the one before it is still being written is left out: the disk decides which exist.
     newest = max(path.parent.name for path in (tmp_path / "first" / "checkpoints").glob("step_*/manifest.json"))
     step = f"model.init_from=first/checkpoints/{newest}"
     wanted = trained(tmp_path, *words, step, "run.dir=of_step", "mesh=dp2_pp2")
