@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Result, estimate, parser, say
-from benchmarks.steady_launch import OURS, Case, Side, SideSpec, settings_of, started
+from benchmarks.steady_launch import ENDLESS, OURS, Case, SideSpec, in_turns, settings_of, started
 
 _TRAIN = Path(__file__).parents[1] / "train.py"
 _SETTINGS = (
@@ -35,9 +35,7 @@ _SETTINGS = (
 )
 _MESHES = {"dp4": {"dp": 4}, "dp3": {"dp": 3}, "dp2": {"dp": 2}, "dp2_pp2": {"dp": 2, "pp": 2}}
 _WITH, _WITHOUT = "with", "without"
-_ENDLESS = 1_000_000
 _MICROBATCHES = 8
-_WARM_UP = 3
 _TRACED_STEPS = 60
 _COLUMNS = (
     "mesh",
@@ -57,30 +55,16 @@ def launch(mesh: str, rate: float, pairs: int, steps: int) -> tuple[float, float
     case = Case("1M", mesh, _MESHES[mesh], "zero1", OURS)
 
     def side_of(name: str, directory: Path) -> SideSpec:
-        settings = settings_of(case, _MICROBATCHES, _ENDLESS, directory)
+        settings = settings_of(case, _MICROBATCHES, ENDLESS, directory)
         settings["mirror"] = {"count": 1}
         settings["verify"] = {"rate": rate if name == _WITH else 0.0}
-        settings["schedule"] = {"microbatches": False, "layers": False}
+        settings["schedule"] = {"microbatches": False, "layers": False, "split_backward": "always"}
         return SideSpec(OURS, settings, case.workers)
 
-    seconds, processor = dict.fromkeys((_WITH, _WITHOUT), 0.0), dict.fromkeys((_WITH, _WITHOUT), 0.0)
     with started(f"{mesh} at rate {rate:g}", (_WITH, _WITHOUT), side_of) as sides:
-        for side in sides.values():
-            side.team.block(_WARM_UP)
-        for pair in range(pairs):
-            for name in (_WITH, _WITHOUT) if pair % 2 else (_WITHOUT, _WITH):
-                before = processor_time(sides[name])
-                seconds[name] += sides[name].team.block(steps)
-                processor[name] += processor_time(sides[name]) - before
-        losses = {side.team.members[0].loss for side in sides.values()}
-    if len(losses) > 1:
-        raise SystemExit(f"{mesh} at rate {rate}: checks have changed the loss: {losses}")
-    return seconds[_WITHOUT] / seconds[_WITH], processor[_WITHOUT] / processor[_WITH]
-
-
-def processor_time(side: Side) -> float:
-    """Seconds of processor time of a side's workers, when their last block ended."""
-    return sum(member.processor for member in side.team.members)
+        used = in_turns(sides, pairs, steps)
+    mine, other = used[_WITH], used[_WITHOUT]
+    return other.seconds / mine.seconds, other.processor / mine.processor
 
 
 @cache

@@ -74,8 +74,7 @@ class InPlace:
         """Does what the product's `Worker` does with the links when a new configuration arrives."""
         joins_now, self._number = not self._stages, number
         self._stages = tuple(map(tuple, stages))
-        for peer in set(self._links.peers) - addresses.keys():
-            self._links.drop(peer)
+        self._links.drop_all_but(addresses.keys())
         others = [peer for peer in addresses if peer != self._me]
         for peer in others:
             self._links.connect(peer, addresses[peer])

@@ -35,6 +35,14 @@ FORWARD_S = 0.024  # of a stage of the healthy mesh; backward takes twice as lon
 WARM_STEPS = 3
 BANDWIDTH, LATENCY_S = 1e9, 1e-4  # of links, where they are not measured
 _PATIENCE_S = 300.0
+FOLLOWING: Mapping[str, object] = {
+    "schedule__every": 2,
+    "schedule__window": 3,
+    "schedule__patience": 1,
+    "schedule__lasting": 0,
+    "schedule__min_gain": 0.02,
+}
+"""Settings of a run that looks for gains more often than by default, and accepts them from 2 %."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,7 @@ def emulated(mesh: Mesh, microbatches: int, steps: int, times: float = 1.0, /, *
         "emulated.forward_ms": 1e3 * layer.forward_s,
         "emulated.backward_ms": 1e3 * layer.backward_s,
         "emulated.weight_share": WEIGHT_SHARE,
+        "schedule.split_backward": "always",  # a trial of whole backwards would be measured as well
         "run.tensorboard": "false",
     }
     return found | {name.replace("__", "."): value for name, value in settings.items()}

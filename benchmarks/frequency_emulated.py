@@ -18,14 +18,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.emulated_runs import LAYERS, WARM_STEPS, costs_of, emulated, run
+from benchmarks.emulated_runs import FOLLOWING, LAYERS, WARM_STEPS, costs_of, emulated, run
 from benchmarks.harness import Result, parser, say
 from benchmarks.processes import new_directory, stop_on_signals
 from elaswave_spmd.mesh import Mesh, MeshShape
 
 _KILL_STEP = 6
 _UNDER_WAY = 4  # steps after the order that may have run with some of both
-_FOLLOWING = {"schedule__every": 2, "schedule__window": 3, "schedule__patience": 1, "schedule__min_gain": 0.02}
 CASES: Mapping[str, tuple[str, tuple[int, ...], int]] = {
     "1 of 8 lost": ("dp4_pp2", (6,), 16),
     "1 of 16 lost": ("dp4_pp4", (6,), 16),
@@ -41,7 +40,7 @@ def measure(mesh_name: str, lost: Sequence[int], microbatches: int, steps: int, 
     """
     mesh = Mesh.initial(MeshShape.parse(mesh_name))
     strikes = f"[{{step: {_KILL_STEP}, kind: kill, rank: [{','.join(map(str, lost))}], point: backward}}]"
-    more: dict[str, object] = {**_FOLLOWING, "schedule__frequency": "simulated", "chaos__events": strikes}
+    more: dict[str, object] = {**FOLLOWING, "schedule__frequency": "simulated", "chaos__events": strikes}
     done = run(emulated(mesh, microbatches, steps, **more), costs_of(len(mesh.stages)), cache, WARM_STEPS + 2)
     last_change = done.last_change
     hints = [e for e in done.events if e["event"] == "frequency" and "modelled_energy" in e and e["step"] > last_change]
@@ -100,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code."""
     args = parser(__doc__).parse_args(argv)
     stop_on_signals()
-    names, steps = (list(CASES)[:1], 40) if args.quick else (list(CASES), 60)
+    names, steps = (list(CASES)[:1], 40) if args.quick else (list(CASES), 80)
     result = Result("frequency_emulated", {"layers of a stage": LAYERS, "steps": steps, "quick": args.quick})
     found = {}
     with new_directory("frequency-data-") as cache:

@@ -28,6 +28,7 @@ from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 
 SIZES = (64, 200, 64 * 1024, 1024**2, 16 * 1024**2)  # bytes
 WAYS: Mapping[str, tuple[Transport, Credentials | None]] = {
+    "shm": ("shm", None),
     "ipc": ("ipc", None),
     "tcp": ("tcp", RunToken("00" * 32)),
     "encrypted": ("tcp", RunKeys.derive(b"of a benchmark", "links")),

@@ -86,7 +86,7 @@ def step_seconds(model: LocalModel, job: Job, data: Drawn) -> float:
     model.programs.bind({i: value.module for i, value in values.items()}, values)
     buffers = [GradientBuffer(layout, CPU) for layout in layouts]
     ids = np.arange(job.microbatch_size)
-    batch, keys, seconds = to_batch(data, ids, CPU), Keys.make(job.seed, 1, ids, 0), 0.0
+    batch, keys, seconds = to_batch(data, ids, CPU, job.seed, 1), Keys.make(job.seed, 1, ids, 0), 0.0
     for _ in range(2):
         began, x, dy = time.perf_counter(), batch.tokens, None
         for layer in range(len(layouts)):

@@ -200,6 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for seed, figures in zip(seeds, pool.imap(measure, seeds, chunksize=4), strict=True):
             if figures is not None:
                 found[seed] = figures
+                if max(figures.gained_by_losing, figures.lost_by_adding) > TOLERANCE:
+                    say(f"seed {seed}: {figures}")
             if (seed + 1) % 100 == 0:
                 say(f"{seed + 1 - args.first} clusters")
     gained = {seed: of.gained_by_losing for seed, of in found.items()}

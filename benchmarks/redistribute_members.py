@@ -189,8 +189,7 @@ class Worker:
         """Does what the product's worker does when a configuration arrives between two steps."""
         links = self._links
         assert links is not None
-        for peer in set(links.peers) - {CONTROLLER} - message.addresses.keys():
-            links.drop(peer)
+        links.drop_all_but({CONTROLLER, *message.addresses})
         others = [peer for peer in message.addresses if peer != self._rank]
         for peer in others:
             links.connect(peer, message.addresses[peer])
@@ -259,9 +258,7 @@ class Worker:
                 if source == self._rank != destination:
                     start = self._start["old"][key]
                     header = msgspec.msgpack.encode([*key, first, stop])
-                    self._links.send(
-                        destination, header, [self._old[key][first - start : stop - start]], immutable=True
-                    )
+                    self._links.send(destination, header, [self._old[key][first - start : stop - start]])
         for key, change in self._changes.items():
             for source, destination, first, stop in change.parts():
                 if source == destination == self._rank:

@@ -26,6 +26,7 @@ _SETTINGS: dict[str, object] = {
     "schedule.lasting": 0,
     "schedule.window": 3,
     "schedule.min_gain": 0.9,
+    "schedule.split_backward": "always",
     "run.tensorboard": "false",
 }
 REAL_COLUMNS = (

@@ -31,11 +31,10 @@ from typing import Any
 
 from benchmarks.harness import Result, estimate, parser, say
 from benchmarks.processes import stop_on_signals
-from benchmarks.steady_launch import MODELS, SEQ_LEN, Case, Side, SideSpec, settings_of, started
+from benchmarks.steady_launch import ENDLESS, MODELS, SEQ_LEN, Case, Side, SideSpec, settings_of, started
 
 MODEL = "1M"
 NONE = "none"
-_ENDLESS = 10**6
 _BLOCK_S = 0.5
 _MIB = 2**20
 
@@ -63,7 +62,7 @@ class Row:
         case = Case(MODEL, self.title, {"dp": self.workers}, self.sharding, "")
         microbatches = self.tokens // (MODELS[MODEL]["microbatch"] * SEQ_LEN)
         own = {"mirror": {"count": self.sides[name]}, "schedule": {"microbatches": False, "layers": False}}
-        return SideSpec("counted", settings_of(case, microbatches, _ENDLESS, directory) | own, self.workers)
+        return SideSpec("counted", settings_of(case, microbatches, ENDLESS, directory) | own, self.workers)
 
 
 ROWS = tuple(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 MESHES = {"dp3": 3, "dp4": 4, "dp2_pp2": 4, "dp3_pp2": 6, "[3,2]": 5}
 """Mesh -> its workers."""
 ZEROS = ("zero0", "zero1", "zero2", "zero3")
-TRANSPORTS = ("ipc", "tcp")
+TRANSPORTS = ("shm", "tcp")
 
 KILL, PAIR, PAUSE, LATE, HANG, TERM = "kill", "pair", "pause", "late", "hang", "term"
 CONTROLLER_TERM, CONTROLLER_KILL, ROOTS_KILL = "controller term", "controller kill", "roots kill"

@@ -10,26 +10,34 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gate import Team
+from benchmarks.harness import estimate
 
 _STOP_S = 20.0
+_WARM_UP = 3
+ENDLESS = 10**6  # steps of a run that ends when its benchmark does
 OURS, PLAIN = "ours", "plain"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a model on a mesh, our sharding of it, and the kind of plain PyTorch that it is compared with."""
+    """One row: a model on a mesh, our sharding of it, and the kind of plain PyTorch that it is compared with.
+
+    Args:
+        backward: our schedule.split_backward. It is forced: a trial would be measured as well.
+    """
 
     model: str
     title: str
     mesh: dict[str, int]
     sharding: str
     kind: str
+    backward: str = "always"
 
     @property
     def workers(self) -> int:
@@ -73,6 +81,7 @@ def settings_of(case: Case, microbatches: int, steps: int, directory: Path) -> d
             "validate_every": 0,
         },
         "optim": {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0, "clip": 1.0},
+        "schedule": {"split_backward": case.backward},
         "mirror": {"count": 0},
         "verify": {"rate": 0.0},
         "timeouts": {"progress": 3600, "start": 7200},
@@ -88,12 +97,14 @@ class SideSpec:
         command: "ours", "counted" or "plain" (benchmarks/steady_sides.py).
         settings: in the form of `Settings.from_dict`.
         kind: the system, if the command is "plain".
+        source: the folder of another version of this repository, whose code the side runs; None: this one's.
     """
 
     command: str
     settings: dict[str, Any]
     workers: int
     kind: str = ""
+    source: Path | None = None
 
 
 class Side:
@@ -104,15 +115,23 @@ class Side:
         self.log = directory / f"{name}.log"
         arguments = json.dumps({"settings": spec.settings, "gate": self.team.path, "kind": spec.kind})
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if spec.source is not None:
+            environment["PYTHONPATH"] = str(spec.source)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.steady_sides", spec.command, arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                cwd=spec.source,
                 env=environment,
                 start_new_session=True,
             )
+
+    @property
+    def processor(self) -> float:
+        """Seconds of processor time of the workers, when their last block ended."""
+        return sum(member.processor for member in self.team.members)
 
     def wait(self) -> None:
         """Waits until it has ended by itself."""
@@ -168,6 +187,43 @@ def started(title: str, names: Sequence[str], spec_of: Callable[[str, Path], Sid
         for side in sides.values():
             side.close()
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Used:
+    """Seconds, and processor seconds of all workers, of a step of one side."""
+
+    seconds: float
+    processor: float
+
+
+def in_turns(sides: Mapping[str, Side], pairs: int, steps: int) -> dict[str, Used]:
+    """Let two sides of our own run blocks of steps in turn, every other pair with the other side first.
+
+    Raises:
+        RuntimeError: their losses differ, in any bit.
+    """
+    names = tuple(sides)
+    seconds, processor = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+    for side in sides.values():
+        side.team.block(_WARM_UP)
+    for pair in range(pairs):
+        for name in names if pair % 2 else names[::-1]:
+            before = sides[name].processor
+            seconds[name] += sides[name].team.block(steps)
+            processor[name] += sides[name].processor - before
+    losses = {name: side.team.members[0].loss for name, side in sides.items()}
+    if len({*losses.values()}) > 1:
+        raise RuntimeError(f"the losses differ: {losses}")
+    return {name: Used(seconds[name] / (pairs * steps), processor[name] / (pairs * steps)) for name in names}
+
+
+def ratio_cells(launches: Sequence[Mapping[str, Used]], name: str, other: str) -> list[str]:
+    """Four cells of a table: the ratios of seconds and of processor time of two sides, and the processor seconds."""
+    seconds = [[found[name].seconds / found[other].seconds] for found in launches]
+    processor = [[found[name].processor / found[other].processor] for found in launches]
+    means = [sum(found[side].processor for found in launches) / len(launches) for side in (name, other)]
+    return [str(estimate(seconds)), str(estimate(processor)), *(f"{mean:.3f}" for mean in means)]
 
 
 def _made(directory: Path) -> Path:

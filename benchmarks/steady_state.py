@@ -1,12 +1,14 @@
 """Training speed and memory against plain PyTorch, healthy run.
 
-    python -m benchmarks.steady_state [--quick] [--rows TEXT] [--part speed|memory] [--json PATH]
+    python -m benchmarks.steady_state [--quick] [--rows TEXT] [--part speed|memory] [--backward always|never]
+        [--json PATH]
 
 Ours is the whole product (controller, metrics, TensorBoard and all) on real processes; the other side is a loop of
 plain PyTorch (benchmarks/plain_systems.py): one process, DistributedDataParallel, FSDP2 or a schedule of pipelining.
 Same model code, initial values, samples, micro-batch, global batch, fused AdamW, clipping; one thread per process,
 gloo. Ours runs with mirror.count=0 and verify.rate=0: the others have neither mirrors of sharded state nor checks of
-devices. `benchmarks.checks` has what checks cost.
+devices. `benchmarks.checks` has what checks cost. Weight gradients are put off, or with --backward never are not: it is
+not tried in the run, as a trial would be measured as well.
 
 How it is timed. Both sides are alive at the same time; a gate (benchmarks/gate.py) lets one run a block of steps while
 the other's workers block in a read, then they swap, and every other pair begins with the other side. So a machine that
@@ -34,13 +36,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.harness import Result, estimate, parser, say
-from benchmarks.steady_launch import MODELS, OURS, PLAIN, SEQ_LEN, Case, Side, launch
+from benchmarks.steady_launch import ENDLESS, MODELS, OURS, PLAIN, SEQ_LEN, Case, Side, launch
 from benchmarks.steady_memory import memory_rows
+from elaswave_spmd.conf.schema import ALWAYS, NEVER
 
 MICROBATCHES = 8
 _WARM_UP = 4
 _BLOCK_S = 1.0
-_ENDLESS = 10**6
 _KINDS: tuple[tuple[str, dict[str, int], str, str], ...] = (
     ("single against one process", {}, "zero0", "plain"),
     ("dp2 zero0 against DDP", {"dp": 2}, "zero0", "ddp"),
@@ -60,11 +62,15 @@ _PIPELINES = {
 _DEEP = "deep"
 
 
-def cases(models: Sequence[str]) -> list[Case]:
-    """All rows of the tables. Pipelines need blocks enough for two stages on each of four workers."""
-    found = [Case(model, *kind) for model in models if model != _DEEP for kind in _KINDS]
+def cases(models: Sequence[str], backward: str = ALWAYS) -> list[Case]:
+    """All rows of the tables. Pipelines need blocks enough for two stages on each of four workers.
+
+    Args:
+        backward: our schedule.split_backward.
+    """
+    found = [Case(model, *kind, backward) for model in models if model != _DEEP for kind in _KINDS]
     for stages, (name, kind) in itertools.product((2, 4), _PIPELINES.items()):
-        found.append(Case(_DEEP, f"pp{stages} against {name}", {"pp": stages}, "zero0", kind))
+        found.append(Case(_DEEP, f"pp{stages} against {name}", {"pp": stages}, "zero0", kind, backward))
     return found
 
 
@@ -77,7 +83,7 @@ def measure(case: Case, launches: int, pairs: int) -> dict[str, Any]:
     found: dict[str, Any] = {"seconds": {OURS: [], PLAIN: []}, "losses": []}
     steps = 0
     for number in range(launches):
-        with launch(case, MICROBATCHES, _ENDLESS) as sides:
+        with launch(case, MICROBATCHES, ENDLESS) as sides:
             found["losses"].append(_warm_up(case, sides))
             if not steps:
                 seconds = max(side.team.block(2) / 2 for side in sides.values())
@@ -127,6 +133,7 @@ def main() -> None:
     """Command line."""
     options = parser(__doc__)
     options.add_argument("--rows", default="", help="only rows whose model and title contain this, words with commas")
+    options.add_argument("--backward", choices=(ALWAYS, NEVER), default=ALWAYS, help="our schedule.split_backward")
     options.add_argument("--part", choices=("all", "speed", "memory"), default="all")
     options.add_argument("--launches", type=int)
     options.add_argument("--pairs", type=int, help="per launch")
@@ -134,10 +141,13 @@ def main() -> None:
     launches = args.launches or (2 if args.quick else 5)
     pairs = args.pairs or (3 if args.quick else 6)
     words = [word for word in args.rows.split(",") if word]
-    chosen = [c for c in cases(list(MODELS)) if all(word in f"{c.model} {c.title}" for word in words)]
+    chosen = [c for c in cases(list(MODELS), args.backward) if all(word in f"{c.model} {c.title}" for word in words)]
     result = Result(
         "steady_state",
-        {"launches": launches, "pairs_per_launch": pairs, "microbatches": MICROBATCHES, "seq_len": SEQ_LEN},
+        {
+            **{"launches": launches, "pairs_per_launch": pairs, "microbatches": MICROBATCHES, "seq_len": SEQ_LEN},
+            "backward": args.backward,
+        },
     )
     if args.part in ("all", "speed"):
         _speed(result, chosen, launches, pairs)

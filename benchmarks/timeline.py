@@ -19,7 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from benchmarks.emulated_runs import Run, costs_of, emulated, placed, run, simulated_step
+from benchmarks.emulated_runs import FOLLOWING, Run, costs_of, emulated, placed, run, simulated_step
 from benchmarks.harness import Result, parser, say
 from benchmarks.processes import new_directory, stop_on_signals
 from benchmarks.recovery import different_losses
@@ -33,11 +33,7 @@ _REASONS = {"rebalance": "copies are complete", "frequency": "hints, or as befor
 _FIRST_WORKER = 2  # process number of worker 0 in a trace
 _COLOURS = {"forward": "tab:blue", "backward": "tab:orange", "weights": "tab:green"}
 _FOLLOWING: Mapping[str, object] = {
-    "schedule__every": 2,
-    "schedule__window": 3,
-    "schedule__patience": 1,
-    "schedule__lasting": 0,
-    "schedule__min_gain": 0.02,
+    **FOLLOWING,
     "schedule__frequency": "simulated",
     "schedule__f_min": 0.8,
 }

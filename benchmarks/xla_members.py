@@ -26,6 +26,7 @@ from elaswave_spmd.runtime.devices import Island, device_of
 from elaswave_spmd.sharding import P, specs_of
 from elaswave_spmd.worker.activations import Activation
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
+from elaswave_spmd.worker.inputs import Example
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.programs.eager import ProgramArgs, StagePrograms
 from elaswave_spmd.worker.programs.inductor import CompiledPrograms
@@ -248,13 +249,13 @@ def make_side(spec: Spec) -> Side:
     layout = describe(model).layout
     if spec.kind == INDUCTOR:
         compiled = CompiledPrograms(**args, threads=THREADS, place=_HOST)
-        compiled.compile(make_model().layers, layout, (MICROBATCH, TOKENS), torch.float32)
+        compiled.compile(make_model().layers, layout, Example.of_tokens((MICROBATCH, TOKENS)), torch.float32)
         return Ours(model, spec.microbatches, compiled)
     from elaswave_spmd.runtime.devices.xla_island import XlaIsland
     from elaswave_spmd.worker.programs.xla import XlaPrograms
 
     programs = XlaPrograms(**args, island=XlaIsland({"tp": spec.tp}), specs=specs_of(model))
-    programs.compile(model.layers, layout, (MICROBATCH, TOKENS), torch.float32)
+    programs.compile(model.layers, layout, Example.of_tokens((MICROBATCH, TOKENS)), torch.float32)
     return Ours(model, spec.microbatches, programs)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from benchmarks.xla_members import MICROBATCH, TOKENS, XLA, Ours, make_model, set_environment
 from elaswave_spmd.sharding import P, specs_of
 from elaswave_spmd.sharding.layout import LayerLayout
+from elaswave_spmd.worker.inputs import Example
 from elaswave_spmd.worker.model_layout import describe
 
 TP = 2
@@ -97,7 +98,7 @@ def main(directory: Path) -> dict[str, Any]:
     programs = XlaPrograms(
         len(model.layers), loss=model.loss, loss_scale=1.0, checkpointing=False, island=island, specs=specs
     )
-    programs.compile(model.layers, layout, (MICROBATCH, TOKENS), torch.float32)
+    programs.compile(model.layers, layout, Example.of_tokens((MICROBATCH, TOKENS)), torch.float32)
     Ours(model, 1, programs)
     numbers = {graph: number for number, graph in enumerate(modules)}
     found: dict[str, Any] = {"bytes": [], "collectives": []}

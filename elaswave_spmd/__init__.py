@@ -1,6 +1,9 @@
 """Elastic SPMD training of PyTorch models.
 
-The names below are what a model of your own needs: `from elaswave_spmd import LayeredModel, P, Shardings, shard, tie`.
+`import elaswave_spmd as ew`: `ew.train`, `ew.load_run`, `ew.load_model`, `ew.plan` and `ew.simulate` are the command
+line as functions, and `ew.errors` is what they raise. A model of your own needs LayeredModel, P, Shardings, shard, tie
+and KeyedDropout; code that hears of a run, `Callback` with its records.
+
 They are loaded when they are first used, so that importing the package imports neither torch nor numpy: planning needs
 no torch.
 """
@@ -10,25 +13,77 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from elaswave_spmd import errors
+
 if TYPE_CHECKING:
+    from elaswave_spmd.api.planning import plan, simulate
+    from elaswave_spmd.api.results import RunResult, load_run
+    from elaswave_spmd.api.training import train
+    from elaswave_spmd.callbacks import (
+        Callback,
+        CheckpointRecord,
+        EndRecord,
+        EventRecord,
+        StartRecord,
+        StepRecord,
+        ValidationRecord,
+    )
     from elaswave_spmd.determinism import KeyedDropout, Keys
     from elaswave_spmd.models import Batch, LayeredModel
     from elaswave_spmd.sharding import P, Shardings, shard, tie
+    from elaswave_spmd.weights.load import load_model
 
 __version__ = "0.1.0"
 
 _ROOM_OF = {
     "Batch": "models",
+    "Callback": "callbacks",
+    "CheckpointRecord": "callbacks",
+    "EndRecord": "callbacks",
+    "EventRecord": "callbacks",
     "KeyedDropout": "determinism",
     "Keys": "determinism",
     "LayeredModel": "models",
     "P": "sharding",
+    "RunResult": "api.results",
     "Shardings": "sharding",
+    "StartRecord": "callbacks",
+    "StepRecord": "callbacks",
+    "ValidationRecord": "callbacks",
+    "load_model": "weights.load",
+    "load_run": "api.results",
+    "plan": "api.planning",
     "shard": "sharding",
+    "simulate": "api.planning",
     "tie": "sharding",
+    "train": "api.training",
 }
 
-__all__ = ["Batch", "KeyedDropout", "Keys", "LayeredModel", "P", "Shardings", "__version__", "shard", "tie"]
+__all__ = [
+    "Batch",
+    "Callback",
+    "CheckpointRecord",
+    "EndRecord",
+    "EventRecord",
+    "KeyedDropout",
+    "Keys",
+    "LayeredModel",
+    "P",
+    "RunResult",
+    "Shardings",
+    "StartRecord",
+    "StepRecord",
+    "ValidationRecord",
+    "__version__",
+    "errors",
+    "load_model",
+    "load_run",
+    "plan",
+    "shard",
+    "simulate",
+    "tie",
+    "train",
+]
 
 
 def __getattr__(name: str) -> object:
@@ -38,3 +93,8 @@ def __getattr__(name: str) -> object:
     found = getattr(import_module(f"{__name__}.{_ROOM_OF[name]}"), name)
     globals()[name] = found
     return found
+
+
+def __dir__() -> list[str]:
+    """The names that are there and those that are loaded when they are first used: what tab completion shows."""
+    return sorted({*globals(), *_ROOM_OF})

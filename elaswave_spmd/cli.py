@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from elaswave_spmd.conf.schema import Settings
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+FIRST_LINE = "elaswave_spmd: preparing ..."
 _USAGE = """usage: {program} train [name=value ...]     train a model; {program} train --help shows the settings
 
   {program} train mesh=dp2_pp2
@@ -29,6 +30,7 @@ _USAGE = """usage: {program} train [name=value ...]     train a model; {program}
   {program} watch RUN                             the same page while the run goes on; {program} watch --help
   {program} export RUN --to hf DIR                the model as transformers loads it; {program} export --help
   {program} generate RUN TEXT                     what the model goes on with; {program} generate --help
+  {program} demo                                  two runs, one with a killed worker, compared; {program} demo --help
   {program} plan mesh=NAME event='fail 6'         what would be done after an event; {program} plan --help
   {program} simulate scenario=NAME                policies compared in virtual time; {program} simulate --help
 """
@@ -81,6 +83,7 @@ def _command(command: str, program: str) -> int:
         "watch": _watch,
         "export": _export,
         "generate": _generate,
+        "demo": _demo,
         "plan": _plan,
         "simulate": _simulate,
     }
@@ -118,6 +121,8 @@ def _train() -> int:
         return DONE
     show = _takes_out(words, ["--cfg", "job"])
     with StopSignals() as signals:
+        if not show:
+            _first_line()
         with signals.held():  # inside Hydra an exception of ours can turn into another one
             settings = _settings(words)
         signals.check()
@@ -126,6 +131,12 @@ def _train() -> int:
                 print(settings.to_yaml(), end="")
             return DONE
         return _run(settings, signals)
+
+
+def _first_line() -> None:
+    """Something to see at once: what is imported next takes seconds."""
+    with contextlib.suppress(OSError):  # the reader has left already; the run goes on without one
+        print(FIRST_LINE, flush=True)
 
 
 def _takes_out(words: list[str], flag: list[str]) -> bool:
@@ -190,6 +201,12 @@ def _generate(program: str) -> int:
     from elaswave_spmd.weights import generate_command
 
     return generate_command.main(sys.argv[1:], program)
+
+
+def _demo(program: str) -> int:
+    from elaswave_spmd.demo import demo_command
+
+    return demo_command.main(sys.argv[1:], program)
 
 
 def _plan(program: str) -> int:

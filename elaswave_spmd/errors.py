@@ -91,7 +91,13 @@ class ControlError(UserError):
 
 
 class RunError(RuntimeError):
-    """A started run that cannot go on. The message is one screen for the user; details are in the run directory."""
+    """A started run that cannot go on. The message is one screen for the user; details are in the run directory.
+
+    Attributes:
+        run_dir: the run's directory, in what `elaswave_spmd.train` raises; None: the run has left none.
+    """
+
+    run_dir: Path | None = None
 
     @property
     def headline(self) -> str:
@@ -108,6 +114,18 @@ class FilesError(RunError):
 
 class StoppedBySignal(RunError):  # noqa: N818  (asked for, not an error)
     """A user or a batch system asked the run to end. What became of its state is said."""
+
+
+class RunInterrupted(KeyboardInterrupt):
+    """`elaswave_spmd.train` was asked to end: by Ctrl-C, a notebook's stop button, SIGTERM or SIGHUP.
+
+    Attributes:
+        run_dir: the run's directory, with its state; None: no step was done, and nothing is left.
+    """
+
+    def __init__(self, message: str, run_dir: Path | None) -> None:
+        self.run_dir = run_dir
+        super().__init__(message)
 
 
 class WorkerError(RunError):
@@ -149,6 +167,11 @@ def headline_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".removesuffix(": ")
 
 
+def add_note(error: Exception, note: str) -> None:
+    """Add a line to an exception, which its report ends with. As its method of this name, which Python 3.10 lacks."""
+    vars(error).setdefault("__notes__", []).append(note)
+
+
 def place_in_user_code(error: BaseException) -> str | None:
     """The innermost line of the user's own code that an exception came through, or None if it came through none.
 
@@ -161,17 +184,26 @@ def place_in_user_code(error: BaseException) -> str | None:
     return f"{last.filename}:{last.lineno}, in {last.name}" + (f": {last.line}" if last.line else "")
 
 
+def _is_user_error(line: str) -> bool:
+    """True for the line of a traceback that names an error about bad input."""
+    found = re.match(rf"{re.escape(__name__)}\.(\w+): ", line)
+    kind = globals().get(found[1]) if found else None
+    return isinstance(kind, type) and issubclass(kind, UserError)
+
+
 def shorten_report(report: str) -> str:
-    """A worker's traceback with the user's frames and at most two frames around them; unchanged if it has none.
+    """A worker's traceback with the user's frames and at most two frames around them.
 
     Of this package and of libraries, the frame that called the user's code stays, and the one that raised the
-    exception. A report that has no frame of the user's is about a mistake of ours, so all of it stays.
+    exception. Of a report without a frame of the user's the message stays if it is about bad input: it says where. Any
+    other one is about a mistake of ours, so all of it stays.
     """
     lines = report.splitlines()
     frames = [(number, found[1]) for number, line in enumerate(lines) if (found := _FRAME.match(line))]
     users = [position for position, (_, path) in enumerate(frames) if _is_user_code(path)]
     if not users:
-        return report
+        told = next((number for number, line in enumerate(lines) if _is_user_error(line)), None)
+        return report if told is None else "\n".join([*lines[told:], _left_out(len(frames))])
     kept = {*users, max(users[0] - 1, 0), len(frames) - 1}
     shown, left_out, position = [], 0, -1
     for number, line in enumerate(lines):
@@ -181,10 +213,12 @@ def shorten_report(report: str) -> str:
         if not line.startswith("  ") or position < 0 or position in kept:
             shown.append(line)
     if left_out:
-        shown.append(
-            f"({left_out} frames of elaswave_spmd and of libraries are left out; events.jsonl has all of them)"
-        )
+        shown.append(_left_out(left_out))
     return "\n".join(shown)
+
+
+def _left_out(frames: int) -> str:
+    return f"({frames} frames of elaswave_spmd and of libraries are left out; events.jsonl has all of them)"
 
 
 def _is_user_code(path: str) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.waiting import eventually
+
 FILES = {
     "cpuinfo_min_freq": "800000\n",
     "cpuinfo_max_freq": "3600000\n",
@@ -25,4 +27,17 @@ def make_policies(root: Path, number: int) -> None:
 def limits(root: Path, number: int) -> tuple[int, int]:
     """(scaling_min_freq, scaling_max_freq) of a policy, kHz."""
     folder = root / f"policy{number}"
-    return int((folder / "scaling_min_freq").read_text()), int((folder / "scaling_max_freq").read_text())
+    return _number_in(folder / "scaling_min_freq"), _number_in(folder / "scaling_max_freq")
+
+
+def _number_in(path: Path) -> int:
+    """The number in a file that another process may be writing: unlike in sysfs, such a file is empty for a moment."""
+    text = ""
+
+    def written() -> str:
+        nonlocal text
+        text = path.read_text()
+        return text
+
+    eventually(written)
+    return int(text)

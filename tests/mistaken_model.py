@@ -388,7 +388,34 @@ def weighted_loss(output: Tensor, batch: Batch) -> Tensor:
     return (each * counts).sum() / counts.sum() * counts.numel() / 2
 
 
+def mean_metric(output: Tensor, batch: Batch) -> dict[str, Any]:
+    return {"accuracy": (output.argmax(-1) == batch.targets).float().mean() + 1e-3}
+
+
+def largest_metric(output: Tensor, batch: Batch) -> dict[str, Any]:
+    return {"right": (output.argmax(-1) == batch.targets).sum(), "largest": output.abs().amax()}
+
+
+def metric_of_two_means(output: Tensor, batch: Batch) -> dict[str, Any]:
+    """The sum is right, its weight is not."""
+    return {"loss_again": (functional.cross_entropy(output.flatten(0, 1), batch.targets.flatten()), 1)}
+
+
+def raising_metric(output: Tensor, batch: Batch) -> dict[str, Any]:
+    return {"first": batch[0]}  # pyright: ignore[reportIndexIssue]
+
+
 # ---- what is right
+
+
+def sums(output: Tensor, batch: Batch) -> dict[str, Any]:
+    counts = batch.targets % 3 != 0
+    each = functional.cross_entropy(output.flatten(0, 1), batch.targets.flatten(), reduction="none")
+    return {
+        "right": (output.argmax(-1) == batch.targets).sum(),
+        "of_some": (each[counts.flatten()].sum(), counts.sum()),
+        "samples": (len(output), len(output)),
+    }
 
 
 def loss_of_whole_microbatches(output: Tensor, batch: Batch) -> Tensor:
@@ -591,6 +618,9 @@ OTHERS: dict[str, str] = {
     "mean_loss": "loss() of ",
     "loss_over_samples": "loss() of ",
     "weighted_loss": "loss() of ",
+    "mean_metric": "metric accuracy of ",
+    "largest_metric": "metric largest of ",
+    "metric_of_two_means": "metric loss_again of ",
 }
 UNCOPIED: dict[str, tuple[type[Block], str]] = {"lock": (Lock, "layer block0 cannot be copied (TypeError: ")}
 """Refused where a worker makes its copies of layers."""
@@ -618,6 +648,13 @@ LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
     "loss_over_samples": loss_over_samples,
     "weighted_loss": weighted_loss,
     "loss_of_whole_microbatches": loss_of_whole_microbatches,
+}
+METRICS: dict[str, Callable[[Tensor, Batch], dict[str, Any]]] = {
+    "mean_metric": mean_metric,
+    "largest_metric": largest_metric,
+    "metric_of_two_means": metric_of_two_means,
+    "raising_metric": raising_metric,
+    "sums": sums,
 }
 REFUSED = {name: words for name, (_, words) in BLOCKS.items()} | OTHERS
 """Name of a mistake that a worker finds alone -> how its refusal begins."""
@@ -650,10 +687,14 @@ class Mistaken(LayeredModel):
         if mistake == "none_of_many":
             layers = {name: kind(d_model) for name, kind in RIGHT.items()}
         super().__init__({"embed": embed(vocab_size, d_model), **layers, "head": Head(d_model, vocab_size)})
+        self._metrics = METRICS.get(mistake)
         self._loss = LOSSES.get("loss_of_whole_microbatches" if mistake == "none_of_many" else mistake)
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         return super().loss(output, batch) if self._loss is None else self._loss(output, batch)
+
+    def metrics(self, output: Tensor, batch: Batch) -> dict[str, Any]:
+        return {} if self._metrics is None else self._metrics(output, batch)
 
 
 def write(folder: Path, mistake: str) -> list[str]:

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,10 @@ from elaswave_spmd.models import Batch, LayeredModel, call_layer
 
 @dataclass(frozen=True)
 class Settings:
-    """A run. `optimizer` is adamw or sgd; `clip` 0 means never; `lr_at` maps steps 1, 2, ... to learning rates."""
+    """A run. `optimizer` is adamw or sgd; `clip` 0 means never; `lr_at` maps steps 1, 2, ... to learning rates.
+
+    `groups`: (patterns of names, factor of the learning rate or None, weight decay or None).
+    """
 
     lr_at: Callable[[int], float]
     seed: int = 0
@@ -37,6 +41,24 @@ class Settings:
     clip: float = 1.0
     dtype: torch.dtype = torch.float32
     page_size: int = 4096
+    groups: tuple[tuple[tuple[str, ...], float | None, float | None], ...] = ()
+    ema: float | None = None
+
+    def group_of(self, name: str) -> tuple[float, float | None]:
+        """The factor of a parameter's learning rate, and its weight decay; None: as the model has it."""
+        scale, decay = 1.0, None
+        for patterns, group_scale, group_decay in self.groups:
+            if any(fnmatchcase(name, pattern) for pattern in patterns):
+                scale = scale if group_scale is None else group_scale
+                decay = decay if group_decay is None else group_decay
+        return scale, decay
+
+    def decay_of(self, model: LayeredModel, name: str, shape: torch.Size) -> float:
+        """The weight decay of a parameter."""
+        decay = self.group_of(name)[1]
+        if decay is not None:
+            return decay
+        return self.weight_decay if model.decays(name, tuple(shape)) else 0.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +66,7 @@ class Result:
     loss_hex: list[str]
     grad_norm_hex: list[str]
     weights: dict[str, Tensor]
+    averages: dict[str, Tensor]
 
     @property
     def weights_sha256(self) -> str:
@@ -57,6 +80,7 @@ def train(model: LayeredModel, data: Any, s: Settings) -> Result:
     owner = {t.reader: t.owner for t in model.ties}
     parameters = dict(model.named_parameters())
     masters = {name: _initial(model, name, p.shape, s.seed) for name, p in parameters.items() if name not in owner}
+    averages = {name: m.clone() for name, m in masters.items()} if s.ema is not None else {}
     state = {name: [torch.zeros_like(m), torch.zeros_like(m)] for name, m in masters.items()}
     losses, norms = [], []
     for step in range(1, s.steps + 1):
@@ -73,14 +97,17 @@ def train(model: LayeredModel, data: Any, s: Settings) -> Result:
                 continue  # frozen
             home = owner.get(name, name)
             grads[home] = grads[home] + g if home in grads else g
-        norm = gradient_norm(model, grads, s.page_size)
+        norm = gradient_norm(model, grads, s)
         losses, norms = [*losses, float(loss).hex()], [*norms, norm.hex()]
         if math.isfinite(norm):
             divisor = max(1.0, norm / s.clip) if s.clip > 0 else 1.0
             for name, g in grads.items():
-                decay = s.weight_decay if model.decays(name, tuple(g.shape)) else 0.0
-                update(masters[name], g / torch.tensor(divisor) if divisor > 1 else g, state[name], s, step, decay)
-    return Result(losses, norms, masters)
+                decay, lr = s.decay_of(model, name, g.shape), s.lr_at(step) * s.group_of(name)[0]
+                g = g / torch.tensor(divisor) if divisor > 1 else g
+                update(masters[name], g, state[name], s, step, lr, decay)
+                if s.ema is not None:
+                    averages[name] = averages[name] * s.ema + masters[name] * (1.0 - s.ema)
+    return Result(losses, norms, masters, averages)
 
 
 def tree(leaf: Callable[[int], Sequence[Tensor]], lo: int, hi: int) -> list[Tensor]:
@@ -132,16 +159,23 @@ def begin(x: Tensor | tuple[Tensor, ...], dtype: torch.dtype, *, graded: bool) -
     return type(x)(*leaves) if hasattr(x, "_fields") else tuple(leaves)  # pyright: ignore[reportArgumentType]
 
 
-def gradient_norm(model: LayeredModel, grads: dict[str, Tensor], page_size: int) -> float:
+def gradient_norm(model: LayeredModel, grads: dict[str, Tensor], s: Settings) -> float:
     """Square root of the exactly rounded sum over pages of their sums of squares."""
     tied, values = {t.owner for t in model.ties}, []
     for layer in model.layer_names:
         own = [name for name in grads if name.startswith(f"{layer}.")]
-        rest = sorted(set(own) - tied, key=lambda n: (not model.decays(n, tuple(grads[n].shape)), own.index(n)))
+        rest = sorted(set(own) - tied, key=lambda n: (*_order(model, n, grads[n].shape, s), own.index(n)))
         for block in [*([name] for name in own if name in tied), rest]:
             flat = [_padded(grads[n]) for n in block]
-            values += [_page_value(page) for page in torch.cat(flat).split(page_size)] if flat else []
+            values += [_page_value(page) for page in torch.cat(flat).split(s.page_size)] if flat else []
     return math.sqrt(math.fsum(values)) if all(map(math.isfinite, values)) else math.nan
+
+
+def _order(model: LayeredModel, name: str, shape: torch.Size, s: Settings) -> tuple[bool, float, float]:
+    """The place of a parameter in its layer: with weight decay first, then by what groups say of it."""
+    scale, decay = s.group_of(name)
+    decays = model.decays(name, tuple(shape)) if decay is None else decay > 0
+    return not decays, scale, decay or -1.0
 
 
 def _padded(z: Tensor) -> Tensor:
@@ -155,12 +189,12 @@ def _page_value(page: Tensor) -> float:
     return float(x)
 
 
-def update(p: Tensor, g: Tensor, state: list[Tensor], s: Settings, step: int, decay: float) -> None:
+def update(p: Tensor, g: Tensor, state: list[Tensor], s: Settings, step: int, lr: float, decay: float) -> None:
     """One parameter's update in place."""
     if s.optimizer == "sgd":
-        p.add_(state[0].mul_(s.momentum).add_(g.add(p, alpha=decay)), alpha=-s.lr_at(step))
+        p.add_(state[0].mul_(s.momentum).add_(g.add(p, alpha=decay)), alpha=-lr)
         return
-    kw: dict[str, Any] = {"lr": s.lr_at(step), "beta1": s.betas[0], "beta2": s.betas[1], "eps": s.eps}
+    kw: dict[str, Any] = {"lr": lr, "beta1": s.betas[0], "beta2": s.betas[1], "eps": s.eps}
     kw |= {"weight_decay": decay, "amsgrad": False, "maximize": False}
     # In whole vectors, as state lies in pages: the kernel rounds the odd elements at the end in another way.
     flat = [[_padded(z)] for z in (p, g, *state)]

@@ -9,8 +9,8 @@ are laid over it. No Hydra or OmegaConf object leaves this file.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import Any
 
 import hydra
@@ -78,6 +78,67 @@ def word_of(name: str, text: str) -> str:
     """The word of a command line that sets `name` to a text, in quotes where Hydra's grammar would take it apart."""
     plain = re.fullmatch(r"/[\w/.+@%:-]*( +[\w/.+@%:-]+)*", text, re.ASCII)
     return f"{name}={text if plain else QuotedString(text, Quote.single).with_quotes()}"
+
+
+def _one_by_one(settings: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """The settings; of all arguments of a model or dataset in one value, `{"data.args": {...}}`, each by itself."""
+    for name, value in settings.items():
+        if f"{name}." in _OPEN and isinstance(value, Mapping):
+            yield from ((f"{name}.{argument}", given) for argument, given in value.items())
+        else:
+            yield name, value
+
+
+def words_of(settings: Mapping[str, object]) -> list[str]:
+    """The words of a command line that set these values, given as Python has them: {"optim.lr": 1e-3, "mesh": "dp2"}.
+
+    A text stays a text, also where a command line would read a number or a list out of it. What the models and datasets
+    of a user take (`model.args.NAME`) need not be set already.
+
+    Raises:
+        ConfigError: a name that is no text, or a value that no setting can have.
+    """
+    words = []
+    for name, value in _one_by_one(settings):
+        if not isinstance(name, str) or not name or "=" in name:
+            raise ConfigError(f"settings has the name {name!r}", rule="names are texts", fix='{"optim.lr": 1e-3}')
+        plus = "++" if name.startswith(_OPEN) else ""
+        words.append(f"{plus}{name}={_in_grammar(name, value)}")
+    return words
+
+
+def _in_grammar(name: str, value: object) -> str:
+    """A value in Hydra's grammar."""
+    if callable(item := getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
+        value = item()  # a scalar of numpy or torch
+    if value is None or isinstance(value, bool):
+        return checks.shown(value)
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, PurePath):
+        value = str(value)
+    if isinstance(value, str):
+        return value if _is_plain_text(value) else QuotedString(value, Quote.single).with_quotes()
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(_in_grammar(name, item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        if strange := [key for key in value if not isinstance(key, str) or not _is_plain_text(key)]:
+            what = f"{name} has the key {strange[0]!r}"
+            raise ConfigError(what, rule="keys are words of letters and digits", where=f"settings[{name!r}]")
+        return "{" + ",".join(f"{key}:{_in_grammar(name, item)}" for key, item in value.items()) + "}"
+    raise ConfigError(
+        f"{name} is given as {value!r}, a {type(value).__name__}",
+        rule="a setting is a number, a text, true or false, None, or a list or dict of them",
+        where=f"settings[{name!r}]",
+        fix="code of your own is given by the keywords model and data",
+    )
+
+
+def _is_plain_text(text: str) -> bool:
+    """True for a text that Hydra's grammar reads as this text, without quotes."""
+    if not re.fullmatch(r"[A-Za-z_][\w.]*", text, re.ASCII):
+        return False
+    return text.lower() not in ("true", "false", "yes", "no", "on", "off", "null", "nan", "inf")
 
 
 def own_arguments(words: Sequence[str], known: Mapping[str, str], command: str) -> tuple[dict[str, str], list[str]]:
@@ -223,8 +284,13 @@ def _refused_by_hydra(error: Exception, words: Sequence[str]) -> ConfigError:
     # Hydra's exceptions have no field for the override, only this line in their text.
     key = re.search(r"full_key: (\S+)", f"{text}\n{error.__cause__}")
     name = key[1] if key else ""
-    where = next((word for word in words if name and word.lstrip("+~").startswith(name)), " ".join(words))
-    if name.startswith(_OPEN) and "Could not override" in text:
+    where = next((word for word in words if name and word.lstrip("+~").startswith(name)), None)
+    if where is None:  # of `data.args={rows: 3}` the key is data.args.rows; `data=bin` is not meant
+        around = [word for word in words if name.startswith(f"{word.partition('=')[0]}.")]
+        where = max(around, key=lambda word: len(word.partition("=")[0]), default=None)
+    if where is None:
+        where = " ".join(words)
+    elif name.startswith(_OPEN) and "Could not override" in text:
         what, fix = f"{where} names an argument that this model or dataset does not set yet", f"+{where}"
         return ConfigError(what, rule="new arguments are added with a plus", where=where, fix=fix)
     return ConfigError(f"{where} cannot be applied ({text.splitlines()[0].strip()})", where=where)

@@ -16,6 +16,7 @@ CONFIG = "config.yaml"
 
 _WHOLE = ("mesh",)  # groups whose settings exclude each other: naming one names them all
 _NOT_TAKEN_OVER = ("chaos", "run")  # injected faults and the directory belong to one command line
+_OF_RESUMING = ("resume", "resume_at", "reschedule")  # settings of `train` that say how that run was resumed itself
 
 
 def merge(saved: Mapping[str, Any], composed: Mapping[str, Any], named: Iterable[str]) -> dict[str, Any]:
@@ -29,7 +30,8 @@ def merge(saved: Mapping[str, Any], composed: Mapping[str, Any], named: Iterable
     found: dict[str, Any] = copy.deepcopy(dict(saved))
     for name in _NOT_TAKEN_OVER:
         found[name] = composed[name]
-    found.setdefault("train", {}).pop("resume", None)
+    for name in _OF_RESUMING:
+        found.setdefault("train", {}).pop(name, None)
     # Groups come first: `model.layers=2 model=llama_tiny` is llama_tiny with 2 layers in any order.
     for name in sorted(dict.fromkeys(named), key=lambda n: n.count(".")):
         path = name.split(".")

@@ -20,14 +20,17 @@ from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.mesh import MeshShape
 
 SHARDINGS = ("model", "zero0", "zero1", "zero2", "zero3")
-CORPORA = ("stdlib", "text", "bin", "custom")
+CORPORA = ("stdlib", "text", "bin", "arrow", "parquet", "custom")
 OPTIMIZERS = ("adamw", "sgd")
-SCHEDULES = ("constant", "linear", "cosine")
+WSD = "wsd"
+SCHEDULES = ("constant", "linear", "cosine", WSD, "inverse_sqrt")
 
-EMULATED = "emulated"
-DEVICES = ("cpu", "cuda", "npu", "xla", EMULATED)
+TRACKERS = ("wandb", "mlflow")
+
+XLA, EMULATED = "xla", "emulated"
+DEVICES = ("cpu", "cuda", "npu", XLA, EMULATED)
 DTYPES = ("fp32", "bf16")
-TRANSPORTS = ("ipc", "tcp")
+TRANSPORTS = ("shm", "ipc", "tcp")
 LINKS, GROUP = "links", "group"
 COLLECTIVES = (LINKS, GROUP)
 
@@ -38,17 +41,27 @@ _SPLIT_POINTS = ("input", "weights")
 CHAOS_POINTS = ("forward", "backward", "reduce", "sum", "norm", "apply", "publish", *_SPLIT_POINTS, ANY)
 _COMPUTED_AT = CHAOS_POINTS[:6]
 
+AUTO = "auto"
+LIVE, PLAIN = "live", "plain"
+DISPLAYS = (AUTO, LIVE, PLAIN)
+
 VERIFY_ACTIONS = ("evict", "rollback", "report", "stop")
 
+ALWAYS, NEVER = "always", "never"
+SPLIT_BACKWARD = (AUTO, ALWAYS, NEVER)
 FREQUENCIES = ("none", "simulated", "nvml", "cpufreq")
 _DEVICE_OF_FREQUENCY = {"simulated": "emulated", "nvml": "cuda", "cpufreq": "cpu"}
 
 _DATA_NEEDS = {
     "text": ("path", "'data.path=\"corpus/*.txt\"'"),
     "bin": ("path", "data.path=FOLDER with train.bin and val.bin"),
+    "arrow": ("path", "data.path=FOLDER of Dataset.save_to_disk"),
+    "parquet": ("path", "data.path=FOLDER of parquet files"),
     "custom": ("target", "data.target=my_file.MyDataset"),
 }
+_TRACKERS_EXAMPLE = "run.trackers=[wandb]"
 _CHAOS_EXAMPLE = "chaos.events=[{step: 12, kind: kill, rank: 3, point: backward}]"
+_GROUPS_EXAMPLE = 'optim.groups=[{match: "embed.* head.*", lr_scale: 0.1, weight_decay: 0.0}]'
 _SLOW_EXAMPLE = "emulated.slow=[{rank: 3, speed: 0.5, step: 10}]"
 
 
@@ -124,17 +137,36 @@ class ModelSettings(Section, group="model"):
         """The model's name in files and on the screen: a user's class goes by its own name."""
         return self.target.rpartition(".")[2] if "." in self.target else self.name
 
+    def sizes(self, seq_len: int, vocab_size: int) -> dict[str, Any]:
+        """The sizes by the names that a constructor knows them by. `vocab_size` is 0 where samples are no tokens."""
+        return {
+            **({"vocab_size": vocab_size} if vocab_size else {}),
+            "seq_len": seq_len,
+            "layers": self.layers,
+            "d_model": self.d_model,
+            "heads": self.heads,
+            "dropout": self.dropout,
+        }
+
 
 @dataclass(frozen=True)
 class DataSettings(Section, group="data"):
     """The data that it is trained on: a corpus, or a dataset of your own."""
 
-    name: str = setting("stdlib", "Python's library, text files, token files, or your own dataset", choices=CORPORA)
-    path: str | None = setting(None, "text files, a glob, quoted: 'data.path=\"corpus/**/*.txt\"'; bin: file or folder")
+    name: str = setting(
+        "stdlib", "Python's library, text files, token files, tables, or your own dataset", choices=CORPORA
+    )
+    path: str | None = setting(
+        None, "text files, a glob, quoted: 'data.path=\"corpus/**/*.txt\"'; of other choices a file or folder"
+    )
+    column: str | None = setting(None, "column of data=arrow and data=parquet: text, or lists of token ids")
     tokenizer: str = setting("bytes", "bytes, or the path of a tokenizers JSON file")
     target: str | None = setting(None, "your dataset, for data=custom: my_file.MyDataset")
     args: Mapping[str, Any] = setting({}, "further arguments of your own dataset, +data.args.NAME=VALUE")
     cache: str | None = setting(None, "folder of token files; null: in the user's cache folder")
+    ahead: int = setting(
+        4, "micro-batches of your own dataset that are read ahead, on a thread beside the training; 0: none", at_least=0
+    )
     validation_fraction: float = setting(0.02, "share of samples held out, at the end", at_least=0, below=1)
 
     def check_rules(self) -> None:
@@ -142,6 +174,39 @@ class DataSettings(Section, group="data"):
         if needed and getattr(self, needed) is None:
             what = f"data={self.name} is given without data.{needed}"
             raise ConfigError(what, where=f"data={self.name}", fix=example)
+
+
+@dataclass(frozen=True)
+class OptimGroup(Section, group="optim.groups"):
+    """Settings of the parameters whose names match a pattern, in place of the optimizer's own.
+
+    A parameter that two groups match has what both say; groups that say different things of it are refused, so their
+    order does not matter. `weight_decay` is that of all parameters that match, also of those with one dim.
+    """
+
+    match: str = setting(REQUIRED, 'patterns of names, as in optim.freeze: "embed.* *.bias"')
+    lr_scale: float | None = setting(None, "factor of the learning rate", above=0)
+    weight_decay: float | None = setting(None, "weight decay in place of optim.weight_decay", at_least=0)
+
+    def check_rules(self) -> None:
+        if self.lr_scale is None and self.weight_decay is None:
+            given = checks.override("optim.groups", [{"match": self.match}])
+            raise ConfigError(
+                f"{given} has neither lr_scale nor weight_decay",
+                rule="a group of parameters has settings of its own",
+                where=given,
+                fix=f"'{_GROUPS_EXAMPLE}'",
+            )
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns of `match`."""
+        return _patterns(self.match)
+
+
+def _patterns(text: str) -> tuple[str, ...]:
+    """Patterns of names, which are separated by spaces or commas."""
+    return tuple(text.replace(",", " ").split())
 
 
 @dataclass(frozen=True)
@@ -155,18 +220,61 @@ class OptimSettings(Section, group="optim"):
     betas: tuple[float, float] = setting((0.9, 0.95), "betas of adamw", at_least=0, below=1)
     eps: float = setting(1e-8, "eps of adamw", above=0)
     momentum: float = setting(0.9, "momentum of sgd", at_least=0, below=1)
-    schedule: str = setting("cosine", "the learning rate after the warmup", choices=SCHEDULES)
+    schedule: str = setting("cosine", "the learning rate after the warmup; wsd: stays, then decays", choices=SCHEDULES)
     warmup_steps: int = setting(20, "steps until the peak of the learning rate", at_least=0)
-    final_lr_ratio: float = setting(0.1, "learning rate of the last step, as a share of the peak", at_least=0)
+    decay_steps: int | None = setting(
+        None, "steps in which schedule=wsd decays, at its end; null: a fifth of all", at_least=1
+    )
+    schedule_steps: int | None = setting(
+        None, "steps until linear, cosine and wsd are at their end, where they stay; null: train.steps", at_least=1
+    )
+    final_lr_ratio: float = setting(
+        0.1, "learning rate at the end of linear, cosine and wsd, as a share of the peak", at_least=0
+    )
     max_skipped: int = setting(
         10, "steps in a row without an update (gradient not finite) before the run fails", at_least=0
     )
+    ema: float | None = setting(
+        None, "decay of an average of the weights over the steps, such as 0.999; null: none", above=0, below=1
+    )
     freeze: str | None = setting(None, 'parameters that are not trained, by patterns of their names: "embed.* *.bias"')
+    groups: tuple[OptimGroup, ...] = setting(
+        (), f"parameters with settings of their own, quoted: '{_GROUPS_EXAMPLE}'", example=_GROUPS_EXAMPLE
+    )
 
     @property
     def freeze_patterns(self) -> tuple[str, ...]:
-        """The patterns of `freeze`, which are separated by spaces or commas."""
-        return tuple((self.freeze or "").replace(",", " ").split())
+        """The patterns of `freeze`."""
+        return _patterns(self.freeze or "")
+
+    def check_rules(self) -> None:
+        needs = {"decay_steps": (WSD,), "schedule_steps": ("linear", "cosine", WSD)}
+        for name, schedules in needs.items():
+            if (value := getattr(self, name)) is not None and self.schedule not in schedules:
+                given = checks.override(f"optim.{name}", value)
+                raise ConfigError(
+                    f"{given} is given with optim.schedule={self.schedule}",
+                    rule=f"it is for optim.schedule={' and '.join(schedules)}",
+                    where=given,
+                    exists=", ".join(SCHEDULES),
+                    fix=f"optim.schedule={schedules[-1]}, or leave optim.{name} out",
+                )
+
+    def check_decay(self, steps: int) -> None:
+        """Check that the warm-up and the decay fit into a run of so many steps.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        all_steps = steps if self.schedule_steps is None else self.schedule_steps
+        if self.decay_steps is not None and self.warmup_steps + self.decay_steps > all_steps:
+            given = checks.override("optim.decay_steps", self.decay_steps)
+            raise ConfigError(
+                f"{given} and optim.warmup_steps={self.warmup_steps} are more than the schedule's {all_steps} steps",
+                rule="wsd warms up, stays and decays within its steps",
+                where=given,
+                fix=f"optim.decay_steps of at most {max(1, all_steps - self.warmup_steps)}, or more steps",
+            )
 
 
 @dataclass(frozen=True)
@@ -184,9 +292,19 @@ class TrainSettings(Section, group="train"):
     seq_len: int = setting(128, "tokens per sequence", at_least=1)
     validate_every: int = setting(100, "validate every so many steps, and after the last one; 0: never", at_least=0)
     validate_microbatches: int = setting(32, "micro-batches of a validation, if it has so many", at_least=1)
+    stop_patience: int = setting(0, "validations without an improvement that end the run; 0: it does not", at_least=0)
+    stop_min_delta: float = setting(0.0, "an improvement lowers the best validation loss by more", at_least=0)
     resume: str | None = setting(None, "directory of a run to go on with, from its newest good checkpoint")
+    resume_at: int | None = setting(
+        None, "resume from the newest checkpoint of this step or an older one, in another run.dir", at_least=1
+    )
+    reschedule: bool = setting(
+        False, "a resumed run may go on with another learning rate than its schedule so far leads to"
+    )
 
     def check_rules(self) -> None:
+        self._check_resume()
+        self._check_stop()
         batch, size = self.global_batch, self.microbatch_size
         if batch % size == 0:
             return
@@ -200,6 +318,35 @@ class TrainSettings(Section, group="train"):
             fix=f"train.microbatch_size={max(n for n in sizes if n <= size)}, "
             f"or train.global_batch={-(-batch // size) * size}",
         )
+
+    def _check_resume(self) -> None:
+        for name in ("resume_at", "reschedule"):
+            if (value := getattr(self, name)) and self.resume is None:
+                given = checks.override(f"train.{name}", value)
+                raise ConfigError(
+                    f"{given} is given without train.resume",
+                    rule="it is about the run that is resumed",
+                    where=given,
+                    fix=f"train.resume=RUN, or leave train.{name} out",
+                )
+
+    def _check_stop(self) -> None:
+        if self.stop_patience and not self.validate_every:
+            given = checks.override("train.stop_patience", self.stop_patience)
+            raise ConfigError(
+                f"{given} is given with train.validate_every=0",
+                rule="a run ends early by its validation losses",
+                where=given,
+                fix="train.validate_every=N",
+            )
+        if self.stop_min_delta and not self.stop_patience:
+            given = checks.override("train.stop_min_delta", self.stop_min_delta)
+            raise ConfigError(
+                f"{given} is given without train.stop_patience",
+                rule="it says what an improvement is, for runs that end without one",
+                where=given,
+                fix="train.stop_patience=N",
+            )
 
 
 @dataclass(frozen=True)
@@ -230,7 +377,9 @@ class RuntimeSettings(Section, group="runtime"):
     device: str = setting("cpu", "what workers compute on; emulated: programs that only take time", choices=DEVICES)
     threads_per_worker: int = setting(1, "threads of each worker's computation", at_least=1, below=2**15)
     dtype: str = setting("fp32", "type of parameters and activations in layers; master state is fp32", choices=DTYPES)
-    transport: str = setting("ipc", "links between workers: ipc on one machine, tcp on several", choices=TRANSPORTS)
+    transport: str = setting(
+        "shm", "links between workers: shm (shared memory) or ipc on one machine, tcp on several", choices=TRANSPORTS
+    )
     encryption: bool = setting(True, "encrypt links over tcp; false: authenticate only, on networks that are trusted")
     activation_checkpointing: bool = setting(False, "keep only the inputs of layers, compute the rest again")
     compile: bool = setting(False, "make layer programs by torch.compile, all before the first step")
@@ -314,12 +463,45 @@ def _must_be_tcp(where: str, transport: str) -> ConfigError:
 
 
 @dataclass(frozen=True)
+class GenerateSettings(Section, group="generate"):
+    """Text that the model goes on with, generated from each checkpoint and from the weights at the end.
+
+    A process beside the controller generates it, at the lowest priority until training has ended, so no step waits for
+    it. How often there is a text is a matter of `checkpoint.every` and `checkpoint.keep_best`; without them there is
+    one at the end.
+    """
+
+    prompt: str | None = setting(None, "the begin of the text; null: no text is generated")
+    tokens: int = setting(60, "new tokens of a text", at_least=1)
+    temperature: float = setting(0.8, "0: the most likely token; 1: as the model has it", at_least=0)
+    seed: int = setting(0, "of the draws; the same for each text", at_least=0)
+
+
+@dataclass(frozen=True)
 class RunSettings(Section, group="run"):
     """The files of a run."""
 
     dir: str | None = setting(None, "directory of the run's files; null: runs/<model>-<mesh>-<time>")
     tensorboard: bool = setting(True, "write TensorBoard files")
+    display: str = setting(AUTO, "live: a view at the bottom of the terminal; auto: that or lines", choices=DISPLAYS)
     trace: bool = setting(False, "write trace.json: what each worker does and when, for https://ui.perfetto.dev")
+    callbacks: tuple[str, ...] = setting(
+        (),
+        "your code that hears of steps, events, validations, checkpoints and the end: [my_file.MyCallback]",
+        example="run.callbacks=[my_file.MyCallback]",
+    )
+    trackers: tuple[str, ...] = setting(
+        (),
+        "services that get metrics, events and the summary: [wandb,mlflow]",
+        choices=TRACKERS,
+        example=_TRACKERS_EXAMPLE,
+    )
+
+    def check_rules(self) -> None:
+        if len({*self.trackers}) < len(self.trackers):
+            given = checks.override("run.trackers", self.trackers)
+            fix = checks.override("run.trackers", tuple(dict.fromkeys(self.trackers)))
+            raise ConfigError(f"{given} names one of them twice", where=given, fix=f"'{fix}'")
 
 
 @dataclass(frozen=True)
@@ -407,6 +589,9 @@ class CheckpointSettings(Section, group="checkpoint"):
 
     every: int = setting(0, "steps between checkpoints; 0: none", at_least=0)
     keep: int = setting(2, "the newest checkpoints that stay", at_least=1)
+    keep_best: int = setting(
+        0, "those with the lowest validation loss that stay as well; made at validations", at_least=0
+    )
 
 
 _LATE_HEARTBEATS = 3
@@ -444,6 +629,7 @@ class Timeouts(Section, group="timeouts"):
     controller: float = setting(5.0, "of waiting for a lost controller before workers write a checkpoint", above=0)
     group: float = setting(30.0, "for making a stage's process group, and for a broadcast through it", above=0)
     shutdown: float = setting(30.0, "for workers to end, checkpoint included, before they are killed", above=0)
+    callbacks: float = setting(30.0, "for callbacks to end, once all workers have", above=0)
 
     def check_rules(self) -> None:
         for lower, times, upper, why in _TIMEOUT_ORDER:
@@ -560,8 +746,19 @@ class ScheduleSettings(Section, group="schedule"):
     microbatches: bool = setting(True, "assign micro-batches by the measured speed of workers")
     layers: bool = setting(True, "move layers to other stages when that pays")
     stages: bool = setting(False, "the number of stages may change, too")
+    align: float = setting(
+        0.0,
+        "share by which a worker may have more work than needed, if it then sends fewer sums and steps are no longer",
+        at_least=0,
+        at_most=1,
+    )
     memory_limit: float | None = setting(
         None, "bytes of state and activations that a worker has room for; null: twice the even share of state", above=0
+    )
+    split_backward: str = setting(
+        AUTO,
+        "weight gradients are put off where another stage waits; auto: unless a trial in the run finds no gain",
+        choices=SPLIT_BACKWARD,
     )
     every: int = setting(5, "steps between two decisions", at_least=1)
     window: int = setting(5, "steps that the medians are over", at_least=1)
@@ -684,6 +881,7 @@ class Settings(Section):
     train: TrainSettings = field(default_factory=TrainSettings)
     page: PageSettings = field(default_factory=PageSettings)
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
+    generate: GenerateSettings = field(default_factory=GenerateSettings)
     run: RunSettings = field(default_factory=RunSettings)
     elastic: ElasticSettings = field(default_factory=ElasticSettings)
     mirror: MirrorSettings = field(default_factory=MirrorSettings)
@@ -696,6 +894,7 @@ class Settings(Section):
 
     def check_rules(self) -> None:
         self.schedule.check_device(self.runtime.device, self.runtime.agents)
+        self.optim.check_decay(self.train.steps)
         least, workers = self.elastic.min_workers, self.mesh.shape.num_workers
         if least > workers:
             raise ConfigError(
@@ -706,6 +905,14 @@ class Settings(Section):
             )
         if self.verify.action == "rollback":
             self._check_rollback()
+        if self.checkpoint.keep_best and not self.train.validate_every:
+            given = checks.override("checkpoint.keep_best", self.checkpoint.keep_best)
+            raise ConfigError(
+                f"{given} is given with train.validate_every=0",
+                rule="the best checkpoints are those with the lowest validation loss",
+                where=given,
+                fix="train.validate_every=N",
+            )
         self._check_chaos()
         steps = self.train.steps
         if late := [event.step for event in self.chaos.events if event.step > steps]:
@@ -725,6 +932,10 @@ class Settings(Section):
         whole = {
             checks.override("mesh", str(self.mesh.shape)): (is_one_stage, "mesh=pp2"),
             "runtime.check_model=false": (not runtime.check_model and not is_emulated, "runtime.check_model=true"),
+            "schedule.split_backward=never": (
+                self.schedule.split_backward == NEVER,
+                f"schedule.split_backward={AUTO}",
+            ),
             "emulated.weight_share=0": (is_emulated and not self.emulated.weight_share, "emulated.weight_share=0.5"),
         }
         for where, (is_so, fix) in whole.items():

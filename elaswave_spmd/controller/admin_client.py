@@ -24,6 +24,7 @@ from elaswave_spmd.errors import ControlError, DataError, RunError
 from elaswave_spmd.mesh.mesh import format_ints
 from elaswave_spmd.run_dir.directory import read_events
 from elaswave_spmd.run_dir.display import clock_text, count
+from elaswave_spmd.run_dir.listener import CALLBACK
 
 SOCKET = "ctl.sock"
 ANSWER_S = 30.0  # a controller that starts workers, or writes its result, answers after that
@@ -119,7 +120,7 @@ def status_rows(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
     done = f"{answer['version']:,} of {count(answer['total_steps'], 'step')}"
     if answer["loss_hex"] is not None:
         loss = float.fromhex(answer["loss_hex"])
-        speed = f"{answer['tokens_per_second']:,.0f} tokens/s, {clock_text(answer['seconds_left'])} left"
+        speed = f"{answer['tokens_per_second']:,.0f} {answer['unit']}/s, {clock_text(answer['seconds_left'])} left"
         done += f", loss {loss:.4f}, {speed}"
     rows.append(("committed", done))
     changing = f", changing, waits for {_workers(answer['changing'])}" if answer["changing"] else ""
@@ -159,7 +160,7 @@ def _workers(ranks: Sequence[int]) -> str:
 
 def _not_alive(run: str, folder: Path) -> ControlError:
     try:
-        last = read_events(folder)[-1]
+        last = [event for event in read_events(folder) if event["event"] != CALLBACK][-1]
     except (DataError, IndexError):
         last = {"event": "none"}
     how = {"finish": "which has finished", "stop": f"which has stopped: {last.get('message')}"}

@@ -92,6 +92,7 @@ class Administration:
             "loss": last.to_dict()["loss"] if last else None,
             "loss_hex": last.loss_hex if last else None,
             "tokens_per_second": observer.pace.tokens_per_second,
+            "unit": observer.pace.unit,
             "seconds_left": observer.pace.seconds_left,
             "mesh": mesh.shape.name,
             "mesh_epoch": mesh.epoch,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import resource
 import select
@@ -202,7 +203,8 @@ class Agent:
             resource.prlimit(self._fork_server.pid, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
         ours = prepare_data(data_spec(settings))
         check_same_data(ours, theirs)
-        self._own["data"] = ours.to_dict()
+        # What a model is told of a dataset is what the controller's model was told.
+        self._own["data"] = dataclasses.replace(ours, attributes=theirs.attributes).to_dict()
         self._fork_server.ready()
         self._fork_server.set_orphan_grace(settings.timeouts.orphan_grace)
         self._send(am.Prepared())

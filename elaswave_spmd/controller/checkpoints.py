@@ -64,6 +64,7 @@ class CheckpointSpec:
             plan.job.steps,
             str(start.checkpoint.path.absolute()) if start.checkpoint else None,
             max(start.lines, default=0),
+            plan.job.validate_every if plan.job.saves_validated and plan.job.validates else 0,
         )
         return cls(
             run=start.run,
@@ -116,6 +117,11 @@ class CheckpointCoordinator:
     def why_not(self, step: int) -> str:
         """Why there will be no checkpoint of a step; empty while there may be one."""
         return self._failed.get(step, "")
+
+    def awaits(self, step: int) -> bool:
+        """True if the checkpoint of a step is due, and may still come."""
+        newest = max(self._newest, self._spec.step)  # those up to where it was resumed may lie in another directory
+        return self._spec.orders.is_due(step) and step > newest and step not in self._failed
 
     def committed(self, step: int) -> None:
         """A step is committed."""

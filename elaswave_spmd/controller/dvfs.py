@@ -4,14 +4,21 @@ Paces come from scheduling.dvfs, and go to the workers, which keep to them withi
 are set by a guard in another process, which puts them back even if this one dies; emulated ones by their workers. When
 the mesh changes all are normal again. Workers report their times as they would be at the normal frequency. Figures of
 energy are modelled, not measured.
+
+A plan knows the mean times of actions, not how they vary. So hints are on trial: where steps take longer with them than
+without, all devices are normal again until the mesh changes. Until that is known hints stay as they are: measured times
+change all the while, and hints that followed them would never be judged.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Protocol, TypeAlias
 
 from elaswave_spmd.conf.schema import ScheduleSettings
@@ -37,6 +44,13 @@ _GRAIN = 0.01  # frequencies are multiples of it, rounded up
 _LEAST_CHANGE = 0.02  # paces whose frequencies differ by less from what is set are left alone
 _KINDS = {FORWARD: 0, BACKWARD: 1, WEIGHTS: 2}
 
+TRIAL_STEPS = 8
+"""Steps with paces, and at most as many without, whose medians are compared."""
+
+_FEWEST_WITHOUT = 3  # steps to compare with; by fewer nothing is judged
+_UNDER_WAY = 4  # steps after an order that may have run without it, or with some of both
+_LONGER = 1.05  # times as long: what is beyond is no noise of a median
+
 
 class Guard(Protocol):
     """The process that sets devices as workers wish; `GuardedFrequencies` is the real one."""
@@ -47,6 +61,52 @@ class Guard(Protocol):
     def reset(self) -> None: ...
     def poll(self) -> str: ...
     def close(self) -> None: ...
+
+
+@dataclass
+class Trial:
+    """The times of steps in one mesh epoch, before workers had paces and since.
+
+    Args:
+        last_s: when the step before was committed; None: it was in another mesh epoch.
+        without, paced: seconds of steps.
+        under_way: steps that are not looked at, as the newest order may not have reached all workers.
+        failed: steps took too long with paces.
+    """
+
+    last_s: float | None = None
+    without: deque[float] = field(default_factory=lambda: deque(maxlen=TRIAL_STEPS))
+    paced: deque[float] = field(default_factory=lambda: deque(maxlen=TRIAL_STEPS))
+    under_way: int = 0
+    failed: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """True if as many steps had paces as they are judged by."""
+        return len(self.paced) == TRIAL_STEPS
+
+    def ordered(self) -> None:
+        """Paces were sent."""
+        self.paced.clear()
+        self.under_way = _UNDER_WAY
+
+    def committed(self, now_s: float, has_paces: bool) -> float | None:
+        """A step is committed. Returns how many times as long steps take with paces, once that is too long."""
+        last_s, self.last_s = self.last_s, now_s
+        if last_s is None or self.failed:
+            return None
+        if not has_paces:
+            self.without.append(now_s - last_s)
+            return None
+        self.under_way -= 1
+        if self.under_way >= 0:
+            return None
+        self.paced.append(now_s - last_s)
+        if not self.is_complete or len(self.without) < _FEWEST_WITHOUT:
+            return None
+        times = median(self.paced) / median(self.without)
+        self.failed = times > _LONGER
+        return times if self.failed else None
 
 
 class Frequencies:
@@ -74,6 +134,7 @@ class Frequencies:
         self._power = power
         self._paces: dict[int, Pace] = {}  # of the present mesh epoch
         self._hinted: object = None  # what the last hints were for
+        self._trial = Trial()  # of the present mesh epoch
 
     @classmethod
     def open(cls, settings: ScheduleSettings, scratch: str) -> Frequencies:
@@ -98,7 +159,8 @@ class Frequencies:
     def hint(self, placement: Placement, running: Assignment, costs: CostModel, step: int, pids: Pids) -> list[Action]:
         """Slows down workers that would wait and raises those that are waited for, as nothing else is to be changed.
 
-        Nothing happens if this very placement had its hints.
+        Nothing happens if this very placement had its hints, while hints are judged, or if steps took longer with those
+        of this mesh epoch.
 
         Args:
             running: the assignment of the placement with the limits that workers run with.
@@ -106,7 +168,8 @@ class Frequencies:
             pids: rank -> process id of a worker on this machine.
         """
         key = running, costs.speeds
-        if not self._active or key == self._hinted:
+        is_judging = bool(self._paces) and not self._trial.is_complete
+        if not self._active or key == self._hinted or is_judging or self._trial.failed:
             return []
         self._hinted = key
         plan, hints = rounded_hints(running, costs, self._limits, self._power)
@@ -116,6 +179,7 @@ class Frequencies:
         if self._guard is not None and not self._paces:
             self._guard.share(self._shares(placement.mesh.members, pids))
         self._paces = wanted
+        self._trial.ordered()
         epoch = placement.mesh.epoch
         seconds = hold_seconds(running, costs)
         messages: list[Action] = [
@@ -126,6 +190,7 @@ class Frequencies:
     def begun(self, placement: Placement, step: int) -> list[Action]:
         """A mesh epoch begins after `step`: workers have forgotten their paces, which were for another mesh."""
         self._hinted = None
+        self._trial = Trial()
         if not self._paces:
             return []
         if self._guard is not None:
@@ -136,19 +201,32 @@ class Frequencies:
         fields = {"ranks": ranks, "paces": {}, "step": step, "mesh_epoch": placement.mesh.epoch, "why": why}
         return [Record("frequency", {**fields, "message": f"normal again: {why}"})]
 
-    def committed(self, placement: Placement, step: int) -> list[Action]:
-        """A step is committed: if the guard has failed meanwhile, the run goes on at the normal frequencies."""
-        if self._guard is None or not (error := self._guard.poll()):
+    def committed(self, placement: Placement, step: int, now: float) -> list[Action]:
+        """A step is committed: all devices are normal again if the guard has failed, or if steps take too long.
+
+        Args:
+            now: seconds of a clock that never runs back.
+        """
+        if not self._active:
             return []
-        self._guard.close()
-        self._guard, self._active = None, False
+        if self._guard is not None and (error := self._guard.poll()):
+            self._guard.close()
+            self._guard, self._active = None, False
+            return self._withdrawn(placement, step, {"refused": error}, f"the run goes on at the normal ones: {error}")
+        times = self._trial.committed(now, bool(self._paces))
+        if times is None:
+            return []
+        why = f"steps took {times:.2f} times as long with hints as without"
+        return self._withdrawn(placement, step, {"why": why}, f"normal again: {why}")
+
+    def _withdrawn(self, placement: Placement, step: int, about: Mapping[str, object], message: str) -> list[Action]:
+        """All workers go on at the normal frequency, in no order but what is ready."""
         ranks = _slowed_or_raised(self._paces)
         self._paces = {}
         epoch = placement.mesh.epoch
-        fields = {"ranks": ranks, "paces": {}, "refused": error, "step": step, "mesh_epoch": epoch}
-        record = Record("frequency", {**fields, "message": f"the run goes on at the normal ones: {error}"})
+        fields = {"ranks": ranks, "paces": {}, **about, "step": step, "mesh_epoch": epoch, "message": message}
         normal = PaceMessage(epoch, (0,), (1.0,), (), 0.0)
-        return [Broadcast(placement.mesh.members, normal), record]
+        return [Broadcast(placement.mesh.members, normal), Record("frequency", fields)]
 
     def close(self) -> None:
         """Puts all frequencies back."""

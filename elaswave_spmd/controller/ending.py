@@ -74,24 +74,47 @@ class Command:
 
 
 @dataclass(frozen=True)
+class Call:
+    """A call of `elaswave_spmd.train`, for the call that goes on. What it says is Python.
+
+    Args:
+        model, data: names of what is given by value, and so has to be given again; None: it is in the run's settings.
+    """
+
+    model: str | None = None
+    data: str | None = None
+
+    def resuming(self, run_dir: Path, *, was_resumed: bool, into: Path | None = None) -> str:
+        """The call that goes on from the newest checkpoint in `run_dir`; as for `Command.resuming`."""
+        given = {"resume": repr(str(run_dir)), "model": self.model, "data": self.data}
+        given["run_dir"] = None if into is None else repr(str(into))
+        more = ", with the settings that were given now" if was_resumed else ""
+        return f"train({', '.join(f'{name}={text}' for name, text in given.items() if text is not None)}){more}"
+
+    def again(self) -> str:
+        """The same call once more."""
+        return "the same call"
+
+
+@dataclass(frozen=True)
 class Ending:
     """A run that did not finish, once all of its processes have ended.
 
     Args:
         error: that ended it.
         settings: as the command named them.
-        command: as it was typed.
+        command: as it was typed, or called from Python.
         run_dir: that the run has written to and has left; None: it left nothing.
     """
 
     error: BaseException
     settings: Settings
-    command: Command
+    command: Command | Call
     run_dir: Path | None
 
     def lines(self) -> list[str]:
         """The lines: an account of what happened, and what can be done."""
-        return [self._what(), *self._state()]
+        return [self._what(), *self.state()]
 
     def _what(self) -> str:
         error = self.error
@@ -103,7 +126,7 @@ class Ending:
             return f"error: {error}"
         return "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
 
-    def _state(self) -> list[str]:
+    def state(self) -> list[str]:
         """The state that is left, and the command that goes on from it; or why there is none."""
         source = self.settings.train.resume
         earlier = Path(source).expanduser().absolute() if source is not None else None

@@ -42,7 +42,7 @@ from elaswave_spmd.controller.events import (
 )
 from elaswave_spmd.controller.replacements import Replacements
 from elaswave_spmd.controller.roster import Roster
-from elaswave_spmd.errors import ModelError, RunError, StoppedBySignal, WorkerError, exception_line
+from elaswave_spmd.errors import ModelError, RunError, StoppedBySignal, UserError, WorkerError, exception_line
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import RemoveMember, Save, Unrecoverable
@@ -204,7 +204,7 @@ class FailureHandler:
             return self._declare_lost(message.rank, f"refused: {message.error['what']}", now)
         return [End(RunStopped(ModelError(**message.error)))]
 
-    def computes_otherwise(self, rank: int, error: ModelError, now: float) -> list[Action]:
+    def computes_otherwise(self, rank: int, error: UserError, now: float) -> list[Action]:
         """A worker that starts has computed other bits than the others: the run is refused, or goes on without it."""
         if self._protocol.started:
             return self._declare_lost(rank, error.what, now)
@@ -254,10 +254,15 @@ class FailureHandler:
         """A step is committed. Too many in a row whose gradient was not finite end the run."""
         self._num_skipped = 0 if applied.updated else self._num_skipped + 1
         if not applied.updated and self._num_skipped >= self._policy.max_skipped:
-            error = RunError(
-                f"the gradient was not finite in {self._num_skipped} steps in a row (optim.max_skipped); "
-                f"last: step {applied.step}, loss {applied.loss}. A lower optim.lr, or optim.warmup_steps, may help"
-            )
+            last = f"last: step {applied.step}, loss {applied.loss}"
+            if applied.weight is not None and not applied.weight > 0:
+                why = (
+                    f"{last}, the weight of its loss {applied.weight:g}. Samples have to count: see loss(output, batch)"
+                )
+            else:
+                why = f"{last}. A lower optim.lr, or optim.warmup_steps, may help"
+            skipped = f"{self._num_skipped} steps in a row had no update (optim.max_skipped)"
+            error = RunError(f"{skipped}: the gradient was not finite, or a weight not positive; {why}")
             return [End(RunStopped(error))]
         return []
 

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import msgspec
 
 from elaswave_spmd.conf import checks
-from elaswave_spmd.conf.schema import GROUP, RuntimeSettings, endpoint
+from elaswave_spmd.conf.schema import GROUP, CheckpointSettings, RuntimeSettings, endpoint
 from elaswave_spmd.controller.admin_client import SOCKET
 from elaswave_spmd.controller.admin_server import ControlSocket
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
@@ -43,7 +44,7 @@ from elaswave_spmd.recovery.admission import UNREADABLE
 from elaswave_spmd.recovery.messages import Prepare, decode
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
 from elaswave_spmd.run_dir.checkpoints import load_newest_good, prune, write_manifest
-from elaswave_spmd.run_dir.directory import METRICS
+from elaswave_spmd.run_dir.directory import EVENTS, METRICS
 from elaswave_spmd.run_dir.journal import Journal
 from elaswave_spmd.run_dir.manifest import Manifest
 from elaswave_spmd.runtime.devices.group_store import GroupStore, group_host
@@ -145,11 +146,12 @@ class ControllerIO(Protocol):
         """Write the epoch of a Prepare to the disk, before any worker gets it."""
         ...
 
-    def write_manifest(self, manifest: Manifest, trusted: int | None) -> None:
+    def write_manifest(self, manifest: Manifest, trusted: int | None, best: Sequence[int]) -> None:
         """Write a checkpoint's manifest in the background; ManifestWritten follows. Old checkpoints are removed.
 
         Args:
             trusted: the newest checkpoint of this step or before stays, however old it is; None: there is none such.
+            best: validated steps from the lowest loss to the highest, whose first ones stay (checkpoint.keep_best).
         """
         ...
 
@@ -217,7 +219,7 @@ class ProcessIO:
             undo.callback(self._links.close)
             groups = settings.runtime.collectives == GROUP
             self._groups = GroupStore(group_host(settings.runtime, host)) if groups else None
-            self._writer = _ManifestWriter(run_dir, settings.checkpoint.keep, checkpoints, self._mailbox, credentials)
+            self._writer = _ManifestWriter(run_dir, settings.checkpoint, checkpoints, self._mailbox, credentials)
             undo.callback(self._writer.close)
             table = death_watch.RobustMutexTable(scratch) if death_watch.is_available() else None
             self._mutexes = table
@@ -323,8 +325,8 @@ class ProcessIO:
     def journal(self, prepare: Prepare) -> None:
         self._writer.journal(prepare)
 
-    def write_manifest(self, manifest: Manifest, trusted: int | None) -> None:
-        self._writer.write(manifest, trusted)
+    def write_manifest(self, manifest: Manifest, trusted: int | None, best: Sequence[int]) -> None:
+        self._writer.write(manifest, trusted, best)
 
     def find_checkpoint(self, newest: int | None) -> None:
         self._ready += self.finish_writing()
@@ -439,13 +441,18 @@ class _ManifestWriter:
     """
 
     def __init__(
-        self, run_dir: Path, keep: int, spec: CheckpointSpec, mailbox: Mailbox, credentials: Credentials | None
+        self,
+        run_dir: Path,
+        settings: CheckpointSettings,
+        spec: CheckpointSpec,
+        mailbox: Mailbox,
+        credentials: Credentials | None,
     ) -> None:
         self._run_dir = run_dir
-        self._keep = keep
+        self._settings = settings
         self._mailbox = mailbox
         self._incarnation = spec.incarnation
-        self._manifests: queue.SimpleQueue[tuple[Manifest, int | None] | None] = queue.SimpleQueue()
+        self._manifests: queue.SimpleQueue[tuple[Manifest, int | None, Sequence[int]] | None] = queue.SimpleQueue()
         self._results: deque[ManifestWritten] = deque()
         self._thread: threading.Thread | None = None
         self._journal = Journal(run_dir)
@@ -458,11 +465,11 @@ class _ManifestWriter:
     def journal(self, prepare: Prepare) -> None:
         self._journal.append(self._incarnation, prepare.epoch, "prepare", after=prepare.after)
 
-    def write(self, manifest: Manifest, trusted: int | None) -> None:
+    def write(self, manifest: Manifest, trusted: int | None, best: Sequence[int]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_all, name="manifests", daemon=True)
             self._thread.start()
-        self._manifests.put((manifest, trusted))
+        self._manifests.put((manifest, trusted, best))
 
     def next_result(self) -> ManifestWritten | None:
         return self._results.popleft() if self._results else None
@@ -481,13 +488,14 @@ class _ManifestWriter:
     def _write_all(self) -> None:
         """The thread: one manifest after another, and the removal of old checkpoints after each."""
         while (due := self._manifests.get()) is not None:
-            manifest, trusted = due
+            manifest, trusted, best = due
             error = ""
             try:
-                # The lines up to this step are part of what a resumed run begins with.
+                # The lines and validations up to this step are part of what a resumed run begins with.
                 _flush(self._run_dir / METRICS)
+                _flush(self._run_dir / EVENTS)
                 write_manifest(checkpoint_path(self._run_dir, manifest.step), manifest)
-                prune(self._run_dir, self._keep, trusted)
+                prune(self._run_dir, self._settings.keep, trusted, best, self._settings.keep_best)
             except (RunError, UserError, OSError) as caught:
                 error = str(caught)
             self._results.append(ManifestWritten(manifest, error))

@@ -59,6 +59,7 @@ from elaswave_spmd.controller.sum_verification import SumVerifier
 from elaswave_spmd.controller.supervision import Supervision
 from elaswave_spmd.controller.verdicts import Verdicts
 from elaswave_spmd.controller.verification import Verifier
+from elaswave_spmd.controller.worker_states import WorkerStates
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import (
@@ -120,7 +121,13 @@ class Controller:
             plan.job.steps,
             plan.job.num_validation_microbatches,
             plan.job.validates_at,
-            Policy(settings.mirror.count, settings.mirror.scatter, settings.elastic.min_workers, plan.job.compares_at),
+            Policy(
+                settings.mirror.count,
+                settings.mirror.scatter,
+                settings.elastic.min_workers,
+                plan.job.compares_at,
+                self._ends_at,
+            ),
             version=checkpoints.step,
             assigner=measured,
             checks=draw,
@@ -151,6 +158,9 @@ class Controller:
         self._stopping = Stopping(self.protocol, self._checkpoints, self._failures, settings.timeouts.shutdown)
         frequencies = frequencies or Frequencies(settings.schedule)
         self._rescheduler = Rescheduler(policy, measured, self.protocol, frequencies, self._roster)
+        self._worker_states = WorkerStates(self.protocol, self._roster, self._replacements, self._rescheduler)
+        self._keeps_best = settings.checkpoint.keep_best > 0
+        self._done_by: float | None = None  # all is trained, and the best checkpoint is waited for until this time
         self._admin = Administration(self.protocol, self._roster, self._replacements, log.observer, settings.elastic)
 
     def run(self) -> Outcome:
@@ -171,6 +181,8 @@ class Controller:
                 now = self._io.now()
                 self._log.event(event, now)  # before the decision, which may end the run
                 self.execute(self.decide(event, now))
+                if self._log.observer.wants_workers:
+                    self._log.observer.on_workers(self._worker_states.now())
             for rejected in self._io.last_rejections():
                 self._log.event(rejected, self._io.now())
             if isinstance(self.outcome, RunFinished):
@@ -214,7 +226,7 @@ class Controller:
         """The actions that follow from an event. Every event comes through here, in the order in which it happened."""
         # Manifests first: a run that is ending may be waiting for its last one.
         if isinstance(event, ManifestWritten):
-            return [*self._checkpoints.written(event, now), *self._stopping.check(now)]
+            return [*self._checkpoints.written(event, now), *self._stopping.check(now), *self._end_if_saved(now)]
         if isinstance(event, StopRequested):
             return self._stopping.requested(event)
         if self._failures.is_ending:
@@ -258,7 +270,8 @@ class Controller:
             case m.Checked() if message.rank in self._roster:
                 if (error := self._model_checks.difference(message)) is not None:
                     return failures.computes_otherwise(message.rank, error, now)
-                protocol.split = self._model_checks.split
+                if protocol.split is None:  # else it is the same, or has been decided about since
+                    protocol.split = self._model_checks.split
                 return self._model_checks.passed(message)
             case m.Constructed() if message.rank in self._roster:
                 if (error := self._model_checks.constructions.difference(message)) is not None:
@@ -288,7 +301,7 @@ class Controller:
             case m.SpawnRequest():
                 return [Spawn(self._roster.allocate(message.count))]
             case m.ShardWritten():
-                return [*self._checkpoints.wrote(message, now), *self._stopping.check(now)]
+                return [*self._checkpoints.wrote(message, now), *self._stopping.check(now), *self._end_if_saved(now)]
             case m.ChecksDiffer():
                 return self._verifier.differ(message)
             case m.CheckedAgain():
@@ -316,7 +329,7 @@ class Controller:
         free = self.protocol.free_to_leave if self._supervision.has_leavers else ()
         suspects = self._supervision.tick(now, self.protocol.unanswered, free)
         actions = self._failures.suspected(suspects, now)
-        return [*actions, *self._failures.replace_lost(now), *self._stopping.check(now)]
+        return [*actions, *self._failures.replace_lost(now), *self._stopping.check(now), *self._end_if_saved(now)]
 
     # ---- carrying actions out
 
@@ -366,22 +379,27 @@ class Controller:
                 if self._failures.is_ending:
                     return []
                 return [*self._rescheduler.committed(applied.step, now), *self._failures.committed(applied)]
-            case ValidationDone(step, total):
-                self._checkpoints.validated(step, mean_loss(self._plan, total))
+            case ValidationDone(step, is_last=is_last):
+                self._checkpoints.validated(step, mean_loss(self._plan, action))
+                if is_last:
+                    return [self._early_end(step)]
             case EpochBegun(placement, version=version):
                 self._verifier.begun(action)
                 self._sum_verifier.begun(action)
                 return self._rescheduler.begun(placement, version)
             case Save():
                 self._stopping.begin(action, now)
+            case Unrecoverable() if self._done_by is not None:
+                return [End(RunFinished())]  # the result is here; its best checkpoint will not come
             case Unrecoverable():
                 return self._failures.end(action, now)
             case Done():
-                self.outcome = RunFinished()
-            case End(outcome):
-                self.outcome = outcome
+                self._done_by = self._done_by or now + self._plan.settings.timeouts.shutdown
+                return self._end_if_saved(now)
+            case End(outcome):  # whoever is lost, or asks, after all results have come: they stay
+                self.outcome = outcome if self._done_by is None else RunFinished()
             case WriteManifest(manifest):
-                io.write_manifest(manifest, self._trusted)
+                io.write_manifest(manifest, self._trusted, self._log.validations.ranked if self._keeps_best else ())
             case FindCheckpoint(newest):
                 io.find_checkpoint(newest)
             case ReportExits():
@@ -389,6 +407,28 @@ class Controller:
             case Reply(request, answer):
                 request.reply(answer)
         return []
+
+    # ---- validations
+
+    def _ends_at(self, done: ValidationDone) -> bool:
+        """True if the run ends after a step, by the losses of its validations until then."""
+        return self._log.validations.ends_at(done.step, mean_loss(self._plan, done))
+
+    def _early_end(self, step: int) -> Record:
+        about = self._log.validations.early_stop()
+        why = f"the validation loss was best after step {about['best_step']}"
+        if not about["best_step"]:
+            why = "no validation loss was finite"
+        return Record("early_stop", {"step": step, **about, "message": f"the run ends after step {step}: {why}"})
+
+    def _end_if_saved(self, now: float) -> list[Action]:
+        """The end of a run whose result is there, once its best checkpoint is on the disk, if it keeps that."""
+        if self._done_by is None:
+            return []
+        best = self._log.validations.ranked[: self._plan.settings.checkpoint.keep_best]
+        if now < self._done_by and any(self._checkpoints.awaits(step) for step in best):
+            return []
+        return [End(RunFinished())]
 
     @property
     def _trusted(self) -> int | None:
@@ -411,6 +451,7 @@ class Controller:
         """A worker is no member any more: nothing that it sends or does counts from now on."""
         self._supervision.forget(rank)
         self._failures.worker_removed(rank)
+        self._worker_states.removed(rank, lost=lost)
         self._roster.remove(rank)
         if lost:  # it may live on: a process that is stopped, or that other machines cannot reach
             self._io.kill(rank)

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from elaswave_spmd.conf.schema import NEVER
 from elaswave_spmd.controller.events import Action, Record
-from elaswave_spmd.errors import ModelError
+from elaswave_spmd.errors import DataError, ModelError, UserError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.scheduling.cost_model import LayerCost, MemoryRule
 from elaswave_spmd.scheduling.split_backward import SplitBackward
@@ -45,9 +46,14 @@ class ModelChecks:
         self._split: SplitBackward | None = None
         self._is_told = False
 
-    def difference(self, message: m.Checked) -> ModelError | None:
-        """The error if a worker has computed other bits than the first one, or than the run that is resumed."""
+    def difference(self, message: m.Checked) -> UserError | None:
+        """The error if a worker has read other samples, or has computed other bits, than the first one.
+
+        The bits are also held to those of the run that is resumed.
+        """
         first = self._first = self._first or message
+        if message.samples != first.samples:
+            return _other_samples(self._named(first.rank), self._named(message.rank))
         wanted = {layer: digest for layer, *_, digest in first.layers}
         for number, *_, digest in message.layers:
             name = self._layers[number].name
@@ -178,10 +184,20 @@ def _split_of(plan: RunPlan, bytes_of: Sequence[tuple[int, int, int]]) -> SplitB
         costs.append(LayerCost(cost.name, cost.forward_s, cost.backward_s, state, values, gradient, kept, output))
         # Beside those that are split, a layer makes its gradients in the first part, in the compute dtype.
         until_weights.append(put_off or values)
-    settings = plan.settings
+    settings, schedule = plan.settings, plan.settings.schedule
     rule = MemoryRule(plan.placement.shardings, settings.mirror.count)
-    model = replace(plan.costs, layers=tuple(costs))
-    return SplitBackward(layers, tuple(until_weights), model, rule, settings.schedule.memory_limit or math.inf)
+    model, room = replace(plan.costs, layers=tuple(costs)), schedule.memory_limit or math.inf
+    return SplitBackward(layers, tuple(until_weights), model, rule, room, schedule.split_backward == NEVER)
+
+
+def _other_samples(first: str, other: str) -> DataError:
+    return DataError(
+        f"the samples of the first micro-batches are others on {other} than on {first}",
+        rule="a sample is a function of its id: the same on every worker, whatever was read before",
+        where="data.target",
+        fix="no rank, host, clock or global generator in __getitem__; for augmentation __getitem__(self, index, keys); "
+        "the same files on all machines",
+    )
 
 
 def _other_worker(layer: str, first: str, other: str) -> ModelError:

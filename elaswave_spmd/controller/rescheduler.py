@@ -10,10 +10,11 @@ import math
 import operator
 import statistics
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from elaswave_spmd.conf.schema import ScheduleSettings, Settings
+from elaswave_spmd.conf.schema import AUTO, XLA, ScheduleSettings, Settings
+from elaswave_spmd.controller.backward_trial import BackwardChoice
 from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.events import Action, Record, WriteCosts
 from elaswave_spmd.controller.roster import Roster
@@ -56,6 +57,11 @@ class MeasuredCosts:
     def is_measured(self) -> bool:
         """True once every layer has been measured."""
         return bool(self._profile.layers)
+
+    @property
+    def speeds(self) -> Mapping[int, float]:
+        """Rank -> speed relative to the median worker, over the last steps."""
+        return self._profile.reported
 
     @property
     def costs(self) -> CostModel:
@@ -109,7 +115,7 @@ class MeasuredCosts:
         if not self._follows_speeds:
             return assign_evenly(stages, num_microbatches)
         costs, order, cuts = self.lasting, old.microbatch_order, old.layer_cuts
-        candidates = reassign_microbatches(Assignment.of(old), num_microbatches, stages, costs)
+        candidates = reassign_microbatches(Assignment.of(old), num_microbatches, stages, costs, self._settings.align)
         found = [candidate.counts for candidate in candidates]
         large = sum(map(len, stages)) > _TIMED_WORKERS  # everybody waits for this: no lists of a large mesh are timed
         if len(found) == 1 or len(stages) != len(cuts) - 1 or large:
@@ -139,6 +145,8 @@ class ReschedulePolicy:
         steps: of the run.
         mirror_count: mirrors of each page.
         drain_below: a worker of a smaller relative speed than this is drained, if `min_workers` stay; 0: none.
+        tries_backwards: it is tried in the run whether weight gradients are put off.
+        interrupted_every: numbers of steps after which the run validates, or writes a checkpoint; 0: never.
     """
 
     schedule: ScheduleSettings
@@ -146,6 +154,8 @@ class ReschedulePolicy:
     mirror_count: int = 1
     drain_below: float = 0.0
     min_workers: int = 1
+    tries_backwards: bool = False
+    interrupted_every: tuple[int, ...] = ()
 
     @classmethod
     def from_settings(cls, settings: Settings, steps: int) -> ReschedulePolicy:
@@ -153,7 +163,17 @@ class ReschedulePolicy:
         schedule, elastic = settings.schedule, settings.elastic
         if not elastic.enabled:
             schedule = replace(schedule, microbatches=False, layers=False)
-        return cls(schedule, steps, settings.mirror.count, elastic.evict_slower_than, elastic.min_workers)
+        # Compiled backwards are always the pair of programs (worker/programs/backward_pair.py).
+        is_pair = settings.runtime.compile or settings.runtime.device == XLA
+        return cls(
+            schedule,
+            steps,
+            settings.mirror.count,
+            elastic.evict_slower_than,
+            elastic.min_workers,
+            schedule.split_backward == AUTO and not is_pair,
+            (settings.train.validate_every, settings.checkpoint.every),
+        )
 
 
 class Rescheduler:
@@ -178,6 +198,9 @@ class Rescheduler:
         self._measured = measured
         self._protocol = protocol
         self._frequencies = frequencies
+        self._backwards = BackwardChoice(
+            protocol, measured, tries=policy.tries_backwards, interrupted_every=policy.interrupted_every
+        )
         self._roster = roster
         self._observed = 0  # steps since the mesh was last changed
         self._epoch = protocol.placement.mesh.epoch
@@ -192,12 +215,23 @@ class Rescheduler:
         self._started = protocol.placement
         self._rule = MemoryRule(protocol.placement.shardings, policy.mirror_count)
 
+    @property
+    def slow(self) -> Collection[int]:
+        """The members that are slow, by what lasts of their measured times."""
+        return self._slow
+
+    @property
+    def speeds(self) -> Mapping[int, float]:
+        """Rank -> speed relative to the median worker, as measured over the last steps; only of those measured."""
+        return self._measured.speeds
+
     def report(self, message: Measured) -> None:
         """A worker reports what its layers took in a step, and what they keep."""
         self._measured.measured(message)
 
     def begun(self, placement: Placement, version: int) -> list[Action]:
         """A mesh epoch begins."""
+        self._backwards.begun()
         return self._frequencies.begun(placement, version)
 
     def committed(self, step: int, now: float) -> list[Action]:
@@ -217,7 +251,8 @@ class Rescheduler:
             self._observed = 0
             self._asked = None
             self._content = 0
-        actions = self._frequencies.committed(self._protocol.placement, step)
+        actions = self._frequencies.committed(self._protocol.placement, step, now)
+        actions += self._backwards.committed(step, now)
         settings = self._settings
         follows = settings.microbatches or settings.layers or self._policy.drain_below or self._frequencies.active
         is_due = self._observed >= settings.window and step % settings.every == 0
@@ -247,7 +282,7 @@ class Rescheduler:
         if goal is None:
             self._asked = None
             self._content += 1
-            if self._content >= self._settings.patience:  # hints come last
+            if self._content >= self._settings.patience and not self._backwards.is_trying:  # hints come last
                 here, running = self._protocol.placement, self._protocol.running
                 actions += self._frequencies.hint(here, running, costs, step, self._roster.pids)
             return actions
@@ -270,7 +305,7 @@ class Rescheduler:
         stages = self._settings.layers and self._settings.stages
         seconds = tuple(round(math.log2(max(layer.seconds, 1e-9)) * 8) for layer in costs.layers)
         shares = tuple(round(layer.weight_share * 8) for layer in costs.layers)
-        known = mesh.epoch, costs.speeds, seconds, shares
+        known = mesh.epoch, costs.speeds, seconds, shares, self._protocol.running
         if stages and self._planned is not None and self._planned[0] == known:
             return self._planned[1], []
         complaints: list[Action] = []
@@ -282,6 +317,7 @@ class Rescheduler:
                 layout=self._protocol.layout,
                 mirror_count=self._policy.mirror_count,
                 split=self._protocol.split,
+                align=self._settings.align,
                 memory_limit=self._settings.memory_limit or math.inf,
                 state_limit=self._state_limit(costs),
                 stage_counts=None if stages else (),

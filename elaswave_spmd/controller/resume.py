@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd.conf import checks
 from elaswave_spmd.controller.model_checks import MODEL_CHECK
-from elaswave_spmd.controller.run_fingerprint import identity_of
+from elaswave_spmd.controller.reschedule import Rescheduling, check_rescheduling
+from elaswave_spmd.controller.run_fingerprint import identity_of, without_average
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import CheckpointError, ConfigError
 from elaswave_spmd.run_dir import MetricsLine, RunDir, RunInfo, RunObserver, read_events, read_metrics
@@ -28,15 +29,18 @@ from elaswave_spmd.run_dir.checkpoints import (
 )
 from elaswave_spmd.run_dir.directory import SUMMARY
 from elaswave_spmd.run_dir.discard import still_valid
+from elaswave_spmd.run_dir.display import TOKENS
 from elaswave_spmd.run_dir.journal import next_incarnation, read_journal
 from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, wait_for_workers
 from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, layout_fingerprint
 from elaswave_spmd.run_dir.run_identity import check_identity
 from elaswave_spmd.sharding.replicas import unsurvived_text
 from elaswave_spmd.worker.checkpoint_writer import read_reports
+from elaswave_spmd.worker.learning_rate import LearningRate
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
+    from elaswave_spmd.worker.spec import Job
 
 
 _REAPING_S = 10.0  # for a fork server to end workers that take too long
@@ -55,6 +59,7 @@ class ResumePoint:
         lines: of metrics.jsonl that are known, by step: those after the checkpoint are computed again.
         validations: (step, micro-batches) -> loss_hex of validations that are known.
         digests: layer -> digest of the bits that its kind computed when the run was checked first (`model_check`).
+        rescheduling: its length and learning rates beside those that it was saved with; None: a new run.
         locks: held as long as the run lasts.
     """
 
@@ -65,6 +70,7 @@ class ResumePoint:
     lines: Mapping[int, MetricsLine] = field(default_factory=dict)
     validations: Mapping[tuple[int, int], str] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
+    rescheduling: Rescheduling | None = None
     locks: tuple[RunLock, ...] = ()
 
     @classmethod
@@ -100,6 +106,10 @@ class ResumePoint:
         text = f"step {self.step}, from {self.checkpoint.path}, on {mesh}"
         text += f"; {again} steps that were committed are computed again" if again > 0 else ""
         text += "".join(f"; not used: {line}" for line in bad)
+        about: dict[str, Any] = {}
+        if self.rescheduling is not None and self.rescheduling.changed:
+            text += f"; {self.rescheduling.message}"
+            about["changed"] = {name: list(values) for name, values in self.rescheduling.changed.items()}
         return {
             "step": self.step,
             "checkpoint": str(self.checkpoint.path),
@@ -107,6 +117,7 @@ class ResumePoint:
             "incarnation": self.incarnation,
             "steps_again": max(0, again),
             "bad": bad,
+            **about,
             "message": text,
         }
 
@@ -124,7 +135,8 @@ class _Source:
         lock: of its directory. It is kept as long as this run lasts, also where this run has another directory:
             another controller must not remove the checkpoint that workers are reading.
         is_run_dir: this run goes on in the same directory.
-        bad, lines, validations, digests: as in ResumePoint.
+        bad, lines, digests, rescheduling: as in ResumePoint.
+        validations: the events of validations that are still valid.
     """
 
     path: Path
@@ -133,8 +145,9 @@ class _Source:
     checkpoint: Checkpoint
     bad: tuple[tuple[Path, str], ...]
     lines: Mapping[int, MetricsLine]
-    validations: Mapping[tuple[int, int], str]
+    validations: list[dict[str, Any]]
     digests: Mapping[str, str]
+    rescheduling: Rescheduling
 
 
 def open_run(plan: RunPlan, data: PreparedData, again: Path | None = None) -> tuple[RunDir, ResumePoint]:
@@ -181,14 +194,21 @@ def open_run(plan: RunPlan, data: PreparedData, again: Path | None = None) -> tu
                 checkpoint=source.checkpoint,
                 bad=source.bad,
                 lines=source.lines,
-                validations=source.validations,
+                validations=_losses(source.validations),
                 digests=source.digests,
+                rescheduling=source.rescheduling,
             )
             if not source.is_run_dir and again is None:
                 # metrics.jsonl of the new directory begins as that of the old one, up to the checkpoint.
                 for line in source.lines.values():
                     if line.step <= source.checkpoint.step:
                         run_dir.write_metrics(line)
+                if plan.job.early_stop is not None or plan.job.saves_validated:
+                    # So do its validations, which decide about the end of the run and the best checkpoint.
+                    for event in source.validations:
+                        if event["step"] <= source.checkpoint.step:
+                            about = {name: value for name, value in event.items() if name not in ("event", "time")}
+                            run_dir.write_event("validation", event["time"], about)
         undo.pop_all()
     return run_dir, start
 
@@ -211,20 +231,36 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
         wait_for_workers(path, settings.timeouts.orphan_grace + _REAPING_S, lambda: print(_WAITING, flush=True))
         same = settings.run.dir is None or Path(settings.run.dir).expanduser().absolute() == path.absolute()
         if same and (path / SUMMARY).exists():
+            what = f"the run in {path} has finished"
+            raise _elsewhere(what, "a run that has finished has nothing left to do", where, exists=SUMMARY)
+        if same and settings.train.resume_at is not None:
             raise ConfigError(
-                f"the run in {path} has finished",
-                rule="a run that has finished has nothing left to do",
-                where=where,
-                exists=SUMMARY,
-                fix="run.dir=DIR to go on from its newest checkpoint in another directory",
+                f"train.resume_at={settings.train.resume_at} is given without another directory",
+                rule="the steps after it are in the files of the run that is resumed, and stay there",
+                where=checks.override("train.resume_at", settings.train.resume_at),
+                fix="run.dir=DIR",
             )
         complete(path, plan)  # first: the newest checkpoint may be one that the workers wrote on their own
-        checkpoint, bad = load_newest_good(path)
-        check_identity(checkpoint.manifest.identity, identity, where=where)
+        checkpoint, bad = load_newest_good(path, settings.train.resume_at)
+        step, lines = checkpoint.step, _lines(path, checkpoint.step)
+        saved = without_average(checkpoint.manifest.identity, identity)
+        found = check_rescheduling(saved, identity, settings, lines, step, where=where)
         check_identity(checkpoint.manifest.layout, layout_fingerprint(plan.description.layout), where=where)
-        lines, validations, digests = _lines(path, checkpoint.step), _validations(path), _digests(path)
+        until = found.same_until
+        if same and until < max(lines, default=0):
+            what = f"the steps {until + 1} to {max(lines)} of {path} were committed with other learning rates"
+            raise _elsewhere(what, "what a run has committed is not written over", where)
+        if same and settings.train.steps < max(lines, default=0):
+            what = f"train.steps={settings.train.steps} is fewer than the {max(lines)} steps that {path} has committed"
+            raise _elsewhere(what, "what a run has committed is not written over", where)
+        # Steps that are computed again with other learning rates are not those that are known.
+        lines = {number: line for number, line in lines.items() if number <= until}
+        validations = [event for event in still_valid(read_events(path), "validation") if event["step"] <= until]
+        if plan.job.early_stop is not None:
+            _check_validations(plan.job, _losses(validations), step)
+        digests = _digests(path)
         undo.pop_all()
-    return _Source(path, lock, same, checkpoint, tuple(bad), lines, validations, digests)
+    return _Source(path, lock, same, checkpoint, tuple(bad), lines, validations, digests, found)
 
 
 def run_info(plan: RunPlan, data: PreparedData, run_dir: Path, step: int) -> RunInfo:
@@ -240,13 +276,14 @@ def run_info(plan: RunPlan, data: PreparedData, run_dir: Path, step: int) -> Run
         params=layout.num_parameters,
         total_steps=plan.job.steps,
         workers=mesh.num_workers,
-        corpus=f"{data.corpus} ({data.num_bytes:,} bytes)",
+        corpus=data.corpus + (f" ({data.num_bytes:,} bytes)" if data.num_bytes else ""),
         run_dir=str(run_dir),
         first_step=min(step + 1, plan.job.steps),
         unsurvived=unsurvived,
         stages=mesh.stages,
         layer_cuts=placement.layer_cuts,
         microbatch_counts=placement.microbatch_counts,
+        unit=TOKENS if data.is_tokens else "samples",
     )
 
 
@@ -264,8 +301,30 @@ def _lines(run_dir: Path, step: int) -> dict[int, MetricsLine]:
     return lines
 
 
-def _validations(run_dir: Path) -> dict[tuple[int, int], str]:
-    events = still_valid(read_events(run_dir), "validation")
+def _elsewhere(what: str, rule: str, where: str, exists: str = "") -> ConfigError:
+    """The error of a run that may go on, but not in the directory in which it is."""
+    fix = "run.dir=DIR to go on from its newest checkpoint in another directory"
+    return ConfigError(what, rule=rule, where=where, exists=exists, fix=fix)
+
+
+def _check_validations(job: Job, known: Mapping[tuple[int, int], str], step: int) -> None:
+    """Refuse a run whose earlier validations are not all known: they decide after which step it ends.
+
+    That of the checkpoint's own step is made again.
+
+    Raises:
+        CheckpointError: one is missing.
+    """
+    for earlier in range(1, step):
+        if job.validates_at(earlier) and (earlier, job.num_validation_microbatches) not in known:
+            raise CheckpointError(
+                f"events.jsonl has no validation of step {earlier}",
+                rule="after which step a run ends early (train.stop_patience) depends on all of them",
+                fix="put the file back, or begin a new run",
+            )
+
+
+def _losses(events: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], str]:
     return {(event["step"], event["microbatches"]): event["loss_hex"] for event in events}
 
 
@@ -286,8 +345,8 @@ def complete(run_dir: Path, plan: RunPlan) -> Path | None:
     holder of the run's lock may call this.
 
     Args:
-        plan: of the run that is to go on, for the learning rate and the tokens of a step. That it has the same bits is
-            checked afterwards, against the identity in the dead controller's journal.
+        plan: of the run that is to go on, for the tokens of a step. That it has the same bits is checked afterwards,
+            against the identity in the dead controller's journal.
 
     Returns:
         The checkpoint's directory; None where there is nothing to complete.
@@ -304,9 +363,11 @@ def complete(run_dir: Path, plan: RunPlan) -> Path | None:
         # Shards of an earlier incarnation may be of another attempt at the same step, which wrote other pages.
         newest = max(shard.ballot.incarnation for shard in shards)
         shards = [shard for shard in shards if shard.ballot.incarnation == newest]
-        lines = _missing_lines(run_dir, path, shards[0].step, plan)
-        manifest = _manifest(run_dir, shards) if lines is not None else None
-        if manifest is None or lines is None:
+        manifest = _manifest(run_dir, shards)
+        if manifest is None:
+            continue
+        lines = _missing_lines(run_dir, path, manifest, plan)
+        if lines is None:
             continue
         # Metrics before the manifest: a checkpoint whose step has no line could not be resumed from.
         reopened = RunDir.reopen(run_dir)
@@ -341,8 +402,9 @@ def _manifest(run_dir: Path, shards: list[ShardInfo]) -> Manifest | None:
         return None
 
 
-def _missing_lines(run_dir: Path, path: Path, step: int, plan: RunPlan) -> list[MetricsLine] | None:
-    """The lines up to `step` that metrics.jsonl lacks; None: one is not known."""
+def _missing_lines(run_dir: Path, path: Path, manifest: Manifest, plan: RunPlan) -> list[MetricsLine] | None:
+    """The lines up to the checkpoint's step that metrics.jsonl lacks; None: one is not known."""
+    step, rate = manifest.step, LearningRate.of_identity(manifest.identity)  # of the dead controller's run
     last = max((line.step for line in read_metrics(run_dir)), default=0)
     reports = read_reports(path)
     if any(number not in reports for number in range(last + 1, step + 1)):
@@ -353,10 +415,11 @@ def _missing_lines(run_dir: Path, path: Path, step: int, plan: RunPlan) -> list[
             mesh_epoch=reports[number].epoch,
             loss=reports[number].loss,
             grad_norm=reports[number].grad_norm,
-            lr=plan.job.learning_rate.at(number),
+            lr=rate.at(number),
             tokens=plan.job.tokens_per_step,
             seconds=0.0,
             workers=reports[number].workers,
+            weight=reports[number].weight,
         )
         for number in range(last + 1, step + 1)
     ]

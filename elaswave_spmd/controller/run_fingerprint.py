@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.mesh import ISLAND_AXES
+from elaswave_spmd.run_dir.json_lines import plain
 from elaswave_spmd.runtime.devices import ThisMachine
 from elaswave_spmd.runtime.devices.selection import cxx, kind_of
 from elaswave_spmd.worker.programs.inductor import compiler_version
@@ -30,13 +32,18 @@ def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
     """The identity of a run but for its layout (`manifest.layout_fingerprint`): settings, data, versions, hardware.
 
     The mesh of workers, the sharding, mirrors and transports are no part of it; nor is activation checkpointing, which
-    computes the same numbers twice; nor how often and on how much of the held-out split is validated, which only reads.
+    computes the same numbers twice; nor how often and on how much of the held-out split is validated, which only reads,
+    unless the run may end early by it.
     """
     model, optim = dataclasses.asdict(settings.model), dataclasses.asdict(settings.optim)
     # What is frozen is in the layout, by names: it may be the model's own choice as well as that of `optim.freeze`.
-    del model["name"], optim["max_skipped"], optim["freeze"]
-    if settings.model.init_from is None:
-        del model["init_from"]
+    # So is what groups of parameters have of their own, as several lists of groups may say the same.
+    del model["name"], optim["max_skipped"], optim["freeze"], optim["groups"]
+    # What is not given is left out, as it was before there were these settings.
+    for group, name in ((model, "init_from"), (optim, "decay_steps"), (optim, "schedule_steps"), (optim, "ema")):
+        if group[name] is None:
+            del group[name]
+    model["args"] = plain(model["args"])  # inf and nan as their names: JSON has no numbers for them
     train, runtime = settings.train, settings.runtime
     versions = {name: metadata.version(name) for name in _PACKAGES}
     hardware = {
@@ -58,6 +65,10 @@ def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
         versions["cxx"] = compiler_version(cxx(ThisMachine()))
     if kind.capabilities.islands:
         numbers["island_programs"] = _ISLAND_BITS
+    stop: dict[str, Any] = {}
+    if train.stop_patience:  # then the last step depends on what is validated, and when
+        names = ("stop_patience", "stop_min_delta", "validate_every", "validate_microbatches")
+        stop = {name: getattr(train, name) for name in names}
     return {
         "seed": settings.seed,
         "train": {
@@ -65,6 +76,7 @@ def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
             "global_batch": train.global_batch,
             "microbatch_size": train.microbatch_size,
             "seq_len": train.seq_len,
+            **stop,
         },
         "model": model,
         "optim": optim,
@@ -75,8 +87,19 @@ def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
             "vocab_size": data.vocab_size,
             "train_samples": data.num_train_samples,
             "target": data.target,
-            "args": dict(data.kwargs),
+            "args": plain(data.kwargs),
+            **({"attributes": dict(data.attributes)} if data.attributes else {}),
         },
         "versions": versions,
         "hardware": hardware,
     }
+
+
+def without_average(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved identity without `optim.ema`, if the run that goes on has none: the average is read by nothing else.
+
+    It cannot be begun later: the steps that are done would be missing in it.
+    """
+    if "ema" in present["optim"] or "ema" not in saved.get("optim", {}):
+        return dict(saved)
+    return {**saved, "optim": {name: value for name, value in saved["optim"].items() if name != "ema"}}

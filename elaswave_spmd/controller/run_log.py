@@ -7,24 +7,28 @@ of state, groups of stages, steps without an update.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
+from elaswave_spmd.controller.backward_trial import SPLIT_BACKWARD
 from elaswave_spmd.controller.events import Action, Event, Received, Record, Rejected, WriteCosts
 from elaswave_spmd.controller.model_checks import MODEL_CHECK
 from elaswave_spmd.controller.rejections import RejectionLog
 from elaswave_spmd.controller.resume import ResumePoint, run_info
-from elaswave_spmd.controller.summary import RunRecord, make_summary
+from elaswave_spmd.controller.summary import RunRecord, make_summary, validation_fields
 from elaswave_spmd.controller.supervision import Sign
+from elaswave_spmd.controller.validations import Validations
 from elaswave_spmd.errors import FilesError
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast, Committed, EpochBegun, RemoveMember, ValidationDone
 from elaswave_spmd.recovery.messages import Applied, Damaged, Measured, Ready
 from elaswave_spmd.run_dir import MetricsLine, RunObserver, weights_sha256
+from elaswave_spmd.worker.optimizers import averages
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
@@ -171,12 +175,13 @@ class EpochEvents:
             microbatch = usual * before / (placement.num_microbatches * placement.num_stages)
             redo = epoch.microbatches_redone * microbatch / workers
             penalty = 1e3 * (line.seconds - usual - redo)
+            more = f"{penalty:.0f} ms more" if penalty >= 0.5 else "no more"
             fields: dict[str, object] = {
                 "step": line.step,
                 "mesh_epoch": placement.mesh.epoch,
                 "penalty_ms": round(penalty, 3),
                 "committed_at": now,
-                "message": f"step {line.step} took {line.seconds:.3f} s, {penalty:.0f} ms more than work explains",
+                "message": f"step {line.step} took {line.seconds:.3f} s, {more} than work explains",
             }
             self._recovered = _Recovered(epoch, line.step, fields)
 
@@ -318,15 +323,16 @@ class RunLog:
         self._version = start.step
         self._committed_at = 0.0
         self._placed = False  # the first mesh has its configuration: steps are timed from then on
-        self._record = RunRecord(plan.description.layout)
-        if start.step == plan.job.steps:  # resumed at its last step: nothing is left but to collect the weights
-            self._record.last = start.last_line
+        self._record = RunRecord(plan.description.layout, averages=averages(plan.job.optimizer))
+        self.validations = Validations(plan.job, start.validations, start.step)
+        """The losses of validations, which the controller adds when it decides about them."""
         kinds_of_state = 1 + len(plan.job.optimizer.state_names)
         self._epochs = EpochEvents(observer, 4 * kinds_of_state)
         self._compilations = CompilationLog(observer, self._record)
         self._damage = DamageLog(observer)
         self._groups = GroupLog(observer)
         self._rejections = RejectionLog(observer, self._record.rejected)
+        self._data_seconds: dict[int, float] = {}  # of steps that are not committed yet: the longest of any worker
 
     @property
     def has_all_weights(self) -> bool:
@@ -341,6 +347,7 @@ class RunLog:
 
     def event(self, event: Event, now: float) -> None:
         """The controller is about to decide about an event."""
+        self.observer.on_news()
         if isinstance(event, Rejected):
             self._rejections.counted(event.process, event.counts, now)
         if not isinstance(event, Received):
@@ -357,6 +364,9 @@ class RunLog:
                 self._compilations.ready(message)
             case m.Measured() as message:
                 self._compilations.measured(message)
+                if message.data_seconds is not None and message.step > self._version:
+                    longest = self._data_seconds.get(message.step, 0.0)
+                    self._data_seconds[message.step] = max(longest, message.data_seconds)
             case m.Damaged() as message:
                 self._damage.damaged(message)
             case m.GroupLost() as message:
@@ -388,10 +398,11 @@ class RunLog:
                 self._committed_at = now
             case Committed(applied):
                 self._committed(applied, now)
-            case ValidationDone(step, total):
-                loss = mean_loss(self._plan, total)
-                self._record.validation_loss = loss
-                self.observer.on_validation(step, loss, self._plan.job.num_validation_microbatches)
+            case ValidationDone(step):
+                loss, metrics = mean_loss(self._plan, action), mean_metrics(self._plan, action)
+                self._record.validation_loss, self._record.validation_metrics = loss, metrics
+                number = self._plan.job.num_validation_microbatches
+                self.observer.on_validation(step, loss, number, metrics)
             case EpochBegun():
                 self._record.checks_dropped += action.checks_dropped
                 self._record.lost_workers["run"] += list(action.kinds.values()).count("fail")
@@ -403,6 +414,8 @@ class RunLog:
                 if kind == MODEL_CHECK:
                     told = {name: value for name, value in fields.items() if name != "message"}
                     self._record.model_check = {"done": True, **told}
+                if kind == SPLIT_BACKWARD:
+                    self._record.trials.append({name: fields[name] for name in ("kept", "times")})
                 if kind == "corrupt" and fields["tensor"] == "state":
                     self._record.replicas_wrong += 1
                 if kind == "fail":
@@ -419,8 +432,11 @@ class RunLog:
         """The run is complete: its weights and summary."""
         plan, record = self._plan, self._record
         self._rejections.flush()
+        if record.last is None:  # resumed at its last step: nothing was left but to collect the weights
+            record.last = self._start.last_line
         summary = make_summary(plan, plan.data, record, weights_sha256(record.weights), self.observer.faults)
-        self.observer.on_finish(summary, record.weights)
+        summary |= validation_fields(plan, self.validations, self._version, self.observer.run_dir.path)
+        self.observer.on_finish(summary, record.weights, record.averages)
 
     def stopped(self, error: BaseException) -> None:
         """The run ends before its last step."""
@@ -439,6 +455,8 @@ class RunLog:
             tokens=job.tokens_per_step,
             seconds=now - self._committed_at,
             workers=self._num_workers,
+            data_seconds=self._data_seconds.pop(applied.step, None),
+            weight=applied.weight,
         )
         self._committed_at = now
         self._version = applied.step
@@ -450,10 +468,23 @@ class RunLog:
         self.observer.on_step(line)
         if not applied.updated:
             message = f"step {applied.step}: gradient not finite, no update"
+            if applied.weight is not None and not applied.weight > 0:
+                message = f"step {applied.step}: the weight of its loss is {applied.weight:g}, no update"
             self.observer.on_event("skip", step=applied.step, message=message)
 
 
-def mean_loss(plan: RunPlan, total: float) -> float:
-    """The mean loss per token of a validation; `total`: the sum over all of its tokens."""
+def mean_loss(plan: RunPlan, done: ValidationDone) -> float:
+    """The mean loss of a validation: per token, per sample where these are no tokens, or by the weights of losses."""
     job = plan.job
-    return total / (job.num_validation_microbatches * job.microbatch_size * job.seq_len)
+    number = job.num_validation_microbatches * job.microbatch_size * job.seq_len
+    return _ratio(done.total, number if done.weight is None else done.weight)
+
+
+def mean_metrics(plan: RunPlan, done: ValidationDone) -> dict[str, float]:
+    """The mean of each metric of a validation: per sample, or by its weights."""
+    number = plan.job.num_validation_microbatches * plan.job.microbatch_size
+    return {name: _ratio(total, number if weight is None else weight) for name, total, weight in done.metrics}
+
+
+def _ratio(total: float, weight: float) -> float:
+    return total / weight if weight else math.nan

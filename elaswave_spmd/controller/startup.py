@@ -1,6 +1,7 @@
 """The start of a run, from settings to a running controller: launcher, plan, the run's directory, and restarts.
 
-`run` is the entry for the command line; `_Lives` has the order in which everything is made and taken down again.
+`run` is the entry for the command line, and uses `train`, which is that for Python; `_Lives` has the order in which
+everything is made and taken down again.
 """
 
 from __future__ import annotations
@@ -8,13 +9,19 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
+import time
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elaswave_spmd.by_value import ByValue
+from elaswave_spmd.callbacks.callback import Callback
+from elaswave_spmd.callbacks.named import checked, load_callbacks, load_trackers
+from elaswave_spmd.callbacks.runner import CallbackRunner
 from elaswave_spmd.conf import checks
-from elaswave_spmd.conf.schema import Settings, endpoint
+from elaswave_spmd.conf.schema import AUTO, LIVE, Settings, endpoint
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.ending import Command, Ending
@@ -24,12 +31,17 @@ from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.model_checks import ModelChecks
 from elaswave_spmd.controller.resume import ResumePoint, open_run
 from elaswave_spmd.controller.run_log import RunLog
+from elaswave_spmd.controller.text_samples import TextSampler
 from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
-from elaswave_spmd.errors import ConfigError, RunError, UserError
+from elaswave_spmd.errors import ConfigError, FilesError, RunError, UserError
 from elaswave_spmd.mesh import Topology
 from elaswave_spmd.run_dir import RunObserver
-from elaswave_spmd.run_dir.checkpoints import remove_superfluous, remove_unfinished
+from elaswave_spmd.run_dir.best import ranked_steps
+from elaswave_spmd.run_dir.captured_output import CapturedOutput
+from elaswave_spmd.run_dir.checkpoints import prune, remove_superfluous, remove_unfinished
 from elaswave_spmd.run_dir.discard import discard_after
+from elaswave_spmd.run_dir.display import make_display, shows_live
+from elaswave_spmd.run_dir.listener import Listeners
 from elaswave_spmd.run_dir.lock import WORKERS_LOCK
 from elaswave_spmd.run_dir.trace import merge_trace
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
@@ -41,6 +53,7 @@ from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.processes.rendezvous import read_secret
 from elaswave_spmd.runtime.processes.scratch import Scratch
 from elaswave_spmd.runtime.processes.stop_signals import StopSignals
+from elaswave_spmd.runtime.transport.shared_memory import why_not_shared
 from elaswave_spmd.weights.resolve import resolved
 
 if TYPE_CHECKING:
@@ -51,7 +64,12 @@ PRELOAD = (*fork_server_client.PRELOAD, "randomgen", "elaswave_spmd.worker.proce
 
 
 def run(
-    settings: Settings, *, here: bool = False, command: Command | None = None, signals: StopSignals | None = None
+    settings: Settings,
+    *,
+    here: bool = False,
+    command: Command | None = None,
+    signals: StopSignals | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> int:
     """Train with these settings. Returns the exit code; a run that did not finish has told why, and how to go on.
 
@@ -59,24 +77,88 @@ def run(
         here: as for ForkServerClient.start, if this is a command's process.
         command: as it was typed, for the command that goes on.
         signals: that ask the run to end, where the caller has them already.
+        callbacks: that hear of the run, before those that `run.callbacks` names.
 
     Raises:
         UserError: bad input, found before any worker starts; nothing is left behind.
     """
     with contextlib.ExitStack() as stack:
         signals = signals or stack.enter_context(StopSignals())
-        lives = _Lives(settings, signals)
         try:
-            lives.run(here=here)
+            train(settings, signals, here=here, callbacks=callbacks)
             return 0
-        except BaseException as error:
-            if isinstance(error, UserError) and lives.run_dir is None:
-                raise
+        except Unfinished as end:
             with signals.held():
-                ending = Ending(error, settings, command or Command(), lives.run_dir)
+                ending = Ending(end.error, settings, command or Command(), end.run_dir)
                 with contextlib.suppress(OSError):  # the terminal is closed
                     print("\n".join(ending.lines()), file=sys.stderr, flush=True)
                 return ending.exit_code(signals.first)
+
+
+class Unfinished(Exception):  # noqa: N818  (it wraps an error)
+    """A run did not finish. Caught by the two that answer for it, the command line and `elaswave_spmd.train`.
+
+    Attributes:
+        error: that ended it.
+        run_dir: what the run has written and leaves; None: nothing.
+    """
+
+    def __init__(self, error: BaseException, run_dir: Path | None) -> None:
+        self.error = error
+        self.run_dir = run_dir
+        super().__init__(str(error))
+
+
+def train(
+    settings: Settings,
+    signals: StopSignals,
+    *,
+    here: bool = False,
+    given: ByValue | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Path:
+    """Train with these settings, to the end.
+
+    Args:
+        signals: that ask the run to end, entered by the caller.
+        here: as for ForkServerClient.start.
+        given: what the run gets by value.
+        callbacks: as for `run`.
+
+    Returns:
+        The run's directory.
+
+    Raises:
+        UserError: bad input, found before any worker starts; nothing is left behind.
+        Unfinished: anything else.
+    """
+    if given is not None:
+        _refuse_agents(settings, given)
+    lives = _Lives(settings, signals, given, checked(callbacks))
+    try:
+        with given.importable() if given is not None else contextlib.nullcontext():
+            lives.run(here=here)
+    except BaseException as error:
+        if isinstance(error, UserError) and lives.run_dir is None:
+            raise
+        raise Unfinished(error, lives.run_dir) from error
+    finally:
+        lives.close()
+    assert lives.run_dir is not None
+    return lives.run_dir
+
+
+def _refuse_agents(settings: Settings, given: ByValue) -> None:
+    if settings.runtime.rendezvous is None:
+        return
+    names = " and ".join(given.objects)
+    raise ConfigError(
+        f"{names} cannot be imported, and the run has agents on other machines",
+        rule="code goes by value to the processes of this machine only; an agent imports it, and executes nothing that "
+        "it is sent",
+        where=checks.override("runtime.rendezvous", settings.runtime.rendezvous),
+        fix=f"move {names} into a file that is on all machines, and import it from there",
+    )
 
 
 class _Lives:
@@ -86,10 +168,21 @@ class _Lives:
         run_dir: what the run has written and leaves; None: nothing.
     """
 
-    def __init__(self, settings: Settings, signals: StopSignals) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        signals: StopSignals,
+        given: ByValue | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
         self._settings = settings
         self._signals = signals
+        self._given = given
+        self._given_callbacks = callbacks
+        self._callbacks: CallbackRunner | None = None  # made once, for all lives
+        self._texts: TextSampler | None = None  # likewise
         self._has_gone_back = False  # since nobody could tell which worker was wrong
+        self._captured: CapturedOutput | None = None  # what workers print, where a live view is shown
         self.run_dir: Path | None = None
 
     def run(self, *, here: bool) -> None:
@@ -98,17 +191,32 @@ class _Lives:
         Raises:
             BaseException: what ended it; all workers are gone.
         """
+        try:
+            self._run(here=here)
+        except BaseException as error:
+            # Between two lives, or in the begin of a later one: whatever ends one that trains has ended them already.
+            self._end_texts(is_finished=False)
+            self._end_callbacks(error)
+            raise
+
+    def _run(self, *, here: bool) -> None:
         settings, restarts = resolved(self._settings), Restarts()
         again: Path | None = None
+        if shows_live(settings.run.display):
+            self._captured = CapturedOutput()
         while True:
             self._signals.check()  # one may have come while the last life was cleared up
             match self._run_once(settings, again, here=here):
                 case RestartFrom() as restart:
                     restarts.count(restart)
                     here = False  # by now this process has had threads, and must not fork
+                    if settings.run.display == LIVE:  # the terminal may be gone by now
+                        settings = replace(settings, run=replace(settings.run, display=AUTO))
                     self._has_gone_back |= restart.is_undecided
                     if restart.doubted is not None:
                         discard_after(restart.run_dir, restart.step)
+                        for listener in self._listeners:
+                            listener.given_up(restart.step)
                     if restart.is_begin:
                         settings, again = beginning_again(settings, restart), restart.run_dir
                         continue
@@ -116,7 +224,7 @@ class _Lives:
                     settings = replace(
                         settings if restart.doubted is None else beginning_again(settings, restart),
                         mesh=restart.mesh,
-                        train=replace(settings.train, resume=str(restart.run_dir)),
+                        train=replace(settings.train, resume=str(restart.run_dir), resume_at=None),
                         run=replace(settings.run, dir=None),
                     )
                     again = None
@@ -135,15 +243,18 @@ class _Lives:
         # Started first: this process has one thread now, and the fork server imports the rest while this one finds the
         # data.
         try:
-            launcher = start_launcher(settings, scratch.path, here=here)
+            launcher = start_launcher(settings, scratch.path, here=here, given=self._given, captured=self._captured)
         except BaseException:
             scratch.remove()
             raise
         try:
+            # After the fork server was started: what a user's file imports may start threads.
+            self._load_callbacks()
             data = prepare_data(data_spec(settings))
             # Imported here: it brings torch, which the fork server is importing meanwhile for the workers.
             from elaswave_spmd.worker.plan_run import check_given_weights, plan_run, read_profile
 
+            self._prepare_texts(data)
             costs = read_profile(settings.schedule.profile) if settings.schedule.profile else None
             plan = plan_run(settings, data, costs=costs)
             check_given_weights(plan)
@@ -157,17 +268,38 @@ class _Lives:
                 # No grace: workers treat SIGTERM as a request to leave gracefully, and no controller remains to answer.
                 launcher.stop(grace_s=0.0)
                 scratch.remove()
+                self._show_captured()
+
+    def close(self) -> None:
+        """Closing again is allowed."""
+        if self._captured is not None:
+            self._captured.close()
+            self._captured = None
+
+    def _show_captured(self) -> None:
+        """Show what workers have printed while there was no view."""
+        if self._captured is not None:
+            with contextlib.suppress(OSError):  # the terminal is closed
+                for line in self._captured.lines(rest=True):
+                    print(line, file=sys.stderr)
 
     def _train(self, plan: RunPlan, launcher: Launcher, scratch: str, again: Path | None) -> Outcome:
         """From the run's directory to the end of its workers."""
         signals = self._signals
-        run_dir, start = open_run(plan, plan.data, again)
         # Until workers train, an error leaves no trace of the run; afterwards the directory stays, with its log.
         with contextlib.ExitStack() as undo:
-            undo.callback(start.close)
-            undo.callback(run_dir.discard)
+            # No signal comes between the making of a directory and the note that it is to be removed. One that is
+            # resumed stays anyway, and may be waited for.
+            with signals.held() if plan.settings.train.resume is None else contextlib.nullcontext():
+                run_dir, start = open_run(plan, plan.data, again)
+                undo.callback(start.close)
+                undo.callback(run_dir.discard)
+            signals.check()
             launcher.ready()
-            observer = RunObserver(run_dir, board=plan.settings.run.tensorboard)
+            display = make_display(choice=plan.settings.run.display, captured=self._captured)
+            board = plan.settings.run.tensorboard
+            listener = Listeners(self._listeners) if self._listeners else None
+            observer = RunObserver(run_dir, display=display, board=board, listener=listener)
             undo.callback(observer.close)
             frequencies = undo.enter_context(Frequencies.open(plan.settings.schedule, scratch))
             controller = make_controller(
@@ -183,16 +315,18 @@ class _Lives:
             undo.pop_all()
         before, self.run_dir = self.run_dir, run_dir.path
         with signals.held():
-            with contextlib.closing(start), observer, frequencies, contextlib.ExitStack() as ended:
+            ends = self._ending_callbacks(observer)
+            with contextlib.closing(start), observer, ends as end, frequencies, contextlib.ExitStack() as ended:
                 ended.callback(merge_trace, run_dir.path)
                 ended.callback(launcher.stop, 0.0)
                 with signals.as_events(controller.stop_requested):
-                    outcome = controller.run()
+                    end.outcome = outcome = controller.run()
                 launcher.stop(grace_s=0.0)
                 remove_superfluous(run_dir.path)
                 if isinstance(outcome, RunFinished):
                     # Else the next controller may still complete what the workers have written.
                     remove_unfinished(run_dir.path)
+                    self._remove_worse(run_dir.path)
             if signals.first is not None and not controller.protocol.started and run_dir.discard():
                 self.run_dir = None  # nothing was done: the same command can be given again
             if isinstance(outcome, RunStopped) and isinstance(outcome.error, UserError):
@@ -200,6 +334,90 @@ class _Lives:
                 run_dir.discard()
                 self.run_dir = before
         return outcome
+
+    def _remove_worse(self, run_dir: Path) -> None:
+        """Remove the checkpoints that were among the best until the last validations."""
+        settings = self._settings.checkpoint
+        if settings.keep_best:
+            prune(run_dir, settings.keep, None, ranked_steps(run_dir), settings.keep_best)
+
+    # ---- callbacks, and texts that the model generates
+
+    @property
+    def _listeners(self) -> list[TextSampler | CallbackRunner]:
+        """The objects that hear of the run beside its files and its display."""
+        return [listener for listener in (self._texts, self._callbacks) if listener is not None]
+
+    def _prepare_texts(self, data: PreparedData) -> None:
+        """Check that texts can be generated, if the settings ask for them, in the first life.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        if self._settings.generate.prompt is None or self._texts is not None:
+            return
+        from elaswave_spmd.weights.generate import check_prompt  # imports torch
+
+        check_prompt(self._settings, data)
+        self._texts = TextSampler(self._settings.generate)
+
+    def _end_texts(self, *, is_finished: bool) -> None:
+        """End the generation of texts, after that of the result, with a bound. A signal ends the waiting."""
+        texts = self._texts
+        if texts is None:
+            return
+        with self._signals.told(texts.stop_waiting):
+            if is_finished:
+                texts.wait(time.monotonic() + self._settings.timeouts.callbacks)
+        texts.close()
+
+    def _load_callbacks(self) -> None:
+        """Make the callbacks and trackers that the settings name, in the first life.
+
+        Raises:
+            ConfigError: one of them cannot be made.
+        """
+        settings = self._settings
+        if self._callbacks is not None:
+            return
+        named = [*load_callbacks(settings.run.callbacks), *load_trackers(settings.run.trackers)]
+        if callbacks := [*self._given_callbacks, *named]:
+            self._callbacks = CallbackRunner(callbacks, settings.to_dict(), settings.timeouts.callbacks)
+
+    @contextlib.contextmanager
+    def _ending_callbacks(self, observer: RunObserver) -> Iterator[_End]:
+        """A `with` at whose end the callbacks end too, unless the run begins again. Its files are open still."""
+        end = _End()
+        try:
+            yield end
+        except BaseException as error:
+            self._end_texts(is_finished=False)
+            self._end_callbacks(error)
+            with contextlib.suppress(FilesError):
+                observer.on_news()
+            raise
+        if not isinstance(end.outcome, RestartFrom):
+            self._end_texts(is_finished=isinstance(end.outcome, RunFinished))
+            observer.on_news()  # callbacks hear of the texts before they end
+            self._end_callbacks(end.outcome.error if isinstance(end.outcome, RunStopped) else None)
+        observer.on_news()
+
+    def _end_callbacks(self, error: BaseException | None) -> None:
+        """Wait for the callbacks, with a bound. One more signal ends the waiting."""
+        callbacks = self._callbacks
+        if callbacks is None:
+            return
+        with self._signals.told(callbacks.stop_waiting):
+            if isinstance(error, KeyboardInterrupt):
+                callbacks.stop_waiting()
+            callbacks.end(error)
+
+
+@dataclass
+class _End:
+    """How a life ended; None: by an exception."""
+
+    outcome: Outcome | None = None
 
 
 def beginning_again(settings: Settings, restart: RestartFrom) -> Settings:
@@ -279,15 +497,24 @@ def data_spec(settings: Settings) -> DataSpec:
         cache=d.cache,
         validation_fraction=d.validation_fraction,
         seq_len=settings.train.seq_len,
+        column=d.column,
     )
 
 
-def start_launcher(settings: Settings, scratch: str, *, here: bool = False) -> Launcher:
+def start_launcher(
+    settings: Settings,
+    scratch: str,
+    *,
+    here: bool = False,
+    given: ByValue | None = None,
+    captured: CapturedOutput | None = None,
+) -> Launcher:
     """Opens the rendezvous, if there is one, and starts the fork server, which imports what workers need meanwhile.
 
     Args:
         scratch: directory of the sockets; removed with the last worker, and where this raises.
-        here: as for ForkServerClient.start.
+        here, given: as for ForkServerClient.start.
+        captured: takes what workers of this machine print to a terminal; None: the terminal does.
 
     Raises:
         ConfigError: a device that cannot be used here; a token file, an address or a number of workers that cannot be.
@@ -299,15 +526,30 @@ def start_launcher(settings: Settings, scratch: str, *, here: bool = False) -> L
             undo.callback(agents.close, 0.0)
         # Before the fork server: workers inherit the limit from it.
         raise_fd_limit(settings.mesh.shape.num_workers + settings.elastic.spares + settings.runtime.agents)
-        local = start_fork_server(worker_start(settings), scratch, settings.timeouts.orphan_grace, here=here)
+        streams = {} if captured is None else captured.streams
+        grace_s = settings.timeouts.orphan_grace
+        start = worker_start(settings)
+        if settings.runtime.transport == "shm" and (why := why_not_shared()):
+            print(f"links go over Unix sockets (runtime.transport=ipc): memory is not shared, since {why}", flush=True)
+        local = start_fork_server(start, scratch, grace_s, here=here, given=given, streams=streams)
         undo.pop_all()
     return Launcher(local, agents)
 
 
 def start_fork_server(
-    start: WorkerStart, scratch: str, orphan_grace_s: float, *, here: bool = False
+    start: WorkerStart,
+    scratch: str,
+    orphan_grace_s: float,
+    *,
+    here: bool = False,
+    given: ByValue | None = None,
+    streams: Mapping[int, int] | None = None,
 ) -> ForkServerClient:
-    """Start the fork server of a machine's workers, and print the environment variables that they get."""
+    """Start the fork server of a machine's workers, and print the environment variables that they get.
+
+    Args:
+        streams: as for ForkServerClient.start.
+    """
     if start.environment:
         print(f"variables of the workers: {start}", flush=True)
     return ForkServerClient.start(
@@ -318,6 +560,8 @@ def start_fork_server(
         scratch=[scratch],
         orphan_grace_s=orphan_grace_s,
         here=here,
+        given=given,
+        streams=streams,
     )
 
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from elaswave_spmd.conf.schema import EMULATED, Settings
+from elaswave_spmd.conf.schema import EMULATED, NEVER, Settings
 from elaswave_spmd.controller.model_checks import split_of_emulated
+from elaswave_spmd.controller.validations import Validations
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.recovery.checks import CheckDraw
 from elaswave_spmd.recovery.messages import FinalPages, Finished
 from elaswave_spmd.recovery.sum_checks import drawn_ranges
 from elaswave_spmd.run_dir import MetricsLine
+from elaswave_spmd.run_dir import weights_sha256 as sha256_of
+from elaswave_spmd.run_dir.best import best_weights
 from elaswave_spmd.run_dir.faults import FaultCount
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import all_replica_sets
@@ -30,22 +34,32 @@ _PACKAGES = ("elaswave-spmd", "torch", "numpy", "randomgen", "einops")
 
 
 class RunRecord:
-    """The facts about a run that the controller keeps until its end: the last line, timings, final parameters."""
+    """The facts about a run that the controller keeps until its end: the last line, timings, final parameters.
 
-    def __init__(self, layout: ModelLayout) -> None:
+    Args:
+        averages: the run averages its parameters (optim.ema).
+    """
+
+    def __init__(self, layout: ModelLayout, *, averages: bool = False) -> None:
         self._layout = layout
         self.weights: dict[str, np.ndarray] = {}
+        self.averages: dict[str, np.ndarray] | None = {} if averages else None
         self._pages: set[tuple[int, int, int]] = set()
+        self._averaged: set[tuple[int, int, int]] = set()
         self.finished: dict[int, Finished] = {}
         """By rank: the last report of a worker, once it has sent its final pages."""
         self.last: MetricsLine | None = None
         self.validation_loss: float | None = None
+        self.validation_metrics: dict[str, float] = {}
+        """Of the last validation, by name."""
         self.rejected: Counter[str] = Counter()
         """Reason -> number of connections and messages that the run's processes have refused."""
         self.compiled: dict[int, list[int]] = {}
         """By rank: programs compiled before the worker was ready, and afterwards."""
         self.model_check: dict[str, object] | None = None
         """The result of the first worker that has checked the model; None: none has."""
+        self.trials: list[dict[str, object]] = []
+        """What was found, each time that it was tried whether weight gradients are put off: "kept", and "times"."""
         self.lost_workers: dict[str, int] = {"start": 0, "run": 0, "join": 0, "spare": 0}
         """By the phase in which they were lost: while workers start, as members, before they joined, as spares."""
         self.checks_dropped = 0
@@ -66,14 +80,20 @@ class RunRecord:
         self.last = line
 
     def add_pages(self, pages: FinalPages, payload: memoryview) -> None:
-        """File a range of final master pages."""
-        collect_pages(self._layout, pages, tensor_of(payload, torch.float32), self.weights)
-        self._pages.add((pages.layer, pages.first, pages.stop))
+        """File a range of final master pages, or of their averages."""
+        values, key = tensor_of(payload, torch.float32), (pages.layer, pages.first, pages.stop)
+        if not pages.average:
+            collect_pages(self._layout, pages, values, self.weights)
+            self._pages.add(key)
+        elif self.averages is not None:
+            collect_pages(self._layout, pages, values, self.averages)
+            self._averaged.add(key)
 
     @property
     def has_all_weights(self) -> bool:
-        """True if every page of every parameter has come."""
-        return is_complete(self._layout, self._pages)
+        """True if every page of every parameter has come, and its average."""
+        has_averages = self.averages is None or is_complete(self._layout, self._averaged)
+        return has_averages and is_complete(self._layout, self._pages)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -92,7 +112,9 @@ def make_summary(
         "final_loss": record.last.loss,
         "final_loss_hex": record.last.loss_hex,
         "validation_loss": record.validation_loss,
+        **({"validation_metrics": dict(record.validation_metrics)} if record.validation_metrics else {}),
         "weights_sha256": weights_sha256,
+        **({"weights_ema_sha256": sha256_of(record.averages)} if record.averages is not None else {}),
         "tokens_per_second": record.tokens_per_second,
         "params": plan.description.layout.num_parameters,
         "mesh": plan.placement.mesh.shape.name,
@@ -112,11 +134,29 @@ def make_summary(
             "sha256": data.sha256,
             "bytes": data.num_bytes,
             "tokenizer": data.tokenizer,
+            "vocab_size": data.vocab_size,
+            **({"attributes": dict(data.attributes)} if data.attributes else {}),
             "train_samples": data.num_train_samples,
             "validation_samples": data.num_validation_samples,
         },
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
     }
+
+
+def validation_fields(plan: RunPlan, validations: Validations, last: int, run_dir: Path) -> dict[str, object]:
+    """The fields of summary.json that early stopping and keeping the best checkpoint add; none without them.
+
+    Args:
+        last: the last step of the run.
+    """
+    fields: dict[str, object] = {}
+    if plan.job.early_stop is not None:
+        fields["early_stop"] = {"stopped": last < plan.job.steps, **validations.early_stop()}
+    if plan.job.saves_validated and (found := best_weights(run_dir, validations.ranked, last)) is not None:
+        step, path = found
+        loss = validations.loss_at(step)
+        fields["best"] = {"step": step, "validation_loss": loss, "validation_loss_hex": loss.hex(), "path": path}
+    return fields
 
 
 def _why_unchecked(settings: Settings) -> str:
@@ -128,7 +168,14 @@ def _why_unchecked(settings: Settings) -> str:
 
 
 def _split_backward(plan: RunPlan, record: RunRecord) -> dict[str, object]:
-    """The kinds of layers whose backward may be in two parts; if there are none, why not."""
+    """The kinds of layers whose backward may be in two parts; if there are none, why not. And whether it is."""
+    found = _kinds_split(plan, record)
+    if found["kinds"] and plan.settings.schedule.split_backward == NEVER:
+        return {**found, "kept": "whole", "trials": 0}
+    return {**found, **record.trials[-1], "trials": len(record.trials)} if record.trials else found
+
+
+def _kinds_split(plan: RunPlan, record: RunRecord) -> dict[str, object]:
     if plan.settings.runtime.device == EMULATED:
         split = split_of_emulated(plan)
         names = [plan.description.layout.layers[layer].name for layer in split.layers] if split is not None else []

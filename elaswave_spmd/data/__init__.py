@@ -6,6 +6,7 @@ from elaswave_spmd.data.cache import default_cache
 from elaswave_spmd.data.corpus import Corpus, stdlib_corpus, text_corpus
 from elaswave_spmd.data.dataset import DataSplit, TokenDataset, open_split
 from elaswave_spmd.data.prepare import prepare_data
+from elaswave_spmd.data.shards import ShardedDataset
 from elaswave_spmd.data.spec import DataSpec, PreparedData, Split
 from elaswave_spmd.data.tokenizer import ByteTokenizer, JsonTokenizer
 
@@ -16,6 +17,7 @@ __all__ = [
     "DataSplit",
     "JsonTokenizer",
     "PreparedData",
+    "ShardedDataset",
     "Split",
     "TokenDataset",
     "default_cache",

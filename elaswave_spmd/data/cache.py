@@ -12,13 +12,14 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from elaswave_spmd.data.corpus import Corpus, read_blocks
+from elaswave_spmd.data.columns import TokenColumn
+from elaswave_spmd.data.corpus import Documents
 from elaswave_spmd.data.tokenizer import Tokenizer
 from elaswave_spmd.errors import ConfigError, DataError
 
@@ -53,7 +54,7 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def tokenize_once(
-    corpus: Corpus,
+    corpus: Documents,
     tokenizer: Tokenizer,
     cache: Path,
     *,
@@ -70,8 +71,37 @@ def tokenize_once(
         ConfigError: the cache cannot be written.
         DataError: a document is not UTF-8, or the corpus changed while it was read.
     """
+
+    def write(scratch: Path) -> TokenFile:
+        return _write_entry(scratch, corpus, tokenizer, progress)
+
+    return _find_or_make(cache, _cache_key(corpus, tokenizer), write, accept)
+
+
+def store_once(column: TokenColumn, vocab_size: int, cache: Path) -> TokenFile:
+    """The token file of a column of token ids that cannot be read in place, from the cache, or made and put there now.
+
+    Args:
+        vocab_size: above every id; it says how ids are stored.
+
+    Raises:
+        ConfigError: the cache cannot be written.
+        DataError: the column changed while it was read.
+    """
+
+    def write(scratch: Path) -> TokenFile:
+        return _write_column(scratch, column, vocab_size)
+
+    key = hashlib.sha256(json.dumps([FORMAT, "tokens", column.sha256, vocab_size]).encode()).hexdigest()[:32]
+    return _find_or_make(cache, key, write, lambda num_tokens: None)
+
+
+def _find_or_make(
+    cache: Path, key: str, write: Callable[[Path], TokenFile], accept: Callable[[int], None]
+) -> TokenFile:
+    """The entry of this key: the one that is there, or what `write` writes into a folder of its own."""
     cache = cache.expanduser().absolute()
-    entry = cache / _cache_key(corpus, tokenizer)
+    entry = cache / key
     if (found := _read_entry(entry)) is not None:
         accept(found.num_tokens)
         return found
@@ -82,7 +112,7 @@ def tokenize_once(
         scratch.mkdir()
     try:
         with _cache_errors(cache):
-            made = _write_entry(scratch, corpus, tokenizer, progress)
+            made = write(scratch)
         accept(made.num_tokens)
         with _cache_errors(cache):
             _publish(scratch, entry)
@@ -99,7 +129,7 @@ def tokenize_once(
     return published
 
 
-def _cache_key(corpus: Corpus, tokenizer: Tokenizer) -> str:
+def _cache_key(corpus: Documents, tokenizer: Tokenizer) -> str:
     parts = [FORMAT, corpus.sha256, corpus.boundaries, tokenizer.identity]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
@@ -115,21 +145,21 @@ def _read_entry(entry: Path) -> TokenFile | None:
         return None
 
 
-def _write_entry(scratch: Path, corpus: Corpus, tokenizer: Tokenizer, progress: bool) -> TokenFile:
+def _write_entry(scratch: Path, corpus: Documents, tokenizer: Tokenizer, progress: bool) -> TokenFile:
     path = scratch / "tokens.bin"
     dtype = np.dtype(token_dtype(tokenizer.vocab_size))
     content, num_tokens = hashlib.sha256(), 0
     with open(path, "wb") as out, _progress_bar(corpus, progress) as advance:
 
-        def blocks_of(document: Path) -> Iterator[bytes]:
-            for block in read_blocks(document):
+        def count(blocks: Iterator[bytes]) -> Iterator[bytes]:
+            for block in blocks:
                 content.update(block)
                 advance(len(block))
                 yield block
 
-        for document in corpus.files:
+        for document, blocks in corpus.documents():
             try:
-                for tokens in tokenizer.encode(blocks_of(document)):
+                for tokens in tokenizer.encode(count(blocks)):
                     out.write(tokens.astype(dtype.newbyteorder("<"), copy=False).data)
                     num_tokens += tokens.size
             except UnicodeDecodeError as error:
@@ -141,20 +171,44 @@ def _write_entry(scratch: Path, corpus: Corpus, tokenizer: Tokenizer, progress: 
         os.fsync(out.fileno())
     # The corpus was hashed when it was found and is read a second time here; the key of the entry is the first hash.
     if content.hexdigest() != corpus.sha256:
-        raise DataError(
-            f"the corpus {corpus.name} changed while it was read",
-            where="data.path",
-            fix="start again when no program writes to its files",
-        )
+        raise _changed(corpus.name)
     made = TokenFile(str(path), dtype.name, num_tokens, tokenizer.vocab_size)
-    (scratch / "meta.json").write_text(json.dumps(_meta(made, corpus, tokenizer), indent=1) + "\n", encoding="utf-8")
+    about = {"corpus": corpus.name, "sha256": corpus.sha256, "bytes": corpus.num_bytes, "tokenizer": tokenizer.name}
+    _write_meta(scratch, made, about)
     return made
 
 
-def _meta(made: TokenFile, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, object]:
+def _write_column(scratch: Path, column: TokenColumn, vocab_size: int) -> TokenFile:
+    path = scratch / "tokens.bin"
+    dtype = np.dtype(token_dtype(vocab_size))
+    content, num_tokens = hashlib.sha256(), 0
+    with open(path, "wb") as out:
+        for tokens in column.arrays():
+            content.update(np.ascontiguousarray(tokens, dtype="<u4").data)
+            out.write(np.ascontiguousarray(tokens, dtype=dtype.newbyteorder("<")).data)
+            num_tokens += tokens.size
+        out.flush()
+        os.fsync(out.fileno())
+    if content.hexdigest() != column.sha256:
+        raise _changed(column.table.kind)
+    made = TokenFile(str(path), dtype.name, num_tokens, vocab_size)
+    _write_meta(scratch, made, {"corpus": column.table.kind, "sha256": column.sha256, "column": column.column})
+    return made
+
+
+def _changed(name: str) -> DataError:
+    return DataError(
+        f"the corpus {name} changed while it was read",
+        where="data.path",
+        fix="start again when no program writes to its files",
+    )
+
+
+def _write_meta(scratch: Path, made: TokenFile, about: Mapping[str, object]) -> None:
+    """Write meta.json of an entry: what it takes to read the tokens, and for people, where they come from."""
     fields = {name: value for name, value in asdict(made).items() if name != "path"}
-    about = {"corpus": corpus.name, "sha256": corpus.sha256, "bytes": corpus.num_bytes, "tokenizer": tokenizer.name}
-    return {"format": FORMAT, **fields, **about}
+    written = json.dumps({"format": FORMAT, **fields, **about}, indent=1)
+    (scratch / "meta.json").write_text(written + "\n", encoding="utf-8")
 
 
 def _publish(scratch: Path, entry: Path) -> None:
@@ -180,7 +234,7 @@ def _cache_errors(cache: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress_bar(corpus: Corpus, shown: bool) -> Iterator[Callable[[int], None]]:
+def _progress_bar(corpus: Documents, shown: bool) -> Iterator[Callable[[int], None]]:
     """A progress bar; yields advance(num_bytes). The caller's thread redraws it, since the controller forks later."""
     if not shown:
         yield lambda num_bytes: None

@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from elaswave_spmd.errors import DataError
 
@@ -20,6 +21,24 @@ _SKIPPED_FOLDERS = frozenset(
 )
 # Files written at build or installation time: they contain paths of the machine, so equal Pythons would differ.
 _SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize", "test_", "config-")
+
+
+class Documents(Protocol):
+    """Documents of text in order, with the hashes of their content; the attributes are those of `Corpus`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def sha256(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def boundaries(self) -> str: ...
+    @property
+    def num_documents(self) -> int: ...
+    def documents(self) -> Iterator[tuple[str, Iterator[bytes]]]:
+        """Each document's name, for messages, and its bytes in blocks."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -50,6 +69,14 @@ class Corpus:
                 where=f"data={self.name}",
                 fix="point data.path at files that hold text",
             )
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.files)
+
+    def documents(self) -> Iterator[tuple[str, Iterator[bytes]]]:
+        """Each file's path, and its bytes in blocks."""
+        return ((str(path), read_blocks(path)) for path in self.files)
 
 
 def stdlib_corpus() -> Corpus:
@@ -110,15 +137,21 @@ def _what_is_there(pattern: str, matches: list[str]) -> str:
     """The files and folders nearest to a pattern that matched no file, for the error message."""
     if matches:
         return f"{len(matches)} folders match; a folder's files are '{matches[0]}/**/*'"
-    folder = Path(pattern.split("*")[0])
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
+    folder = nearest_folder(pattern)
     try:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError:
         return f"folder {folder}, which cannot be listed"
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     return f"in {folder}: {shown or 'nothing'}"
+
+
+def nearest_folder(pattern: str) -> Path:
+    """The innermost folder on the way to a path, or to the first star of a glob, that exists."""
+    folder = Path(pattern.split("*")[0])
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    return folder
 
 
 def read_corpus(name: str, files: Iterable[Path]) -> Corpus:

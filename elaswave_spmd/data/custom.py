@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from elaswave_spmd.errors import DataError, place_in_user_code
+from elaswave_spmd import by_value
+from elaswave_spmd.errors import DataError, add_note, place_in_user_code
+from elaswave_spmd.user_code import import_user_module, is_dotted_name
 
 _CONTRACT = "a class with __len__, __getitem__ -> 1-D integers of length seq_len + 1, and vocab_size"
+_GENERIC_CONTRACT = "a class with __len__ and __getitem__; with vocab_size its samples are tokens, else anything"
 
 
 def load_target(target: str) -> Callable[..., Any]:
@@ -23,24 +23,14 @@ def load_target(target: str) -> Callable[..., Any]:
         DataError: it cannot be imported, or there is no such name in it.
     """
     module_name, _, name = target.rpartition(".")
-    if not module_name or not all(part.isidentifier() for part in target.split(".")):
+    if not is_dotted_name(target):
         raise DataError(
             f"data.target={target} does not name a class in a module",
             where="data.target",
             fix="data.target=my_file.MyDataset",
         )
-    # `python train.py` and `python -m` put the working directory on the path; an installed script and a worker may not.
-    if (folder := os.getcwd()) not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise DataError(
-            f"the module of data.target={target} cannot be imported ({type(error).__name__}: {error})",
-            where=place_in_user_code(error) or "data.target",
-            exists="modules in the working directory: " + (", ".join(_modules_here()) or "none"),
-            fix="run from the folder that holds the file, or correct its name",
-        ) from error
+    by_value.check_given(target, "data", DataError)
+    module = import_user_module(module_name, f"data.target={target}", "data.target", DataError)
     made = getattr(module, name, None)
     if not callable(made):
         classes = [
@@ -53,10 +43,6 @@ def load_target(target: str) -> Callable[..., Any]:
             fix="name one of these",
         )
     return made
-
-
-def _modules_here() -> list[str]:
-    return sorted(name[:-3] for name in os.listdir() if name.endswith(".py"))
 
 
 def accepted_names(target: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
@@ -97,7 +83,7 @@ def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
     """Construct the user's dataset, and check its interface without reading a sample.
 
     Raises:
-        DataError: its constructor failed, or it is not a map-style dataset with a vocabulary.
+        DataError: its constructor failed, or it is not a map-style dataset, or its vocabulary is none.
     """
     try:
         dataset = load_target(target)(**kwargs)
@@ -110,11 +96,16 @@ def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
             exists=f"it was given {dict(kwargs)}",
             fix="correct it, or these arguments",
         ) from error
-    missing = [name for name in ("__len__", "__getitem__", "vocab_size") if not hasattr(dataset, name)]
+    _refuse_iterable(dataset, target)
+    missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if missing:
         raise DataError(
-            f"{target} is not a map-style dataset: no {', '.join(missing)}", where="data.target", exists=_CONTRACT
+            f"{target} is not a map-style dataset: no {', '.join(missing)}",
+            where="data.target",
+            exists=_GENERIC_CONTRACT,
         )
+    if not has_tokens(dataset):
+        return dataset
     size = dataset.vocab_size
     if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
         raise DataError(
@@ -123,6 +114,31 @@ def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
             fix="set it to the number of different tokens",
         )
     return dataset
+
+
+def has_tokens(dataset: Any) -> bool:
+    """True if a dataset has a vocabulary: its samples are tokens. Others may have any samples (samples.py)."""
+    return hasattr(dataset, "vocab_size")
+
+
+def _refuse_iterable(dataset: object, target: str) -> None:
+    """Refuse what can only be iterated over.
+
+    torch's IterableDataset has a `__getitem__`, which it inherits and which always raises.
+    """
+    cls = type(dataset)
+    inherited = getattr(getattr(cls, "__getitem__", None), "__module__", "") == "torch.utils.data.dataset"
+    if not hasattr(cls, "__iter__") or (hasattr(cls, "__getitem__") and not inherited):
+        return
+    raise DataError(
+        f"{target} is an iterable dataset: it has __iter__, and no __getitem__ of its own",
+        rule="any worker can read any sample by its number: samples come in a keyed random order, and workers that "
+        "take over for a lost one, join or resume begin in the middle, which an iterator reaches from its start only",
+        where="data.target",
+        exists=_GENERIC_CONTRACT,
+        fix="derive it from elaswave_spmd.data.ShardedDataset: shards, shard_length(shard) and "
+        "open_shard(shard, offset), which returns an iterator from there on",
+    )
 
 
 def read_sample(dataset: Any, index: int, seq_len: int, name: str) -> np.ndarray:
@@ -134,8 +150,7 @@ def read_sample(dataset: Any, index: int, seq_len: int, name: str) -> np.ndarray
     try:
         sample = np.asarray(dataset[index])
     except Exception as error:
-        # `add_note` of Python 3.11 does the same. The report of the failed worker then names the sample.
-        vars(error).setdefault("__notes__", []).append(f"in sample {index} of {name}")
+        add_note(error, f"in sample {index} of {name}")  # so the report of the failed worker names the sample
         raise
     if sample.ndim != 1 or sample.shape[0] != seq_len + 1 or sample.dtype.kind not in "iu":
         raise DataError(

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from elaswave_spmd.data.custom import make_dataset, read_sample
+from elaswave_spmd.data.columns import ChunkedTokens, map_tokens
+from elaswave_spmd.data.custom import has_tokens, make_dataset, read_sample
 from elaswave_spmd.data.spec import PreparedData, Split, check_split
+from elaswave_spmd.data.tables import ARROW, Table
 from elaswave_spmd.errors import DataError
+
+if TYPE_CHECKING:
+    from elaswave_spmd.data.samples import GenericDataset
 
 
 class DataSplit(Protocol):
-    """One split of the data, as a worker reads it.
+    """One split of the data, as a worker reads it. Ids count from 0 within the split.
 
-    Ids count from 0 within the split; B ids give two int64 arrays [B, T].
+    A batch is a function of its ids: B ids of tokens give (tokens, targets), two int64 arrays [B, T]; of a dataset
+    without tokens they give a tree of tensors on the CPU (`samples.GenericDataset`).
     """
 
-    @property
-    def vocab_size(self) -> int: ...
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> np.ndarray: ...
-    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
+    def batch(self, ids: np.ndarray) -> Any: ...
 
 
 class TokenDataset:
     """Samples of a token array: sample i is tokens[(first + i) * T : (first + i) * T + T + 1].
 
     Args:
-        tokens: 1-D unsigned integers, usually a read-only memory map.
+        tokens: 1-D unsigned integers, usually a read-only memory map, or several.
         seq_len: T.
         first: number of the split's first sample in the file.
         num_samples: length of the split.
@@ -39,7 +42,9 @@ class TokenDataset:
         DataError: the samples reach beyond the tokens.
     """
 
-    def __init__(self, tokens: np.ndarray, seq_len: int, first: int, num_samples: int, vocab_size: int) -> None:
+    def __init__(
+        self, tokens: np.ndarray | ChunkedTokens, seq_len: int, first: int, num_samples: int, vocab_size: int
+    ) -> None:
         needed = (first + num_samples) * seq_len + 1 if num_samples else 0
         if tokens.ndim != 1 or needed > tokens.shape[0]:
             raise DataError(
@@ -107,15 +112,28 @@ def open_split(prepared: PreparedData, split: Split) -> DataSplit:
     num_samples = prepared.num_samples(split)
     if prepared.target:
         return _open_custom(prepared, split, num_samples)
-    if split == "validation" and prepared.validation_file:
-        tokens = _map_tokens(prepared.validation_file, prepared.num_validation_tokens, prepared)
-        return TokenDataset(tokens, prepared.seq_len, 0, num_samples, prepared.vocab_size)
-    first = 0 if split == "train" else prepared.num_train_samples
-    tokens = _map_tokens(prepared.token_file, prepared.num_tokens, prepared)
+    has_own = bool(prepared.validation_file or prepared.arrow_validation_files)
+    first = 0 if split == "train" or has_own else prepared.num_train_samples
+    tokens = _open_tokens(prepared, own_validation=split == "validation" and has_own)
     return TokenDataset(tokens, prepared.seq_len, first, num_samples, prepared.vocab_size)
 
 
-def _open_custom(prepared: PreparedData, split: Split, num_samples: int) -> CustomDataset:
+def _open_tokens(prepared: PreparedData, *, own_validation: bool) -> np.ndarray | ChunkedTokens:
+    p = prepared
+    num_tokens = p.num_validation_tokens if own_validation else p.num_tokens
+    if not p.arrow_files:
+        return _map_tokens(p.validation_file if own_validation else p.token_file, num_tokens, p)
+    files = p.arrow_validation_files if own_validation else p.arrow_files
+    tokens = map_tokens(Table(ARROW, files), p.column)
+    if tokens.shape[0] != num_tokens:
+        raise DataError(
+            f"column {p.column} of {files[0]} and its other files has {tokens.shape[0]} tokens, not {num_tokens}",
+            fix="start again when nobody writes to them",
+        )
+    return tokens
+
+
+def _open_custom(prepared: PreparedData, split: Split, num_samples: int) -> CustomDataset | GenericDataset:
     kwargs = dict(prepared.kwargs)
     first = 0
     # A dataset that knows `split` numbers the samples of each split from 0; of any other, validation is the tail.
@@ -124,13 +142,18 @@ def _open_custom(prepared: PreparedData, split: Split, num_samples: int) -> Cust
     elif split == "validation":
         first = prepared.num_train_samples
     dataset = make_dataset(prepared.target, kwargs)
-    if first + num_samples > len(dataset) or int(dataset.vocab_size) != prepared.vocab_size:
+    vocab_size = int(dataset.vocab_size) if has_tokens(dataset) else 0
+    if first + num_samples > len(dataset) or vocab_size != prepared.vocab_size:
         raise DataError(
-            f"{prepared.target} has {len(dataset)} samples and vocab_size {dataset.vocab_size} in this worker, which "
+            f"{prepared.target} has {len(dataset)} samples and vocab_size {vocab_size} in this worker, which "
             f"differs from the {first + num_samples} samples and vocab_size {prepared.vocab_size} of the controller",
             rule="its length and vocabulary do not depend on the process",
             where="data.target",
         )
+    if not prepared.is_tokens:
+        from elaswave_spmd.data.samples import GenericDataset  # imports torch
+
+        return GenericDataset(dataset, first, num_samples, prepared.target)
     return CustomDataset(dataset, prepared.seq_len, first, num_samples, prepared.target)
 
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from elaswave_spmd.data.bin_files import BIN_DTYPE, BinFile, find_bin_files, read_bin_file
-from elaswave_spmd.data.cache import default_cache, tokenize_once
+import numpy as np
+
+from elaswave_spmd.data.bin_files import BIN_DTYPE, find_bin_files, read_bin_file
+from elaswave_spmd.data.cache import TokenFile, default_cache, store_once, tokenize_once
+from elaswave_spmd.data.columns import TEXT, TOKENS, kind_of_column, read_text_column, read_token_column
 from elaswave_spmd.data.corpus import Corpus, stdlib_corpus, text_corpus
-from elaswave_spmd.data.custom import choose_kwargs, make_dataset, read_sample
+from elaswave_spmd.data.custom import choose_kwargs, has_tokens, make_dataset, read_sample
 from elaswave_spmd.data.spec import BYTES, DataSpec, PreparedData, check_seq_len
+from elaswave_spmd.data.tables import ARROW, TABLES, Table, find_tables
 from elaswave_spmd.data.tokenizer import ByteTokenizer, load_tokenizer
-from elaswave_spmd.errors import ConfigError, DataError
+from elaswave_spmd.errors import ConfigError, DataError, place_in_user_code
 
 
 def prepare_data(spec: DataSpec, seq_len: int | None = None, *, progress: bool | None = None) -> PreparedData:
@@ -34,7 +40,10 @@ def prepare_data(spec: DataSpec, seq_len: int | None = None, *, progress: bool |
         return _prepare_custom(spec, length)
     if spec.name == "bin":
         return _prepare_bin(spec, length)
-    return _prepare_tokens(spec, length, sys.stderr.isatty() if progress is None else progress)
+    shown = sys.stderr.isatty() if progress is None else progress
+    if spec.name in TABLES:
+        return _prepare_table(spec, length, shown)
+    return _prepare_tokens(spec, length, shown)
 
 
 def split_samples(num_samples: int, fraction: float) -> tuple[int, int]:
@@ -60,8 +69,7 @@ def _prepare_tokens(spec: DataSpec, seq_len: int, progress: bool) -> PreparedDat
 
     if isinstance(tokenizer, ByteTokenizer):  # the number of tokens is known: refuse before anything is written
         accept(corpus.num_bytes)
-    cache = Path(spec.cache) if spec.cache else default_cache()
-    tokens = tokenize_once(corpus, tokenizer, cache, accept=accept, progress=progress)
+    tokens = tokenize_once(corpus, tokenizer, _cache_of(spec), accept=accept, progress=progress)
     train, validation = split_samples((tokens.num_tokens - 1) // seq_len, spec.validation_fraction)
     return PreparedData(
         corpus=corpus.name,
@@ -81,19 +89,18 @@ def _prepare_tokens(spec: DataSpec, seq_len: int, progress: bool) -> PreparedDat
 def _prepare_bin(spec: DataSpec, seq_len: int) -> PreparedData:
     train_path, validation_path = find_bin_files(spec.path or "")
     train = read_bin_file(train_path)
-    num_train = _num_bin_samples(train, seq_len)
+    num_train = _num_samples(train.path, train.num_tokens, seq_len)
     held_out, num_held_out = None, 0
     if validation_path is None:
         _check_split_sizes(num_train, spec, "data.path")
         num_train, num_held_out = split_samples(num_train, spec.validation_fraction)
     elif spec.validation_fraction > 0:
         held_out = read_bin_file(validation_path)
-        num_held_out = _num_bin_samples(held_out, seq_len)
+        num_held_out = _num_samples(held_out.path, held_out.num_tokens, seq_len)
     files = [train] if held_out is None else [train, held_out]
-    hashes = "".join(file.sha256 for file in files)
     return PreparedData(
         corpus="bin",
-        sha256=hashes if held_out is None else hashlib.sha256(hashes.encode()).hexdigest(),
+        sha256=_hash_of_all([file.sha256 for file in files]),
         num_bytes=2 * sum(file.num_tokens for file in files),
         tokenizer=BIN_DTYPE,
         vocab_size=1 + max(file.largest for file in files),
@@ -108,11 +115,16 @@ def _prepare_bin(spec: DataSpec, seq_len: int) -> PreparedData:
     )
 
 
-def _num_bin_samples(file: BinFile, seq_len: int) -> int:
-    num_samples = (file.num_tokens - 1) // seq_len
+def _hash_of_all(hashes: Sequence[str]) -> str:
+    """One hash of a corpus: its own, or where validation has a corpus of its own, the hash of both."""
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def _num_samples(path: str, num_tokens: int, seq_len: int) -> int:
+    num_samples = (num_tokens - 1) // seq_len
     if num_samples < 1:
         raise DataError(
-            f"{file.path} is shorter than one sample: {file.num_tokens} tokens, train.seq_len={seq_len}",
+            f"{path} is shorter than one sample: {num_tokens} tokens, train.seq_len={seq_len}",
             rule="a sample takes train.seq_len + 1 tokens",
             where="data.path",
             fix="more tokens, or a shorter train.seq_len",
@@ -120,12 +132,106 @@ def _num_bin_samples(file: BinFile, seq_len: int) -> int:
     return num_samples
 
 
+def _prepare_table(spec: DataSpec, seq_len: int, progress: bool) -> PreparedData:
+    """A column of a table: token ids in place, or tokens that are made once and kept in the token cache."""
+    train, held_out = find_tables(spec.name, spec.path or "")
+    tables = [train] if held_out is None or spec.validation_fraction == 0 else [train, held_out]
+    kinds = [kind_of_column(table, spec.column) for table in tables]
+    if len({*kinds}) > 1:
+        raise DataError(
+            f"data.column={spec.column} is {kinds[0]} in the split to train on and {kinds[1]} in the other",
+            where="data.column",
+            fix="save both splits with the same columns",
+        )
+    if kinds[0] == TEXT:
+        return _prepare_text_column(spec, seq_len, tables, progress)
+    return _prepare_token_column(spec, seq_len, tables)
+
+
+def _prepare_text_column(spec: DataSpec, seq_len: int, tables: Sequence[Table], progress: bool) -> PreparedData:
+    tokenizer = load_tokenizer(spec.tokenizer)
+    texts = [read_text_column(table, spec.column or "") for table in tables]
+    files = [tokenize_once(text, tokenizer, _cache_of(spec), progress=progress) for text in texts]
+    train, validation = _table_samples(spec, seq_len, [file.num_tokens for file in files])
+    return PreparedData(
+        corpus=spec.name,
+        sha256=_hash_of_all([text.sha256 for text in texts]),
+        num_bytes=sum(text.num_bytes for text in texts),
+        tokenizer=tokenizer.name,
+        vocab_size=tokenizer.vocab_size,
+        seq_len=seq_len,
+        num_train_samples=train,
+        num_validation_samples=validation,
+        **_token_files(files),
+    )
+
+
+def _prepare_token_column(spec: DataSpec, seq_len: int, tables: Sequence[Table]) -> PreparedData:
+    if spec.tokenizer != BYTES:
+        raise ConfigError(
+            f"data.tokenizer={spec.tokenizer} is given with data.column={spec.column}, which holds token ids already",
+            where="data.tokenizer",
+            fix="leave data.tokenizer out, or name the column of the text itself",
+        )
+    columns = [read_token_column(table, spec.column or "") for table in tables]
+    numbers, vocab_size = [c.num_tokens for c in columns], 1 + max(c.largest for c in columns)
+    train, validation = _table_samples(spec, seq_len, numbers)
+    if spec.name == ARROW:
+        places: dict[str, Any] = {
+            "dtype": columns[0].dtype,
+            "num_tokens": numbers[0],
+            "num_validation_tokens": sum(numbers[1:]),
+            "column": spec.column,
+            "arrow_files": tables[0].files,
+            "arrow_validation_files": tuple(file for table in tables[1:] for file in table.files),
+        }
+    else:
+        # Samples are read in random order, and of parquet no less than a page can be decoded.
+        places = _token_files([store_once(column, vocab_size, _cache_of(spec)) for column in columns])
+    return PreparedData(
+        corpus=spec.name,
+        sha256=_hash_of_all([column.sha256 for column in columns]),
+        num_bytes=sum(column.num_tokens * np.dtype(column.dtype).itemsize for column in columns),
+        tokenizer=TOKENS,
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+        num_train_samples=train,
+        num_validation_samples=validation,
+        **places,
+    )
+
+
+def _table_samples(spec: DataSpec, seq_len: int, num_tokens: Sequence[int]) -> tuple[int, int]:
+    """The numbers of (training, validation) samples of one or two columns."""
+    numbers = [_num_samples(f"data.column={spec.column} of {spec.path}", number, seq_len) for number in num_tokens]
+    if len(numbers) > 1:
+        return numbers[0], numbers[1]
+    _check_split_sizes(numbers[0], spec, "data.path")
+    return split_samples(numbers[0], spec.validation_fraction)
+
+
+def _token_files(files: Sequence[TokenFile]) -> dict[str, Any]:
+    """The fields of `PreparedData` for one token file, or for one of each split."""
+    train, held_out = files[0], files[1] if len(files) > 1 else None
+    return {
+        "token_file": train.path,
+        "dtype": train.dtype,
+        "num_tokens": train.num_tokens,
+        "validation_file": "" if held_out is None else held_out.path,
+        "num_validation_tokens": 0 if held_out is None else held_out.num_tokens,
+    }
+
+
+def _cache_of(spec: DataSpec) -> Path:
+    return Path(spec.cache) if spec.cache else default_cache()
+
+
 def _check_enough(corpus: Corpus, num_tokens: int, seq_len: int, spec: DataSpec) -> None:
     num_samples = max(0, num_tokens - 1) // seq_len
     where = f"data={spec.name}" + (f" data.path={spec.path}" if spec.path else "")
     if num_samples < 1:
         raise DataError(
-            f"the corpus is shorter than one sample: {num_tokens} tokens in {len(corpus.files)} files, "
+            f"the corpus is shorter than one sample: {num_tokens} tokens in {corpus.num_documents} files, "
             f"train.seq_len={seq_len}",
             rule="a sample takes train.seq_len + 1 tokens",
             where=where,
@@ -163,13 +269,20 @@ def _prepare_custom(spec: DataSpec, seq_len: int) -> PreparedData:
         sha256="",
         num_bytes=0,
         tokenizer="",
-        vocab_size=int(dataset.vocab_size),
+        vocab_size=int(dataset.vocab_size) if has_tokens(dataset) else 0,
         seq_len=seq_len,
         num_train_samples=train,
         num_validation_samples=validation,
         target=target,
         kwargs=kwargs,
+        attributes={} if has_tokens(dataset) else _attributes(dataset),
     )
+
+
+def _attributes(dataset: object) -> dict[str, object]:
+    from elaswave_spmd.data.samples import plain_attributes  # imports torch
+
+    return plain_attributes(dataset)
 
 
 def _custom_lengths(
@@ -185,9 +298,10 @@ def _custom_lengths(
     if spec.validation_fraction == 0:
         return num_samples, 0
     held_out = make_dataset(target, {**kwargs, "split": "validation"})
-    if held_out.vocab_size != dataset.vocab_size:  # type: ignore[attr-defined]
+    sizes = [getattr(one, "vocab_size", 0) for one in (dataset, held_out)]
+    if sizes[0] != sizes[1]:
         raise DataError(
-            f"the splits of {target} have vocab_size {dataset.vocab_size} and {held_out.vocab_size}",  # type: ignore[attr-defined]
+            f"the splits of {target} have vocab_size {sizes[0]} and {sizes[1]}",
             rule="both splits have the same vocabulary",
             where="data.target",
             fix="return the larger one for both",
@@ -206,14 +320,24 @@ def _checked_length(dataset: object, target: str, seq_len: int) -> int:
     """The length of a user's dataset, after a check of its first and last sample."""
     try:
         length = len(dataset)  # type: ignore[arg-type]
-        for index in {0, length - 1} if length else ():
-            read_sample(dataset, index, seq_len, target)
+        if has_tokens(dataset):
+            for index in {0, length - 1} if length else ():
+                read_sample(dataset, index, seq_len, target)
+        elif length:
+            _check_batch(dataset, length, target)
     except DataError:
         raise
     except Exception as error:
         raise DataError(
             f"{target} failed when its first or last sample was read ({type(error).__name__}: {error})",
-            where="data.target",
-            fix="correct its __len__ or __getitem__",
+            where=place_in_user_code(error) or "data.target",
+            fix="correct its __len__, __getitem__ or collate",
         ) from error
     return length
+
+
+def _check_batch(dataset: object, length: int, target: str) -> None:
+    """Read the first and the last sample of a dataset without tokens, as a batch."""
+    from elaswave_spmd.data.samples import GenericDataset  # imports torch
+
+    GenericDataset(dataset, 0, length, target).batch(np.array(sorted({0, length - 1})))

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from elaswave_spmd.data.tables import TABLES
 from elaswave_spmd.errors import ConfigError, DataError
 
-CORPUS_NAMES = ("stdlib", "text", "bin", "custom")
+CORPUS_NAMES = ("stdlib", "text", "bin", *TABLES, "custom")
 SPLITS = ("train", "validation")
 BYTES = "bytes"
 Split = Literal["train", "validation"]
@@ -21,9 +22,12 @@ class DataSpec:
 
     Attributes:
         name: `stdlib` (source text of the running Python's standard library), `text` (files matching `path`), `bin`
-            (uint16 tokens: a file, or a folder with `train.bin` and `val.bin`, at `path`) or `custom` (the user's
-            map-style dataset `target`). A set `target` always means `custom`.
-        path: a glob for `text`; a file or folder for `bin`; handed to a custom dataset that names it.
+            (uint16 tokens: a file, or a folder with `train.bin` and `val.bin`, at `path`), `arrow` (a dataset that
+            Hugging Face's `save_to_disk` wrote to the folder `path`), `parquet` (files at `path`) or `custom` (the
+            user's map-style dataset `target`). A set `target` always means `custom`.
+        path: a glob for `text`; a file or folder for `bin`; a folder for `arrow`; a file, a glob or a folder for
+            `parquet`; handed to a custom dataset that names it.
+        column: of `arrow` and `parquet`: text, or lists of token ids.
         tokenizer: `bytes`, or the path of a `tokenizers` JSON file.
         target: `my_file.MyDataset`, imported with the working directory on the path.
         args: further keyword arguments of a custom dataset.
@@ -43,6 +47,7 @@ class DataSpec:
     cache: str | None = None
     validation_fraction: float = 0.02
     seq_len: int | None = None
+    column: str | None = None
 
     def __post_init__(self) -> None:
         if self.name not in CORPUS_NAMES:
@@ -89,6 +94,7 @@ class DataSpec:
                 where="data.tokenizer",
                 fix="leave data.tokenizer out, or data=text with the text itself",
             )
+        self._check_table()
         if self.name == "stdlib" and self.path:
             raise ConfigError(
                 f"data.path={self.path} is given with data=stdlib, which takes no path",
@@ -102,25 +108,45 @@ class DataSpec:
                 fix="set data.target as well",
             )
 
+    def _check_table(self) -> None:
+        is_table = self.name in TABLES
+        if is_table and not self.path:
+            raise DataError(
+                f"data={self.name} is given without data.path",
+                where="data.path",
+                fix=f"data={self.name} data.path=FOLDER data.column=text",
+            )
+        if self.column and not is_table:
+            raise ConfigError(
+                f"data.column={self.column} is given with data={self.name}, which has no columns",
+                where="data.column",
+                fix="leave it out, or data=arrow or data=parquet",
+            )
+
 
 @dataclass(frozen=True)
 class PreparedData:
     """Data ready to be opened by any process, by `open_split`. Plain: `to_dict` gives JSON types only.
 
     Attributes:
-        corpus: `stdlib`, `text`, `bin`, or the target of a custom dataset.
-        sha256: of the corpus' bytes in order (of the two files' hashes, where validation has its own); equal bits of a
-            run are claimed for equal values. Empty for custom.
+        corpus: `stdlib`, `text`, `bin`, `arrow`, `parquet`, or the target of a custom dataset.
+        sha256: of the corpus' bytes in order, or of a column's content (of both hashes, where validation has its own);
+            equal bits of a run are claimed for equal values. Empty for custom.
         num_bytes: size of the corpus in bytes; 0 for custom.
         tokenizer: `bytes`, or the file's name and the first digits of its sha256; empty for custom.
-        vocab_size: every token lies in [0, vocab_size).
-        seq_len: T; a sample is T+1 consecutive tokens and neighbours share one.
+        vocab_size: every token lies in [0, vocab_size); 0 for a dataset whose samples are no tokens.
+        seq_len: T; a sample is T+1 consecutive tokens and neighbours share one. Without tokens only what a dataset and
+            a model may ask for.
         num_train_samples, num_validation_samples: lengths of the two splits.
         token_file: absolute path of the raw tokens; empty for custom.
-        dtype: numpy name of the stored tokens (`uint8`, `uint16`, `uint32`); empty for custom.
+        dtype: numpy name of the stored tokens (`uint8`, `uint16`, `uint32`; of tables any integers); empty for custom.
         num_tokens: tokens in the file; 0 for custom.
         validation_file, num_validation_tokens: a file of its own for validation, counted from its start; else empty.
+        column: name of the column of `arrow_files` (and `arrow_validation_files`, like `validation_file`), files of
+            token ids that are read in place and take the place of `token_file`; else empty.
         target, kwargs: class of a custom dataset and its keyword arguments, without `split`.
+        attributes: of a dataset without tokens: its plain integers and tuples of integers, such as `num_classes`, for
+            the constructor of a model.
     """
 
     corpus: str
@@ -138,28 +164,53 @@ class PreparedData:
     num_validation_tokens: int = 0
     target: str = ""
     kwargs: Mapping[str, object] = field(default_factory=dict, hash=False)
+    column: str = ""
+    arrow_files: tuple[str, ...] = ()
+    arrow_validation_files: tuple[str, ...] = ()
+    attributes: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if bool(self.token_file) == bool(self.target):
+        object.__setattr__(self, "arrow_files", tuple(self.arrow_files))
+        object.__setattr__(self, "arrow_validation_files", tuple(self.arrow_validation_files))
+        if [bool(self.token_file), bool(self.arrow_files), bool(self.target)].count(True) != 1:
             raise DataError(
-                f"prepared data names token_file={self.token_file!r} and target={self.target!r}",
-                rule="it is either a token file or a custom dataset",
+                f"prepared data names token_file={self.token_file!r}, arrow_files={self.arrow_files!r} and "
+                f"target={self.target!r}",
+                rule="it is a token file, a column of Arrow files or a custom dataset",
             )
-        if self.vocab_size < 1 or self.seq_len < 1 or self.num_train_samples < 1 or self.num_validation_samples < 0:
+        if (
+            self.vocab_size < (0 if self.target else 1)
+            or self.seq_len < 1
+            or self.num_train_samples < 1
+            or self.num_validation_samples < 0
+        ):
             raise DataError(
                 f"prepared data has vocab_size={self.vocab_size}, seq_len={self.seq_len}, "
                 f"{self.num_train_samples} training samples and {self.num_validation_samples} for validation",
                 rule="it has a vocabulary, a sample length and a training sample",
             )
 
+    @property
+    def is_tokens(self) -> bool:
+        """True if samples are tokens; else they are whatever the user's dataset returns (samples.py)."""
+        return self.vocab_size > 0
+
     def num_samples(self, split: Split) -> int:
         """The number of samples of one split."""
         check_split(split)
         return self.num_train_samples if split == "train" else self.num_validation_samples
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """True if its tokens were made by a tokenizer that can turn them into text again."""
+        return names_tokenizer(self.tokenizer)
+
     def to_dict(self) -> dict[str, object]:
-        """The fields in JSON's own types; `from_dict` inverts it."""
-        return dataclasses.asdict(self)
+        """The fields in JSON's own types; `from_dict` inverts it. Attributes are left out where there are none."""
+        fields = dataclasses.asdict(self)
+        if not self.attributes:
+            del fields["attributes"]
+        return fields
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, object]) -> PreparedData:
@@ -175,6 +226,11 @@ class PreparedData:
             return cls(**fields)  # type: ignore[arg-type]
         except TypeError as error:
             raise DataError(f"prepared data is incomplete: {error}", exists=", ".join(sorted(fields))) from error
+
+
+def names_tokenizer(name: str) -> bool:
+    """True if `PreparedData.tokenizer` names a tokenizer: bytes, or a file with its digest; not the form of tokens."""
+    return name == BYTES or ":" in name
 
 
 def check_seq_len(seq_len: object) -> int:

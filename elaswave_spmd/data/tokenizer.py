@@ -126,11 +126,12 @@ def _read_file(path: Path) -> bytes:
     try:
         return path.expanduser().read_bytes()
     except OSError as error:
+        inside = path / "tokenizer.json"
         raise DataError(
             f"data.tokenizer={path} cannot be read ({error.strerror or error})",
             where="data.tokenizer",
             exists="bytes, or the path of a tokenizer.json",
-            fix="data.tokenizer=bytes needs no file",
+            fix=f"data.tokenizer={inside}" if inside.expanduser().is_file() else "data.tokenizer=bytes needs no file",
         ) from error
 
 

@@ -58,8 +58,7 @@ class Mesh:
         # Without a topology all workers are on one host: mirrors then do without other failure domains.
         if not self.topology.domains:
             object.__setattr__(self, "topology", Topology.single_host(self.members))
-        for rank in self.members:
-            self.topology.path(rank)
+        self.topology.paths(self.members)  # raises of a member that has none
 
     @classmethod
     def initial(cls, shape: MeshShape, topology: Topology | None = None) -> Mesh:

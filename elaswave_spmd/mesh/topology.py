@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -72,6 +72,15 @@ class Topology:
                 fix="add it by Topology.with_ranks",
             )
         return self._path_of[rank]
+
+    def paths(self, ranks: Collection[int]) -> list[Path]:
+        """`path` of each of many ranks, in their order.
+
+        Raises:
+            MeshError: as `path`, of the first rank that the topology does not know.
+        """
+        paths = [*map(self._path_of.get, ranks)]
+        return [self.path(rank) if path is None else path for rank, path in zip(ranks, paths, strict=True)]
 
     def distance(self, a: int, b: int) -> int:
         """Levels to climb to a common domain: 0 on one host, 1 on two hosts of one rack, 2 in two racks."""

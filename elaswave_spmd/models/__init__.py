@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from elaswave_spmd.models.base import Batch, LayeredModel, call_layer, takes_keys
-from elaswave_spmd.models.build import build_model, freeze_parameters
+from elaswave_spmd.models.base import LayeredModel, call_layer, takes_keys
+from elaswave_spmd.models.build import attributes_given, build_model, close_names, freeze_parameters
 from elaswave_spmd.models.construction import constructing
 from elaswave_spmd.models.gpt import GPT
 from elaswave_spmd.models.llama import Llama
 from elaswave_spmd.models.mlp import MLP
+from elaswave_spmd.models.objective import Batch, Loss, Metrics, Objective, other_loss
 
 __all__ = [
     "GPT",
@@ -15,9 +16,15 @@ __all__ = [
     "Batch",
     "LayeredModel",
     "Llama",
+    "Loss",
+    "Metrics",
+    "Objective",
+    "attributes_given",
     "build_model",
     "call_layer",
+    "close_names",
     "constructing",
     "freeze_parameters",
+    "other_loss",
     "takes_keys",
 ]

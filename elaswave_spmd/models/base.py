@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from elaswave_spmd.determinism import Constant, Init, KeyedDropout, Keys, Normal
 from elaswave_spmd.errors import ModelError
 from elaswave_spmd.models.construction import build_layer
+from elaswave_spmd.models.objective import Batch, first_inputs, other_loss
 from elaswave_spmd.sharding import Shardings, Tie
 
 _POSITIONAL = (
@@ -26,21 +26,14 @@ _POSITIONAL = (
 )
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch of samples: the inputs `tokens`, int64 [B, T], and the labels `targets`, int64 [B, T]."""
-
-    tokens: Tensor
-    targets: Tensor
-
-
 class LayeredModel(nn.Module):
     """An ordered stack of layers. Subclasses build the layers and pass them to `super().__init__`.
 
     A layer maps (x, keys), or x alone, of one micro-batch to what the next layer takes: a tensor, or a flat tuple or
-    named tuple of tensors, some of them without gradient. The first gets int64 tokens [B, T]. A layer reads its
+    named tuple of tensors, some of them without gradient. The first gets what `inputs(batch)` returns: int64 tokens
+    [B, T], or of a dataset without tokens the inputs of its batches, floats in the compute dtype. A layer reads its
     parameters through attributes at every call, because the framework replaces them by views of a flat buffer. Names of
-    parameters are "<layer>.<path>", such as "block0.attn.qkv.weight". Parameters with `requires_grad=False`, set by the
+    parameters are `<layer>.<path>`, such as `block0.attn.qkv.weight`. Parameters with `requires_grad=False`, set by the
     constructor of the model or of a layer, are frozen: they are not trained.
 
     Initial values are those that the constructors of the layers made, unless a subclass overrides `init`.
@@ -104,11 +97,23 @@ class LayeredModel(nn.Module):
             x = call_layer(layer, x, None if keys is None else keys.at(number))
         return x
 
-    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+    def inputs(self, batch: Any) -> Any:
+        """The first layer's input for a micro-batch: a tensor, or a flat tuple or named tuple of tensors.
+
+        Called where the first layer is, with the whole micro-batch. See `first_inputs`.
+        """
+        return first_inputs(batch)
+
+    def loss(self, output: Any, batch: Any) -> Any:
         """The cross entropy of logits [B, T, V] against `batch.targets` [B, T], summed over tokens: an fp32 scalar.
 
-        It is a sum and not a mean, so that the loss of a step is the sum over its micro-batches.
+        It is a sum and not a mean, so that the loss of a step is the sum over its micro-batches, which is divided by
+        the number of tokens, or of samples where these are no tokens. A subclass may return (sum, weight): then it is
+        divided by the weight of all micro-batches of the step, as where tokens are masked. A method
+        `metrics(output, batch)` may return further sums, or (sum, weight), by name, for validations.
         """
+        if not isinstance(batch, Batch):
+            raise other_loss(type(self).__name__)
         return nn.functional.cross_entropy(output.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
 
     def init(self, name: str, shape: tuple[int, ...]) -> Init:

@@ -6,13 +6,14 @@ import fnmatch
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from elaswave_spmd import by_value
 from elaswave_spmd.errors import ModelError, UserError, place_in_user_code
 from elaswave_spmd.models.base import LayeredModel
 
@@ -33,43 +34,55 @@ _LISTED = 40
 
 
 def build_model(
-    target: str | type[LayeredModel], sizes: Mapping[str, Any], extra: Mapping[str, Any] | None = None
+    target: str | Callable[..., LayeredModel],
+    sizes: Mapping[str, Any],
+    extra: Mapping[str, Any] | None = None,
+    attributes: Mapping[str, Any] | None = None,
 ) -> LayeredModel:
     """Make the model `target`. Under `with torch.device("meta")` no memory is allocated.
 
     Args:
-        target: a class, a short name (gpt, llama, mlp) or "module.Class"; the working directory is on the import path.
-        sizes: vocab_size, seq_len, layers, d_model, heads, dropout. The constructor gets those that it has parameters
-            for.
-        extra: further arguments; the constructor must have a parameter for each.
+        target: a class or a factory (a callable that returns a model), a short name (gpt, llama, mlp), or "module.Name"
+            of one; the working directory is on the import path.
+        sizes: vocab_size, seq_len, layers, d_model, heads, dropout. The constructor, or the factory, gets those that it
+            has parameters for.
+        extra: further arguments; it must have a parameter for each.
+        attributes: of the dataset, such as num_classes: for parameters that would be missing otherwise.
 
     Raises:
         ModelError: there is no such model, it is not a LayeredModel, or arguments are unknown or missing.
     """
-    cls = find_model(target) if isinstance(target, str) else target
-    shown = target if isinstance(target, str) else cls.__name__
-    if not (inspect.isclass(cls) and issubclass(cls, LayeredModel)):
-        raise ModelError(
-            f"model.target={shown} is {cls!r}",
-            rule="a model is a subclass of elaswave_spmd.models.LayeredModel",
-        )
-    given = _arguments(cls, shown, sizes, extra or {})
+    make = find_model(target) if isinstance(target, str) else target
+    shown = target if isinstance(target, str) else by_value.plain_name(make, "model")
+    if not callable(make) or (inspect.isclass(make) and not issubclass(make, LayeredModel)):
+        raise _no_model(f"model.target={shown} is {make!r}")
+    given = _arguments(make, shown, sizes, extra or {}, attributes or {})[0]
     try:
-        model = cls(**given)
+        model = make(**given)
     except UserError:
         raise
     except Exception as error:
         if (place := place_in_user_code(error)) is None:
             raise
         raise ModelError(
-            f"the constructor of {shown} failed ({type(error).__name__}: {error})",
+            f"{'the constructor of ' if inspect.isclass(make) else ''}{shown} failed ({type(error).__name__}: {error})",
             where=place,
             exists=f"it was given {given}",
             fix="correct it, or these arguments" if "meta tensor" not in str(error).lower() else _WITHOUT_MEMORY,
         ) from error
+    if not isinstance(model, LayeredModel):
+        raise _no_model(f"{shown}() returned {type(model).__name__}")
     _check_hooks(model)
     _check_hidden(model)
     return model
+
+
+def _no_model(what: str) -> ModelError:
+    return ModelError(
+        what,
+        rule="a model is a subclass of elaswave_spmd.LayeredModel, or a function that returns one",
+        where="model.target",
+    )
 
 
 def _check_hooks(model: LayeredModel) -> None:
@@ -118,29 +131,49 @@ def _inside(value: object, around: tuple[int, ...] = ()) -> Iterator[nn.Paramete
 
 
 def _arguments(
-    cls: type[LayeredModel], shown: str, sizes: Mapping[str, Any], extra: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The arguments for a model's constructor: the sizes that it has parameters for, and all of `extra`."""
-    parameters = inspect.signature(cls).parameters
+    make: Callable[..., object],
+    shown: str,
+    sizes: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    attributes: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments for a model's constructor, and those of them that are `attributes` of the dataset.
+
+    They are the sizes that it has parameters for, all of `extra`, and what it needs besides, of the attributes. A
+    parameter with a default keeps that: the same name may mean something else there.
+    """
+    parameters = inspect.signature(make).parameters
+    name_of_it = by_value.plain_name(make, shown)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in extra:
         if name not in parameters and not open_ended:
             raise ModelError(
-                f"model.args.{name} is not an argument of {cls.__name__}",
+                f"model.args.{name} is not an argument of {name_of_it}",
                 exists=", ".join(parameters),
                 fix="use one of these",
             )
     given = {name: value for name, value in sizes.items() if name in parameters or open_ended} | dict(extra)
     # 1 and 3 are parameters that can be given by name; the others (*args, **kwargs, /) are never missing.
     missing = [p.name for p in parameters.values() if p.default is p.empty and p.kind in (1, 3) and p.name not in given]
-    if missing:
+    of_dataset = {name: attributes[name] for name in missing if name in attributes}
+    given |= of_dataset
+    if missing := [name for name in missing if name not in given]:
+        of_data = f"; of the dataset {', '.join(attributes)}" if attributes else ""
         raise ModelError(
-            f"{cls.__name__} needs {', '.join(missing)}, which the settings do not give",
+            f"{name_of_it} needs {', '.join(missing)}, which the settings do not give",
             where=f"model.target={shown}",
-            exists=f"sizes {', '.join(sizes)}",
-            fix=" ".join(f"+model.args.{name}=VALUE" for name in missing),
+            exists=f"sizes {', '.join(sizes)}{of_data}",
+            fix=("vocab_size on the dataset, if its samples are tokens; else " if "vocab_size" in missing else "")
+            + " ".join(f"+model.args.{name}=VALUE" for name in missing),
         )
-    return given
+    return given, of_dataset
+
+
+def attributes_given(
+    target: str, sizes: Mapping[str, Any], extra: Mapping[str, Any], attributes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Those attributes of a dataset that `build_model` gives to the model, with these arguments."""
+    return _arguments(find_model(target), target, sizes, extra, attributes)[1]
 
 
 def freeze_parameters(model: LayeredModel, patterns: Sequence[str]) -> None:
@@ -156,16 +189,22 @@ def freeze_parameters(model: LayeredModel, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         names = [name for name in named if fnmatch.fnmatchcase(name, pattern)]
         if not names:
-            close = get_close_matches(pattern, named, n=5, cutoff=0.0)
             raise ModelError(
                 f"optim.freeze={pattern} matches no parameter of {type(model).__name__}",
                 rule="each pattern of optim.freeze matches the name of a parameter",
                 where=f"optim.freeze={pattern}",
-                exists=", ".join(sorted(named)) if len(named) <= _LISTED else ", ".join(close) + ", ...",
+                exists=close_names(pattern, named),
                 fix=f'optim.freeze="{model.layer_names[0]}.*" for all parameters of a layer',
             )
         for name in names:
             named[name].requires_grad_(False)
+
+
+def close_names(pattern: str, names: Collection[str]) -> str:
+    """The names of parameters for an error about a pattern: all, or of many those that are most like it."""
+    if len(names) <= _LISTED:
+        return ", ".join(sorted(names))
+    return ", ".join(get_close_matches(pattern, names, n=5, cutoff=0.0)) + ", ..."
 
 
 def find_model(target: str) -> Any:
@@ -174,6 +213,7 @@ def find_model(target: str) -> Any:
     Raises:
         ModelError: no such module or name, or a module that fails while it is imported.
     """
+    by_value.check_given(target, "model", ModelError)
     dotted = OWN.get(target, target)
     module_name, _, name = dotted.rpartition(".")
     if not module_name:

@@ -53,10 +53,19 @@ class Committed:
 
 @dataclass(frozen=True)
 class ValidationDone:
-    """All micro-batches of a validation: the exactly rounded sum of their losses."""
+    """All micro-batches of a validation: the exactly rounded sum of their losses.
+
+    Args:
+        is_last: by this loss the run ends after `step`.
+        weight: the exactly rounded sum of their weights; None: losses have none.
+        metrics: (name, sum, weight or None) of each metric, likewise.
+    """
 
     step: int
     total: float
+    is_last: bool = False
+    weight: float | None = None
+    metrics: tuple[tuple[str, float, float | None], ...] = ()
 
 
 @dataclass(frozen=True)

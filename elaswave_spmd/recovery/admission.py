@@ -36,7 +36,7 @@ VALUE: Final = "message with a value that cannot be"
 
 _FROM_CONTROLLER = (
     *(m.Prepare, m.Reconfigure, m.Validated, m.ReplicasAgree, m.Stop),
-    *(m.CheckAgain, m.CheckAccepted, m.AddAgain, m.SumAccepted, m.Pace),
+    *(m.CheckAgain, m.CheckAccepted, m.AddAgain, m.SumAccepted, m.Pace, m.Limits),
 )
 _TO_WORKERS = (
     m.Activation,
@@ -59,6 +59,10 @@ _LONGEST_NORM = 64
 """An exact sum of doubles is at most 40 doubles long: their exponents span 2,098 bits, and one has 53 of them."""
 LONGEST_TEXT: Final = 2_000
 """The most characters of a text in a message."""
+MOST_METRICS: Final = 100
+"""The most metrics of a model (`metrics(output, batch)`)."""
+LONGEST_METRIC: Final = 100
+"""The most characters of the name of a metric."""
 _LONGEST_REPORT = 1_000_000
 _MOST_KINDS = 100  # of state, or of memory
 _MOST_MADE = 1_000_000  # tensors that the constructors of a model make
@@ -84,6 +88,7 @@ class MessageBounds:
         state_tensors: fp32 values of a trained parameter's state: the master and those of the optimizer.
         spawns: workers may ask for new ones, in fault injection.
         checks: micro-batches may be checked (verify.rate).
+        averages: state has an average of the parameters (optim.ema).
     """
 
     layout: ModelLayout
@@ -93,6 +98,7 @@ class MessageBounds:
     state_tensors: int
     spawns: bool = False
     checks: bool = False
+    averages: bool = False
 
     # ---- what exists
 
@@ -219,7 +225,8 @@ class MessageBounds:
     def _refused_state(self, message: m.PageState, num_elements: int | None) -> str:
         pages = message.layer, message.first, message.stop
         if self.num_elements(pages, LOSS) is not None:
-            return "" if num_elements == 2 and not message.norms else SIZE  # whether there is a loss, and the loss
+            # Whether there is a loss, the loss, and its weight if it has one.
+            return "" if num_elements in (2, 3) and not message.norms else SIZE
         if (wanted := self.num_elements(pages, STATE)) is None:
             return PLACE
         if self.num_elements(pages, STATE, trained=True) is None:  # frozen: a master alone, and never a gradient
@@ -374,8 +381,8 @@ def _refused_report(
             return bounds.refused_sums(pages, message.sums, *message.results) if good else STEP
         case m.ShardWritten():
             return _refused_shard(bounds, message, at)
-        case m.FinalPages():
-            return bounds.refused_payload(message, num_elements)
+        case m.FinalPages(average=average):
+            return DIRECTION if average and not bounds.averages else bounds.refused_payload(message, num_elements)
         case m.Measured():
             return _refused_times(bounds, message)
         case m.LinkClosed(peer=peer):
@@ -458,7 +465,13 @@ def _are_nodes(nodes: Collection[tuple[int, int]], num_microbatches: int) -> boo
 def _refused_validation(bounds: MessageBounds, message: m.ValidationLoss, at: ControllerPosition) -> str:
     if not bounds.has_step(message.step, at.version):
         return STEP
-    if len(message.microbatches) != len(message.losses):
+    if len(message.microbatches) != len(message.losses) or len(message.metrics) > MOST_METRICS:
+        return SIZE
+    number = len(message.losses)
+    rows = (("loss", message.losses, message.weights), *message.metrics)
+    if any(len(name) > LONGEST_METRIC or len(sums) != number for name, sums, _ in rows):
+        return SIZE
+    if any(len(weights) not in (0, number) for *_, weights in rows):
         return SIZE
     return "" if bounds.has_microbatches(message.microbatches, validation=True) else PLACE
 
@@ -485,6 +498,7 @@ def _refused_times(bounds: MessageBounds, message: m.Measured) -> str:
     # The link: a latency in seconds and a bandwidth.
     good = _are_amounts(number for _, *numbers in message.rows for number in numbers)
     good = good and _are_amounts(n for rows in (message.memory, message.weights) for _, *some in rows for n in some)
+    good = good and _are_amounts(() if message.data_seconds is None else (message.data_seconds,))
     return "" if good and _are_amounts(message.link) and all(message.link[1:]) else VALUE
 
 
@@ -497,6 +511,7 @@ def _refused_check(bounds: MessageBounds, message: m.Checked) -> str:
         not layers
         or len(set(layers)) < len(layers)
         or any(len(digest) != _DIGEST_BYTES for *_, digest in message.layers)
+        or len(message.samples) not in (0, _DIGEST_BYTES)
     ):
         return SIZE
     counted = {layer: count for layer, count, *_ in message.layers}

@@ -9,7 +9,6 @@ Reconfigure to the members of the new epoch. An event in between begins it again
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,6 +36,7 @@ from elaswave_spmd.recovery.messages import (
     CaughtUp,
     Damaged,
     Finished,
+    Limits,
     Message,
     PartialStep,
     Prepare,
@@ -51,6 +51,7 @@ from elaswave_spmd.recovery.messages import (
 from elaswave_spmd.recovery.partial_step import recovery_plan, whole_step
 from elaswave_spmd.recovery.reconfiguration import Goal, Stages, assign_evenly, next_stages
 from elaswave_spmd.recovery.sum_checks import drawn_ranges
+from elaswave_spmd.recovery.validation import Scores, scores_of, validation_done
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
 from elaswave_spmd.scheduling.step_time import Assignment
@@ -69,12 +70,15 @@ class Policy:
         min_workers: with fewer left, the state is saved and the run stops.
         compares_at: whether the replicas of a version are compared; the same function as the workers'
             (Job.compares_at). What a worker has published before that, and is lost, is not believed.
+        ends_at: whether the run ends after the step that was validated. A function of the validations until then, asked
+            once for each.
     """
 
     mirror_count: int = 1
     mirror_scatter: int = 0
     min_workers: int = 1
     compares_at: Callable[[int], bool] = lambda _: False
+    ends_at: Callable[[ValidationDone], bool] = lambda _: False
 
 
 class MicrobatchAssigner(Protocol):
@@ -239,6 +243,9 @@ class ControllerProtocol:
         self.placement = placement
         self.layout = layout
         self.steps = steps
+        """The last step of the run: as planned, until a validation ends it early."""
+        self._ends_early = False
+        self._entered_at = version  # the highest version of any member when the present epoch began
         self.version = version
         self.addresses: dict[int, str] = {}
         """Rank -> address, of every worker that is ready and not lost: members, and newcomers."""
@@ -273,8 +280,9 @@ class ControllerProtocol:
         # What workers have reported of steps.
         self._first_reports: dict[int, Applied] = {}  # step -> the first report of it
         self._applied: dict[int, int] = {}  # rank -> the step that it has applied last
-        self._validation: dict[int, dict[int, float]] = {}  # step -> micro-batch -> loss
+        self._validation: dict[int, dict[int, Scores]] = {}  # step -> micro-batch -> loss and metrics
         self._validated = 0  # the newest step whose validation is complete
+        self._validated_in = 0  # the mesh epoch in which it was
         self._finished: dict[int, int] = {}  # rank -> the epoch in which it has sent its final pages
 
     @property
@@ -307,6 +315,11 @@ class ControllerProtocol:
     def leaving(self) -> tuple[int, ...]:
         """Members that leave at the next boundary between steps, or as soon as their pages are elsewhere."""
         return tuple(sorted(self._pending.leaving))
+
+    @property
+    def learners(self) -> frozenset[int]:
+        """Members that are being sent state: their copies of some pages are not complete."""
+        return self._plan.learners if self._plan is not None else frozenset()
 
     @property
     def changing(self) -> tuple[int, ...]:
@@ -705,6 +718,7 @@ class ControllerProtocol:
     ) -> Broadcast:
         """The new epoch is the present one from now on: what was pending has taken effect. Returns its Reconfigure."""
         self.placement = placement
+        self._entered_at = version
         self._change = None
         self._saving = saving
         message = self._reconfigure_message(version, recovery)
@@ -745,7 +759,25 @@ class ControllerProtocol:
             split_layers=split_layers,
             put_off=placed.put_off,
             in_flight=placed.in_flight,
+            is_last=self._is_early_end(version),
         )
+
+    def limit(self, split: SplitBackward, limited: Assignment) -> Broadcast:
+        """Members run with other limits from their next step on, which moves nothing: no bit depends on limits.
+
+        Args:
+            split: as it holds from now on, in later epochs as well.
+            limited: the present placement, with the limits.
+        """
+        self.split, self.running = split, limited
+        return self.try_limits(limited)
+
+    def try_limits(self, limited: Assignment) -> Broadcast:
+        """As `limit`, for a while: plans regard other limits no more than the next epoch does."""
+        assert self.split is not None
+        layers = self.split.layers if limited.put_off else ()
+        mesh = self.placement.mesh
+        return Broadcast(mesh.members, Limits(mesh.epoch, layers, limited.put_off, limited.in_flight))
 
     def _send_all(self, message: Message) -> list[ProtocolAction]:
         return [Broadcast(self.placement.mesh.members, message)]
@@ -778,18 +810,31 @@ class ControllerProtocol:
     def validation(self, message: ValidationLoss) -> list[ProtocolAction]:
         """Collect the losses of a validation. With those of all micro-batches it is complete, and training goes on.
 
-        The sum is exactly rounded (math.fsum), so it does not depend on which worker reports first.
+        The sum is exactly rounded (math.fsum), so it does not depend on which worker reports first. It is decided here,
+        before any member may begin another step, whether the run ends by it.
         """
         if message.step <= self._validated:
-            return []
+            # Usually late. But if all members are lost that had applied the step, the others apply it in a later epoch,
+            # and validate it again: they wait for this answer.
+            is_again = self._entered_at < message.step and self.placement.mesh.epoch > self._validated_in
+            return [self._validated_message(message.step)] if is_again else []
         found = self._validation.setdefault(message.step, {})
-        found.update(zip(message.microbatches, message.losses, strict=True))
+        found.update(scores_of(message))
         if len(found) < self._num_validation_microbatches:
             return []
         del self._validation[message.step]
-        self._validated = message.step
-        done = ValidationDone(message.step, math.fsum(found.values()))
-        return [done, Broadcast(self.members, Validated(message.step))]
+        self._validated, self._validated_in = message.step, self.placement.mesh.epoch
+        done = validation_done(message.step, found)
+        if self._policy.ends_at(done):
+            self.steps, self._ends_early = message.step, True
+        done = replace(done, is_last=self._is_early_end(message.step))
+        return [done, self._validated_message(message.step)]
+
+    def _validated_message(self, step: int) -> Broadcast:
+        return Broadcast(self.members, Validated(step, self._is_early_end(step)))
+
+    def _is_early_end(self, step: int) -> bool:
+        return self._ends_early and step == self.steps
 
     def finished(self, message: Finished) -> list[ProtocolAction]:
         """A member has sent its final pages. When all of the present epoch have, and it is not about to change: Done.

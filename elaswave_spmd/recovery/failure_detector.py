@@ -205,7 +205,7 @@ class Liveness:
         deadline, reason = math.inf, ""
         # Where several limits are over at once, the first of these reasons tells a reader most.
         for since, limit, what in (
-            (worker.heard, timeouts.suspect, "no heartbeat for {:.1f} s"),
+            (worker.heard, timeouts.suspect, "no heartbeat for {:.1f} s, timeouts.suspect"),
             (
                 worker.busy_since,
                 max(longest_action, timeouts.progress),
@@ -214,9 +214,9 @@ class Liveness:
             (
                 worker.unanswered_since,
                 timeouts.status if worker.busy_since is None else max(longest_action, timeouts.status),
-                "no answer to Prepare for {:.1f} s",
+                "no answer to Prepare for {:.1f} s, timeouts.status",
             ),
-            (worker.leaving_since, timeouts.leave, "it asked to leave {:.1f} s ago and was not let go"),
+            (worker.leaving_since, timeouts.leave, "it asked to leave {:.1f} s ago and was not let go, timeouts.leave"),
         ):
             if since is None:
                 continue

@@ -32,6 +32,9 @@ SumRow: TypeAlias = tuple[int, int, int, bytes]
 SumResult: TypeAlias = tuple[bytes, bytes]
 """(digest of a reduced gradient, the norm value of each of its pages as in ReducedGradient)."""
 
+MetricRow: TypeAlias = tuple[str, tuple[float, ...], tuple[float, ...]]
+"""(name of a metric, its sum over each micro-batch, the weight of each; () without weights)."""
+
 ITEM_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),
     **dict.fromkeys(("int16", "float16", "bfloat16"), 2),
@@ -327,9 +330,10 @@ class Vote(Message, frozen=True):
         norm: the exact sum (determinism.exact_sum) of the norm values of its primary pages.
         loss: the step's loss, from the primary of the loss page; None from the others.
         extension: an option that takes effect in this step if all votes carry the same value; empty if off.
+        weight: of the loss, with it; None if the model's loss has no weight.
     """
 
-    NUM_OPTIONS = 1
+    NUM_OPTIONS = 2
 
     step: int
     epoch: int
@@ -337,6 +341,7 @@ class Vote(Message, frozen=True):
     norm: tuple[float, ...]
     loss: float | None = None
     extension: str = ""
+    weight: float | None = None
 
 
 class GroupLost(Message, frozen=True):
@@ -378,13 +383,17 @@ class Checked(Message, frozen=True):
             digest). They are the same on all workers.
         kinds: of each layer of the model, the first one of its kind.
         loss_unchecked: what the loss raised for half a micro-batch, so that it was held to nothing; or "".
+        samples: a digest of the micro-batches that it has read, of data without tokens; the same on all workers.
     """
+
+    NUM_OPTIONS = 1
 
     rank: int
     seconds: float
     layers: tuple[tuple[int, int, int, int, int, bytes], ...]
     kinds: tuple[int, ...]
     loss_unchecked: str = ""
+    samples: bytes = b""
 
 
 class Constructed(Message, frozen=True):
@@ -484,9 +493,10 @@ class Reconfigure(Message, frozen=True):
         put_off: per stage, the most micro-batches whose weight gradients a worker may put off; (): none on any stage.
         in_flight: per stage, the most micro-batches that a worker may have between forward and backward; (): as
             `pipeline.in_flight_limits` has it.
+        is_last: the run ends early, after `version`.
     """
 
-    NUM_OPTIONS = 6
+    NUM_OPTIONS = 7
 
     epoch: int
     stages: tuple[tuple[int, ...], ...]
@@ -504,6 +514,7 @@ class Reconfigure(Message, frozen=True):
     split_layers: tuple[int, ...] = ()
     put_off: tuple[int, ...] = ()
     in_flight: tuple[int, ...] = ()
+    is_last: bool = False
 
 
 class ChecksDiffer(Message, frozen=True):
@@ -573,6 +584,21 @@ class Pace(Message, frozen=True):
     frequencies: tuple[float, ...]
     order: tuple[tuple[int, int], ...]
     hold_s: float
+
+
+class Limits(Message, frozen=True):
+    """Controller -> member: other limits than those of the Reconfigure, from its next step of this mesh epoch on.
+
+    Whether weight gradients are put off is tried while a run trains (`schedule.split_backward`).
+
+    Args:
+        split_layers, put_off, in_flight: as in Reconfigure.
+    """
+
+    epoch: int
+    split_layers: tuple[int, ...]
+    put_off: tuple[int, ...]
+    in_flight: tuple[int, ...]
 
 
 class SumsDiffer(Message, frozen=True):
@@ -719,11 +745,12 @@ class Applied(Message, frozen=True):
     Args:
         loss: of the step.
         grad_norm: of the whole gradient, before clipping.
-        updated: False if the norm was not finite: the version advanced and the state stayed.
+        updated: False if the norm was not finite, or a weight not positive: the version advanced and the state stayed.
         extension: that all votes carried, or empty.
+        weight: of the step's loss, which `loss` and `grad_norm` have been divided by; None if it has none.
     """
 
-    NUM_OPTIONS = 1
+    NUM_OPTIONS = 2
 
     step: int
     epoch: int
@@ -732,10 +759,12 @@ class Applied(Message, frozen=True):
     grad_norm: float
     updated: bool
     extension: str = ""
+    weight: float | None = None
 
 
 class Measured(Message, frozen=True):
-    """Worker -> controller, after each step: what it measured, for the cost model.
+    """Worker -> controller, after each step: what it measured, for the cost model; and of a worker that reads a dataset
+    of the user's, before its vote for a step, how long it waited for the samples.
 
     Args:
         rows: times of layer programs, as worker.profiling.Row.
@@ -743,9 +772,10 @@ class Measured(Message, frozen=True):
         compiled: number of programs that it has compiled so far.
         link: (latency in s, bytes per s) of its link to a neighbour, once it is known; else empty.
         weights: times of weight gradients that were put off, as worker.profiling.WeightsRow.
+        data_seconds: that it waited for the samples of the step; None: it is not about that.
     """
 
-    NUM_OPTIONS = 1
+    NUM_OPTIONS = 2
 
     rank: int
     step: int
@@ -754,32 +784,55 @@ class Measured(Message, frozen=True):
     compiled: int = 0
     link: tuple[float, ...] = ()
     weights: tuple[tuple[int, float, int], ...] = ()
+    data_seconds: float | None = None
 
 
 class ValidationLoss(Message, frozen=True):
-    """Worker of the last stage -> controller: token-sum losses of its validation micro-batches at version `step`."""
+    """Worker of the last stage -> controller: losses of its validation micro-batches at version `step`, each a sum.
+
+    Args:
+        weights: of the losses; () if the model's loss has no weight.
+        metrics: (name, sum of each micro-batch, weight of each, or ()) of each metric of the model.
+    """
+
+    NUM_OPTIONS = 2
 
     step: int
     rank: int
     microbatches: tuple[int, ...]
     losses: tuple[float, ...]
+    weights: tuple[float, ...] = ()
+    metrics: tuple[MetricRow, ...] = ()
 
 
 class Validated(Message, frozen=True):
-    """Controller -> members: it has all losses of the validation at version `step`. Training goes on."""
+    """Controller -> members: it has all losses of the validation at version `step`. Training goes on.
+
+    Args:
+        is_last: it does not: the run ends early, after this step.
+    """
+
+    NUM_OPTIONS = 1
 
     step: int
+    is_last: bool = False
 
 
 class FinalPages(Message, frozen=True):
     """Primary -> controller, after the last step.
 
-    Payload, fp32: the master parameters of state pages [first, stop) of `layer`.
+    Payload, fp32: the master parameters of state pages [first, stop) of `layer`, or their average over the steps.
+
+    Args:
+        average: it is the average (optim.ema).
     """
+
+    NUM_OPTIONS = 1
 
     layer: int
     first: int
     stop: int
+    average: bool = False
 
 
 class Finished(Message, frozen=True):
@@ -861,6 +914,7 @@ AnyMessage: TypeAlias = (
     | CheckedAgain
     | CheckAccepted
     | Pace
+    | Limits
     | SumsDiffer
     | AddAgain
     | AddedUp

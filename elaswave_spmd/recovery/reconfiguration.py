@@ -211,6 +211,7 @@ def reconfigure_message(
     split_layers: tuple[int, ...] = (),
     put_off: tuple[int, ...] = (),
     in_flight: tuple[int, ...] = (),
+    is_last: bool = False,
 ) -> Reconfigure:
     """The Reconfigure of an epoch; arguments as its fields.
 
@@ -240,6 +241,7 @@ def reconfigure_message(
         split_layers=split_layers,
         put_off=put_off,
         in_flight=in_flight,
+        is_last=is_last,
     )
 
 

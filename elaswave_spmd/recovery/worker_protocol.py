@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 from elaswave_spmd.determinism.exact_sum import exact_sum, expansion
@@ -38,12 +38,17 @@ class Apply:
         loss: of the step.
         norm: of the whole gradient.
         extension: that all votes carried, or empty: all members know that it takes effect in all of them.
+        divisor: of the gradient, in proportion to the weight of the loss; 1.0 where it has none. Loss and norm have
+            been divided by it.
+        weight: of the step's loss; None: it has none.
     """
 
     step: int
     loss: float
     norm: float
     extension: str = ""
+    divisor: float = 1.0
+    weight: float | None = None
 
     @property
     def finite(self) -> bool:
@@ -83,6 +88,8 @@ class WorkerProtocol:
         restored: the version of the checkpoint that all members began with, or 0. Nobody is behind it, so nobody votes
             for it again.
         extension: of an option that is on; None without.
+        whole_weight: the weight of a step's loss for which its gradient is what it is without weights: its number of
+            tokens or samples.
     """
 
     rank: int
@@ -93,12 +100,14 @@ class WorkerProtocol:
     version: int = 0
     restored: int = 0
     extension: VoteExtension | None = None
+    whole_weight: int = 1
     promised: int = -1  # the highest epoch whose Prepare was answered
     _computed: int = 0  # the step whose micro-batches are done here
     _entered_at: int = 0  # the highest version of any member when this epoch began
     _missing: dict[int, set[PageRange]] = field(default_factory=dict)
     _norms: dict[int, dict[PageRange, tuple[float, ...]]] = field(default_factory=dict)
     _losses: dict[int, float] = field(default_factory=dict)
+    _weights: dict[int, float] = field(default_factory=dict)  # of losses that have one
     _votes: dict[int, dict[int, Vote]] = field(default_factory=dict)
     _later_epochs: dict[Vote, None] = field(default_factory=dict)  # in the order in which they came, each once
     _filed: dict[int, dict[Publish, None]] = field(default_factory=dict)  # in the order in which they came, each once
@@ -125,13 +134,18 @@ class WorkerProtocol:
         return self._vote_if_complete(step)
 
     def gradient_complete(
-        self, step: int, pages: PageRange, norms: Sequence[float], loss: float | None = None
+        self,
+        step: int,
+        pages: PageRange,
+        norms: Sequence[float],
+        loss: float | None = None,
+        weight: float | None = None,
     ) -> list[Effect]:
         """The reduced gradient of a held page range is here, summed up or received. Duplicates are ignored.
 
         Args:
             norms: the norm value of each page; none of the loss page.
-            loss: of the step, if it is the loss page.
+            loss, weight: of the step, if it is the loss page; the weight if losses have one.
         """
         assert pages in self._holds, (pages, "is not held by worker", self.rank)
         if step <= self.version:
@@ -139,6 +153,8 @@ class WorkerProtocol:
         self._norms.setdefault(step, {})[pages] = tuple(norms)
         if loss is not None:
             self._losses[step] = loss
+        if weight is not None:
+            self._weights[step] = weight
         self._missing_of(step).discard(pages)
         return self._vote_if_complete(step)
 
@@ -159,12 +175,20 @@ class WorkerProtocol:
         """The loss of a step whose loss page is held here; None if it is not known."""
         return self._losses.get(step)
 
-    def state_received(self, step: int, pages: PageRange, norms: Sequence[float], loss: float | None) -> None:
+    def weight_at(self, step: int) -> float | None:
+        """The weight of that loss; None if it has none, or is not known."""
+        return self._weights.get(step)
+
+    def state_received(
+        self, step: int, pages: PageRange, norms: Sequence[float], loss: float | None, weight: float | None = None
+    ) -> None:
         """A learner got the state of a page range at `step`, and what it needs to vote for that step as primary."""
         if step:
             self._norms.setdefault(step, {}).setdefault(pages, tuple(norms))
         if loss is not None:
             self._losses.setdefault(step, loss)
+        if weight is not None:
+            self._weights.setdefault(step, weight)
 
     def vote_received(self, vote: Vote) -> list[Effect]:
         """Count a vote of this epoch. Older votes are void, and those of a future epoch are kept for it [m]."""
@@ -197,7 +221,7 @@ class WorkerProtocol:
     def drop_undecided(self) -> None:
         """Nothing of undecided steps is here any more: every reduced gradient has to come again."""
         assert self.may_drop_undecided, self
-        for table in (self._norms, self._losses, self._missing):
+        for table in (self._norms, self._losses, self._weights, self._missing):
             for step in [s for s in table if s > self.version]:
                 del table[step]
         self._computed = self.version
@@ -207,7 +231,7 @@ class WorkerProtocol:
 
         What this worker has of a step that others have applied stays: it completes that step.
         """
-        for table in (self._norms, self._losses, self._missing):
+        for table in (self._norms, self._losses, self._weights, self._missing):
             for step in [s for s in table if s > max(version, self.version)]:
                 del table[step]
 
@@ -307,10 +331,12 @@ class WorkerProtocol:
         # Each primary contributes its own pages, so that every page counts once. The sum is exact (an expansion, not a
         # rounded float), so it has the same bits on whatever members the pages lie.
         own = (value for pages in sorted(self._primary) if pages != self.loss_range for value in norms[pages])
-        loss = self._losses.get(step) if self.loss_range in self._primary else None
+        loss, weight = None, None
+        if self.loss_range in self._primary:
+            loss, weight = self._losses.get(step), self._weights.get(step)
         # A step that some member has applied in an older epoch is not applied by all in this one.
         offered = self.extension.offered() if self.extension is not None and step > self._entered_at else ""
-        return Vote(step, self.epoch, self.rank, expansion(own), loss, offered)
+        return Vote(step, self.epoch, self.rank, expansion(own), loss, offered, weight)
 
     def _decide(self) -> list[Effect]:
         """With all votes of the epoch the step is decided: advance the version and apply, in one transition."""
@@ -320,13 +346,27 @@ class WorkerProtocol:
             return []
         # Every member computes the same norm from the same votes, so all clip alike without another message.
         total = exact_sum(votes[m].norm for m in self.members)
-        loss = next(v.loss for v in votes.values() if v.loss is not None)
+        loss, weight = next((v.loss, v.weight) for v in votes.values() if v.loss is not None)
         self.version = step
         self._losses[step] = loss
+        if weight is not None:
+            self._weights[step] = weight
         self._forget(step)
         norm = math.sqrt(total) if total >= 0 else math.nan  # nan >= 0 is False as well
-        effects: list[Effect] = [Apply(step, loss, norm, _agreed(votes.values()))]
+        decided = Apply(step, loss, norm, _agreed(votes.values()))
+        effects: list[Effect] = [decided if weight is None else self._per_weight(decided, weight)]
         return [*effects, *map(Install, self._filed.pop(step, ()))]
+
+    def _per_weight(self, decided: Apply, weight: float) -> Apply:
+        """A step with gradient, loss and norm divided by the weight of its loss, in proportion to the whole weight.
+
+        Without a positive weight there is nothing to divide by: the step is skipped like one that is not finite.
+        """
+        if not (0.0 < weight < math.inf):
+            return replace(decided, loss=math.nan, norm=math.nan, weight=weight)
+        divisor = weight / self.whole_weight
+        loss, norm = decided.loss / divisor, decided.norm / divisor
+        return replace(decided, loss=loss, norm=norm, divisor=divisor, weight=weight)
 
     def _forget(self, step: int) -> None:
         """Drop the votes of a decided step.
@@ -335,7 +375,7 @@ class WorkerProtocol:
         """
         for table in (self._missing, self._votes):
             table.pop(step, None)
-        for table in (self._norms, self._losses):
+        for table in (self._norms, self._losses, self._weights):
             for old in [s for s in table if s < step]:
                 del table[old]
 

@@ -15,6 +15,7 @@ from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.report.columns import KIND_COLORS, Columns, timeline_columns
 from elaswave_spmd.report.history import CAUSES, MARKED
 from elaswave_spmd.report.timeline import Timeline
+from elaswave_spmd.run_dir.display import TOKENS
 
 try:
     from bokeh.embed import json_item
@@ -65,16 +66,20 @@ def bokeh_script() -> str:
     return "\n".join(Resources(mode="inline", components=["bokeh"], log_level="error").js_raw)
 
 
-def make_charts(columns: Mapping[str, Columns], timeline: Timeline | None, *, live: bool) -> list[Chart]:
+def make_charts(columns: Mapping[str, Columns], timeline: Timeline | None, *, unit: str, live: bool) -> list[Chart]:
     """All charts; the timeline only if it has something to show.
 
     Args:
+        unit: of what the run is trained on, "tokens" or "samples".
         live: the columns will change: all kinds of incidents are in the legends.
     """
     found = [
-        _chart("loss", "Loss", "Training and validation loss by step", _loss(_sources(columns), live)),
+        _chart("loss", "Loss", "Training and validation loss by step", _loss(_sources(columns), unit, live)),
         _chart(
-            "speed", "Throughput", "Tokens per second by step, over 20 steps at most", _speed(_sources(columns), live)
+            "speed",
+            "Throughput",
+            f"{unit.capitalize()} per second by step, over 20 steps at most",
+            _speed(_sources(columns), unit, live),
         ),
         _chart("workers", "Workers", "The stage of each worker by step, in colours", _workers(_sources(columns))),
         _chart("lost", "Time lost", "Seconds lost by cause", _lost(_sources(columns))),
@@ -147,8 +152,9 @@ def _add_marks(plot: Any, sources: Mapping[str, Any], column: str, live: bool) -
     plot.add_tools(HoverTool(renderers=renderers, tooltips=[("step", "@step"), ("", "@text")]))
 
 
-def _loss(sources: Mapping[str, Any], live: bool) -> Any:
-    plot = _plot("step", "loss (nats per token)", _TALL, x_range=DataRange1d(range_padding=0.02))
+def _loss(sources: Mapping[str, Any], unit: str, live: bool) -> Any:
+    label = "loss (nats per token)" if unit == TOKENS else "loss"
+    plot = _plot("step", label, _TALL, x_range=DataRange1d(range_padding=0.02))
     line = plot.line(
         "step", "loss", source=sources["loss"], line_color="#0072b2", line_width=1.5, legend_label="training"
     )
@@ -163,12 +169,13 @@ def _loss(sources: Mapping[str, Any], live: bool) -> Any:
     return _with_legend(plot)
 
 
-def _speed(sources: Mapping[str, Any], live: bool) -> Any:
+def _speed(sources: Mapping[str, Any], unit: str, live: bool) -> Any:
     plot = _plot(
-        "step", "tokens per second", _FLAT, x_range=DataRange1d(range_padding=0.02), y_range=DataRange1d(start=0)
+        "step", f"{unit} per second", _FLAT, x_range=DataRange1d(range_padding=0.02), y_range=DataRange1d(start=0)
     )
     line = plot.line("step", "speed", source=sources["speed"], line_color="#0072b2", line_width=1.5)
-    plot.add_tools(HoverTool(renderers=[line], tooltips=[("step", "@step"), ("tokens/s", "@speed{0,0}")], mode="vline"))
+    tips = [("step", "@step"), (f"{unit}/s", "@speed{0,0}")]
+    plot.add_tools(HoverTool(renderers=[line], tooltips=tips, mode="vline"))
     _add_marks(plot, sources, "speed", live)
     return _with_legend(plot) if plot.legend else plot
 

@@ -17,7 +17,18 @@ MARKED = ("fail", "corrupt", "leave", "join", "move", "link", "rollback", "resta
 """The kinds of incidents that charts have a mark for."""
 CAUSES = ("fail", "corrupt", "leave", "join", "link", "steps given up", "checkpoint", "validation", "not running")
 _UNDISTURBED = 50  # steps whose median is the usual one, as in the run's own `recovered` events
-_NO_INCIDENTS = ("validation", "checkpoint", "recovered", "model_check", "compile", "finish", "rejected", "rebalance")
+_NO_INCIDENTS = (
+    "validation",
+    "checkpoint",
+    "recovered",
+    "model_check",
+    "compile",
+    "finish",
+    "rejected",
+    "rebalance",
+    "generated",
+    "not_generated",
+)
 
 
 @dataclass(frozen=True)

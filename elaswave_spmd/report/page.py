@@ -19,7 +19,8 @@ from elaswave_spmd.report.decimate import MOST_POINTS
 from elaswave_spmd.report.history import History, Incident, Plan, history_of
 from elaswave_spmd.report.recorded import RecordedRun
 from elaswave_spmd.report.timeline import Timeline, read_timeline
-from elaswave_spmd.run_dir.display import summary_rows
+from elaswave_spmd.run_dir.display import TOKENS, summary_rows
+from elaswave_spmd.run_dir.listener import GENERATED
 
 _FOLDER = Path(__file__).parent
 _MOST_ROWS = 500
@@ -40,7 +41,7 @@ def page_of(run: RecordedRun, *, live: bool = False) -> str:
 
     history = history_of(run)
     timeline = None if live else _timeline(run, history)
-    charts = make_charts(columns_of(run, history), timeline, live=live)
+    charts = make_charts(columns_of(run, history), timeline, unit=_unit(run), live=live)
     scripts = [bokeh_script(), (_FOLDER / "page.js").read_text(encoding="utf-8")]
     data = {"live": live, "charts": {chart.name: json.loads(chart.item) for chart in charts}}
     figures = {
@@ -76,6 +77,7 @@ def fragments_of(run: RecordedRun, history: History) -> dict[str, str]:
         "table-lost": _lost_table(history),
         "table-incidents": _incidents_table(history.incidents),
         "table-plans": _plans_table(history),
+        "table-texts": _texts_table(run),
     }
 
 
@@ -106,6 +108,7 @@ def _body(run: RecordedRun, history: History, figures: dict[str, str], timeline:
         ),
         ("lost", "Time lost", figures["lost"] + parts["table-lost"]),
         ("plans", "Plans", parts["table-plans"]),
+        ("texts", "Generated text", parts["table-texts"]),
         ("moved", "Bytes moved", figures["moved"] + "<p>Copies travel beside training; no step waits for them.</p>"),
         ("timeline", "Pipeline timeline", shown or "<p>The report that is made after the run's end has it.</p>"),
         ("settings", "Settings", _details("config.yaml", f"<pre tabindex='0'>{_text(run.config)}</pre>")),
@@ -144,7 +147,7 @@ def _facts(run: RecordedRun, history: History) -> str:
     for kind in sorted({incident.kind for incident in history.incidents}):
         rows.append((kind, str(sum(incident.kind == kind for incident in history.incidents))))
     known = {name for name, _ in rows}
-    rows += [(name, value) for name, value in summary_rows(run.summary or {}) if name not in known]
+    rows += [(name, value) for name, value in summary_rows(run.summary or {}, _unit(run)) if name not in known]
     body = "".join(
         f"<div{_class('wide', value)}><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in rows
     )
@@ -166,7 +169,7 @@ def _loss_table(run: RecordedRun, history: History) -> str:
         for line in shown
     ]
     note = f"One step in {every:,}." if every > 1 else ""
-    return _table("Loss and throughput", ("step", "loss", "validation", "tokens/s", "workers"), rows, note)
+    return _table("Loss and throughput", ("step", "loss", "validation", f"{_unit(run)}/s", "workers"), rows, note)
 
 
 def _stage_colors(history: History) -> str:
@@ -226,6 +229,15 @@ def _plans_table(history: History) -> str:
     return _table("The plan before and after each incident", ("step", "kind", "before", "after"), rows)
 
 
+def _texts_table(run: RecordedRun) -> str:
+    """The texts that the model generated, the newest first."""
+    found = [event for event in run.events if event.get("event") == GENERATED]
+    rows = [(f"{event.get('step')}", str(event.get("text", ""))) for event in reversed(found)]
+    begins = {str(event.get("prompt")) for event in found}
+    note = f"What the model goes on with after {' or '.join(map(repr, sorted(begins)))}." if found else ""
+    return _table("Generated text", ("after step", "text"), rows, note)
+
+
 def _plan_text(plan: Plan | None) -> str:
     if plan is None:
         return "not told by this run's events"
@@ -279,9 +291,13 @@ def _stages(history: History) -> int:
     return min(len(STAGE_COLORS), max((p.stage + 1 for p in history.placed), default=0))
 
 
-def _start(run: RecordedRun, name: str) -> str:
+def _start(run: RecordedRun, name: str, default: str = "not started") -> str:
     start = next((event for event in run.events if event.get("event") == "start"), {})
-    return str(start.get(name, "not started"))
+    return str(start.get(name, default))
+
+
+def _unit(run: RecordedRun) -> str:
+    return _start(run, "unit", TOKENS)
 
 
 def _seconds(seconds: float) -> str:

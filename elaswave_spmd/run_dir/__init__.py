@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from elaswave_spmd.run_dir.directory import RunDir, read_events, read_metrics, read_summary
-from elaswave_spmd.run_dir.display import BarDisplay, Display, PlainDisplay, RunInfo, make_display
+from elaswave_spmd.run_dir.display import Display, LiveDisplay, PlainDisplay, RunInfo, make_display
 from elaswave_spmd.run_dir.metrics import MetricsLine
 from elaswave_spmd.run_dir.observer import RunObserver
 from elaswave_spmd.run_dir.weights import save_weights, weights_sha256
 
 __all__ = [
-    "BarDisplay",
     "Display",
+    "LiveDisplay",
     "MetricsLine",
     "PlainDisplay",
     "RunDir",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -178,7 +178,9 @@ def load_newest_good(run_dir: str | Path, newest: int | None = None) -> tuple[Ch
     )
 
 
-def prune(run_dir: str | Path, keep: int, trusted: int | None = None) -> list[Path]:
+def prune(
+    run_dir: str | Path, keep: int, trusted: int | None = None, best: Sequence[int] = (), keep_best: int = 0
+) -> list[Path]:
     """Remove all but the newest `keep` good checkpoints, and unfinished or bad ones between and before them.
 
     Checkpoints newer than the newest good one are left alone, since workers may be writing them. The checkpoints that
@@ -187,6 +189,8 @@ def prune(run_dir: str | Path, keep: int, trusted: int | None = None) -> list[Pa
 
     Args:
         trusted: the newest good checkpoint of this step or an older one stays as well; None: there is no such step.
+        best: steps in the order of their worth.
+        keep_best: the good checkpoints of the first so many of `best` that have one stay as well.
 
     Returns:
         The directories removed.
@@ -197,14 +201,16 @@ def prune(run_dir: str | Path, keep: int, trusted: int | None = None) -> list[Pa
     assert keep >= 1, keep
     num_good = 0
     removed: list[Path] = []
-    for path in find_checkpoints(run_dir):
+    found = find_checkpoints(run_dir)
+    precious = _first_good(found, best, keep_best)
+    for path in found:
         # Newest first. Verifying reads a whole checkpoint, so it stops when enough good ones were found.
         wanted = num_good < keep or (trusted is not None and step_of(path) <= trusted)
-        if wanted and _is_good(path):
+        if wanted and (path in precious or _is_good(path)):
             num_good += 1
             if trusted is not None and step_of(path) <= trusted:
                 trusted = None
-        elif num_good:
+        elif num_good and path not in precious:
             removed.append(path)
     for path in removed:
         with writing(path):
@@ -233,6 +239,16 @@ def remove_superfluous(run_dir: str | Path) -> None:
             for file in path.iterdir():
                 if file.name not in named:
                     file.unlink()
+
+
+def _first_good(paths: Sequence[Path], steps: Sequence[int], number: int) -> list[Path]:
+    """The first so many good checkpoints of some steps, in the order of the steps."""
+    by_step = {step_of(path): path for path in paths}
+    good: list[Path] = []
+    for step in steps:
+        if len(good) < number and step in by_step and _is_good(by_step[step]):
+            good.append(by_step[step])
+    return good
 
 
 def _is_good(path: Path) -> bool:

@@ -24,9 +24,11 @@ from elaswave_spmd.run_dir.weights import save_weights
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 SUMMARY, WEIGHTS, COSTS, BOARD = "summary.json", "weights.safetensors", "costs.json", "tensorboard"
+WEIGHTS_EMA = "weights_ema.safetensors"
+TRACKERS = "trackers"
 # Written by journal.py, checkpoints.py and lock.py.
 RECOVERY = ("epochs.jsonl", "checkpoints", "controller.lock", "workers.lock")
-RUN_FILES = (CONFIG, METRICS, EVENTS, SUMMARY, WEIGHTS, COSTS, BOARD, *RECOVERY[:2])
+RUN_FILES = (CONFIG, METRICS, EVENTS, SUMMARY, WEIGHTS, WEIGHTS_EMA, COSTS, BOARD, *RECOVERY[:2])
 _NAME_TRIES = 100
 
 
@@ -127,9 +129,9 @@ class RunDir:
         with replacing(self.path / COSTS, durable=False) as scratch:
             scratch.write_text(text + "\n", encoding="utf-8")
 
-    def write_weights(self, weights: Mapping[str, np.ndarray]) -> None:
-        """Write weights.safetensors, whole or not at all."""
-        with replacing(self.path / WEIGHTS, durable=False) as scratch:
+    def write_weights(self, weights: Mapping[str, np.ndarray], name: str = WEIGHTS) -> None:
+        """Write weights.safetensors, or another such file, whole or not at all."""
+        with replacing(self.path / name, durable=False) as scratch:
             save_weights(scratch, weights)
 
     def close(self) -> None:
@@ -148,7 +150,8 @@ class RunDir:
             return False
         # config.yaml goes last: while it is there, no other run takes the directory.
         traces = [TRACE, *(part.name for part in self.path.glob(PARTS))]
-        _remove_files(self.path, (METRICS, EVENTS, SUMMARY, WEIGHTS, COSTS, RECOVERY[0], *RECOVERY[2:], *traces))
+        weights = (WEIGHTS, WEIGHTS_EMA)
+        _remove_files(self.path, (METRICS, EVENTS, SUMMARY, *weights, COSTS, RECOVERY[0], *RECOVERY[2:], *traces))
         with contextlib.suppress(OSError):
             for file in sorted(self.board_path.iterdir()):
                 file.unlink()

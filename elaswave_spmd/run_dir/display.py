@@ -1,27 +1,47 @@
-"""The display of a run for people: a progress bar on a terminal, plain lines everywhere else."""
+"""The display of a run for people: a live view on a terminal, plain lines everywhere else."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from elaswave_spmd.conf.schema import AUTO, LIVE, PLAIN
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.run_dir.captured_output import CapturedOutput
 from elaswave_spmd.run_dir.faults import faults_text
+from elaswave_spmd.run_dir.live_view import Progress, render
+from elaswave_spmd.run_dir.loss_curve import LossCurve
 from elaswave_spmd.run_dir.metrics import MetricsLine
+from elaswave_spmd.run_dir.patient_stream import end, patient
+from elaswave_spmd.run_dir.screen_region import ScreenRegion, encodable
+from elaswave_spmd.run_dir.workers_now import WorkersNow
 
+TOKENS = "tokens"
 LINE_SECONDS = 1.0  # at least this long between two plain lines of steps
-BAR_SECONDS = 0.1  # at least this long between two redraws of the bar
+VIEW_SECONDS = 0.25  # at least this long between two drawings of the live view
+VIEW_SHARE = 0.005  # of the time of the thread that draws is spent on the live view, at most
 _WINDOW_STEPS = 20  # steps that the shown speed is averaged over
+
+_NO_C1 = dict.fromkeys(range(0x80, 0xA0))  # controls of eight bits, which some terminals take for sequences
+_LOSES, _CHANGES, _GAINS = "bold red", "bold yellow", "bold green"
+_STYLES = {
+    **dict.fromkeys(("fail", "corrupt", "corruption", "device", "skip", "stop", "rollback"), _LOSES),
+    **dict.fromkeys(("early_stop", "leave", "link", "rebalance", "restart", "slow", "signal"), _CHANGES),
+    **dict.fromkeys(("join", "checkpoint", "recover", "recovered", "resume", "spare"), _GAINS),
+}
+"""Kind of event -> style of that word in the line of the event."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +57,7 @@ class RunInfo:
         first_step: the first step to be computed; above 1 if the run is resumed.
         unsurvived: a line about the workers whose simultaneous loss would lose state, or "".
         stages, layer_cuts, microbatch_counts: the first plan, as in events of mesh epochs; empty if it is not known.
+        unit: of what is trained on: "tokens" or "samples".
 
     Raises:
         ValueError: counts out of range.
@@ -55,6 +76,7 @@ class RunInfo:
     stages: tuple[tuple[int, ...], ...] = ()
     layer_cuts: tuple[int, ...] = ()
     microbatch_counts: tuple[tuple[int, ...], ...] = ()
+    unit: str = TOKENS
 
     def __post_init__(self) -> None:
         if self.total_steps < 1 or self.workers < 1 or self.first_step < 1 or self.params < 0:
@@ -72,11 +94,22 @@ class Display(Protocol):
 
     def start(self, info: RunInfo) -> None: ...
     def step(self, line: MetricsLine) -> None: ...
+    def validation(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None: ...
     def show_line(self, text: str) -> None:
         """Show one line. It is never left out, unlike lines of steps."""
         ...
 
+    @property
+    def wants_workers(self) -> bool:
+        """True if the state of the workers would be shown now. Asked after every event: it must cost nothing."""
+        ...
+
+    def show_workers(self, workers: WorkersNow) -> None: ...
     def finish(self, summary: Mapping[str, object]) -> None: ...
+    def forget(self) -> None:
+        """Drop what waits to be shown: nobody looks any more."""
+        ...
+
     def close(self) -> None:
         """Restore the terminal; closing again is allowed."""
         ...
@@ -85,8 +118,9 @@ class Display(Protocol):
 class Pace:
     """The speed over the last steps, as tokens per second and seconds left."""
 
-    def __init__(self, total_steps: int) -> None:
+    def __init__(self, total_steps: int, unit: str = TOKENS) -> None:
         self._total_steps = total_steps
+        self.unit = unit
         self._recent: deque[MetricsLine] = deque(maxlen=_WINDOW_STEPS)
 
     def add(self, line: MetricsLine) -> None:
@@ -120,7 +154,7 @@ class PlainDisplay:
 
     def start(self, info: RunInfo) -> None:
         self._total_steps = info.total_steps
-        self._pace = Pace(info.total_steps)
+        self._pace = Pace(info.total_steps, info.unit)
         self.show_line(str(info))
         if info.run_dir:
             self.show_line(f"run directory {info.run_dir}")
@@ -135,121 +169,277 @@ class PlainDisplay:
         if not due and line.step < self._total_steps:
             return
         self._shown_at = now
+        speed = f"{self._pace.tokens_per_second:,.0f} {self._pace.unit}/s"
         self.show_line(
             f"step {line.step}/{self._total_steps}  loss {line.loss:.4f}  grad norm {line.grad_norm:.3g}  "
-            f"lr {line.lr:.2e}  {self._pace.tokens_per_second:,.0f} tokens/s  {count(line.workers, 'worker')}  "
+            f"lr {line.lr:.2e}  {speed}  {count(line.workers, 'worker')}  "
             f"{clock_text(self._pace.seconds_left)} left"
         )
+
+    def validation(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
+        self.show_line(validation_text(step, loss, metrics))
+
+    @property
+    def wants_workers(self) -> bool:
+        return False
+
+    def show_workers(self, workers: WorkersNow) -> None:
+        pass
 
     def show_line(self, text: str) -> None:
         # soft_wrap: a line of a log stays one line, however long it is. No markup: the text may come from a user, and
         # brackets in it are not meant for rich.
+        text = encodable(text, self._console.file)
         self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def finish(self, summary: Mapping[str, object]) -> None:
-        rows = summary_rows(summary)
+        rows = summary_rows(summary, self._pace.unit)
         width = max((len(name) for name, _ in rows), default=0)
         for name, value in rows:
             self.show_line(f"{name:<{width}}  {value}")
 
-    def close(self) -> None:
+    def forget(self) -> None:
         pass
 
+    def close(self) -> None:
+        end(self._console.file)
 
-class BarDisplay:
-    """A display as a progress bar, redrawn by the calling thread; events scroll above it."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+class LiveDisplay:
+    """A display as a view at the bottom of a terminal, which is drawn anew; events stay above it, in the scroll-back.
+
+    The calling thread draws, at most once in `VIEW_SECONDS`, and so seldom that drawing takes less than `VIEW_SHARE` of
+    its time. Lines that are shown in between wait for the next time. What this process prints meanwhile, and what
+    workers do, goes above the view, too.
+
+    Args:
+        captured: what workers print; None: it goes elsewhere.
+        clock: seconds of a clock that never runs back.
+        work: seconds of processor time of the calling thread.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+        captured: CapturedOutput | None = None,
+        work: Callable[[], float] = time.thread_time,
+    ) -> None:
         self._console = console
         self._clock = clock
+        self._work = work
+        self._captured = captured
         self._plain = PlainDisplay(console, clock)
+        self._region = ScreenRegion(console)
+        self._curve = LossCurve()
         self._pace = Pace(1)
-        self._total_steps = 1
-        self._drawn_at: float | None = None
-        self._bar: Progress | None = None
+        self._progress = Progress("", 0, 1)
+        self._workers: WorkersNow | None = None
+        self._above: deque[Text] = deque()  # lines that are to be shown; filled by any thread that prints
+        self._due_at = 0.0
+        self._began = 0.0  # processor time when the drawing that is under way began
+        self._stack = contextlib.ExitStack()
+        self._is_open = False
 
     def start(self, info: RunInfo) -> None:
         self._plain.start(info)
-        self._total_steps = info.total_steps
-        self._pace = Pace(info.total_steps)
-        # auto_refresh would start a thread, and the controller must have only one when it forks workers.
-        bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=self._console,
-            auto_refresh=False,
-            redirect_stderr=sys.stderr.isatty(),  # otherwise stderr goes to a file, and must stay there
-        )
-        bar.add_task("train", total=info.total_steps, completed=info.first_step - 1, figures="starting")
-        bar.start()
-        self._bar = bar
+        self._pace = Pace(info.total_steps, info.unit)
+        self._progress = Progress(info.model, info.first_step - 1, info.total_steps, unit=info.unit)
+        if info.stages:
+            self._workers = WorkersNow.planned(info.mesh, info.stages, info.layer_cuts, info.microbatch_counts)
+        # A stream that is redirected to a file stays there. What is unfinished is a line when the stream is closed.
+        if sys.stdout.isatty():
+            out = self._stack.enter_context(_LinesAbove(self._above))
+            self._stack.enter_context(contextlib.redirect_stdout(out))
+        if sys.stderr.isatty():
+            err = self._stack.enter_context(_LinesAbove(self._above))
+            self._stack.enter_context(contextlib.redirect_stderr(err))
+        self._is_open = True
+        self._draw_if_due()
 
     def step(self, line: MetricsLine) -> None:
         self._pace.add(line)
-        now = self._clock()
-        due = self._drawn_at is None or now - self._drawn_at >= BAR_SECONDS
-        if self._bar is None or (not due and line.step < self._total_steps):
-            return
-        self._drawn_at = now
-        figures = (
-            f"loss {line.loss:.4f}  {self._pace.tokens_per_second:,.0f} tokens/s  "
-            f"{count(line.workers, 'worker')}  {clock_text(self._pace.seconds_left)} left"
+        self._curve.add(line.loss)
+        self._progress = replace(
+            self._progress,
+            step=line.step,
+            loss=line.loss,
+            lr=line.lr,
+            workers=line.workers,
+            tokens_per_second=self._pace.tokens_per_second,
+            left=clock_text(self._pace.seconds_left),
         )
-        task = self._bar.task_ids[0]
-        self._bar.update(task, completed=line.step, figures=figures, refresh=True)
+
+    def validation(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
+        self._progress = replace(self._progress, validation=(step, loss))
+        self.show_line(validation_text(step, loss, metrics))
 
     def show_line(self, text: str) -> None:
-        self._plain.show_line(text)
+        if not self._is_open:
+            self._plain.show_line(text)
+            return
+        kind, colon, _ = text.partition(":")
+        shown = safe_text(text)
+        if colon and kind in _STYLES:
+            shown.stylize(_STYLES[kind], 0, len(kind))
+        self._above.append(shown)
+        self._draw_if_due()
+
+    @property
+    def wants_workers(self) -> bool:
+        if not self._is_open or self._clock() < self._due_at:
+            return False
+        self._began = self._work()  # finding out about the workers is part of what a drawing costs
+        return True
+
+    def show_workers(self, workers: WorkersNow) -> None:
+        self._workers = workers
+        self._draw()
 
     def finish(self, summary: Mapping[str, object]) -> None:
-        self.close()
+        self._leave()
         table = Table(show_header=False, title="finished", title_justify="left")
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
-        for name, value in summary_rows(summary):
+        for name, value in summary_rows(summary, self._pace.unit):
             table.add_row(Text(name), Text(value))
         self._console.print(table)
 
+    def forget(self) -> None:
+        self._above.clear()
+        if self._captured is not None:
+            self._captured.lines()
+
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._leave()
+        self._plain.close()
+
+    def _leave(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._stack.close()
+        self._take_captured(rest=True)
+        # The workers are gone. The curve and the last step stay.
+        self._region.leave(self._taken_above(), self._lines(None))
+
+    def _draw_if_due(self) -> None:
+        if self._clock() >= self._due_at:
+            self._began = self._work()
+            self._draw()
+
+    def _draw(self) -> None:
+        """Draw, and decide when to draw next."""
+        try:
+            if self._region.takes_output:
+                self._take_captured()
+                self._region.draw(self._taken_above(), self._lines(self._workers))
+        except OSError:  # the terminal is closed
+            self._is_open = False
+            self._stack.close()
+            raise
+        spent = max(0.0, self._work() - self._began)
+        self._due_at = self._clock() + max(VIEW_SECONDS, spent / VIEW_SHARE)
+
+    def _lines(self, workers: WorkersNow | None) -> list[Text]:
+        ascii_only = self._console.options.ascii_only
+        return render(self._progress, self._curve, workers, self._region.size, ascii_only=ascii_only)
+
+    def _taken_above(self) -> list[Text]:
+        return [self._above.popleft() for _ in range(len(self._above))]
+
+    def _take_captured(self, *, rest: bool = False) -> None:
+        if self._captured is not None:
+            self._above.extend(map(safe_text, self._captured.lines(rest=rest)))
+
+
+_LONGEST_LINE = 1 << 16
+
+
+class _LinesAbove(io.TextIOBase):
+    """A stream whose lines are shown above a view. Any thread may print; each line is appended at once."""
+
+    def __init__(self, lines: deque[Text]) -> None:
+        self._lines = lines
+        self._rest = ""
+        self._lock = threading.Lock()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            *lines, self._rest = (self._rest + text).split("\n")
+            if len(self._rest) > _LONGEST_LINE:  # bars of progress have no ends of lines
+                lines, self._rest = [*lines, self._rest], ""
+            self._lines.extend(map(safe_text, lines))
+        return len(text)
+
+    def close(self) -> None:
+        if self._rest:
+            self._lines.append(safe_text(self._rest))
+            self._rest = ""
+        super().close()
+
+
+def safe_text(line: str) -> Text:
+    """A line that somebody else printed, with its colours and without commands to the terminal."""
+    # A line may end as on other systems; what comes before another return has been written over.
+    text = Text.from_ansi(line.rstrip("\r").translate(_NO_C1))
+    # What rich has not recognised, such as a reset or a sequence without its end.
+    return Text(text.plain.replace("\x1b", "")) if "\x1b" in text.plain else text
 
 
 class LastingDisplay:
     """A display whose readers may leave: a closed terminal, or a pipe that is read no more, ends no run.
 
-    From then on nothing is shown, and what else this process prints goes nowhere. The run's files have everything.
+    From then on nothing is shown, and what else this process prints goes nowhere, as does what workers print. The run's
+    files have everything.
     """
 
     def __init__(self, display: Display) -> None:
-        self._display: Display | None = display
+        self._display = display
+        self._is_read = True
 
     def start(self, info: RunInfo) -> None:
         with self._while_read():
-            if self._display is not None:
+            if self._is_read:
                 self._display.start(info)
 
     def step(self, line: MetricsLine) -> None:
         with self._while_read():
-            if self._display is not None:
+            if self._is_read:
                 self._display.step(line)
+            else:
+                self._display.forget()  # workers print as before: their file must not fill the disk
 
     def show_line(self, text: str) -> None:
         with self._while_read():
-            if self._display is not None:
+            if self._is_read:
                 self._display.show_line(text)
+
+    def validation(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
+        with self._while_read():
+            if self._is_read:
+                self._display.validation(step, loss, metrics)
+
+    @property
+    def wants_workers(self) -> bool:
+        return self._is_read and self._display.wants_workers
+
+    def show_workers(self, workers: WorkersNow) -> None:
+        with self._while_read():
+            if self._is_read:
+                self._display.show_workers(workers)
 
     def finish(self, summary: Mapping[str, object]) -> None:
         with self._while_read():
-            if self._display is not None:
+            if self._is_read:
                 self._display.finish(summary)
 
     def close(self) -> None:
         with self._while_read():
-            if self._display is not None:
+            if self._is_read:
                 self._display.close()
 
     @contextlib.contextmanager
@@ -257,7 +447,7 @@ class LastingDisplay:
         try:
             yield
         except (OSError, SystemExit):  # rich answers a broken pipe by the end of the program
-            self._display = None
+            self._is_read = False
             mute_output()
 
 
@@ -268,20 +458,74 @@ def mute_output() -> None:
     os.close(null)
 
 
-def make_display(console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> Display:
-    """Choose the display: a bar if the console (default: stdout) is a terminal with a cursor, else plain lines."""
+def shows_live(choice: str, console: Console | None = None) -> bool:
+    """Whether a run is shown by the live view.
+
+    Args:
+        choice: the setting run.display.
+        console: default is the standard output.
+
+    Raises:
+        ConfigError: the live view is wanted, and this is no terminal that has one.
+    """
+    # rich takes any output for a terminal where FORCE_COLOR is set: colours are fine there, a moving cursor is not.
+    is_screen = sys.stdout.isatty() if console is None else True
     console = console if console is not None else Console()
-    fancy = console.is_terminal and not console.is_dumb_terminal
-    return BarDisplay(console, clock) if fancy else PlainDisplay(console, clock)
+    can = is_screen and console.is_terminal and not console.is_dumb_terminal
+    if choice == LIVE and not can:
+        raise ConfigError(
+            "run.display=live cannot be shown: "
+            + ("the terminal has no cursor (TERM)" if is_screen else "the output is no terminal"),
+            rule="the live view is drawn at the bottom of a terminal",
+            where="run.display=live",
+            fix="run.display=auto, which prints lines here",
+        )
+    return can and choice != PLAIN
 
 
-def summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
-    """The rows of the final table, in the summary's order. Of nested values it has the corpus and the faults."""
+def make_display(
+    console: Console | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    *,
+    choice: str = AUTO,
+    captured: CapturedOutput | None = None,
+) -> Display:
+    """Choose the display.
+
+    Args:
+        console: default is the standard output.
+        choice: the setting run.display; `auto`: the live view if the console is a terminal with a cursor, else lines.
+        captured: what workers print, for the live view.
+
+    Raises:
+        ConfigError: as `shows_live`.
+    """
+    is_live = shows_live(choice, console)
+    # The stream of now: the live view has other ones in its place.
+    console = console if console is not None else Console(file=patient(sys.stdout))
+    if console.is_jupyter:
+        # Plain text on stdout: of every line rich would make an output of its own, and a kernel has no cursor.
+        console = Console(file=sys.stdout, force_jupyter=False, force_terminal=False)
+    return LiveDisplay(console, clock, captured) if is_live else PlainDisplay(console, clock)
+
+
+def validation_text(step: int, loss: float, metrics: Mapping[str, float] | None = None) -> str:
+    """The line of a validation."""
+    others = "".join(f"  {name} {value:.4f}" for name, value in (metrics or {}).items())
+    return f"step {step}  validation loss {loss:.4f}{others}"
+
+
+def summary_rows(summary: Mapping[str, object], unit: str = TOKENS) -> list[tuple[str, str]]:
+    """The rows of the final table, in the summary's order. Of nested values it has the corpus and the faults.
+
+    Args:
+        unit: of what the run is trained on, "tokens" or "samples".
+    """
     rows: list[tuple[str, str]] = []
     for name, value in summary.items():
         if name == "corpus" and isinstance(value, Mapping):
             size = value.get("bytes")
-            value = f"{value.get('name')}" + (f" ({size:,} bytes)" if isinstance(size, int) else "")
+            value = f"{value.get('name')}" + (f" ({size:,} bytes)" if isinstance(size, int) and size else "")
         if name == "faults" and isinstance(value, Mapping):
             value = faults_text(value)
         if isinstance(value, bool) or value is None or isinstance(value, str):
@@ -289,10 +533,12 @@ def summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
         elif isinstance(value, int):
             shown = f"{value:,}"
         elif isinstance(value, float):
-            shown = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}"
+            # Of a speed nobody needs four digits after the point.
+            is_large = abs(value) >= (100 if name == "tokens_per_second" else 1000)
+            shown = f"{value:,.0f}" if is_large else f"{value:.4f}"
         else:
             continue
-        rows.append((name.replace("_", " "), shown))
+        rows.append((f"{unit} per second" if name == "tokens_per_second" else name.replace("_", " "), shown))
     return rows
 
 

@@ -23,6 +23,8 @@ from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange
 
 MANIFEST = "manifest.json"
+AVERAGE = "average"
+"""The kind of state that is an average of the parameters over the steps (`optim.ema`)."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ def layout_fingerprint(layout: ModelLayout) -> dict[str, Any]:
                         "start": s.start,
                         "decay": s.parameter.decay,
                         "lr_scale": s.parameter.lr_scale,
+                        # Only where a group says so: what earlier versions have saved lacks it.
+                        **({} if s.parameter.weight_decay is None else {"weight_decay": s.parameter.weight_decay}),
                     }
                     for b in layer.state_blocks
                     for s in b.slots

@@ -17,14 +17,18 @@ class MetricsLine:
     Attributes:
         step: counts from 1.
         mesh_epoch: epoch of the mesh on which the step committed.
-        loss: mean cross entropy per target token of the global batch, nats.
+        loss: mean cross entropy per target token of the global batch, nats; or what the model's loss is, per sample or
+            per weight.
         loss_hex: `float.hex` of it; two runs agree if these agree.
         grad_norm: global norm of the gradient before clipping.
         grad_norm_hex: `float.hex` of it.
         lr: learning rate of the step.
-        tokens: target tokens of the global batch.
+        tokens: target tokens of the global batch; its samples, if these are no tokens.
         seconds: wall time since the previous commit; for the first step, since it began.
         workers: members of the mesh when the step committed.
+        data_seconds: seconds that a worker waited for samples of the step, of the worker that waited longest; None: of
+            data that nobody waits for, or of a step of an earlier version.
+        weight: of the loss, over the global batch; None if losses have none.
 
     Raises:
         ValueError: a number out of range, or a hex form of another number.
@@ -40,6 +44,8 @@ class MetricsLine:
     tokens: int
     seconds: float
     workers: int
+    data_seconds: float | None = None
+    weight: float | None = None
 
     def __post_init__(self) -> None:
         if self.step < 1 or self.mesh_epoch < 0 or self.tokens < 1 or self.workers < 1 or not self.seconds >= 0:
@@ -61,6 +67,8 @@ class MetricsLine:
         tokens: int,
         seconds: float,
         workers: int,
+        data_seconds: float | None = None,
+        weight: float | None = None,
     ) -> MetricsLine:
         """Make a line, with its hex forms computed."""
         loss, grad_norm = float(loss), float(grad_norm)
@@ -75,11 +83,17 @@ class MetricsLine:
             tokens=tokens,
             seconds=float(seconds),
             workers=workers,
+            data_seconds=data_seconds,
+            weight=weight,
         )
 
     def to_dict(self) -> dict[str, object]:
         """The fields as plain JSON. JSON has no nan or inf: such a loss is null; its hex form tells which."""
         fields = dataclasses.asdict(self)
+        if self.data_seconds is None:
+            del fields["data_seconds"]
+        if self.weight is None:
+            del fields["weight"]
         for name in ("loss", "grad_norm"):
             if not math.isfinite(fields[name]):
                 fields[name] = None
@@ -93,9 +107,14 @@ class MetricsLine:
             DataError: not a metrics line.
         """
         try:
-            known = {f.name: fields[f.name] for f in dataclasses.fields(cls)}
+            optional = ("data_seconds", "weight")
+            known = {
+                f.name: fields[f.name] for f in dataclasses.fields(cls) if f.name not in optional or f.name in fields
+            }
             known["loss"] = float.fromhex(str(known["loss_hex"]))
             known["grad_norm"] = float.fromhex(str(known["grad_norm_hex"]))
+            if known.get("weight") is not None:
+                known["weight"] = float(str(known["weight"]))  # JSON has no nan or inf: such a weight is a text
             return cls(**known)  # type: ignore[arg-type]
         except (KeyError, ValueError, TypeError) as error:
             raise DataError(f"{dict(fields)} is not a line of metrics.jsonl") from error

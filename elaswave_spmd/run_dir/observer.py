@@ -13,12 +13,14 @@ import numpy as np
 
 from elaswave_spmd.errors import RunError, UserError, WorkerError, headline_of
 from elaswave_spmd.run_dir.atomic_write import writing
-from elaswave_spmd.run_dir.directory import RunDir
-from elaswave_spmd.run_dir.display import Display, LastingDisplay, Pace, RunInfo, make_display
+from elaswave_spmd.run_dir.directory import WEIGHTS_EMA, RunDir
+from elaswave_spmd.run_dir.display import TOKENS, Display, LastingDisplay, Pace, RunInfo, make_display
 from elaswave_spmd.run_dir.faults import FaultCount
 from elaswave_spmd.run_dir.json_lines import plain
+from elaswave_spmd.run_dir.listener import CALLBACK, GENERATED, RunListener
 from elaswave_spmd.run_dir.metrics import MetricsLine
 from elaswave_spmd.run_dir.tensorboard import Board
+from elaswave_spmd.run_dir.workers_now import WorkersNow
 
 _RECENT_EVENTS = 5
 
@@ -30,9 +32,10 @@ class RunObserver:
 
     Args:
         run_dir: open directory of the run; closed by `close`.
-        display: default is a bar on a terminal, plain lines elsewhere.
+        display: default is the live view on a terminal, plain lines elsewhere.
         board: write TensorBoard files into the run's directory.
         now: seconds since 1970, for events.
+        listener: hears all of it as well; None: nobody does.
 
     Attributes:
         last: the line of the last committed step, or None.
@@ -48,12 +51,14 @@ class RunObserver:
         display: Display | None = None,
         board: bool = True,
         now: Callable[[], float] = time.time,
+        listener: RunListener | None = None,
     ) -> None:
         self.run_dir = run_dir
         self._display = LastingDisplay(display if display is not None else make_display())
         with writing(run_dir.board_path):
             self._board = Board(run_dir.board_path, now) if board else None
         self._now = now
+        self._listener = listener
         self._finished = False
         self.last: MetricsLine | None = None
         self.pace = Pace(1)
@@ -92,9 +97,14 @@ class RunObserver:
 
     def on_start(self, info: RunInfo) -> None:
         """Report that the first step begins: event `start`, and the head of the display."""
-        self.pace = Pace(info.total_steps)
-        self.run_dir.write_event("start", self._now(), dataclasses.asdict(info))
+        self.pace = Pace(info.total_steps, info.unit)
+        fields = dataclasses.asdict(info)
+        if info.unit == TOKENS:
+            del fields["unit"]
+        self.run_dir.write_event("start", self._now(), fields)
         self._display.start(info)
+        if self._listener is not None:
+            self._listener.started(info)
 
     def on_step(self, line: MetricsLine) -> None:
         """Report a committed step.
@@ -114,6 +124,8 @@ class RunObserver:
             with writing(self.run_dir.board_path):
                 self._board.step(line)
         self._display.step(line)
+        if self._listener is not None:
+            self._listener.step(line)
 
     def on_event(self, kind: str, **fields: object) -> None:
         """Report an event. The display shows the field `message`, or all fields if there is none."""
@@ -123,44 +135,84 @@ class RunObserver:
         if scalars and self._board is not None:
             with writing(self.run_dir.board_path):
                 self._board.faults(self.last.step if self.last is not None else 0, scalars)
+        if kind == GENERATED and self._board is not None:
+            step, generated = fields["step"], fields["text"]
+            assert isinstance(step, int), fields
+            with writing(self.run_dir.board_path):
+                self._board.text(step, str(generated))
         self.recent_events.append({"event": kind, "time": round(now, 6), "text": text})
         self._display.show_line(text)
+        if self._listener is not None:
+            self._listener.event(kind, now, text, fields)
 
-    def on_validation(self, step: int, loss: float, num_microbatches: int) -> None:
-        """Report the validation loss after `step`: event `validation`, a line of the display, a scalar.
+    def on_news(self) -> None:
+        """Report what there is to say about the listener: it may not write by itself."""
+        if self._listener is not None:
+            for news in self._listener.pop_news():
+                fields = dict(news)
+                self.on_event(str(fields.pop("event", CALLBACK)), **fields)
+
+    def on_validation(
+        self, step: int, loss: float, num_microbatches: int, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Report the validation loss after `step`: event `validation`, a line of the display, scalars.
 
         Args:
             num_microbatches: the loss is the mean over so many micro-batches, the first ones of the held-out split.
+            metrics: of the model, by name, over the same micro-batches.
 
         Raises:
             RunError: the run is resumed, and the loss has other bits than the first time.
         """
         loss = float(loss)
+        if self._listener is not None:
+            self._listener.validation(step, loss, num_microbatches, metrics or {})
         if (known := self._known_validations.pop((step, num_microbatches), None)) is not None:
             _compare(step, "validation loss", known, loss.hex())
             if self._validations_are_written:
                 return
         fields = {"step": step, "loss": loss, "loss_hex": loss.hex(), "microbatches": num_microbatches}
+        if metrics:
+            fields["metrics"] = dict(metrics)
         self.run_dir.write_event("validation", self._now(), fields)
         if self._board is not None:
             with writing(self.run_dir.board_path):
-                self._board.validation(step, loss)
-        self._display.show_line(f"step {step}  validation loss {loss:.4f}")
+                self._board.validation(step, loss, metrics or {})
+        self._display.validation(step, loss, metrics)
 
-    def on_finish(self, summary: Mapping[str, object], weights: Mapping[str, np.ndarray]) -> None:
+    @property
+    def wants_workers(self) -> bool:
+        """True if the display would show the state of the workers now. Cheap enough to be asked after every event."""
+        return self._display.wants_workers
+
+    def on_workers(self, workers: WorkersNow) -> None:
+        """Show the state of the workers. It is written nowhere."""
+        self._display.show_workers(workers)
+
+    def on_finish(
+        self,
+        summary: Mapping[str, object],
+        weights: Mapping[str, np.ndarray],
+        averages: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
         """Report the end of the last step, and write weights.safetensors and summary.json.
 
         Args:
             summary: fields of summary.json.
             weights: float32 arrays by parameter name.
+            averages: the same of their averages, for weights_ema.safetensors; None: there are none.
         """
         try:
             self.run_dir.write_weights(weights)
+            if averages is not None:
+                self.run_dir.write_weights(averages, WEIGHTS_EMA)
         finally:  # the summary is small: it may fit on a disk that has no room for the weights
             self.run_dir.write_summary(summary)
         self.run_dir.write_event("finish", self._now(), {})
         self._finished = True
         self._display.finish({**summary, "run_dir": str(self.run_dir.path)})
+        if self._listener is not None:
+            self._listener.finished(summary)
 
     def on_stop(self, error: BaseException) -> None:
         """Report that an error ends the run: event `stop`, unless the run had finished.

@@ -11,13 +11,20 @@ from elaswave_spmd.errors import ConfigError
 _MAX_LISTED = 40  # differences that fit on a screen
 
 
-def check_identity(saved: Mapping[str, Any], present: Mapping[str, Any], *, where: str = "train.resume") -> None:
+def check_identity(
+    saved: Mapping[str, Any],
+    present: Mapping[str, Any],
+    *,
+    where: str = "train.resume",
+    fix: str = "use the saved values, or start another run",
+) -> None:
     """Refuse to resume a run that would not have the same bits.
 
     Args:
         saved: plain values, nested in any way: a manifest's `identity`, or its `layout`.
         present: the same of the run that is to continue.
         where: the setting that asked for it, for the message.
+        fix: what can be done.
 
     Raises:
         ConfigError: lists the differences with both values.
@@ -32,7 +39,7 @@ def check_identity(saved: Mapping[str, Any], present: Mapping[str, Any], *, wher
         "the run was saved with other values:" + "".join(f"\n  {line}" for line in lines[:_MAX_LISTED] + more),
         rule="the bits of a run depend on these values, so they must not change when it is resumed",
         where=where,
-        fix="use the saved values, or start another run",
+        fix=fix,
     )
 
 

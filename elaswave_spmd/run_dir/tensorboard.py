@@ -13,6 +13,7 @@ from typing import Any
 
 from elaswave_spmd.run_dir.atomic_write import make_private_folder, open_private
 from elaswave_spmd.run_dir.metrics import MetricsLine
+from elaswave_spmd.run_dir.scalars import step_scalars, validation_scalars
 
 FLUSH_SECONDS = 2.0
 
@@ -46,31 +47,38 @@ class Board:
 
     def step(self, line: MetricsLine) -> None:
         """Write the scalars of one committed step."""
-        values = {"train/loss": line.loss, "train/grad_norm": line.grad_norm, "train/lr": line.lr}
-        if line.seconds > 0:
-            values["speed/tokens_per_second"] = line.tokens / line.seconds
-        values["mesh/workers"] = line.workers
-        self._write(line.step, values)
+        self._write(line.step, step_scalars(line))
 
-    def validation(self, step: int, loss: float) -> None:
-        """Write the validation loss after `step`."""
-        self._write(step, {"validation/loss": loss})
+    def validation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
+        """Write the validation after `step`."""
+        self._write(step, validation_scalars(loss, metrics))
 
     def faults(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write numbers about faults: `fail` becomes `faults/fail`. `step`: the last committed one, or 0."""
         self._write(step, {f"faults/{name}": value for name, value in scalars.items()})
+
+    def text(self, step: int, text: str) -> None:
+        """Write a text that the model has generated after `step`."""
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        self._record(step, text_pb("generated", text))
 
     def close(self) -> None:
         """Flush and close; closing again is allowed."""
         self._file.close()
 
     def _write(self, step: int, values: dict[str, float]) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.compat.proto import summary_pb2
 
         summary = _message(summary_pb2, "Summary")
         scalars = [summary.Value(tag=tag, simple_value=float(value)) for tag, value in values.items()]
+        self._record(step, summary(value=scalars))
+
+    def _record(self, step: int, summary: Any) -> None:
+        from tensorboard.compat.proto import event_pb2
+
         now = self._now()
-        event = _message(event_pb2, "Event")(wall_time=now, step=step, summary=summary(value=scalars))
+        event = _message(event_pb2, "Event")(wall_time=now, step=step, summary=summary)
         self._records.write(event.SerializeToString())
         # TensorBoard reads the file while the run goes on; flushing at every step would cost a small model time.
         if now - self._flushed >= FLUSH_SECONDS:

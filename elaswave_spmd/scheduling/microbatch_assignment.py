@@ -8,6 +8,9 @@ Two aims, the second within what the first leaves open:
    with links of 2.5 GB/s by up to 20 %. In time-major order every gradient is sent by itself, so nothing is to be
    chosen.
 
+With `align` (`schedule.align`) the second aim may exceed the first by that share of the load: more cuts are at borders
+of the tree, so workers send fewer sums. Such an assignment is one more to choose from, by the time of its step.
+
 A large mesh is assigned in blocks of neighbours. The first aim leaves open which workers get the micro-batches of a
 lost worker. If the first workers got them, the micro-batches of everybody up to the lost worker would shift, and the
 action list of one worker would depend on those of thousands. Blocks keep the change near the lost worker.
@@ -105,6 +108,8 @@ def assign_by_speed(
     *,
     microbatch_order: str = CONTIGUOUS,
     fewest_nodes: bool = True,
+    align: float = 0.0,
+    block: tuple[int, int] | None = None,
 ) -> Counts:
     """The micro-batches of each worker of a stage, optimal in the first aim and then in the second.
 
@@ -115,22 +120,26 @@ def assign_by_speed(
         speeds: speeds of the workers in stage order, above 0.
         microbatch_order: Placement.microbatch_order.
         fewest_nodes: False: only the first aim counts.
+        align: the share by which the largest load may exceed the least possible one, for fewer tree nodes.
+        block: the first of these micro-batches in the tree, and the micro-batches of the tree; None: these are all.
     """
     v = np.asarray(speeds, np.float64)
     counts = balanced_counts(num_microbatches, v)
     if fewest_nodes and microbatch_order == CONTIGUOUS:
-        return _with_fewest_nodes(num_microbatches, v, counts)
+        return _with_fewest_nodes(num_microbatches, v, counts, align, block or (0, num_microbatches))
     return tuple(counts.tolist())
 
 
-def _with_fewest_nodes(num_microbatches: int, speeds: np.ndarray, counts: np.ndarray) -> Counts:
-    """The counts with the fewest tree nodes among those with the largest load of `counts`.
+def _with_fewest_nodes(
+    num_microbatches: int, speeds: np.ndarray, counts: np.ndarray, align: float, block: tuple[int, int]
+) -> Counts:
+    """The counts with the fewest tree nodes among those with the largest load of `counts`, or a share `align` more.
 
     Dynamic programming over (worker, micro-batches by which the workers so far are below their maximum). `slack` is the
-    sum of these differences over all workers. It is less than one micro-batch for each worker, so there are few
-    choices.
+    sum of these differences over all workers. It is less than one micro-batch for each worker, and what `align` adds,
+    so there are few choices.
     """
-    n, caps = len(speeds), max_counts(float((counts / speeds).max()), speeds)
+    n, caps = len(speeds), max_counts(float((counts / speeds).max()) * (1 + align), speeds)
     slack = int(caps.sum()) - num_microbatches
     lowest = int(np.maximum(caps - slack, 0).min())
     options = np.minimum(caps, slack) + 1
@@ -138,7 +147,7 @@ def _with_fewest_nodes(num_microbatches: int, speeds: np.ndarray, counts: np.nda
     # Without slack all workers are at their maximum. Beyond MOST_WORK the table would take longer than it gains.
     if not slack or max(int(options.sum()) * (slack + 1), table_size) > MOST_WORK:
         return tuple(counts.tolist())
-    prices = _node_table(num_microbatches, range(lowest, int(caps.max()) + 1))
+    prices = _node_table(num_microbatches, range(lowest, int(caps.max()) + 1), *block)
     # Where a worker's range begins depends only on how far the workers before it are below their maximum, so
     # (worker, difference so far) is all the state that the dynamic program needs.
     ends = np.cumsum(caps)
@@ -173,15 +182,19 @@ def _with_fewest_nodes(num_microbatches: int, speeds: np.ndarray, counts: np.nda
 _NEVER = np.int64(1 << 60)  # the price of what cannot be; two of them can be added without overflow
 
 
-def _node_table(num_microbatches: int, counts: range) -> np.ndarray:
+def _node_table(num_microbatches: int, counts: range, first: int, of_tree: int) -> np.ndarray:
     """int64 [counts, num_microbatches + 1]: tree nodes of so many micro-batches from each first micro-batch on.
 
     _NEVER where there are not so many.
+
+    Args:
+        first: the first of the micro-batches in the tree.
+        of_tree: micro-batches of the tree.
     """
-    start = np.arange(num_microbatches + 1)
+    start, last = np.arange(first, first + num_microbatches + 1), first + num_microbatches
     stop = start + np.array(counts)[:, None]
-    starts, stops = np.broadcast_to(start, stop.shape), np.minimum(stop, num_microbatches)
-    return np.where(stop <= num_microbatches, count_tree_nodes(starts, stops, num_microbatches), _NEVER)
+    starts, stops = np.broadcast_to(start, stop.shape), np.minimum(stop, last)
+    return np.where(stop <= last, count_tree_nodes(starts, stops, of_tree), _NEVER)
 
 
 def count_tree_nodes(starts: np.ndarray, stops: np.ndarray, num_microbatches: int) -> np.ndarray:
@@ -229,6 +242,7 @@ def assign_microbatches(
     microbatch_order: str = CONTIGUOUS,
     starts: Sequence[np.ndarray] | None = None,
     fewest_nodes: bool = True,
+    align: float = 0.0,
 ) -> MicrobatchAssignment:
     """The micro-batches of all stages. Stages with equal speeds are computed once.
 
@@ -240,9 +254,12 @@ def assign_microbatches(
         microbatch_order: Placement.microbatch_order.
         starts: per stage, what `first_microbatches` returns; None: there was no assignment before.
         fewest_nodes: False: only the first aim counts.
+        align: as for `assign_by_speed`.
     """
-    counts = _assign_blocks(num_microbatches, speeds, starts, fewest_nodes) if microbatch_order == CONTIGUOUS else None
-    counts = counts or _assign_stages(num_microbatches, speeds, microbatch_order, fewest_nodes)
+    counts = None
+    if microbatch_order == CONTIGUOUS:
+        counts = _assign_blocks(num_microbatches, speeds, starts, fewest_nodes, align)
+    counts = counts or _assign_stages(num_microbatches, speeds, microbatch_order, fewest_nodes, align)
     return _described(counts, speeds, microbatch_order)
 
 
@@ -258,11 +275,13 @@ def candidate_assignments(
     *,
     microbatch_order: str = CONTIGUOUS,
     starts: Sequence[np.ndarray] | None = None,
+    align: float = 0.0,
 ) -> tuple[MicrobatchAssignment, ...]:
     """The assignments to choose from, without doubles: the caller times them, and prefers the first of equal ones.
 
     They are the one by both aims; the one by the first aim alone, since fewer tree nodes sometimes make the pipeline
-    wait longer; and `level_assignments`, which park workers. Arguments as for `assign_microbatches`.
+    wait longer; `level_assignments`, which park workers; and the one with more load and fewer tree nodes, if `align` is
+    above 0. Arguments as for `assign_microbatches`.
     """
     found = [
         assign_microbatches(
@@ -271,6 +290,10 @@ def candidate_assignments(
         for fewest in (True, False)
     ]
     found += level_assignments(num_microbatches, speeds, microbatch_order=microbatch_order)
+    if align:
+        found.append(
+            assign_microbatches(num_microbatches, speeds, microbatch_order=microbatch_order, starts=starts, align=align)
+        )
     return tuple({each.counts: each for each in found}.values())
 
 
@@ -328,14 +351,24 @@ def first_microbatches(
 
 
 def _assign_stages(
-    num_microbatches: int, speeds: Sequence[np.ndarray], microbatch_order: str, fewest_nodes: bool
+    num_microbatches: int,
+    speeds: Sequence[np.ndarray],
+    microbatch_order: str,
+    fewest_nodes: bool,
+    align: float,
+    block: tuple[int, int] | None = None,
 ) -> tuple[Counts, ...]:
     """Each stage as a whole."""
     found: dict[bytes, Counts] = {}
     for v in speeds:
         if v.tobytes() not in found:
             found[v.tobytes()] = assign_by_speed(
-                num_microbatches, v, microbatch_order=microbatch_order, fewest_nodes=fewest_nodes
+                num_microbatches,
+                v,
+                microbatch_order=microbatch_order,
+                fewest_nodes=fewest_nodes,
+                align=align,
+                block=block,
             )
     return tuple(found[v.tobytes()] for v in speeds)
 
@@ -366,9 +399,17 @@ class Block:
 
 
 def _assign_blocks(
-    num_microbatches: int, speeds: Sequence[np.ndarray], starts: Sequence[np.ndarray] | None, fewest_nodes: bool
+    num_microbatches: int,
+    speeds: Sequence[np.ndarray],
+    starts: Sequence[np.ndarray] | None,
+    fewest_nodes: bool,
+    align: float,
 ) -> tuple[Counts, ...] | None:
-    """Each block as if it were a mesh of its own; None if the mesh is too small. Equal blocks are computed once."""
+    """Each block as if it were a mesh of its own; None if the mesh is too small.
+
+    Equal blocks are computed once: those with equal workers that lie alike in the tree, which is in the next larger
+    power of two, since no sum of a worker is of more micro-batches.
+    """
     blocks = cut_blocks(num_microbatches, [max_counts(least_load(num_microbatches, v), v) for v in speeds], starts)
     if not blocks:
         return None
@@ -377,9 +418,11 @@ def _assign_blocks(
     for block in blocks:
         first, stop = block.microbatches
         some = [v[a:b] for v, (a, b) in zip(speeds, block.parts, strict=True)]
-        key = stop - first, *(v.tobytes() for v in some)
+        number = stop - first
+        key = number, first % (1 << number.bit_length()), stop == num_microbatches, *(v.tobytes() for v in some)
         if key not in known:
-            known[key] = _assign_stages(stop - first, some, CONTIGUOUS, fewest_nodes)
+            at = first, num_microbatches
+            known[key] = _assign_stages(number, some, CONTIGUOUS, fewest_nodes, align, at)
         found.append(known[key])
     return tuple(tuple(chain.from_iterable(of_block[s] for of_block in found)) for s in range(len(speeds)))
 

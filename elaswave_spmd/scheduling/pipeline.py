@@ -71,7 +71,11 @@ def in_flight_limits(
         longest = [_duration(min(some - {0})) for some in occurring]
         shortest = [_duration(max(some)) for some in occurring]
         # Parked workers are in nobody's way: the others are columns if they have equal micro-batches.
-        ragged = len({tuple(filter(None, counts)) for counts in microbatch_counts}) > 1
+        columns = [
+            [*filter(None, counts)] if 0 in some else [*counts]
+            for counts, some in zip(microbatch_counts, occurring, strict=True)
+        ]
+        ragged = any(column != columns[0] for column in columns)
     if not ragged:
         return tuple(range(len(stage_sizes), 0, -1))
     return tuple(1 + -(-sum(longest[s + 1 :]) // own) + _MORE for s, own in enumerate(shortest))

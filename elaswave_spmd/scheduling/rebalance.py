@@ -178,6 +178,7 @@ def plan_change(
     state_limit: float = math.inf,
     mirror_count: int = 1,
     split: SplitBackward | None = None,
+    align: float = 0.0,
     stage_counts: Collection[int] | None = None,
     frequencies: FrequencyRange | None = None,
     power: PowerModel = _POWER,
@@ -198,6 +199,7 @@ def plan_change(
         mirror_count: mirrors of each page of sharded state.
         split: the layers whose backward is in two parts, which says how much the workers of a plan put off; None: all
             backwards are whole.
+        align: the share by which loads may exceed the least possible ones, for fewer sums to send (`schedule.align`).
         stage_counts: numbers of stages that may replace the present one; None: any; (): none.
         frequencies: the range that devices may be set to; None: no hints.
         goal_s: a step time; frequencies are raised only as far as it takes to reach this, for example the step time
@@ -220,7 +222,7 @@ def plan_change(
     rule = MemoryRule(placement.shardings, mirror_count, state_limit)
     sharding = placement.state_sharding(mirror_count)
     moves = StateMoves(sharding, layout or layout_of_costs(costs), costs, placement.replicas)
-    planner = _Planner(old, costs, remaining_steps, rule, memory_limit, moves, split)
+    planner = _Planner(old, costs, remaining_steps, rule, memory_limit, moves, split, align)
     crew = planner.crew(present)
     at_once, why_anew = planner.now(crew)
     now = at_once.planned(moves.at_once(*at_once.key))
@@ -243,12 +245,18 @@ def _reason_for_now(now: Variant, why_anew: str) -> str:
 
 
 def reassign_microbatches(
-    old: Assignment, num_microbatches: int, stages: Sequence[Sequence[int]], costs: CostModel
+    old: Assignment, num_microbatches: int, stages: Sequence[Sequence[int]], costs: CostModel, align: float
 ) -> tuple[MicrobatchAssignment, ...]:
-    """The candidate assignments of micro-batches to these stages, some of whose workers had micro-batches in `old`."""
+    """The candidate assignments of micro-batches to these stages, some of whose workers had micro-batches in `old`.
+
+    Args:
+        align: as in `plan_change`.
+    """
     speeds = [costs.speeds_of(members) for members in stages]
     starts = first_microbatches(stages, old.stages, old.microbatch_counts)
-    return candidate_assignments(num_microbatches, speeds, microbatch_order=old.microbatch_order, starts=starts)
+    return candidate_assignments(
+        num_microbatches, speeds, microbatch_order=old.microbatch_order, starts=starts, align=align
+    )
 
 
 @dataclass(frozen=True)
@@ -272,6 +280,7 @@ class _Planner:
     memory_limit: float
     moves: StateMoves
     split: SplitBackward | None = None
+    align: float = 0.0
     tables: MemoryTables = field(default_factory=dict)
 
     def before(self, running: Assignment | None) -> StepTime:
@@ -291,7 +300,7 @@ class _Planner:
         speeds = [self.costs.speeds_of(members) for members in stages]
         rows, _ = stage_workers(speeds, self.old.num_microbatches, self.memory_limit, self.split)
         estimates = MoveEstimates(self.costs, self.old.layer_cuts, old_stages_of(stages, self.old.stages))
-        candidates = reassign_microbatches(self.old, self.old.num_microbatches, stages, self.costs)
+        candidates = reassign_microbatches(self.old, self.old.num_microbatches, stages, self.costs, self.align)
         return _Crew(stages, rows, estimates, candidates)
 
     def now(self, crew: _Crew) -> tuple[Candidate, str]:

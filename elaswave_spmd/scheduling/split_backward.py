@@ -55,6 +55,7 @@ class SplitBackward:
         rule: sharding and mirrors.
         memory_limit: bytes that a worker has room for (`schedule.memory_limit`); infinite: as much as an even mesh
             needs (`weight_limits`).
+        keeps_whole: backwards are whole all the same, as to put anything off does not pay (`schedule.split_backward`).
     """
 
     layers: tuple[int, ...]
@@ -62,6 +63,7 @@ class SplitBackward:
     costs: CostModel
     rule: MemoryRule
     memory_limit: float = math.inf
+    keeps_whole: bool = False
     _tables: MemoryTables = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -93,7 +95,7 @@ class SplitBackward:
         """
         in_flight, put_off = zip(*self._shared_out(assignment, more), strict=True)
         late = [
-            most if stage and any(first <= layer < stop for layer in self.layers) else 0
+            most if stage and not self.keeps_whole and any(first <= layer < stop for layer in self.layers) else 0
             for stage, (most, (first, stop)) in enumerate(zip(put_off, pairwise(assignment.layer_cuts), strict=True))
         ]
         some = () if in_flight == assignment.usual_limits else in_flight

@@ -18,7 +18,7 @@ import numpy as np
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRule
-from elaswave_spmd.scheduling.microbatch_assignment import balanced_counts
+from elaswave_spmd.scheduling.microbatch_assignment import balanced_counts, fastest
 from elaswave_spmd.scheduling.partition import Partition, StageWorkers, partition
 from elaswave_spmd.scheduling.pipeline import in_flight_limits
 from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
@@ -28,7 +28,8 @@ MOST_NUMBERS = 24
 """The most numbers of stages that are tried on a large mesh: those with the smallest lower bounds."""
 
 MOST_PARTITIONED, PARTITIONED_WORKERS = 96, 256
-"""On meshes of so many workers the layers are partitioned for so many numbers of stages, to order these."""
+"""On meshes of so many workers the layers are partitioned for so many numbers of stages, to order these, and bounds
+know of parked workers."""
 
 MOST_GROUPINGS = 64
 """The local search for a number of stages ends after this many groupings, of about a millisecond each."""
@@ -158,8 +159,9 @@ def stage_workers(
         if (key := v.tobytes()) not in known:
             known[key] = balanced_counts(num_microbatches, v)
         counts.append(known[key])
-    limits = in_flight_limits([len(v) for v in speeds], [c.tolist() for c in counts])
-    if split is not None:
+    if split is None:
+        limits = in_flight_limits([len(v) for v in speeds], [c.tolist() for c in counts])
+    else:
         limits = (1,) * len(speeds)
     rows = zip(speeds, counts, limits, strict=True)
     found = [StageWorkers(len(v), float((c / v).max()), int(c.max()), limit, memory_limit) for v, c, limit in rows]
@@ -413,23 +415,41 @@ class Groupings:
         moves = MoveEstimates(self.costs, self.old_cuts, [self.was[part] for part in parts])
         table = moves.table(self.rule)
         found = partition(self.costs, rows, rule=self.rule, move_bytes=table, tolerance=tolerance)
-        forward, backward, delays = stage_seconds(found.cuts, self.costs)
-        forward_s = [f / v for f, v in zip(forward, speeds, strict=True)]
-        backward_s = [b / v for b, v in zip(backward, speeds, strict=True)]
         stages = tuple(self.order[part] for part in parts)
-        weights_s, put_off, limits = None, (), [row.in_flight for row in rows]
-        if self.split is not None:
-            balanced = tuple(tuple(of_stage.tolist()) for of_stage in counts)
-            assignment = executed(Assignment(stages, found.cuts, balanced), self.split)
-            weights_s = [w / v for w, v in zip(weights_seconds(assignment, self.costs), speeds, strict=True)]
-            put_off, limits = assignment.put_off, list(assignment.limits)
-        pipeline_s = bound(forward_s, backward_s, counts, delays, limits, weights_s, put_off)
+        in_flight = [row.in_flight for row in rows]
+        pipeline_s = self._pipeline_seconds(stages, found.cuts, counts, in_flight)
+        if (level := min(sizes)) < max(sizes) and len(self.order) <= PARTITIONED_WORKERS:
+            # Workers of larger stages may be parked, so that micro-batches of all stages are cut at the same places.
+            active = tuple(
+                tuple(members[i] for i in fastest(v, level)) for members, v in zip(stages, speeds, strict=True)
+            )
+            even = [balanced_counts(self.num_microbatches, self.costs.speeds_of(members)) for members in active]
+            pipeline_s = min(pipeline_s, self._pipeline_seconds(active, found.cuts, even, in_flight))
         spans = zip(pairwise(found.cuts), rows, strict=True)
         sent = max(traffic_bytes(self.costs, self.rule, a, b, row.size, 1) for (a, b), row in spans)
         seconds = max(pipeline_s, sent / self.costs.bandwidth)
         shown = "-".join(map(str, sizes[:12])) + ("-..." if len(sizes) > 12 else "")
         reason = f"{name} (workers {shown}): {seconds:.4g} s a step, {self.remaining_steps} steps left"
         return StageChoice(stages, found, seconds, moves.to(found.cuts, self.rule), reason)
+
+    def _pipeline_seconds(
+        self, stages: Stages, cuts: tuple[int, ...], counts: Sequence[np.ndarray], in_flight: Sequence[int]
+    ) -> float:
+        """A lower bound of the pipeline's seconds if these workers have so many micro-batches each.
+
+        Args:
+            in_flight: by stage, micro-batches in flight, where backwards are whole.
+        """
+        speeds = [self.costs.speeds_of(members) for members in stages]
+        forward, backward, delays = stage_seconds(cuts, self.costs)
+        forward_s = [f / v for f, v in zip(forward, speeds, strict=True)]
+        backward_s = [b / v for b, v in zip(backward, speeds, strict=True)]
+        if self.split is None:
+            return bound(forward_s, backward_s, counts, delays, in_flight)
+        balanced = tuple(tuple(of_stage.tolist()) for of_stage in counts)
+        assignment = executed(Assignment(stages, cuts, balanced), self.split)
+        weights_s = [w / v for w, v in zip(weights_seconds(assignment, self.costs), speeds, strict=True)]
+        return bound(forward_s, backward_s, counts, delays, list(assignment.limits), weights_s, assignment.put_off)
 
 
 def _fewest_workers(spans: np.ndarray, microbatches: int, most_s: float, number: int) -> tuple[int, ...] | None:

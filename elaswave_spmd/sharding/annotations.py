@@ -138,7 +138,7 @@ def specs_of(module: Any) -> dict[str, P]:
 
 @dataclass(frozen=True)
 class Tie:
-    """Parameter `reader` is parameter `owner`: one array, used by two layers; names are "<layer>.<path>".
+    """Parameter `reader` is parameter `owner`: one array, used by two layers; names are `<layer>.<path>`.
 
     Raises:
         SpecError: a name without layer and path, or one name twice.

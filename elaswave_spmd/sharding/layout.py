@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from elaswave_spmd.errors import LayoutError
@@ -37,6 +37,26 @@ def _align(elements: int) -> int:
 
 
 @dataclass(frozen=True)
+class UpdateRule:
+    """The settings of one parameter's update that may differ from those of other parameters.
+
+    Args:
+        decay: weight decay applies to it.
+        lr_scale: factor of the scheduled learning rate.
+        weight_decay: in place of the optimizer's; None: the optimizer's own.
+    """
+
+    decay: bool = True
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+
+    @property
+    def order(self) -> tuple[bool, float, float]:
+        """The place of its parameters in a block: those with weight decay first."""
+        return not self.decay, self.lr_scale, -1.0 if self.weight_decay is None else self.weight_decay
+
+
+@dataclass(frozen=True)
 class ParameterInfo:
     """A parameter as the planner sees it. `name` is global, "block0.attn.qkv.weight"."""
 
@@ -45,10 +65,15 @@ class ParameterInfo:
     decay: bool = True
     lr_scale: float = 1.0
     frozen: bool = False
+    weight_decay: float | None = None
 
     @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def rule(self) -> UpdateRule:
+        return UpdateRule(self.decay, self.lr_scale, self.weight_decay)
 
 
 @dataclass(frozen=True)
@@ -65,12 +90,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of a layer's buffer that share one weight-decay and learning-rate rule."""
+    """Elements [start, stop) of a layer's buffer that share one update rule."""
 
     start: int
     stop: int
-    decay: bool
-    lr_scale: float
+    rule: UpdateRule
 
 
 @dataclass(frozen=True)
@@ -202,11 +226,11 @@ class LayerLayout:
         for block in (b for b in self.state_blocks if not b.frozen):
             ends = [s.start for s in block.slots[1:]] + [block.stop]
             for slot, end in zip(block.slots, ends, strict=True):
-                p, last = slot.parameter, found[-1] if found else None
-                if last and last.stop == slot.start and (last.decay, last.lr_scale) == (p.decay, p.lr_scale):
-                    found[-1] = Segment(last.start, end, p.decay, p.lr_scale)
+                rule, last = slot.parameter.rule, found[-1] if found else None
+                if last and last.stop == slot.start and last.rule == rule:
+                    found[-1] = Segment(last.start, end, rule)
                 else:
-                    found.append(Segment(slot.start, end, p.decay, p.lr_scale))
+                    found.append(Segment(slot.start, end, rule))
         return tuple(found)
 
     def block_of(self, page: int) -> Block:
@@ -357,7 +381,7 @@ def _lay_out_state(
                 blocks.append(_block(STATE, (parameter,), blocks, page_size))
                 home[parameter.name] = (index, blocks[-1].first_page)
         # By update rule: then a page range has one or two segments, and the optimizer needs as many calls for it.
-        rest = sorted((p for p in own if p.name not in tied), key=lambda p: (not p.decay, p.lr_scale))
+        rest = sorted((p for p in own if p.name not in tied), key=lambda p: p.rule.order)
         if rest:
             blocks.append(_block(STATE, rest, blocks, page_size))
     return LayerLayout(index, use.name, page_size, tuple(blocks))
@@ -374,8 +398,7 @@ def _add_views(
     """The same layer with its reader blocks and, in the last layer, the loss block."""
     blocks = list(layer.blocks)
     for reader, owner in sorted(use.reads, key=lambda read: shapes[read[1]].frozen):
-        p = shapes[owner]
-        info = ParameterInfo(reader, p.shape, p.decay, p.lr_scale, p.frozen)
+        info = replace(shapes[owner], name=reader)
         blocks.append(_block(READER, (info,), blocks, layer.page_size, source=home[owner]))
     if is_last:
         blocks.append(_block(LOSS, (), blocks, layer.page_size))

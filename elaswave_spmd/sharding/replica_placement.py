@@ -147,7 +147,7 @@ def _copyset_replicas(
 
 def _far_offsets(members: Sequence[int], topology: Topology) -> range:
     """The distances ahead, among members in the order of their hosts, at which every worker is on another host."""
-    largest = max(Counter(topology.path(rank) for rank in members).values())
+    largest = max(Counter(topology.paths(members)).values())
     return range(largest, len(members) - largest + 1)
 
 
@@ -158,7 +158,7 @@ def copysets(members: Sequence[int], topology: Topology, width: int) -> dict[int
     or of the part of it where everybody's peer is on another host. Where a peer could be farther away, two members
     exchange theirs.
     """
-    domains = _Domains(sorted(members, key=lambda rank: (topology.path(rank), rank)), topology)
+    domains = _Domains(sorted(sorted(members), key=topology.path), topology)
     n = len(members)
     assert 0 < width < n, (width, n)
     everybody, far = np.arange(n), _far_offsets(members, topology)
@@ -180,8 +180,8 @@ def copysets(members: Sequence[int], topology: Topology, width: int) -> dict[int
             b = int(np.argmax(np.where(taken, -1, gain)))
             if not taken[b] and gain[b] > 0:
                 peer[a], peer[b] = peer[b], peer[a]
-    ranks = np.array(domains.ranks)
-    return {rank: tuple(ranks[places[:, i]].tolist()) for i, rank in enumerate(domains.ranks)}
+    peers_of = np.array(domains.ranks)[places].T.tolist()
+    return dict(zip(domains.ranks, map(tuple, peers_of), strict=True))
 
 
 class _Domains:
@@ -189,11 +189,13 @@ class _Domains:
 
     def __init__(self, ranks: Sequence[int], topology: Topology) -> None:
         self.ranks = ranks
-        paths = [topology.path(rank) for rank in ranks]
+        paths = topology.paths(ranks)
         self._levels = []  # int[members] per level: equal numbers share this domain and all around it
         for level in range(len(paths[0])):
-            numbers = {prefix: i for i, prefix in enumerate(sorted({path[: level + 1] for path in paths}))}
-            self._levels.append(np.array([numbers[path[: level + 1]] for path in paths]))
+            prefixes = {path: path[: level + 1] for path in {*paths}}
+            numbers = {prefix: i for i, prefix in enumerate(sorted({*prefixes.values()}))}
+            number_of = {path: numbers[prefix] for path, prefix in prefixes.items()}
+            self._levels.append(np.array([number_of[path] for path in paths]))
         self.farthest = len(self._levels) - sum(bool((level == level[0]).all()) for level in self._levels)
 
     def distances(self, a: np.ndarray | int, b: np.ndarray | int) -> np.ndarray:

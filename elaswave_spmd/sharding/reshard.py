@@ -95,6 +95,11 @@ class ReshardPlan:
         """State that the primary of a page range sends, one copy for each worker that gets it."""
         return tuple(copies(all_replica_sets(self.during)))
 
+    @cached_property
+    def learners(self) -> frozenset[int]:
+        """The workers that are sent state."""
+        return frozenset(copy.destination for copy in self.copies)
+
     def copies_to(self, rank: int) -> tuple[PageRange, ...]:
         """The page ranges whose state one worker is sent, in page order."""
         return self._copies_by_destination.get(rank, ())

@@ -20,7 +20,11 @@ Cell = str | float | int | None
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under a header; numbers are rounded where they are shown."""
+    """Rows of cells under a header; numbers are rounded where they are shown.
+
+    Args:
+        rows: a cell for each of `columns`; numbers as they were computed.
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -52,7 +56,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class Report:
-    """All tables and figures of a scenario."""
+    """All tables and figures of a scenario.
+
+    Args:
+        name: of the scenario.
+        about: what was modelled, and how.
+    """
 
     name: str
     title: str

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from elaswave_spmd.conf.compose import named_settings, own_arguments, own_flag, settings_from
+from elaswave_spmd.conf.compose import own_arguments, own_flag
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.simulator import report, scenario, tables
+from elaswave_spmd.simulator.simulate import scenario_of
 from elaswave_spmd.simulator.trace import Timeline
 
 _OWN = {"scenario": "", "out": "", "trace": "", "json": "false"}
-_SETTINGS = {"sharding": "zero", "sharding.name": "zero", "train.steps": "steps", "seed": "seed"}
-"""Settings of `train` that mean the same for a scenario, and the scenario's name for each."""
 _WIDTH = 200  # where there is no terminal: a line of a log is one line
 
 USAGE = """usage: {program} simulate scenario=NAME [out=FOLDER] [trace=CASE] [json=true] [sharding=zero1] ...
@@ -51,20 +49,11 @@ def main(argv: Sequence[str], program: str) -> int:
         return 0
     own, words = own_arguments(argv, _OWN, "simulate")
     as_json = own_flag(own, "json")
-    name = own["scenario"]
-    if not name:
-        exists = ", ".join(scenario.names())
-        raise ConfigError(
-            "no scenario is given",
-            rule="simulate needs a scenario",
-            exists=exists,
-            fix=f"{program} simulate scenario={scenario.names()[0]}",
-        )
-    chosen = with_settings(scenario.load(name), words)
+    chosen = scenario_of(own["scenario"], words)
     if own["trace"] and not own["out"]:
         what, fix = f"trace={own['trace']} is given without out", f"out=FOLDER trace='{own['trace']}'"
         raise ConfigError(what, rule="a timeline is written to a folder", where=f"trace={own['trace']}", fix=fix)
-    stem, errors = Path(name).stem, Console(stderr=True)
+    stem, errors = Path(own["scenario"]).stem, Console(stderr=True)
     with errors.status("") as status:
         timeline = tables.timeline_of(chosen, own["trace"]) if own["out"] else None
         found = tables.run_scenario(stem, chosen, lambda piece: status.update(f"simulating: {piece}"))
@@ -78,28 +67,6 @@ def main(argv: Sequence[str], program: str) -> int:
     if written and found.figures and not report.can_draw():
         print(f"figures need matplotlib, so there are none: {report.PIP_LINE}", file=sys.stderr)
     return 0
-
-
-def with_settings(
-    chosen: scenario.Events | scenario.Goodput, words: Sequence[str]
-) -> scenario.Events | scenario.Goodput:
-    """The scenario with the settings that the command line names in place of its own.
-
-    Raises:
-        ConfigError: a setting that this scenario has no use for.
-    """
-    settings, changes = settings_from(words), {}
-    values = {"zero": settings.sharding.zero_level, "steps": settings.train.steps, "seed": settings.seed}
-    for name in sorted(named_settings(words)):
-        field = _SETTINGS.get(name, "")
-        if not hasattr(chosen, field) or values[field] is None:
-            exists = ", ".join(name for name, field in _SETTINGS.items() if hasattr(chosen, field))
-            what = f"{name} has no meaning for this scenario"
-            raise ConfigError(
-                what, rule="a scenario says everything else itself", where=name, exists=exists, fix="leave it out"
-            )
-        changes[field] = values[field]
-    return replace(chosen, **changes)
 
 
 def _written(found: report.Report, timeline: Timeline | None, folder: Path) -> list[Path]:

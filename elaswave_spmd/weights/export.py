@@ -18,7 +18,7 @@ from elaswave_spmd.weights.byte_tokenizer import byte_tokenizer
 from elaswave_spmd.weights.families import CONFIG_JSON, FAMILIES, Family, Stored, family_of_target, stored_name
 from elaswave_spmd.weights.given import owned_parameters
 from elaswave_spmd.weights.sources import WeightSource, whole
-from elaswave_spmd.weights.tensor_files import INDEX, MODEL
+from elaswave_spmd.weights.tensor_files import INDEX, MODEL, read_json
 from elaswave_spmd.weights.trained import TrainedModel, tokenizer_file
 
 MAX_FILE_BYTES = 2 * 10**9
@@ -35,6 +35,8 @@ _BESIDE_TOKENIZER = (
     "generation_config.json",
 )
 """Files that may lie beside a tokenizer.json, and name its tokens."""
+
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -108,18 +110,32 @@ def _write(trained: TrainedModel, family: Family, folder: Path, tokenizer: Path 
 
 
 def config_of(trained: TrainedModel, family: Family) -> dict[str, Any]:
-    """The config.json."""
-    dropout = trained.settings.dropout
+    """The config.json. What no training changes is as in that of the published model that the run began with."""
+    begun = _begun_with(trained, family)
+    longest = begun.get("max_position_embeddings")
+    seq_len = max(trained.seq_len, longest if isinstance(longest, int) else 0)
     return {
         "architectures": [family.class_name],
         "model_type": family.model_type,
         "torch_dtype": "float32",
         **family.config_of(family.facts_of_model(trained.model)),
-        **family.context(trained.seq_len, dropout),
+        **family.context(seq_len, trained.settings.dropout),
         # Our corpora have no special tokens, and those of a tokenizer are named in its own files.
         "bos_token_id": None,
         "eos_token_id": None,
+        **{name: value for name, value in begun.items() if name in _SPECIAL_TOKENS},
     }
+
+
+def _begun_with(trained: TrainedModel, family: Family) -> Mapping[str, Any]:
+    """The config.json of the published model whose weights the run began with; empty: it is not there, or none is."""
+    if trained.settings.init_from is None:
+        return {}
+    file = Path(trained.settings.init_from).expanduser() / CONFIG_JSON
+    if not file.is_file():
+        return {}
+    fields = read_json(file, str(file))
+    return fields if fields.get("model_type") == family.model_type else {}
 
 
 def _write_tensors(trained: TrainedModel, family: Family, folder: Path, max_file_bytes: int) -> None:

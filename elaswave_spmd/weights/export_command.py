@@ -31,7 +31,7 @@ def main(arguments: Sequence[str], program: str) -> int:
     from elaswave_spmd.weights.export import export_model  # imports torch
     from elaswave_spmd.weights.trained import open_trained
 
-    trained = open_trained(options.run)
+    trained = open_trained(options.run, average=options.ema, best=options.best)
     files = export_model(trained, Path(folder))
     print(f"{folder}: the weights of {trained.path}, in {', '.join(files)}")
     return 0
@@ -44,7 +44,9 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
         "files, and the files of its tokenizer.",
     )
     parser.add_argument("run", metavar="RUN", help="the run's directory, or that of one of its checkpoints")
+    parser.add_argument("--best", action="store_true", help="of RUN, the checkpoint with the lowest validation loss")
     parser.add_argument(
         "--to", nargs=2, metavar=("FORMAT", "DIR"), required=True, help="hf, and a directory that is new or empty"
     )
+    parser.add_argument("--ema", action="store_true", help="the average of the weights over the steps (optim.ema)")
     return parser.parse_args(arguments)

@@ -14,21 +14,14 @@ def main(arguments: Sequence[str], program: str) -> int:
         RunError: the model's output is not finite.
     """
     options = _parse(arguments, program)
-    from elaswave_spmd.weights.generate import Sampling, generate, load_model, tokenizer_of  # imports torch
+    from elaswave_spmd.weights.generate import Sampling, continued  # imports torch
     from elaswave_spmd.weights.trained import open_trained
 
     sampling = Sampling(options.tokens, options.temperature, options.seed)
-    trained = open_trained(options.run)
-    tokenizer = tokenizer_of(trained)
+    trained = open_trained(options.run, average=options.ema, best=options.best)
     # A text from the command line may hold bytes that are no UTF-8.
-    prompt = [int(token) for part in tokenizer.encode([_bytes_of(options.text)]) for token in part]
-    tokens = generate(load_model(trained), prompt, sampling, tokenizer.vocab_size)
-    print(tokenizer.decode([*prompt, *tokens]))
+    print(continued(trained, options.text.encode("utf-8", "surrogateescape"), sampling))
     return 0
-
-
-def _bytes_of(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")
 
 
 def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
@@ -36,6 +29,7 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
         f"{program} generate", description="Prints a text with what the model of a run (gpt, llama, mlp) goes on with."
     )
     parser.add_argument("run", metavar="RUN", help="the run's directory, or that of one of its checkpoints")
+    parser.add_argument("--best", action="store_true", help="of RUN, the checkpoint with the lowest validation loss")
     parser.add_argument("text", metavar="TEXT", help="the begin")
     parser.add_argument("--tokens", type=int, default=100, metavar="N", help="number of new tokens (default: 100)")
     parser.add_argument(
@@ -46,4 +40,5 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
         help="0: the most likely token (the default); 1: as the model has it",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
+    parser.add_argument("--ema", action="store_true", help="the average of the weights over the steps (optim.ema)")
     return parser.parse_args(arguments)

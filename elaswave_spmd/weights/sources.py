@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elaswave_spmd.errors import CheckpointError
+from elaswave_spmd.errors import CheckpointError, ConfigError
 from elaswave_spmd.run_dir.checkpoints import Checkpoint, open_checkpoint
+from elaswave_spmd.run_dir.manifest import AVERAGE
 from elaswave_spmd.weights.families import Stored
 from elaswave_spmd.weights.tensor_files import TensorFiles, elements, row_span
 
@@ -108,13 +109,20 @@ class _Place:
 class SavedState:
     """The parameters in a checkpoint of a run.
 
+    Args:
+        average: their averages over the steps; of frozen ones, which stay as they are, the parameters.
+
     Raises:
         CheckpointError: it is unfinished or torn.
+        ConfigError: it has no averages.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, average: bool = False) -> None:
         # Not compared with its hashes: `resolve.resolved` has done that once, before any worker.
         self.checkpoint: Checkpoint = open_checkpoint(path, verify=False)
+        self._average = average
+        if average and AVERAGE not in self.checkpoint.manifest.kinds:
+            raise no_average(path)
         self._places: dict[str, _Place] = {}
         for number, layer in enumerate(self.checkpoint.manifest.layout["layers"]):
             for found in layer["parameters"]:
@@ -132,7 +140,9 @@ class SavedState:
             low, high = max(a, start), min(b, end)
             if low < high:
                 shard = self.checkpoint.shards[-1 - pages.primary]
-                shard.read_into(found[low - a : high - a], pages.key, manifest.kinds[0], low - start)
+                kinds = manifest.kinds_of(pages.key)
+                kind = AVERAGE if self._average and AVERAGE in kinds else kinds[0]
+                shard.read_into(found[low - a : high - a], pages.key, kind, low - start)
                 missing -= high - low
         if missing:
             raise CheckpointError(f"{self.checkpoint.path} does not hold all of {name}")
@@ -146,3 +156,13 @@ def whole(source: WeightSource, name: str) -> Tensor:
     """A parameter in its own shape, fp32."""
     shape = source.shapes[name]
     return source.read(name, 0, math.prod(shape)).reshape(shape)
+
+
+def no_average(path: Path) -> ConfigError:
+    """The error about a run, or a checkpoint, that has no average of its weights."""
+    return ConfigError(
+        f"{path} has no average of its weights",
+        rule="a run averages its weights if optim.ema is given when it begins",
+        where="--ema, in Python ema=True",
+        fix="leave it out",
+    )

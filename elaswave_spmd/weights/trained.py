@@ -15,10 +15,11 @@ from elaswave_spmd.conf.schema import DataSettings, ModelSettings, TrainSettings
 from elaswave_spmd.data.spec import BYTES
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.models import LayeredModel, build_model
+from elaswave_spmd.run_dir.best import best_path
 from elaswave_spmd.run_dir.checkpoints import load_newest_good, open_checkpoint
-from elaswave_spmd.run_dir.directory import SUMMARY, WEIGHTS, read_summary
+from elaswave_spmd.run_dir.directory import SUMMARY, WEIGHTS, WEIGHTS_EMA, read_summary
 from elaswave_spmd.run_dir.manifest import MANIFEST
-from elaswave_spmd.weights.sources import OwnTensors, SavedState, WeightSource
+from elaswave_spmd.weights.sources import OwnTensors, SavedState, WeightSource, no_average
 from elaswave_spmd.weights.tensor_files import TensorFiles
 
 _RUN_RULE = "RUN is the directory of a run, or of one of its checkpoints"
@@ -46,23 +47,58 @@ class TrainedModel:
     source: WeightSource
 
 
-def open_trained(run: str) -> TrainedModel:
+def open_trained(run: str, *, average: bool = False, best: bool = False) -> TrainedModel:
     """Open a run's weights: of the checkpoint, if one is named; else weights.safetensors, or the newest checkpoint.
 
+    Args:
+        average: the average of the weights over the steps (optim.ema) in their place; weights_ema.safetensors.
+        best: the checkpoint with the lowest validation loss, or weights.safetensors if those are better.
+
     Raises:
-        ConfigError: RUN is no directory of a run; its settings cannot be read.
+        ConfigError: RUN is no directory of a run; its settings cannot be read; it has no average.
         CheckpointError: the checkpoint is damaged, or there is none.
         ModelError: the model cannot be built, as where its file is missing.
     """
-    given = Path(run).expanduser()
-    is_checkpoint = (given / MANIFEST).exists()
-    folder = given.resolve().parent.parent if is_checkpoint else given
-    fields = _read_config(folder / CONFIG, run)
+    opened = open_run(run, average=average, best=best)
+    fields, source = opened.fields, opened.source
     settings = ModelSettings.from_fields(fields.get("model", {}))
     data, train = DataSettings.from_fields(fields.get("data", {})), TrainSettings.from_fields(fields.get("train", {}))
-    path, source = _open_source(given, is_checkpoint=is_checkpoint)
     model = _build(settings, source, train.seq_len, run)
-    return TrainedModel(path, settings, data, train.seq_len, model, source)
+    return TrainedModel(opened.path, settings, data, train.seq_len, model, source)
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """The settings of a run, and weights of it.
+
+    Args:
+        folder: the run's directory.
+        fields: its settings, by group.
+        path: the file or checkpoint that holds the weights.
+        source: the weights.
+    """
+
+    folder: Path
+    fields: Mapping[str, Any]
+    path: Path
+    source: WeightSource
+
+
+def open_run(run: str, *, average: bool = False, best: bool = False) -> OpenedRun:
+    """Open a run's weights, as for `open_trained`, for a model of any kind.
+
+    Raises:
+        ConfigError: RUN is no directory of a run; its settings cannot be read; it has no average.
+        CheckpointError: the checkpoint is damaged, or there is none.
+    """
+    given = Path(run).expanduser()
+    if best and not (given / MANIFEST).exists():
+        given = best_path(given)
+    is_checkpoint = (given / MANIFEST).exists()
+    folder = given.resolve().parent.parent if is_checkpoint else given
+    fields = read_config(folder / CONFIG, run)
+    path, source = open_source(given, is_checkpoint=is_checkpoint, average=average)
+    return OpenedRun(folder, fields, path, source)
 
 
 def tokenizer_file(trained: TrainedModel) -> Path | None:
@@ -86,15 +122,25 @@ def tokenizer_file(trained: TrainedModel) -> Path | None:
     return file
 
 
+def about_data(path: Path, source: WeightSource) -> Mapping[str, Any]:
+    """The function reads a run's record of its data: `tokenizer`, `vocab_size`, `attributes`, as far as it has them.
+
+    Args:
+        path: the file or checkpoint that holds its weights.
+    """
+    if isinstance(source, SavedState):
+        return source.checkpoint.manifest.identity.get("data", {})
+    return read_summary(path.parent).get("corpus", {}) if (path.parent / SUMMARY).exists() else {}
+
+
+def recorded_tokenizer(trained: TrainedModel) -> str:
+    """The name of the tokenizer that the run was trained with, as `PreparedData.tokenizer`; empty: it is not known."""
+    return str(about_data(trained.path, trained.source).get("tokenizer", ""))
+
+
 def _check_same(trained: TrainedModel, file: Path) -> None:
     """Refuse a tokenizer file that has changed since the run was started."""
-    if isinstance(trained.source, SavedState):
-        about = trained.source.checkpoint.manifest.identity.get("data", {})
-    elif (trained.path.parent / SUMMARY).exists():
-        about = read_summary(trained.path.parent).get("corpus", {})
-    else:
-        return
-    named = str(about.get("tokenizer", ""))
+    named = recorded_tokenizer(trained)
     _, _, digest = named.rpartition(":")
     found = hashlib.sha256(file.read_bytes()).hexdigest()
     if digest and not found.startswith(digest):
@@ -107,7 +153,12 @@ def _check_same(trained: TrainedModel, file: Path) -> None:
         )
 
 
-def _read_config(file: Path, run: str) -> Mapping[str, Any]:
+def read_config(file: Path, run: str) -> Mapping[str, Any]:
+    """The settings in a run's config.yaml, by group. `run`: as it was named, for errors.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
     import yaml
 
     try:
@@ -123,14 +174,26 @@ def _read_config(file: Path, run: str) -> Mapping[str, Any]:
     return fields
 
 
-def _open_source(given: Path, *, is_checkpoint: bool) -> tuple[Path, WeightSource]:
+def open_source(given: Path, *, is_checkpoint: bool = False, average: bool = False) -> tuple[Path, WeightSource]:
+    """Open the weights of a run, or of a checkpoint. Returns the file or checkpoint that holds them as well.
+
+    Args:
+        average: the average of the weights over the steps in their place.
+
+    Raises:
+        ConfigError: there is no average.
+        CheckpointError: the checkpoint is damaged, or there is none.
+    """
     if is_checkpoint:
         open_checkpoint(given, verify=True)
-        return given, SavedState(given)
+        return given, SavedState(given, average=average)
     if (given / WEIGHTS).exists():
-        return given / WEIGHTS, OwnTensors(TensorFiles([given / WEIGHTS], str(given)))
+        file = given / (WEIGHTS_EMA if average else WEIGHTS)
+        if not file.exists():
+            raise no_average(given)
+        return file, OwnTensors(TensorFiles([file], str(given)))
     checkpoint, _ = load_newest_good(given)
-    return checkpoint.path, SavedState(checkpoint.path)
+    return checkpoint.path, SavedState(checkpoint.path, average=average)
 
 
 def _build(settings: ModelSettings, source: WeightSource, seq_len: int, run: str) -> LayeredModel:
@@ -143,13 +206,5 @@ def _build(settings: ModelSettings, source: WeightSource, seq_len: int, run: str
             exists=", ".join(sorted(source.shapes)[:5]),
             fix="read its weights.safetensors by safetensors.torch.load_file",
         )
-    sizes = {
-        "vocab_size": source.shapes["embed.weight"][0],
-        "seq_len": seq_len,
-        "layers": settings.layers,
-        "d_model": settings.d_model,
-        "heads": settings.heads,
-        "dropout": settings.dropout,
-    }
     with torch.device("meta"):
-        return build_model(settings.target, sizes, settings.args)
+        return build_model(settings.target, settings.sizes(seq_len, source.shapes["embed.weight"][0]), settings.args)

@@ -91,12 +91,8 @@ def checked_output(y: object, dtype: torch.dtype, name: str) -> Activation:
     """
     if isinstance(y, Tensor) and y.is_floating_point():
         return y.to(dtype).contiguous()
-    if (
-        isinstance(y, tuple)
-        and 0 < len(y) <= MOST_TENSORS
-        and all(isinstance(one, Tensor) and one.dtype in _NAMES for one in y)
-    ):
-        return _of_fields(_fields(y), (_converted(one, dtype) for one in y))
+    if isinstance(y, tuple) and (converted := in_compute_dtype(y, dtype)) is not None:
+        return converted
     raise ModelError(
         f"layer {name} returned {described(y)}, which the next layer cannot be given",
         rule="a layer returns what the next one takes: a floating-point tensor, or a flat tuple (or named tuple) of "
@@ -104,6 +100,22 @@ def checked_output(y: object, dtype: torch.dtype, name: str) -> Activation:
         where=f"layer {name}",
         fix="return (hidden, mask) or the like; integers only beside others, and numbers as tensors",
     )
+
+
+def in_compute_dtype(value: object, dtype: torch.dtype) -> Activation | None:
+    """A tensor, or a flat tuple of tensors, in the form of an activation; None if it is neither.
+
+    Each tensor is contiguous; floating-point ones are in the compute dtype, others as they are.
+    """
+    if isinstance(value, Tensor):
+        return _converted(value, dtype) if value.dtype in _NAMES else None
+    if (
+        isinstance(value, tuple)
+        and 0 < len(value) <= MOST_TENSORS
+        and all(isinstance(one, Tensor) and one.dtype in _NAMES for one in value)
+    ):
+        return _of_fields(_fields(value), (_converted(one, dtype) for one in value))
+    return None
 
 
 def described(value: object) -> str:

@@ -99,3 +99,8 @@ class AttemptChannel:
     def rejected(self) -> Mapping[str, int]:
         """The messages and connections that were refused so far; see `Channel.rejected`."""
         return self._channel.rejected
+
+    @property
+    def copies_payloads(self) -> bool:
+        """True if what is sent is copied; see `Channel.copies_payloads`."""
+        return self._channel.copies_payloads

@@ -238,9 +238,29 @@ class GradientBuffer:
     @property
     def loss(self) -> Tensor:
         """The element of the loss page that carries the loss: fp32 scalar, a view. Only the last layer has one."""
+        return self.flat[self._loss_at]
+
+    @property
+    def weight(self) -> float:
+        """The weight of that loss; 0 where losses have none."""
+        return float(self.flat[self._loss_at + 1])
+
+    @property
+    def _loss_at(self) -> int:
         assert self.layout.loss_block is not None
         page = self.layout.loss_block.first_page
-        return self.flat[self.layout.gradient_span(page, page + 1)[0]]
+        return self.layout.gradient_span(page, page + 1)[0]
+
+    def add_loss(self, loss: Tensor, *, add: bool) -> None:
+        """Puts the loss of a micro-batch into the loss page, or adds it to what is there.
+
+        Args:
+            loss: fp32, a scalar; or [3]: the loss, its weight, and 1. The last one tells, after all micro-batches are
+                added up, whether losses had weights; where they have none, these elements stay zero.
+        """
+        at = self._loss_at
+        into = self.flat[at] if not loss.ndim else self.flat[at : at + len(loss)]
+        into.copy_(into + loss if add else loss)
 
     def pages(self, first: int, stop: int) -> Tensor:
         """The gradient of the trained pages [first, stop): a view, fp32 [elements]."""

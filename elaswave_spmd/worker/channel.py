@@ -22,7 +22,6 @@ from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, In
 
 _FP32 = (m.PartialSum, m.ReducedGradient, m.Addend, m.PageState, m.FinalPages)
 _ADDED = (m.PartialSum, m.ReducedGradient, m.Addend)
-_COPIES = (m.PageState, m.Addend)  # payloads that nobody changes
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,9 @@ class Incoming:
 class Channel(Protocol):
     """A worker's only connection to other processes.
 
-    Sending never blocks, and the memory that was sent from must not change until the step is decided. A payload leaves
-    from wherever it lies and arrives in host memory; sums, which are added to others, arrive at the device's `place`.
+    Sending never blocks, and the memory that was sent from must not change until the step is decided, unless the
+    channel says that it copies. A payload leaves from wherever it lies and arrives in host memory; sums, which are
+    added to others, arrive at the device's `place`.
     """
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
@@ -56,6 +56,11 @@ class Channel(Protocol):
     @property
     def rejected(self) -> Mapping[str, int]:
         """The messages and connections that were refused so far: reason -> number."""
+        ...
+
+    @property
+    def copies_payloads(self) -> bool:
+        """True if the memory that was sent from may change as soon as `send` has returned."""
         ...
 
 
@@ -121,7 +126,7 @@ class SocketChannel:
             self._leaving.setdefault(peer, deque()).append((header, copy))
         else:
             frames = () if payload is None else (frame_of(self._device.to_host(payload)),)
-            self._links.send(peer, header, frames, immutable=isinstance(message, _COPIES))
+            self._links.send(peer, header, frames)
 
     def is_copying(self) -> bool:
         """Send what has been copied to host memory. Returns True if copies are still under way; never waits."""
@@ -164,6 +169,10 @@ class SocketChannel:
     @property
     def rejected(self) -> Mapping[str, int]:
         return self._links.rejected
+
+    @property
+    def copies_payloads(self) -> bool:
+        return self._links.copies_payloads and not self._copies
 
     def _decode(self, envelope: Envelope) -> Incoming | None:
         """The message with its payload as a tensor; None if it is none, or not for this worker, which is counted."""

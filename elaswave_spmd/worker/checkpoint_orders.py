@@ -26,6 +26,7 @@ class CheckpointOrders:
         every: steps between checkpoints; 0 for none. The last step has none, since its weights are the result.
         steps: number of steps of the run.
         source: the directory of the checkpoint that the run begins with, or None.
+        validate_every: steps between checkpoints of validated state; 0 for none.
         committed: the last step that was committed before the run was resumed; 0 if it is not a resumed run.
     """
 
@@ -36,6 +37,7 @@ class CheckpointOrders:
     steps: int = 0
     source: str | None = None
     committed: int = 0
+    validate_every: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain JSON types. `CheckpointOrders(**fields)` inverts it."""
@@ -43,7 +45,8 @@ class CheckpointOrders:
 
     def is_due(self, step: int) -> bool:
         """True if the state after this step is to be written."""
-        return self.every > 0 and step % self.every == 0 and step < self.steps
+        is_validated = self.validate_every > 0 and step % self.validate_every == 0
+        return (is_validated or (self.every > 0 and step % self.every == 0)) and step < self.steps
 
     def reader(self, rank: int, layout: ModelLayout, replicas: ReplicaMap) -> Callable[[PageRange, str], Tensor] | None:
         """Opens the checkpoint that the run begins with, and plans what this worker reads of it.

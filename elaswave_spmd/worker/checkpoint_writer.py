@@ -78,6 +78,7 @@ class StepRecord:
         loss: mean over the tokens of the global batch.
         grad_norm: before clipping.
         workers: members of the mesh.
+        weight: of the loss; None if losses have none.
     """
 
     step: int
@@ -85,6 +86,7 @@ class StepRecord:
     loss: float
     grad_norm: float
     workers: int
+    weight: float | None = None
 
 
 class CheckpointWriter:
@@ -156,7 +158,7 @@ class CheckpointWriter:
         """Records a step, and copies the state if a checkpoint is due. The state changes after this call."""
         step = report.step
         num_workers = len(replica.placement.mesh.members)
-        self._reports.append(StepRecord(step, report.epoch, report.loss, report.grad_norm, num_workers))
+        self._reports.append(StepRecord(step, report.epoch, report.loss, report.grad_norm, num_workers, report.weight))
         if not self._orders.is_due(step):
             return
         begin = time.perf_counter()

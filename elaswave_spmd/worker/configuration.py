@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.recovery.messages import Limits as LimitsMessage
 from elaswave_spmd.recovery.messages import Recompute, Reconfigure
 from elaswave_spmd.scheduling.pipeline import in_flight_limits
 from elaswave_spmd.scheduling.placement import Placement
@@ -29,6 +30,7 @@ class Configuration:
         put_off: per stage, the most micro-batches whose weight gradients a worker may put off; (): none on any stage.
         in_flight: per stage, the most micro-batches that a worker may have between forward and backward; (): as
             `pipeline.in_flight_limits` has it.
+        is_last: the run ends early, after `version`.
     """
 
     placement: Placement
@@ -41,6 +43,7 @@ class Configuration:
     split_layers: frozenset[int] = frozenset()
     put_off: tuple[int, ...] = ()
     in_flight: tuple[int, ...] = ()
+    is_last: bool = False
 
     @property
     def epoch(self) -> int:
@@ -52,6 +55,11 @@ class Configuration:
         mesh, counts = self.placement.mesh, self.placement.microbatch_counts
         in_flight = self.in_flight or in_flight_limits([len(members) for members in mesh.stages], counts)
         return Limits(in_flight[stage], self.put_off[stage] if self.put_off else 0)
+
+    def limited(self, message: LimitsMessage) -> Configuration:
+        """The same mesh epoch with the limits of the controller's message."""
+        layers = frozenset(message.split_layers)
+        return replace(self, split_layers=layers, put_off=message.put_off, in_flight=message.in_flight)
 
     @classmethod
     def from_message(cls, first: Placement, message: Reconfigure) -> Configuration:
@@ -73,4 +81,5 @@ class Configuration:
             replicas=from_rows(message.replicas) if message.replicas else first.replicas,
         )
         about = message.version, message.recovery_plan, message.validate, message.save, message.attempt, message.repair
-        return cls(placement, *about, frozenset(message.split_layers), message.put_off, message.in_flight)
+        limits = frozenset(message.split_layers), message.put_off, message.in_flight
+        return cls(placement, *about, *limits, message.is_last)

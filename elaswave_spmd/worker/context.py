@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Init, materialize
+from elaswave_spmd.models.objective import first_inputs
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.scheduling.placement import Placement
@@ -21,6 +22,8 @@ from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.channel import Channel
 from elaswave_spmd.worker.fault_points import FaultPoint, OnFaultPoint, no_op
 from elaswave_spmd.worker.initial_values import MadeValues
+from elaswave_spmd.worker.inputs import Inputs
+from elaswave_spmd.worker.loading import BackgroundLoader
 from elaswave_spmd.worker.pacing import DeviceClock
 from elaswave_spmd.worker.profiling import MemoryRow, Row, WeightsRow
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms
@@ -49,6 +52,7 @@ class LocalModel:
         made: the initial values that constructors made, if the model's own count; None: they are drawn by `inits`.
         given: the weights that the run begins with in place of these (`model.init_from`); None: there are none. Checks
             of the model compute with initial values all the same, which are there when these files are not any more.
+        inputs: makes the first layer's input of a micro-batch.
     """
 
     layout: ModelLayout
@@ -58,6 +62,7 @@ class LocalModel:
     programs: StagePrograms
     made: MadeValues | None = None
     given: GivenWeights | None = None
+    inputs: Inputs = first_inputs
 
     def initial(self, seed: int, name: str, first: int, stop: int) -> Tensor:
         """Elements [first, stop) of the initial value of an owned parameter, flattened, fp32."""
@@ -68,10 +73,14 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class Datasets:
-    """The two splits; `validation` is None if the run never validates."""
+    """The two splits; `validation` is None if the run never validates.
+
+    `loader` reads both, and ahead, if they are datasets of the user's; None: tokens in memory, which nobody waits for.
+    """
 
     train: Batches
     validation: Batches | None
+    loader: BackgroundLoader | None = None
 
 
 def _ignore(*_: object) -> None:
@@ -97,6 +106,8 @@ class WorkerHooks:
             `scheduling.pipeline`; times by time.perf_counter(), or of the device.
         step_measured: (step, times of layer programs, of weight gradients that were put off, memory of layers that are
             new): after every step.
+        data_waited: (step, seconds): this worker's training thread has waited so long for the samples of a step; before
+            it votes for the step.
         applied: (report, replica): a version is complete. The state may be copied now, and changes after the call.
         save: (replica): the run is about to stop; the state is to be written as it is.
         members_changed: (message): members of the new configuration; links are opened and closed to match.
@@ -109,6 +120,7 @@ class WorkerHooks:
     computed: Callable[[FaultPoint, int, Tensor], Tensor] = _as_computed
     layer_ran: Callable[[int, int, int, str, float, float], None] = _ignore
     step_measured: Callable[[int, tuple[Row, ...], tuple[WeightsRow, ...], tuple[MemoryRow, ...]], None] = _ignore
+    data_waited: Callable[[int, float], None] = _ignore
     applied: Callable[[m.Applied, StateReplica], None] = _ignore
     save: Callable[[StateReplica], None] = _ignore
     members_changed: Callable[[m.Reconfigure], None] = _ignore

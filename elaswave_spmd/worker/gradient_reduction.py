@@ -113,6 +113,8 @@ class GradientReducer:
         self._gradient_done = gradient_done
         self.observer: SumObserver | None = None
         """Set by whoever checks sums, before the first step."""
+        self.send_copies = False
+        """True if a payload is copied when `send` returns. Set by whoever knows, before the first step."""
         self._pools: dict[int, GradientPool] = {}
         self._routes: dict[int, tuple[Route, ...]] = {}  # by layer
         self._primary: list[ReplicaSet] = []  # the trained ranges that this worker is the primary of
@@ -286,13 +288,19 @@ class GradientReducer:
 
     def _emit(self, step: int, layer: int, node: Node, buffer: GradientBuffer) -> None:
         """Send a node that is complete on this worker to the primaries of its pages."""
-        if self._sharded and not self._keeps_all:
-            # The memory goes when the sends are done: messages and this worker's own trees refer to it until then.
-            self._pools[layer].remove(buffer)
-        else:
+        gives_up = self._sharded and not self._keeps_all
+        if not gives_up:
             self._kept.setdefault(layer, []).append((node, buffer))
         for route in self._routes[layer]:
             self._emit_part(step, route, node, buffer, mine=True)
+        if not gives_up:
+            return
+        stays = [route.pages.primary for route in self._routes[layer]] == [self.rank]
+        if self.send_copies and not stays:
+            self._pools[layer].release(buffer)
+        else:
+            # The memory goes when the sends are done: messages and this worker's own trees refer to it until then.
+            self._pools[layer].remove(buffer)
 
     def _emit_part(self, step: int, route: Route, node: Node, buffer: GradientBuffer, *, mine: bool) -> None:
         """Send, or add, one page range's part of a node. `mine`: a part that stays here may be overwritten."""

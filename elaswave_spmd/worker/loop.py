@@ -27,6 +27,7 @@ from elaswave_spmd.worker.channel import Incoming, WorkerStopped
 from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import WorkerContext
 from elaswave_spmd.worker.memory_usage import peak_bytes, state_bytes
+from elaswave_spmd.worker.optimizers import averages
 from elaswave_spmd.worker.spec import message_bounds
 from elaswave_spmd.worker.state import Saved
 from elaswave_spmd.worker.step import StepRunner
@@ -59,6 +60,7 @@ class Executor:
         self._next: Configuration | None = None  # has arrived and is not entered yet
         self._prepare: m.Prepare | None = None  # a planned change that is answered between two steps
         self._validation_due: int | None = None  # the version to validate next
+        self._last_step = context.job.steps  # or an earlier one, by a validation
         self._check_wishes: list[_CheckWish] = []  # of a mesh epoch that is not entered yet
         self._weights_sent = -1  # the epoch in which the final weights were sent
         self.is_orphaned = False
@@ -112,7 +114,7 @@ class Executor:
                 if self._is_between_steps and self._may_not_begin:
                     # It answered a Prepare here: the next step begins in the next configuration, as that has it.
                     yield from self._until_prepare("the mesh epoch after step")
-                elif self.version == self._context.job.steps:
+                elif self.version == self._last_step:
                     self._send_weights()
                     yield from self._until_prepare("the end of the run, after step")
                 else:
@@ -167,7 +169,7 @@ class Executor:
         if self.version >= self.configuration.version:  # else this worker is behind: its state is not the newest
             self.replica.send_state()
         if self._prepare is not None:
-            nothing_comes = self.version == self._context.job.steps or self._may_not_begin
+            nothing_comes = self.version == self._last_step or self._may_not_begin
             # With nothing to come, this worker would otherwise wait for a step that it does not run.
             if nothing_comes or self._prepare.after <= self.version:
                 self._answer(self._prepare)
@@ -185,6 +187,8 @@ class Executor:
         for part in self.replica.state:
             if part.pages.primary == self.rank:
                 channel.send(CONTROLLER, m.FinalPages(*part.pages.key), part.master)
+                if averages(self._context.job.optimizer):
+                    channel.send(CONTROLLER, m.FinalPages(*part.pages.key, True), self.replica.state.average_of(part))
         sizes = self.state_bytes(), peak_bytes(self._context.device)
         checks, rejected = self._steps.checks, tuple(channel.rejected.items())
         made = (checks.num_made, checks.num_idle, self.replica.sums.num_made) if checks.is_on else ()
@@ -248,6 +252,8 @@ class Executor:
         self._next = None
         self._failed_step = 0
         self._validation_due = configuration.validate
+        if configuration.is_last:
+            self._last_step = configuration.version
         # The order matters: stage and buffers; then pages and sums, which refer to them; then what is left of the step,
         # which refers to both; votes last, since a vote may apply the step at once.
         #   StepRunner.enter_epoch  the stage, its buffers and programs
@@ -315,7 +321,11 @@ class Executor:
                 self._check(message)
             case m.Pace():
                 self._steps.paced(message)
+            case m.Limits():
+                self._steps.limited(message)
             case m.Validated():
+                if message.is_last:
+                    self._last_step = message.step
                 self._steps.validated(message.step)
             case m.ReplicasAgree():
                 self._steps.replicas_agree(message)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from elaswave_spmd.determinism import Keys, sample_ids
 from elaswave_spmd.determinism.rng import WordSource
-from elaswave_spmd.models import Batch
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.worker.activations import Activation, like, map_tensors, tensors_of
@@ -20,6 +19,7 @@ from elaswave_spmd.worker.context import WorkerContext
 from elaswave_spmd.worker.digests import MicrobatchDigests
 from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.gradient_reduction import GradientReducer
+from elaswave_spmd.worker.inputs import first_input, to_batch
 from elaswave_spmd.worker.pacing import Pacing
 from elaswave_spmd.worker.profiling import LayerTimes, Row, WeightsRow
 from elaswave_spmd.worker.programs.eager import Batches
@@ -71,7 +71,7 @@ class MicrobatchRunner:
             self._unasked = []
         self.backward_of = -1
         """The micro-batch in the middle of its backward, or -1."""
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[int, Any] = {}
         self._samples: dict[int, np.ndarray] = {}
         self._seed = self._number(context.job.seed)
         self._step_number = self._number(0)
@@ -87,8 +87,12 @@ class MicrobatchRunner:
             split_layers: layers whose backward may be in two parts.
         """
         moved = self._take_layers(placement, stage)
-        self.programs.put_off([layer for layer in self._layers if layer in split_layers])
+        self.split(split_layers)
         return moved
+
+    def split(self, layers: Collection[int]) -> None:
+        """From the next forward on, backwards of the stage's layers among these may be in two parts, and no others."""
+        self.programs.put_off([layer for layer in self._layers if layer in layers])
 
     def _take_layers(self, placement: Placement, stage: int) -> bool:
         layers = placement.layers_of_stage(stage)
@@ -122,12 +126,30 @@ class MicrobatchRunner:
         self._samples = {}
         self._batches.clear()
         self._sample(step, microbatches)
+        if self._data.loader is not None and (self._is_first or self._is_last):
+            self._data.loader.expect(self._job.seed, self._next_samples(step, microbatches))
+
+    def _next_samples(self, step: int, microbatches: Sequence[int]) -> list[tuple[int, np.ndarray]]:
+        """The samples that are read next, as far as it is known: of this step, and of the step after it."""
+        found = [(step, self._samples[microbatch]) for microbatch in microbatches]
+        if step < self._job.steps:
+            found += [(step + 1, ids) for ids in self._ids_of(step + 1, microbatches)]
+        return found
+
+    def report_data_wait(self, step: int) -> None:
+        """Report how long samples were waited for, if there are any that may have to be waited for."""
+        if self._data.loader is not None and (self._is_first or self._is_last):
+            self._hooks.data_waited(step, self._data.loader.pop_waited())
 
     def _sample(self, step: int, microbatches: Sequence[int]) -> None:
+        self._samples |= dict(zip(microbatches, self._ids_of(step, microbatches), strict=True))
+
+    def _ids_of(self, step: int, microbatches: Sequence[int]) -> np.ndarray:
+        """The sample ids of micro-batches of a step, int64 [micro-batches, samples]."""
         size = self._job.microbatch_size
         slots = (np.array(microbatches, dtype=np.int64)[:, None] * size + np.arange(size)).reshape(-1)
         ids = sample_ids(self._job.seed, step, self._job.global_batch, len(self._data.train), slots)
-        self._samples |= dict(zip(microbatches, ids.reshape(-1, size), strict=True))
+        return ids.reshape(-1, size)
 
     # ---- actions
 
@@ -144,8 +166,7 @@ class MicrobatchRunner:
         batch = self._microbatch_batch(step, microbatch)
         key = BoundaryKey(ACTIVATION, step, microbatch, self._layers.start)
         if self._is_first:
-            assert batch is not None
-            given = batch.tokens
+            given = self._first_input(batch)
         else:
             given = yield from self._receive(key)
             if digests is not None and digests.alone:
@@ -334,11 +355,7 @@ class MicrobatchRunner:
         self._hooks.on_point(FaultPoint.FORWARD, step)
         batch = self._batch_of(step, microbatch)
         samples, tables = torch.from_numpy(self._samples[microbatch]).to(self._place), {}
-        if self._is_first:
-            assert batch is not None
-            x = batch.tokens
-        else:
-            x = self._check_input(ACTIVATION, step, microbatch)
+        x = self._first_input(batch) if self._is_first else self._check_input(ACTIVATION, step, microbatch)
         for layer in self._layers:
             keys = Keys(self._seed, self._step_number, samples, self._layer_numbers[layer], {}, self._words)
             started = self._device.mark()
@@ -374,16 +391,16 @@ class MicrobatchRunner:
         """Run a validation micro-batch at a version.
 
         Returns:
-            In the last stage the micro-batch's token-sum loss, fp32 scalar; in others its output.
+            In the last stage the micro-batch's loss, and what else is summed up, of the form `programs.scored`; in
+            others its output.
         """
         data = self._data.validation
         assert data is not None, "a run that validates has a validation split"
         size = self._job.microbatch_size
         ids = np.arange(microbatch * size, (microbatch + 1) * size)
-        batch = to_batch(data, ids, self._place) if self._is_first or self._is_last else None
+        batch = self._read(data, ids, 0) if self._is_first or self._is_last else None
         if self._is_first:
-            assert batch is not None
-            x = batch.tokens
+            x = self._first_input(batch)
         else:
             x = yield from self._receive(BoundaryKey(VALIDATION, version, microbatch, self._layers.start))
         keys = Keys.make(self._job.seed, version, ids, 0, self._place)
@@ -396,19 +413,28 @@ class MicrobatchRunner:
             self._boundaries.send(peers[microbatch % len(peers)], message, x)
         return x
 
-    def _microbatch_batch(self, step: int, microbatch: int) -> Batch | None:
-        """The micro-batch's data in the first stage (tokens) and in the last (targets); None in others."""
+    def _microbatch_batch(self, step: int, microbatch: int) -> Any:
+        """The micro-batch's data in the first stage (inputs) and in the last (for the loss); None in others."""
         batch = self._batch_of(step, microbatch)
         if batch is not None:
             self._batches[microbatch] = batch
         return batch
 
-    def _batch_of(self, step: int, microbatch: int) -> Batch | None:
+    def _batch_of(self, step: int, microbatch: int) -> Any:
         if microbatch not in self._samples:
             self._sample(step, [microbatch])
         if not self._is_first and not self._is_last:
             return None
-        return to_batch(self._data.train, self._samples[microbatch], self._place)
+        return self._read(self._data.train, self._samples[microbatch], step)
+
+    def _read(self, data: Batches, ids: np.ndarray, step: int) -> Any:
+        batch = to_batch(data, ids, self._place, self._job.seed, step)
+        if not self._job.is_tokens:
+            self.programs.check_form(batch)
+        return batch
+
+    def _first_input(self, batch: Any) -> Activation:
+        return first_input(self._model.inputs, batch, self._job.torch_dtype)
 
     def _ran(self, step: int, microbatch: int, layer: int, kind: str, started: Any) -> None:
         ended = self._device.mark()
@@ -450,9 +476,3 @@ class MicrobatchRunner:
     def _receive(self, key: BoundaryKey) -> Generator[Reason, None, Activation]:
         yield from self._waiting.until(lambda: key in self._boundaries, f"{key.kind} of micro-batch", key.microbatch)
         return self._boundaries.pop(key)
-
-
-def to_batch(data: Batches, ids: np.ndarray, place: torch.device) -> Batch:
-    """The samples with these ids as tensors at `place`: tokens and targets, int64 [samples, seq_len] each."""
-    tokens, targets = (torch.from_numpy(np.ascontiguousarray(rows)).to(place) for rows in data.batch(ids))
-    return Batch(tokens, targets)

@@ -4,7 +4,8 @@ Everything that a run promises rests on that: a micro-batch may be computed by a
 again after a loss. So before a worker is ready each *kind* of layer is run forward and backward on one micro-batch, by
 the worker's own programs on its own device, and then once more by another copy of the layer that has run another
 micro-batch before. What differs, what changed meanwhile (generators, buffers, inputs) and what is not finite is refused
-with the layer, what was seen and the fix. `check_loss` holds the loss of a micro-batch to the losses of its halves.
+with the layer, what was seen and the fix. `check_loss` holds the loss of a micro-batch to the losses of its halves, and
+`check_metrics` its metrics.
 
 A worker cannot see what it does alike at all times: a number of its own, the order of a set, a library of its machine.
 So each reports digests of its results, which the controller compares (controller/model_checks.py), and workers of odd
@@ -21,17 +22,18 @@ import hashlib
 import math
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Keys, sample_ids
-from elaswave_spmd.errors import ModelError
-from elaswave_spmd.models import Batch, call_layer
+from elaswave_spmd.errors import DataError, ModelError, UserError, headline_of, place_in_user_code
+from elaswave_spmd.models import Loss, Metrics, call_layer
 from elaswave_spmd.sharding.layout import LayerLayout
 from elaswave_spmd.worker.activations import (
     Activation,
@@ -45,11 +47,11 @@ from elaswave_spmd.worker.activations import (
 )
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.context import LocalModel
+from elaswave_spmd.worker.inputs import first_input, leaves_of, to_batch, with_leaves
 from elaswave_spmd.worker.layer_kinds import kind_of
 from elaswave_spmd.worker.layer_watch import SAME_RESULT, LayerState, LayerWatch, bits_of, equal_bits, no_in_place
-from elaswave_spmd.worker.microbatches import to_batch
 from elaswave_spmd.worker.profiling import LayerMemory
-from elaswave_spmd.worker.programs.eager import Batches, Loss, StagePrograms, naming_layer
+from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, checked_loss, naming_layer, scores_of
 from elaswave_spmd.worker.spec import Job
 
 DIGEST_BYTES = 16
@@ -91,12 +93,14 @@ class ModelCheck:
         layers: the result of each kind of layer.
         kinds: of each layer of the model, the first one of its kind.
         loss_unchecked: what the loss raised for half a micro-batch, so that it was held to nothing; or "".
+        samples: a digest of the micro-batches that were read; b"" for tokens, which are read as they are stored.
     """
 
     seconds: float
     layers: tuple[LayerCheck, ...]
     kinds: tuple[int, ...]
     loss_unchecked: str = ""
+    samples: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ class Sample:
     number: int
     step: int
     ids: np.ndarray
-    batch: Batch
+    batch: Any
 
 
 @dataclass(frozen=True)
@@ -156,17 +160,39 @@ def check_model(
 
     Raises:
         ModelError: the model breaks the promise of equal bits.
+        DataError: so does its dataset, or programs are compiled for micro-batches of another form.
         Exception: whatever the model's code raises, with a note that names the layer.
     """
     began = time.perf_counter()
     samples = _samples(job, data, place)
+    for sample in samples:
+        model.programs.check_form(sample.batch)
     check = _Check(model, job, place, samples if rank % 2 == 0 else samples[::-1])
     try:
         found = check.run(checked)
     finally:
         model.programs.bind({}, {})
         model.programs.memory = LayerMemory()  # layers are measured when they train, too
-    return ModelCheck(time.perf_counter() - began, found, tuple(check.kinds), check.loss_unchecked)
+    read = b"" if job.is_tokens else _check_samples(job, data, samples)
+    return ModelCheck(time.perf_counter() - began, found, tuple(check.kinds), check.loss_unchecked, read)
+
+
+def mistake_in_model(error: Exception, place: torch.device) -> ModelError | None:
+    """What the model's code has raised in its check, as bad input; None: the machine may be at fault, or we are.
+
+    An exception that comes out of a layer has a note that names it (`naming_layer`). Other workers would not raise one
+    for want of memory; and what an accelerator raises may be its own failure.
+    """
+    notes = vars(error).get("__notes__", ())
+    lacks = isinstance(error, MemoryError | OSError) or "memory" in str(error)
+    if not notes or lacks or (isinstance(error, RuntimeError) and place.type != "cpu"):
+        return None
+    return ModelError(
+        f"the model raised {headline_of(error)}, {notes[0]}",
+        rule="before the first step each kind of layer computes two micro-batches, forward and backward",
+        where=place_in_user_code(error) or "model.target",
+        fix="correct the layer, or the one before it",
+    )
 
 
 def _samples(job: Job, data: Batches, place: torch.device) -> tuple[Sample, Sample]:
@@ -179,8 +205,58 @@ def _samples(job: Job, data: Batches, place: torch.device) -> tuple[Sample, Samp
     for number, (step, microbatch) in enumerate(((1, 0), (1, last) if last else (2, 0))):
         slots = microbatch * size + np.arange(size)
         ids = sample_ids(job.seed, step, job.global_batch, len(data), slots)
-        found.append(Sample(number, 1 + number, ids, to_batch(data, ids, place)))
+        found.append(Sample(number, 1 + number, ids, _read(data, ids, place, job.seed, 1 + number)))
     return found[0], found[1]
+
+
+def _read(data: Batches, ids: np.ndarray, place: torch.device, seed: int, step: int) -> Any:
+    """`to_batch`, with what the user's dataset raises as bad input, but for what another attempt might not raise.
+
+    Raises:
+        DataError: the dataset does not return these samples.
+        MemoryError, OSError: their cause may be this machine.
+    """
+    try:
+        return to_batch(data, ids, place, seed, step)
+    except (UserError, MemoryError, OSError):
+        raise
+    except Exception as error:
+        if not (notes := vars(error).get("__notes__", ())):
+            raise
+        raise DataError(
+            f"the dataset raised {headline_of(error)}, {notes[0]}",
+            rule="a dataset returns each of its samples, in every worker; the thread that reads is not the one that "
+            "made the dataset",
+            where=place_in_user_code(error) or "data.target",
+            fix="correct the dataset; connections and readers that are bound to a thread are opened at the first read",
+        ) from error
+
+
+def _check_samples(job: Job, data: Batches, samples: Sequence[Sample]) -> bytes:
+    """Read both micro-batches again, in the other order. Returns a digest, which other workers have to find as well.
+
+    Raises:
+        DataError: a dataset does not give the same samples again.
+    """
+    hashed = {}
+    for sample in reversed(samples):
+        again = _read(data, sample.ids, torch.device("cpu"), job.seed, sample.step)
+        for (name, one), (_, other) in zip(leaves_of(sample.batch), leaves_of(again), strict=True):
+            if one.shape != other.shape or one.dtype != other.dtype or not equal_bits(one.cpu(), other):
+                ids = ", ".join(map(str, sample.ids[:4])) + (", ..." if len(sample.ids) > 4 else "")
+                raise DataError(
+                    f"samples {ids} are not the same when they are read again: {name} differs",
+                    rule="a batch is a function of its sample ids: any worker reads it, and again after a loss",
+                    where="data.target",
+                    fix="draw random numbers for augmentation by keys: def __getitem__(self, index, keys), with "
+                    "keys.generator() for torch and keys.numpy() for numpy",
+                )
+        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        for name, value in leaves_of(again):
+            digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+            digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        hashed[sample.number] = digest.digest()
+    return hashlib.blake2b(hashed[0] + hashed[1], digest_size=DIGEST_BYTES).digest()
 
 
 class _Check:
@@ -192,7 +268,8 @@ class _Check:
         self._place = place
         self._programs = model.programs
         self._first, self._other = samples
-        self._inputs: dict[int, Activation] = {sample.number: sample.batch.tokens for sample in samples}
+        dtype = job.torch_dtype
+        self._inputs = {sample.number: first_input(model.inputs, sample.batch, dtype) for sample in samples}
         self._last = len(model.layout.layers) - 1
         self.loss_unchecked = ""
         self.kinds: list[int] = []
@@ -219,7 +296,7 @@ class _Check:
     def _backward_of(self, layer: LayerLayout) -> int:
         """Which backward a layer has: none before the first trained parameter, no gradient of its input there."""
         first = self._model.layout.first_trained
-        return (layer.index > first) - (layer.index < first) if first else 1
+        return (layer.index > first) - (layer.index < first)
 
     def _check_layer(self, layer: LayerLayout) -> tuple[LayerCheck, dict[int, Activation]]:
         """Check one layer. Returns its row, and its output by micro-batch: the next layer's input."""
@@ -268,7 +345,7 @@ class _Check:
         """
         programs, first_trained = self._programs, self._model.layout.first_trained
         given = tensors_of(leaf(self._inputs[self._first.number], passes_gradient=True))
-        if layer.index < first_trained or not any(one.requires_grad for one in given):
+        if layer.index <= first_trained or not any(one.requires_grad for one in given):
             return 0
         initial = values.flat.detach().clone()
         values.flat.add_(_waves(values.flat).add_(1.0).mul_(_DISTURBANCE))
@@ -355,7 +432,7 @@ class _Check:
         x, batch = self._inputs[sample.number], sample.batch
         keys = Keys.make(self._job.seed, sample.step, sample.ids, layer.index, self._place)
         into, programs = sums or GradientBuffer(layer, self._place), self._programs
-        given = {**dict(_named("its input", x)), "batch.tokens": batch.tokens, "batch.targets": batch.targets}
+        given = {**dict(_named("its input", x)), **dict(leaves_of(batch))}
         if returned is not None:
             given |= dict(_named("an earlier output of its own", returned))
         watch.begin(given, keys)
@@ -421,6 +498,14 @@ class _Check:
         if any(bool(one.isnan().any()) for one in y) or (is_last and not _finite(y[0])):
             what = "the loss after" if is_last else "the output of"
             raise _not_finite(name, f"{what} layer {name} is not finite for the first micro-batch, with initial values")
+        if is_last and layer.loss_block is not None and not 0 <= into.weight < math.inf:
+            raise ModelError(
+                f"the weight of loss() is {into.weight:g} for the first micro-batch",
+                rule="the weights of all micro-batches are added, and the gradient is divided by their sum: each is 0 "
+                "or more, and finite",
+                where="loss(output, batch)",
+                fix="return (sum, weight), the weight being how much the sum counts, such as mask.sum()",
+            )
         wrong = [
             slot.parameter.name
             for slot, view in zip(layer.gradient_slots, into.views, strict=True)
@@ -434,22 +519,32 @@ class _Check:
             raise _not_finite(name, seen)
 
     def _check_loss(self, layer: LayerLayout, module: nn.Module) -> None:
-        """Hold the loss of a micro-batch to the sum of the losses of its halves.
+        """Hold the loss of a micro-batch to the sum of the losses of its halves, and its metrics to the sums of theirs.
 
-        It is computed without the worker's programs, which are made for whole micro-batches; `loss()` alone is checked.
+        They are computed without the worker's programs, which are made for whole micro-batches; the functions alone are
+        checked.
         Micro-batches of one sample use both samples. A tensor of the output that has no dims is a term of the
         micro-batch, not of its samples, and is zero here.
         """
         size = self._job.microbatch_size
         samples = (self._first,) if size > 1 else (self._first, self._other)
         outputs = [_without_terms(self._output(layer, module, sample)) for sample in samples]
-        output, batch = (outputs[0], self._first.batch) if size > 1 else (_cat(outputs), _joined(samples))
+        number = size if size > 1 else len(samples)
+        try:
+            output, batch = (outputs[0], self._first.batch) if size > 1 else (_cat(outputs), _joined(samples))
+        except RuntimeError as error:  # micro-batches of other shapes: there is nothing to halve
+            self.loss_unchecked = _shortened(error)
+            return
         del outputs  # those of a language model are large
-        cut, loss = batch.tokens.shape[0] // 2, self._programs.loss
+        cut, loss, metrics = number // 2, self._programs.loss, self._programs.metrics
         with torch.no_grad():
-            self.loss_unchecked = check_loss(loss, output, batch, cut)
             # Initial outputs are nearly equal and nearly zero, where many a term is too small to be seen.
-            check_loss(loss, map_tensors(_disturbed, output), batch, cut)
+            disturbed = map_tensors(_disturbed, output)
+            self.loss_unchecked = check_loss(loss, output, batch, cut)
+            check_loss(loss, disturbed, batch, cut)
+            if metrics is not None:
+                check_metrics(metrics, output, batch, cut)
+                check_metrics(metrics, disturbed, batch, cut)
 
     def _output(self, layer: LayerLayout, module: nn.Module, sample: Sample) -> Activation:
         """The last layer's output for a micro-batch, floating-point tensors in fp32."""
@@ -460,8 +555,8 @@ class _Check:
         return map_tensors(_in_fp32, checked_output(y, self._job.torch_dtype, layer.name))
 
 
-def check_loss(loss: Loss, output: Activation, batch: Batch, cut: int) -> str:
-    """Hold the loss of a batch to the sum of the losses of samples [0, cut) and of the others.
+def check_loss(loss: Loss, output: Activation, batch: Any, cut: int) -> str:
+    """Hold the loss of a batch to the sum of the losses of samples [0, cut) and of the others; and its weight, too.
 
     Args:
         output: of the last layer, fp32 [samples, ...], each tensor of a tuple.
@@ -472,28 +567,87 @@ def check_loss(loss: Loss, output: Activation, batch: Batch, cut: int) -> str:
     Raises:
         ModelError: they differ by more than rounding explains.
     """
+    return _check_sums(lambda y, given: _named_sums(checked_loss(loss(y, given)), {}), _LOSS, output, batch, cut)
+
+
+def check_metrics(metrics: Metrics, output: Activation, batch: Any, cut: int) -> None:
+    """Hold each metric of a batch, and its weight, to the sums of those of two halves, as `check_loss` does the loss.
+
+    A validation adds metrics up from micro-batches, whatever their number: a mean, or a largest value, would come out
+    as something that depends on the size of micro-batches.
+    """
+
+    def sums(y: Activation, given: Any) -> dict[str, float]:
+        return _named_sums(torch.zeros(()), metrics(y, given))
+
+    _check_sums(sums, _METRICS, output, batch, cut)
+
+
+@dataclass(frozen=True)
+class _SumRule:
+    """The rule that numbers of a micro-batch are sums over its samples, and what to do where they are not."""
+
+    rule: str
+    where: str
+    fix: str
+
+
+_LOSS = _SumRule(
+    "the loss of a micro-batch is the sum over its samples and tokens: the loss of a step is added up from "
+    "micro-batches, and divided by its tokens there",
+    "loss(output, batch)",
+    'end it with .sum(), or reduction="sum", in place of a mean; let each sample count by itself',
+)
+_METRICS = _SumRule(
+    "a metric of a micro-batch is the sum over its samples, or (sum, weight): a validation adds both up from "
+    "micro-batches, and divides by the weight, or by the number of samples",
+    "metrics(output, batch)",
+    "return the sum in place of a mean, or (sum, weight) where not every sample counts alike",
+)
+
+
+def _named_sums(loss: Tensor | tuple[Tensor, Tensor], metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a loss and of metrics that are sums over samples, by the name that an error calls them."""
+    form, values = scores_of(loss, metrics)
+    names = ("loss()", *(f"metric {name}" for name in form.names))
+    found: dict[str, float] = {}
+    for name, (total, weight) in zip(names, form.rows([float(value) for value in values]), strict=True):
+        found[name] = total
+        if weight is not None:
+            found[f"the weight of {name}"] = weight
+    return found
+
+
+def _check_sums(
+    sums: Callable[[Activation, Any], dict[str, float]], rule: _SumRule, output: Activation, batch: Any, cut: int
+) -> str:
+    """Hold each number of a batch to the sum of those of samples [0, cut) and of the others; see `check_loss`."""
+    number = leaves_of(batch)[0][1].shape[0] if leaves_of(batch)[0][1].ndim else 0
+    if any(not leaf.ndim or leaf.shape[0] != number for _, leaf in leaves_of(batch)):
+        return "a tensor of the batch has no dim of samples in front, so half of it cannot be told"
     try:
-        whole = float(loss(output, batch))
-        parts = [
-            float(loss(_part(output, part), Batch(batch.tokens[part], batch.targets[part])))
+        whole = sums(output, batch)
+        first, rest = (
+            sums(_part(output, part), with_leaves(batch, (leaf[part] for _, leaf in leaves_of(batch))))
             for part in (slice(None, cut), slice(cut, None))
-        ]
+        )
     except Exception as error:
-        # A loss may take nothing but whole micro-batches of what its model puts out, without a graph or with one. It
-        # has computed that before, in the forward.
-        return textwrap.shorten(f"{type(error).__name__}: {error}", _LONGEST_REASON, placeholder=" ...")
-    if not math.isfinite(whole):
-        return ""  # with the model's own outputs that has been refused by now
-    if abs(whole - sum(parts)) <= _LOSS_TOLERANCE * max(abs(whole), sum(map(abs, parts))):
-        return ""
-    raise ModelError(
-        f"loss() of {batch.tokens.shape[0]} samples is {whole:.6g}, and of their two halves {parts[0]:.6g} + "
-        f"{parts[1]:.6g}",
-        rule="the loss of a micro-batch is the sum over its samples and tokens: the loss of a step is added up from "
-        "micro-batches, and divided by its tokens there",
-        where="loss(output, batch)",
-        fix='end it with .sum(), or reduction="sum", in place of a mean; let each sample count by itself',
-    )
+        # A function may take nothing but whole micro-batches of what its model puts out, without a graph or with one.
+        # The loss has been computed so before, in the forward.
+        return _shortened(error)
+    for name, of_all in whole.items():
+        parts = first.get(name, math.nan), rest.get(name, math.nan)
+        size = max(abs(of_all), sum(map(abs, parts)))
+        # A loss that is not finite is refused elsewhere, with the model's own outputs.
+        if not math.isfinite(size) or abs(of_all - sum(parts)) <= _LOSS_TOLERANCE * size:
+            continue
+        seen = f"{name} of {number} samples is {of_all:.6g}, and of their two halves {parts[0]:.6g} + {parts[1]:.6g}"
+        raise ModelError(seen, rule=rule.rule, where=rule.where, fix=rule.fix)
+    return ""
+
+
+def _shortened(error: Exception) -> str:
+    return textwrap.shorten(f"{type(error).__name__}: {error}", _LONGEST_REASON, placeholder=" ...")
 
 
 # ---- two results
@@ -578,9 +732,9 @@ def _waves(like: Tensor) -> Tensor:
     return torch.arange(like.numel(), dtype=torch.float32).mul_(0.7).cos_().view(like.shape).to(like.device)
 
 
-def _joined(samples: Sequence[Sample]) -> Batch:
-    batches = [sample.batch for sample in samples]
-    return Batch(torch.cat([b.tokens for b in batches]), torch.cat([b.targets for b in batches]))
+def _joined(samples: Sequence[Sample]) -> Any:
+    columns = zip(*([leaf for _, leaf in leaves_of(sample.batch)] for sample in samples), strict=True)
+    return with_leaves(samples[0].batch, [torch.cat(column) if column[0].ndim else column[0] for column in columns])
 
 
 def _finite(value: Tensor) -> bool:

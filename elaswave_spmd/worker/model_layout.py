@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from elaswave_spmd.conf.schema import OptimGroup
 from elaswave_spmd.determinism import Init
 from elaswave_spmd.errors import ModelError
 from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
+from elaswave_spmd.worker.update_rules import update_rules
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,18 @@ class ModelDescription:
     has_own_values: bool = False
 
 
-def describe(model: LayeredModel, *, page_size: int = 4096) -> ModelDescription:
+def describe(model: LayeredModel, *, page_size: int = 4096, groups: Sequence[OptimGroup] = ()) -> ModelDescription:
     """Describe a model by its names, shapes, ties and rules; its parameters may be on the meta device.
+
+    Args:
+        groups: parameters with settings of their own, by patterns of their names.
 
     Raises:
         LayoutError: a page size or parameter that cannot be laid out.
-        ModelError: nothing is trained, or one of two tied parameters alone is frozen.
+        ModelError: nothing is trained, or one of two tied parameters alone is frozen; groups that do not fit the model.
     """
     _check_frozen(model)
+    rules = update_rules(model, groups)
     owner_of = {tie.reader: tie.owner for tie in model.ties}
     uses, inits, own_values = [], {}, type(model).init is LayeredModel.init
     for name, module in zip(model.layer_names, model.layers, strict=True):
@@ -42,9 +48,10 @@ def describe(model: LayeredModel, *, page_size: int = 4096) -> ModelDescription:
         for path, parameter in module.named_parameters(prefix=name):
             shapes[path], frozen[path] = tuple(parameter.shape), not parameter.requires_grad
         owned = [
-            ParameterInfo(path, shape, model.decays(path, shape), frozen=frozen[path])
+            ParameterInfo(path, shape, rule.decay, rule.lr_scale, frozen[path], rule.weight_decay)
             for path, shape in shapes.items()
             if path not in owner_of
+            for rule in (rules[path],)
         ]
         if not own_values:
             inits |= {p.name: model.init(p.name, p.shape) for p in owned}

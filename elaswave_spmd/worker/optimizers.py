@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.run_dir.manifest import AVERAGE
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,21 @@ class Update:
         step: 1, 2, ...; bias corrections are functions of it, never of a counter that would be state of its own.
         lr: learning rate.
         decays: True if weight decay applies to these elements.
-        divisor: gradients are divided by it first, which clips them; at least 1.
+        divisor: gradients are divided by it first, which clips them, and takes the weight of the loss into account.
+        weight_decay: of these elements, in place of the optimizer's own; None: the optimizer's.
     """
 
     step: int
     lr: float
     decays: bool = True
     divisor: float = 1.0
+    weight_decay: float | None = None
+
+    def decay_of(self, own: float) -> float:
+        """The weight decay of these elements, `own` being the optimizer's."""
+        if not self.decays:
+            return 0.0
+        return own if self.weight_decay is None else self.weight_decay
 
 
 class PageOptimizer(Protocol):
@@ -39,7 +48,10 @@ class PageOptimizer(Protocol):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of the fp32 buffers that `update` reads and writes: each as long as the parameters, zero at first."""
+        """Names of the fp32 buffers that `update` reads and writes: each as long as the parameters, zero at first.
+
+        Averages of the parameters (`AVERAGE`) begin as the parameters do.
+        """
         ...
 
     def update(
@@ -98,7 +110,7 @@ class AdamW:
             lr=scalars.lr,
             beta1=self.betas[0],
             beta2=self.betas[1],
-            weight_decay=self.weight_decay if scalars.decays else 0.0,
+            weight_decay=scalars.decay_of(self.weight_decay),
             eps=self.eps,
             amsgrad=False,
             maximize=False,
@@ -130,25 +142,67 @@ class SGD:
         for param, grad, momentum in zip(params, grads, states["momentum"], strict=True):
             if scalars.divisor != 1.0:
                 grad.div_(scale)
-            if scalars.decays and self.weight_decay:
-                grad.add_(param, alpha=self.weight_decay)
+            if weight_decay := scalars.decay_of(self.weight_decay):
+                grad.add_(param, alpha=weight_decay)
             momentum.mul_(self.momentum).add_(grad)
             param.add_(momentum, alpha=-scalars.lr)
 
 
+@dataclass(frozen=True)
+class Averaged:
+    """Another optimizer, and an exponential moving average of the parameters after each of its updates.
+
+    average' = decay average + (1 - decay) parameter'. A step without an update, whose gradient was not finite, leaves
+    the average as it is.
+    """
+
+    optimizer: PageOptimizer
+    decay: float
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return (*self.optimizer.state_names, AVERAGE)
+
+    def update(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Mapping[str, Sequence[Tensor]],
+        scalars: Update,
+    ) -> None:
+        self.optimizer.update(params, grads, {name: states[name] for name in self.optimizer.state_names}, scalars)
+        for param, grad, average in zip(params, grads, states[AVERAGE], strict=True):
+            # Three operations that round once each, not lerp or add(alpha=...), which round the elements that fill no
+            # vector register in another way. The gradient is used up: its memory holds what is added.
+            average.mul_(self.decay).add_(grad.copy_(param).mul_(1.0 - self.decay))
+
+
+def averages(optimizer: PageOptimizer) -> bool:
+    """True if an average of the parameters is part of the optimizer's state."""
+    return AVERAGE in optimizer.state_names
+
+
 def make_optimizer(
-    name: str, *, weight_decay: float, betas: tuple[float, float], eps: float, momentum: float
+    name: str,
+    *,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    momentum: float,
+    ema: float | None = None,
 ) -> PageOptimizer:
     """Makes the optimizer that `optim.name` names; each one uses the hyperparameters that it has.
+
+    Args:
+        ema: the decay of an average of the parameters; None: there is no average.
 
     Raises:
         ConfigError: no optimizer has this name.
     """
-    if name == "adamw":
-        return AdamW(weight_decay, betas, eps)
-    if name == "sgd":
-        return SGD(weight_decay, momentum)
-    raise ConfigError(f"optim.name={name} is not a known optimizer", exists="adamw, sgd")
+    if name not in ("adamw", "sgd"):
+        raise ConfigError(f"optim.name={name} is not a known optimizer", exists="adamw, sgd")
+    made = AdamW(weight_decay, betas, eps) if name == "adamw" else SGD(weight_decay, momentum)
+    return made if ema is None else Averaged(made, ema)
 
 
 def clip_divisor(norm: float, clip: float) -> float:

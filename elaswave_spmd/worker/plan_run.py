@@ -8,14 +8,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
 from elaswave_spmd.conf.schema import EMULATED, Settings
-from elaswave_spmd.data import PreparedData, open_split
+from elaswave_spmd.data import PreparedData, TokenDataset, open_split
+from elaswave_spmd.determinism import sample_ids
 from elaswave_spmd.errors import ConfigError, DataError, ModelError, SpecError
 from elaswave_spmd.mesh import ISLAND_AXES, Mesh, Topology
-from elaswave_spmd.models import LayeredModel, build_model, constructing, freeze_parameters
+from elaswave_spmd.models import (
+    LayeredModel,
+    Objective,
+    attributes_given,
+    build_model,
+    constructing,
+    freeze_parameters,
+    other_loss,
+)
+from elaswave_spmd.recovery.early_stop import EarlyStop
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.devices.selection import kind_of
 from elaswave_spmd.runtime.devices.xla_island import XlaIsland
@@ -28,14 +39,19 @@ from elaswave_spmd.weights.given import GivenWeights, check_weights
 from elaswave_spmd.worker.channel import Channel
 from elaswave_spmd.worker.context import Datasets, LocalModel, WorkerContext, WorkerHooks
 from elaswave_spmd.worker.initial_values import MadeValues, Row, digests
+from elaswave_spmd.worker.inputs import Example, Inputs, first_input, refuse_other_form, to_batch
 from elaswave_spmd.worker.learning_rate import LearningRate
+from elaswave_spmd.worker.loading import BackgroundLoader
 from elaswave_spmd.worker.model_layout import ModelDescription, describe, has_constants
 from elaswave_spmd.worker.optimizers import make_optimizer
-from elaswave_spmd.worker.programs.eager import StagePrograms, program_args
+from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, program_args
 from elaswave_spmd.worker.programs.emulated import EmulatedDevice, EmulatedPrograms
 from elaswave_spmd.worker.programs.inductor import CompiledPrograms
 from elaswave_spmd.worker.programs.xla import XlaPrograms
 from elaswave_spmd.worker.spec import Job
+
+_COMPARED = 4
+"""Micro-batches of which the form is known before layers are compiled for it."""
 
 
 @dataclass(frozen=True)
@@ -64,26 +80,34 @@ class RunPlan:
 
 
 def make_model(
-    settings: Settings, vocab_size: int, *, device: str = "meta", layers: Collection[str] | None = None
+    settings: Settings,
+    vocab_size: int,
+    *,
+    attributes: Mapping[str, object] | None = None,
+    device: str = "meta",
+    layers: Collection[str] | None = None,
 ) -> LayeredModel:
     """Build the model that the settings name. On the meta device it has shapes and no memory.
 
     Args:
+        vocab_size: of the data; 0: its samples are no tokens.
+        attributes: of the dataset (`PreparedData.attributes`), for parameters of the constructor that have no other
+            value.
         layers: the layers that get memory on another device, of those that the model gives as factories; None: all.
     """
-    m = settings.model
-    sizes = {
-        "vocab_size": vocab_size,
-        "seq_len": settings.train.seq_len,
-        "layers": m.layers,
-        "d_model": m.d_model,
-        "heads": m.heads,
-        "dropout": m.dropout,
-    }
+    m, sizes = settings.model, settings.model.sizes(settings.train.seq_len, vocab_size)
     with torch.device(device), constructing(settings.seed, layers):
-        model = build_model(m.target, sizes, m.args)
+        model = build_model(m.target, sizes, m.args, attributes)
+    if not vocab_size and type(model).loss is LayeredModel.loss:
+        raise other_loss(type(model).__name__)
     freeze_parameters(model, settings.optim.freeze_patterns)
     return model
+
+
+def _model_of(plan: RunPlan, *, device: str = "meta", layers: Collection[str] | None = None) -> LayeredModel:
+    """The model of a run, as `make_model` makes it."""
+    data = plan.data
+    return make_model(plan.settings, data.vocab_size, attributes=data.attributes, device=device, layers=layers)
 
 
 def plan_run(
@@ -100,9 +124,9 @@ def plan_run(
     """
     job = _job(settings, data)
     # On the meta device: the layout needs shapes only. A model of any size is planned on any machine.
-    model = make_model(settings, data.vocab_size)
+    model = make_model(settings, data.vocab_size, attributes=data.attributes)
     shardings = model.shardings.with_zero(settings.sharding.zero_level)
-    description = describe(model, page_size=settings.page.size)
+    description = describe(model, page_size=settings.page.size, groups=settings.optim.groups)
     layout = description.layout
     estimates = _unmeasured(job, layout)
     _check_islands(model, settings)
@@ -120,6 +144,9 @@ def plan_run(
     if settings.runtime.device == EMULATED:
         settings.emulated.check_layers(len(layout.layers))
     costs = (costs or estimates).with_links(settings.schedule.latency, settings.schedule.bandwidth)
+    # What the model is not given, such as a dataset's counter, is no part of what a run is.
+    m, sizes = settings.model, settings.model.sizes(settings.train.seq_len, data.vocab_size)
+    data = replace(data, attributes=attributes_given(m.target, sizes, m.args, data.attributes))
     return RunPlan(settings, data, job, description, placement, costs)
 
 
@@ -183,33 +210,56 @@ def _job(settings: Settings, data: PreparedData) -> Job:
     t, o = settings.train, settings.optim
     if data.num_train_samples < t.global_batch:
         raise DataError(
-            f"the training split has {data.num_train_samples} samples of {t.seq_len} tokens, fewer than "
-            f"train.global_batch={t.global_batch}",
+            f"the training split has {data.num_train_samples} samples"
+            + (f" of {t.seq_len} tokens" if data.is_tokens else "")
+            + f", fewer than train.global_batch={t.global_batch}",
             rule="the training split holds at least one global batch",
             where=f"data {data.corpus}",
-            fix="more data, or a smaller train.global_batch or train.seq_len",
+            fix="more data, or a smaller train.global_batch" + (" or train.seq_len" if data.is_tokens else ""),
         )
-    rate = LearningRate(o.lr, o.schedule, o.warmup_steps, t.steps, o.final_lr_ratio)
     return Job(
         seed=settings.seed,
         steps=t.steps,
         global_batch=t.global_batch,
         microbatch_size=settings.train.microbatch_size,
-        seq_len=t.seq_len,
+        seq_len=t.seq_len if data.is_tokens else 1,
+        is_tokens=data.is_tokens,
         dtype=settings.runtime.dtype,
-        optimizer=make_optimizer(o.name, weight_decay=o.weight_decay, betas=o.betas, eps=o.eps, momentum=o.momentum),
-        learning_rate=rate,
+        optimizer=make_optimizer(
+            o.name, weight_decay=o.weight_decay, betas=o.betas, eps=o.eps, momentum=o.momentum, ema=o.ema
+        ),
+        learning_rate=LearningRate.of(o, t.steps),
         clip=o.clip,
         activation_checkpointing=settings.runtime.activation_checkpointing,
         validate_every=t.validate_every,
-        # A held-out split with less than one micro-batch: the run does not validate.
-        num_validation_microbatches=min(
-            t.validate_microbatches, data.num_validation_samples // settings.train.microbatch_size
-        ),
+        num_validation_microbatches=_num_validation_microbatches(settings, data),
         verify_every=settings.mirror.verify_every,
         checkpoint_every=settings.checkpoint.every,
+        early_stop=EarlyStop(t.stop_patience, t.stop_min_delta) if t.stop_patience else None,
+        saves_validated=settings.checkpoint.keep_best > 0,
         verify_rate=settings.verify.rate,
     )
+
+
+def _num_validation_microbatches(settings: Settings, data: PreparedData) -> int:
+    """How many micro-batches a validation has; 0 where the held-out split has less than one: the run does not validate.
+
+    Raises:
+        DataError: there is none, and a setting goes by validation losses.
+    """
+    t = settings.train
+    number = min(t.validate_microbatches, data.num_validation_samples // t.microbatch_size)
+    needs = {"train.stop_patience": t.stop_patience, "checkpoint.keep_best": settings.checkpoint.keep_best}
+    for name, value in needs.items():
+        if value and not number:
+            raise DataError(
+                f"the held-out split has {data.num_validation_samples} samples, fewer than "
+                f"train.microbatch_size={t.microbatch_size}",
+                rule=f"{name}={value} goes by validation losses",
+                where=f"data {data.corpus}",
+                fix=f"more data, a larger data.validation_fraction, or no {name}",
+            )
+    return number
 
 
 def make_context(
@@ -235,8 +285,12 @@ def make_context(
 
 def open_datasets(plan: RunPlan) -> Datasets:
     """Open the splits that a worker reads."""
+    train = open_split(plan.data, "train")
     validation = open_split(plan.data, "validation") if plan.job.validates else None
-    return Datasets(open_split(plan.data, "train"), validation)
+    if isinstance(train, TokenDataset):
+        return Datasets(train, validation)
+    loader = BackgroundLoader(train, validation, plan.settings.data.ahead)
+    return Datasets(loader.train, loader.validation, loader)
 
 
 def make_local_model(plan: RunPlan, programs: StagePrograms) -> LocalModel:
@@ -244,8 +298,9 @@ def make_local_model(plan: RunPlan, programs: StagePrograms) -> LocalModel:
     made = MadeValues(partial(_make_for_real, plan)) if plan.description.has_own_values else None
     layers, given = _Layers(plan), None
     if begins_with_given_weights(plan.settings):
-        given = GivenWeights(plan.settings.model, make_model(plan.settings, plan.data.vocab_size))
-    return LocalModel(plan.description.layout, plan.description.inits, layers, layers.prototype, programs, made, given)
+        given = GivenWeights(plan.settings.model, _model_of(plan))
+    layout, inits = plan.description.layout, plan.description.inits
+    return LocalModel(layout, inits, layers, layers.prototype, programs, made, given, layers.inputs)
 
 
 def check_given_weights(plan: RunPlan) -> None:
@@ -255,14 +310,14 @@ def check_given_weights(plan: RunPlan) -> None:
         ConfigError, CheckpointError: they do not; as for `check_weights`.
     """
     if begins_with_given_weights(plan.settings):
-        check_weights(plan.settings.model, make_model(plan.settings, plan.data.vocab_size))
+        check_weights(plan.settings.model, _model_of(plan))
 
 
 def given_digests(plan: RunPlan) -> tuple[Row, ...]:
     """Digests of all weights that the run begins with, where workers on other machines read files of their own."""
     if not (begins_with_given_weights(plan.settings) and plan.settings.runtime.agents):
         return ()
-    given = GivenWeights(plan.settings.model, make_model(plan.settings, plan.data.vocab_size))
+    given = GivenWeights(plan.settings.model, _model_of(plan))
     found = tuple(given.digests(layer.name for layer in plan.description.layout.layers))
     given.close()
     return found
@@ -275,7 +330,7 @@ def begins_with_given_weights(settings: Settings) -> bool:
 
 def _make_for_real(plan: RunPlan, layers: Collection[str]) -> LayeredModel:
     """The model with memory: all of it, but of the layers that it gives as factories these alone."""
-    return make_model(plan.settings, plan.data.vocab_size, device="cpu", layers=layers)
+    return _model_of(plan, device="cpu", layers=layers)
 
 
 def digests_of(plan: RunPlan, rank: int, model: LocalModel, *, begins: bool) -> tuple[Row, ...]:
@@ -293,7 +348,7 @@ def digests_of(plan: RunPlan, rank: int, model: LocalModel, *, begins: bool) -> 
         computed = set(placement.layers_of_stage(placement.mesh.stage_of(rank)))
         held = {layer for layer, ranges in replicas.items() if any(rank in pages.replicas for pages in ranges)}
     else:
-        factories = make_model(plan.settings, plan.data.vocab_size).factories
+        factories = _model_of(plan).factories
         computed, held = {layer.index for layer in layers if layer.name not in factories}, set()
     modules = ((layers[number].name, module) for number, module in model.make_modules(sorted(computed)).items())
     of_values = [layers[number].name for number in sorted(held)] if begins else ()
@@ -320,6 +375,7 @@ def make_programs(
     place: torch.device,
     frequency: Callable[[], float],
     compiled: Callable[[str], None],
+    train: Batches,
 ) -> StagePrograms:
     """Make the programs that run the layers of one worker.
 
@@ -329,28 +385,50 @@ def make_programs(
         place: where parameters, inputs and outputs lie.
         frequency: of an emulated device, as a fraction of its highest; asked before every program.
         compiled: called with the name of each layer when its programs are there.
+        train: the training split, of which the first micro-batch shows the form of all.
     """
     settings, layout = plan.settings, plan.description.layout
-    model = make_model(settings, plan.data.vocab_size)  # for its loss and its specs; modules of layers come later
-    args = program_args(plan.job, layout, model.loss)
+    model = _model_of(plan)  # for its loss and its specs; modules of layers come later
+    args = program_args(plan.job, layout, Objective.of(model))
     if settings.runtime.device != EMULATED:
-        microbatch, dtype = (plan.job.microbatch_size, plan.job.seq_len), plan.job.torch_dtype
+        dtype = plan.job.torch_dtype
         if settings.runtime.compile:
             programs = CompiledPrograms(**args, threads=settings.runtime.threads_per_worker, place=place)
             modules = _Layers(plan)(range(len(layout.layers)))
-            programs.compile([*modules.values()], layout, microbatch, dtype, compiled)
+            programs.compile([*modules.values()], layout, _example(plan, model, train, place), dtype, compiled)
             return programs
         if not kind_of(settings).capabilities.compiles:
             return StagePrograms(**args)
         island = XlaIsland({axis: settings.mesh.shape.axis_size(axis) for axis in ISLAND_AXES})
         programs = XlaPrograms(**args, island=island, specs=specs_of(model))
-        programs.compile(model.layers, layout, microbatch, dtype, compiled)
+        programs.compile(model.layers, layout, _example(plan, model, train, torch.device("cpu")), dtype, compiled)
         return programs
     e = settings.emulated
     speed: Callable[[int], float] = lambda step: e.speed(rank, step) * frequency()  # noqa: E731
     return EmulatedPrograms(
         **args, device=EmulatedDevice(e.forward_ms / 1e3, e.backward_ms / 1e3, e.layer_costs, speed, e.weight_share)
     )
+
+
+def _example(plan: RunPlan, model: LayeredModel, train: Batches, place: torch.device) -> Example:
+    """A micro-batch of the form that all have: the first of the first step, or zeros in place of tokens.
+
+    Raises:
+        DataError: the next micro-batches have another form. That is seen before minutes of compiling.
+    """
+    job = plan.job
+    if job.is_tokens:
+        return Example.of_tokens((job.microbatch_size, job.seq_len), place)
+    ids = sample_ids(job.seed, 1, job.global_batch, len(train), np.arange(job.global_batch))
+    size = job.microbatch_size
+    first, *others = (
+        to_batch(train, ids[start : start + size], place, job.seed, 1)
+        for start in range(0, min(job.global_batch, _COMPARED * size), size)
+    )
+    example = Example(first_input(model.inputs, first, job.torch_dtype), first, size)
+    for other in others:
+        refuse_other_form(example, other)
+    return example
 
 
 def _without_memory(module: nn.Module) -> nn.Module:
@@ -372,9 +450,10 @@ class _Layers:
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
-        model = make_model(plan.settings, plan.data.vocab_size)
+        model = _model_of(plan)
         self._modules = model.layers
         self._names = model.layer_names
+        self.inputs: Inputs = model.inputs
         # Constants exist only where a layer is made for real, which is done when the first such layer is asked for.
         self._lacking = {number for number, module in enumerate(self._modules) if has_constants(module)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -36,9 +37,10 @@ from elaswave_spmd.worker.device_fault import DeviceRecovery
 from elaswave_spmd.worker.fault_injection import FaultInjector
 from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.heartbeat import HeartbeatSender, Progress
+from elaswave_spmd.worker.loading import BackgroundLoader
 from elaswave_spmd.worker.loop import Executor
 from elaswave_spmd.worker.message_limits import message_limits
-from elaswave_spmd.worker.model_check import check_model
+from elaswave_spmd.worker.model_check import check_model, mistake_in_model
 from elaswave_spmd.worker.parameter_broadcast import StageGroup
 from elaswave_spmd.worker.plan_run import (
     RunPlan,
@@ -98,7 +100,7 @@ class WorkerProcess:
         self._settings = settings = spec.run.settings
         self._device = open_device(settings, rank)
         keep_freed_memory()  # activations are freed and allocated again in every step
-        self._probe = LinkProbe(lambda peer, header, payloads: self._links.send(peer, header, payloads))
+        self._probe = LinkProbe(lambda peer, header, payloads: self._links.send(peer, header, payloads, ordered=False))
         self._mailbox = mailbox = Mailbox(self._probe.tap)
         # SIGTERM is a request to leave gracefully. Its handler may interrupt anything: it does no more.
         signal.signal(signal.SIGTERM, lambda *_: mailbox.interrupt("SIGTERM"))
@@ -112,6 +114,8 @@ class WorkerProcess:
             limits=message_limits(spec.run.links.payloads),
             life_fd=spec.life_fd,
         )
+        if why := self._links.why_not_shared:
+            print(f"links of worker {rank} go over Unix sockets: memory is not shared, since {why}", file=sys.stderr)
         self._trace = open_trace(spec.run.options.trace, rank)
         self._clock = _open_clock(settings, spec.run.options.frequency_guard, rank)
         self._group = self._open_group()
@@ -124,6 +128,7 @@ class WorkerProcess:
         self._checkpoints: CheckpointWriter | None = None
         self._faults: FaultInjector | None = None
         self._executor: Executor | None = None
+        self._loader: BackgroundLoader | None = None
 
     def _open_group(self) -> StageGroup | None:
         """The process group of this worker's stage, if parameters are published through groups; else None."""
@@ -155,7 +160,7 @@ class WorkerProcess:
         A worker compiles before it is ready: a member, or one about to become a member, has nothing left to compile.
 
         Raises:
-            UserError: a model that breaks the promise of equal bits, or cannot be compiled.
+            UserError: a model that breaks the promise of equal bits, cannot be compiled, or raises an exception.
         """
         spec = self._spec
         self._links.connect(CONTROLLER, spec.run.links.controller)
@@ -171,19 +176,28 @@ class WorkerProcess:
         def beat(what: str, layer: str) -> None:
             self._send(m.Heartbeat(self._rank, next(progress), False, f"{what}, {layer} done"))
 
-        programs = make_programs(plan, self._rank, self._device.place, self._frequency, partial(beat, "compiling"))
-        model, data = make_local_model(plan, programs), open_datasets(plan)
+        data, compiled = open_datasets(plan), partial(beat, "compiling")
+        self._loader = data.loader
+        programs = make_programs(plan, self._rank, self._device.place, self._frequency, compiled, data.train)
+        model = make_local_model(plan, programs)
         begins = spec.run.checkpoints.source is None
         rows = digests_of(plan, self._rank, model, begins=begins)
         if rows:
             self._send(m.Constructed(self._rank, rows))
         if self._settings.checks_model:
-            place = self._device.place
-            check = check_model(
-                model, plan.job, data.train, place, rank=self._rank, checked=partial(beat, "checking the model")
-            )
+            place, checked = self._device.place, partial(beat, "checking the model")
+            try:
+                check = check_model(model, plan.job, data.train, place, rank=self._rank, checked=checked)
+            except UserError:
+                raise
+            except Exception as error:
+                if (mistake := mistake_in_model(error, place)) is None:
+                    raise
+                raise mistake from error
             rows = tuple(map(dataclasses.astuple, check.layers))
-            self._send(m.Checked(self._rank, check.seconds, rows, check.kinds, check.loss_unchecked))
+            self._send(m.Checked(self._rank, check.seconds, rows, check.kinds, check.loss_unchecked, check.samples))
+        if self._loader is not None:
+            self._loader.pop_waited()  # for the samples of the check
         if model.made is not None and not (begins and self._rank in plan.placement.mesh):
             # Read from the checkpoint, or sent to a newcomer; should that be a first worker, it makes the values again.
             model.made.clear()
@@ -241,6 +255,7 @@ class WorkerProcess:
             on_point=self._on_point,
             computed=self._computed,
             step_measured=partial(self._send_costs, model.programs),
+            data_waited=self._send_data_wait,
             applied=checkpoints.applied,
             save=checkpoints.save,
             members_changed=self._members_changed,
@@ -309,7 +324,9 @@ class WorkerProcess:
             self._send(m.Failed(self._rank, report, self._step))
 
     def close(self) -> None:
-        """Close the trace, then the links once what was sent has left."""
+        """End the loader, close the trace, then the links once what was sent has left."""
+        if self._loader is not None:
+            self._loader.close()
         if self._trace is not None:
             self._trace.close()
         if self._clock is not None:
@@ -352,12 +369,14 @@ class WorkerProcess:
             self._link_reported = self._link_reported or bool(link)
             self._send(m.Measured(self._rank, step, rows, memory, programs.num_compiled, link, weights))
 
+    def _send_data_wait(self, step: int, seconds: float) -> None:
+        self._send(m.Measured(self._rank, step, (), data_seconds=seconds))
+
     def _members_changed(self, message: m.Reconfigure) -> None:
         """Open links to members that are new, and close those to workers that are members no more."""
         if self._trace is not None:
             self._trace.mark(f"mesh epoch {message.epoch}")
-        for peer in set(self._links.peers) - {CONTROLLER} - message.addresses.keys():
-            self._links.drop(peer)
+        self._links.drop_all_but({CONTROLLER, *message.addresses})
         for peer, address in message.addresses.items():
             if peer != self._rank:
                 try:

@@ -11,11 +11,12 @@ import torch
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.recovery.admission import MessageBounds
+from elaswave_spmd.recovery.early_stop import EarlyStop
 from elaswave_spmd.runtime.transport.credentials import Credentials, credentials_from_dict
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from elaswave_spmd.worker.learning_rate import LearningRate
-from elaswave_spmd.worker.optimizers import PageOptimizer
+from elaswave_spmd.worker.optimizers import PageOptimizer, averages
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -26,8 +27,8 @@ class Job:
 
     Workers and controller read it.
 
-    All fields but activation_checkpointing, validate_every, num_validation_microbatches, verify_every, checkpoint_every
-    and verify_rate change the bits of a run, so a resumed run must have them again
+    All fields but activation_checkpointing, validate_every, num_validation_microbatches, verify_every,
+    checkpoint_every, saves_validated and verify_rate change the bits of a run, so a resumed run must have them again
     (`run_fingerprint.identity_of`).
 
     Args:
@@ -35,7 +36,7 @@ class Job:
         steps: steps to train.
         global_batch: sequences per step; a multiple of `microbatch_size`.
         microbatch_size: sequences per micro-batch.
-        seq_len: tokens per sequence.
+        seq_len: tokens per sequence; 1 where samples are no tokens, and each counts once.
         dtype: "fp32" or "bf16": of parameters and activations in layer programs; master state is fp32.
         optimizer, learning_rate: the update.
         clip: largest gradient norm; 0 for none.
@@ -47,6 +48,9 @@ class Job:
         checkpoint_every: steps between checkpoints, 0 for none: state that is saved is compared too.
         verify_rate: the share of (micro-batch, stage) pairs, and of layers' sums, that a second worker computes as
             well; 0 for none.
+        early_stop: the rule by which the run ends before its last step; None: it does not.
+        saves_validated: state that is validated is saved as well.
+        is_tokens: samples are tokens; else batches are those of a user's dataset, and their shapes may vary.
     """
 
     seed: int
@@ -64,6 +68,9 @@ class Job:
     verify_every: int = 0
     verify_rate: float = 0.0
     checkpoint_every: int = 0
+    early_stop: EarlyStop | None = None
+    saves_validated: bool = False
+    is_tokens: bool = True
 
     def __post_init__(self) -> None:
         assert self.global_batch % self.microbatch_size == 0 and self.dtype in DTYPES, self
@@ -75,6 +82,7 @@ class Job:
 
     @property
     def tokens_per_step(self) -> int:
+        """What the loss of a step without weights is divided by: its tokens, or its samples if these are no tokens."""
         return self.global_batch * self.seq_len
 
     @property
@@ -99,11 +107,12 @@ class Job:
         """True if all replicas of the state at this version are compared, before a step is computed from it for good.
 
         These are every `verify_every`-th version, the first one and the last one, and those that checkpoints are made
-        of. Like `validates_at` a function of the version alone.
+        of; validated ones if the run may end there. Like `validates_at` a function of the version alone.
         """
         if not self.verify_every:
             return False
         saved = self.checkpoint_every > 0 and version % self.checkpoint_every == 0
+        saved |= (self.early_stop is not None or self.saves_validated) and self.validates_at(version)
         return saved or (version + 1) % self.verify_every == 0 or version in (0, self.steps)
 
 
@@ -117,6 +126,7 @@ def message_bounds(job: Job, layout: ModelLayout, *, spawns: bool = False) -> Me
         1 + len(job.optimizer.state_names),
         spawns,
         checks=job.verify_rate > 0,
+        averages=averages(job.optimizer),
     )
 
 

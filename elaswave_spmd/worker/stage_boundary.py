@@ -44,9 +44,12 @@ class Boundaries:
         send: to the other workers.
         device: where the tensors lie, received ones too.
         first_trained: the first layer that has a backward; those before it have frozen parameters.
+        one_shape: all micro-batches have one shape, as those of tokens have.
     """
 
-    def __init__(self, rank: int, send: Send, device: Device, first_trained: int = 0) -> None:
+    def __init__(
+        self, rank: int, send: Send, device: Device, first_trained: int = 0, *, one_shape: bool = True
+    ) -> None:
         self._rank = rank
         self._send = send
         self._device = device
@@ -54,7 +57,8 @@ class Boundaries:
         self._received: dict[BoundaryKey, Activation] = {}
         self._kept: dict[BoundaryKey, Activation] = {}
         self._used: dict[BoundaryKey, Activation] | None = None  # used since a StepReport; None: no change is under way
-        self._shapes: dict[int, _Shapes] = {}  # first layer behind a boundary -> of what crosses it
+        self._one_shape = one_shape
+        self._shapes: dict[tuple[int, ...], _Shapes] = {}  # place of a boundary (`_place`) -> of what crosses it
 
     def send(self, peer: int | None, message: Crossing, value: Activation) -> None:
         """Send an activation, or its gradient, to the micro-batch's worker on the other stage, and keep it.
@@ -67,7 +71,7 @@ class Boundaries:
         if key.kind != VALIDATION:  # a validation that is broken off is run again as a whole
             self._kept[key] = value
             if not self._stands_in(key):
-                self._shapes[_boundary(key)] = _shapes(message)
+                self._shapes[self._place(key)] = _shapes(message)
         if peer == self._rank:  # it has changed its stage, and now needs what it had sent
             self._received[key] = value
         elif peer is not None:
@@ -77,13 +81,18 @@ class Boundaries:
         """True if a tensor cannot be right, since what this worker has computed has another shape at its boundary.
 
         Micro-batches have one shape. It is known from the first tensor on that this worker has sent over the boundary:
-        the activations, or the gradients, of all others are like it. Those of a validation are not compared: who gets
-        them sends none back.
+        the activations, or the gradients, of all others are like it. Where shapes vary, the gradient of a micro-batch
+        is held to the activation that this worker has sent of the same one. Those of a validation are not compared: who
+        gets them sends none back.
         """
         key = _key(message)
         if self._stands_in(key):
             return message.shape != (1,)
-        return key.kind != VALIDATION and self._shapes.get(_boundary(key), _shapes(message)) != _shapes(message)
+        return key.kind != VALIDATION and self._shapes.get(self._place(key), _shapes(message)) != _shapes(message)
+
+    def _place(self, key: BoundaryKey) -> tuple[int, ...]:
+        """The boundary that a tensor crosses; where shapes vary, with the step and the micro-batch."""
+        return (_boundary(key),) if self._one_shape else (_boundary(key), key.step, key.microbatch)
 
     def _stands_in(self, key: BoundaryKey) -> bool:
         """True for a gradient that no layer before the boundary needs: one zero crosses it (`programs.no_gradient`)."""
@@ -162,6 +171,7 @@ class Boundaries:
         for table in (self._received, self._kept, self._used or {}):
             for key in [k for k in table if k.step > version]:
                 del table[key]
+        self._forget_shapes(lambda step: step > version)
 
     def _again(self, key: BoundaryKey, peer: int) -> None:
         tensor = self._kept.get(key)
@@ -174,6 +184,11 @@ class Boundaries:
         for table in (self._received, self._kept):
             for key in [k for k in table if k.step < step or (k.step == step and k.kind != VALIDATION)]:
                 del table[key]
+        self._forget_shapes(lambda other: other <= step)
+
+    def _forget_shapes(self, is_over: Callable[[int], bool]) -> None:
+        if not self._one_shape:
+            self._shapes = {place: shapes for place, shapes in self._shapes.items() if not is_over(place[1])}
 
 
 _Shapes = tuple[tuple[int, ...], ...]

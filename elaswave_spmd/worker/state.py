@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.runtime.devices import Device
-from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout
+from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout, UpdateRule
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaSet
 from elaswave_spmd.worker.buffers import ValueBuffer
-from elaswave_spmd.worker.optimizers import PageOptimizer, Update
+from elaswave_spmd.worker.optimizers import AVERAGE, PageOptimizer, Update
 
 Saved = Callable[[PageRange, str], Tensor]
 """(page range, kind of state: "master" or the optimizer's) -> fp32 [elements]."""
@@ -60,8 +60,7 @@ class HeldRange:
 class _Cut:
     """The arguments of one call of the optimizer: pieces [first, stop) of held ranges that share an update rule."""
 
-    decay: bool
-    lr_scale: float
+    rule: UpdateRule
     pieces: list[tuple[PageRange, int, int]]
     masters: list[Tensor]
     optimizer_states: dict[str, list[Tensor]]
@@ -132,6 +131,10 @@ class HeldState:
         if whole and not self.separate_master:  # a slice of a compute buffer that goes
             held.master = held.master.clone()
 
+    def average_of(self, part: HeldRange) -> Tensor:
+        """The average of a page range's parameters; of frozen ones, which stay as they are, the parameters."""
+        return part.optimizer_state.get(AVERAGE, part.master)
+
     def is_frozen(self, layer: int, page: int) -> bool:
         """True if a page is not trained: it has a master alone."""
         return self._layout.layers[layer].is_frozen(page)
@@ -153,6 +156,8 @@ class HeldState:
                 if first < stop:
                     values = draw(slot.parameter.name, first - slot.start, stop - slot.start)
                     part.master[first - part.start : stop - part.start].copy_(values)
+            if (average := part.optimizer_state.get(AVERAGE)) is not None:
+                average.copy_(part.master)
             part.version = 0
         for layer in self.layers:
             self.to_compute(layer)
@@ -192,7 +197,7 @@ class HeldState:
                 cut.masters,
                 [gradients[key][first:stop] for key, first, stop in cut.pieces],
                 cut.optimizer_states,
-                Update(step, lr * cut.lr_scale, cut.decay, divisor),
+                Update(step, lr * cut.rule.lr_scale, cut.rule.decay, divisor, cut.rule.weight_decay),
             )
         self.keep(layer, step)
 
@@ -340,17 +345,15 @@ def _copy_in_pieces(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 def _cut_by_rule(layout: LayerLayout, held: list[HeldRange]) -> list[_Cut]:
-    """The held elements of a layer, grouped by update rule (weight decay, scale of the learning rate)."""
-    cuts: dict[tuple[bool, float], _Cut] = {}
+    """The held elements of a layer, grouped by update rule."""
+    cuts: dict[UpdateRule, _Cut] = {}
     for part in held:
         for segment in layout.segments:
             first, stop = max(segment.start, part.start) - part.start, min(segment.stop, part.stop) - part.start
             if first >= stop:
                 continue
             states = {name: [] for name in part.optimizer_state}
-            cut = cuts.setdefault(
-                (segment.decay, segment.lr_scale), _Cut(segment.decay, segment.lr_scale, [], [], states)
-            )
+            cut = cuts.setdefault(segment.rule, _Cut(segment.rule, [], [], states))
             cut.pieces.append((part.pages.key, first, stop))
             cut.masters.append(part.master[first:stop])
             for name, values in part.optimizer_state.items():

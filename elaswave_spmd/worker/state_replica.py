@@ -31,6 +31,7 @@ from elaswave_spmd.worker.optimizers import clip_divisor
 from elaswave_spmd.worker.page_norms import page_norm_values
 from elaswave_spmd.worker.parameter_broadcast import StageBroadcasts
 from elaswave_spmd.worker.parameters import Parameters
+from elaswave_spmd.worker.programs.eager import mixed_weights
 from elaswave_spmd.worker.state import LEARNING, BackgroundCopies, HeldState, Saved, contains, cut
 from elaswave_spmd.worker.state_transfer import receive_state, send_state
 from elaswave_spmd.worker.sum_checks import SumChecks
@@ -86,6 +87,7 @@ class StateReplica:
             send=self._send,
             gradient_done=self._gradient_reduced,
         )
+        self.reducer.send_copies = context.channel.copies_payloads
         self.reducer.step_decided(protocol.version)
         draw, digester = CheckDraw(job.seed, job.verify_rate), Digester(context.device)
         self.sums = SumChecks(self.rank, self._layout, draw, digester, context.hooks, self._send)
@@ -266,12 +268,12 @@ class StateReplica:
             return
         gradient = self._context.hooks.computed(FaultPoint.NORM, step, gradient)
         self._gradients.setdefault(step, {})[key] = gradient
-        loss = self._loss_in(key, gradient)
+        loss, weight = self._loss_in(key, gradient)
         norms = page_norm_values(gradient, self._layout.page_size) if loss is None else []
         self._context.hooks.on_point(FaultPoint.NORM, step)
         self.sums.gradient(step, key, gradient, norms)
         self._relay_gradient(step, pages, gradient, norms)
-        self._commit.gradient_complete(step, key, norms, loss)
+        self._commit.gradient_complete(step, key, norms, loss, weight)
 
     def _gradient_received(self, sender: int, message: m.ReducedGradient, payload: Tensor) -> None:
         if message.step <= self.protocol.version:
@@ -290,7 +292,7 @@ class StateReplica:
                 # From the primary of an older epoch, perhaps: its mirrors need not be those of this one.
                 self._relay_gradient(message.step, self._held[key], gradient, own)
                 self.sums.gradient(message.step, key, gradient, own)
-                self._commit.gradient_complete(message.step, key, own, self._loss_in(key, gradient))
+                self._commit.gradient_complete(message.step, key, own, *self._loss_in(key, gradient))
 
     def _relay_gradient(
         self, step: int, pages: ReplicaSet, gradient: Tensor, norms: Sequence[float], was: int | None = None
@@ -309,8 +311,21 @@ class StateReplica:
                 self._gradients_sent.add((step, pages.key, receiver))
                 self._send(receiver, m.ReducedGradient(step, *pages.key, np.array(norms, "<f4").tobytes()), gradient)
 
-    def _loss_in(self, key: PageRange, gradient: Tensor) -> float | None:
-        return float(gradient[0]) if key == self._loss_range else None
+    def _loss_in(self, key: PageRange, gradient: Tensor) -> tuple[float | None, float | None]:
+        """The loss and its weight in a reduced gradient, if it is that of the loss page, and losses have a weight.
+
+        Raises:
+            ModelError: losses of some micro-batches have weights, and of others none.
+        """
+        if key != self._loss_range:
+            return None, None
+        loss, weight, number = gradient[:3].tolist()  # as GradientBuffer.add_loss puts them there
+        if number not in (0.0, self._job.num_microbatches):
+            raise mixed_weights(
+                f"loss(output, batch) has returned a weight for {number:.0f} of {self._job.num_microbatches} "
+                "micro-batches"
+            )
+        return loss, weight if number else None
 
     def reduced_gradients(self, step: int) -> tuple[PageRange, ...]:
         """The page ranges whose reduced gradient of this step is here."""
@@ -351,7 +366,7 @@ class StateReplica:
         step = decided.step
         self.background.finish()  # copies of state read what is about to be overwritten
         lr = self._job.learning_rate.at(step)
-        divisor = clip_divisor(decided.norm, self._job.clip) if decided.finite else 1.0
+        divisor = decided.divisor * clip_divisor(decided.norm, self._job.clip) if decided.finite else 1.0
         gradients = self._gradients.pop(step, {})
         if damaged := self.state.disown_damaged(self._written):
             self._send(CONTROLLER, m.Damaged(self.rank, self.protocol.epoch, step, tuple(damaged)), None)
@@ -437,9 +452,13 @@ class StateReplica:
                 self.background.add(send_state(self.state, source, message, learners, self._send))
 
     def _loss_state(self) -> Tensor:
-        """The state of the loss page, fp32 [2]: 1 and the loss of this version, or 0 and 0 before the first step."""
-        loss = self.protocol.loss_at(self.protocol.version)
-        return torch.tensor([0.0, 0.0] if loss is None else [1.0, loss], dtype=torch.float32)
+        """The state of the loss page, fp32 [2]: 1 and the loss of this version, or 0 and 0 before the first step.
+
+        If the loss has a weight, that follows: fp32 [3].
+        """
+        loss, weight = (at(self.protocol.version) for at in (self.protocol.loss_at, self.protocol.weight_at))
+        found = [0.0, 0.0] if loss is None else [1.0, loss]
+        return torch.tensor(found if weight is None else [*found, weight], dtype=torch.float32)
 
     def _state_received(self, sender: int, message: m.PageState, payload: Tensor) -> None:
         layer, first, stop = message.layer, message.first, message.stop
@@ -456,8 +475,8 @@ class StateReplica:
         ):
             return
         if (layer, first, stop) == self._loss_range:
-            known, loss = payload.tolist()
-            self.protocol.state_received(message.step, (layer, first, stop), (), loss if known else None)
+            known, loss, *weight = payload.tolist()
+            self.protocol.state_received(message.step, (layer, first, stop), (), loss if known else None, *weight)
             self._loss_received = max(message.step, self._loss_received)
             self.report_caught_up()
             return

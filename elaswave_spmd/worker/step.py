@@ -11,7 +11,7 @@ call in `train_step`: it runs inside one of its waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +23,7 @@ from elaswave_spmd.recovery.partial_step import FULL, INPUT_GRADIENT, WEIGHTS_ON
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS, turns
 from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.worker.activations import tensors_of
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.checks import StepChecks
 from elaswave_spmd.worker.configuration import Configuration
@@ -36,6 +37,7 @@ from elaswave_spmd.worker.partial_step import (
     remaining_of_begun_step,
     remaining_of_new_step,
 )
+from elaswave_spmd.worker.programs.eager import ScoreForm
 from elaswave_spmd.worker.ready_order import Limits, MicrobatchWork, is_ready, next_ready
 from elaswave_spmd.worker.stage_boundary import ACTIVATION, GRADIENT, Boundaries, Crossing
 from elaswave_spmd.worker.step_commit import StepCommit
@@ -105,7 +107,9 @@ class StepRunner:
         self._values = values
         self._waiting = waiting
         first_trained = context.model.layout.first_trained
-        self._boundaries = Boundaries(context.rank, context.channel.send, context.device, first_trained)
+        self._boundaries = Boundaries(
+            context.rank, context.channel.send, context.device, first_trained, one_shape=context.job.is_tokens
+        )
         self._microbatches = MicrobatchRunner(context, values, self._replica.reducer, self._boundaries, waiting)
         draw = CheckDraw(context.job.seed, context.job.verify_rate)
         self.checks = StepChecks(context.rank, draw, Digester(context.device), context.channel.send)
@@ -116,6 +120,7 @@ class StepRunner:
         self._limits = Limits(1)  # of this worker in this mesh epoch
         self.pacing = self._microbatches.pacing
         self._paced: m.Pace | None = None  # of a mesh epoch that is not entered yet
+        self._limited: m.Limits | None = None  # from the next step of their mesh epoch on
         self._validated = -1
         self._agreed = -1, -1  # the newest (mesh epoch, version) at which all replicas were the same
         self._unchecked = 0  # a step of which a part was computed in an older mesh epoch: it is not checked
@@ -148,6 +153,7 @@ class StepRunner:
         yield from self._until_parameters_arrived(step - 1)
         yield from self._until_checked(step)
         yield from self._until_compared(step - 1)
+        self._microbatches.report_data_wait(step)
         # From here on others may decide the step: with the votes of all members, each applies it for itself.
         self._commit.vote(step)
         yield from self._until_applied(step)
@@ -163,6 +169,7 @@ class StepRunner:
         """
         if self.step_under_way == step:
             return
+        self._change_limits()
         if (recovery := self._context.hooks.device_recovery) is not None:
             recovery.begin_step(step, self._replica)
         microbatches = {microbatch for microbatch, left in self._work.items() if left.backward == FULL}
@@ -317,6 +324,27 @@ class StepRunner:
         elif message.epoch > epoch:
             self._paced = message
 
+    def limited(self, message: m.Limits) -> None:
+        """The controller sends other limits, of this mesh epoch or of one that is not entered yet."""
+        if message.epoch >= self._placement.mesh.epoch:
+            self._limited = message
+
+    def _change_limits(self) -> None:
+        """Take the limits that have come. Between two steps: nothing is in flight, and nothing is put off."""
+        message, epoch = self._limited, self._placement.mesh.epoch
+        if message is None or message.epoch > epoch:
+            return
+        self._limited = None
+        if message.epoch == epoch:  # else they were for another mesh
+            self._microbatches.split(self._keep_to(self._configuration.limited(message)))
+
+    def _keep_to(self, configuration: Configuration) -> frozenset[int]:
+        """Set this worker's limits. Returns the layers whose backward may be in two parts."""
+        self._configuration = configuration
+        self._limits = configuration.limits_of(self._stage)
+        self._order = None
+        return configuration.split_layers if self._limits.put_off else frozenset()
+
     # ---- comparison of replicas
 
     def is_compared(self, version: int) -> bool:
@@ -384,21 +412,20 @@ class StepRunner:
         Micro-batches are assigned in turn to each stage's workers. The last stage sends the losses to the controller.
         """
         yield from self._until_compared(version)
-        members, microbatches, losses = self._placement.mesh.stages[self._stage], [], []
+        members, microbatches, scores = self._placement.mesh.stages[self._stage], [], []
         number, first = self._context.job.num_validation_microbatches, members.index(self._context.rank)
         self._microbatches.programs.set_training(False)
         try:
             for microbatch in range(first, number, len(members)):
                 x = yield from self._microbatches.validate(version, microbatch)
                 if self._is_last:
-                    assert isinstance(x, Tensor)
                     microbatches.append(microbatch)
-                    losses.append(float(x))
+                    scores.append([float(one) for one in tensors_of(x)])
         finally:
             self._microbatches.programs.set_training(True)
         if microbatches:
-            found = m.ValidationLoss(version, self._context.rank, tuple(microbatches), tuple(losses))
-            self._context.channel.send(CONTROLLER, found)
+            form = self._microbatches.programs.scored
+            self._context.channel.send(CONTROLLER, _validation(version, self._context.rank, microbatches, scores, form))
         # The next step changes the parameters: a loss that went down with its worker could not be computed again.
         yield from self._waiting.until(lambda: self._validated >= version, "the end of validation", version)
 
@@ -465,9 +492,7 @@ class StepRunner:
         self._is_last = self._stage == placement.num_stages - 1
         self._layers = placement.layers_of_stage(self._stage)
         self._boundaries.restore_used()
-        self._limits = configuration.limits_of(self._stage)
-        split_layers = configuration.split_layers if self._limits.put_off else ()
-        moved = self._microbatches.enter_epoch(placement, self._stage, split_layers)
+        moved = self._microbatches.enter_epoch(placement, self._stage, self._keep_to(configuration))
         if moved or configuration.recovery_plan is None:
             # What it did of the step went through other layers, and is of no use here. Or no member had anything of the
             # step, which is assigned anew.
@@ -479,7 +504,6 @@ class StepRunner:
         Called by `Executor.enter` when state and sums are where the new configuration has them.
         """
         lines, step = configuration.recovery_plan, configuration.version + 1
-        self._order = None
         self._plan = RecoveryPlan(step, lines) if lines is not None else None
         self.pacing.plan(None)
         if (early := self._paced) is not None:
@@ -532,3 +556,23 @@ class StepRunner:
         self._microbatches.drop_undecided()
         self._boundaries.drop_all()
         self._commit.drop_undecided()
+
+
+def _validation(
+    version: int, rank: int, microbatches: Sequence[int], scores: Sequence[Sequence[float]], form: ScoreForm | None
+) -> m.ValidationLoss:
+    """The report of a worker's share of a validation.
+
+    Args:
+        scores: of each micro-batch what a validation makes of it.
+        form: of these; None: each is a loss alone.
+    """
+    if form is None:
+        return m.ValidationLoss(version, rank, tuple(microbatches), tuple(loss for loss, *_ in scores))
+    columns = []  # of the loss and of each metric: sums and weights by micro-batch
+    for rows in zip(*map(form.rows, scores), strict=True):
+        weights = tuple(weight for _, weight in rows if weight is not None)
+        columns.append((tuple(total for total, _ in rows), weights))
+    (losses, weights), *others = columns
+    metrics = tuple((name, *column) for name, column in zip(form.names, others, strict=True))
+    return m.ValidationLoss(version, rank, tuple(microbatches), losses, weights, metrics)

@@ -47,7 +47,14 @@ class StepCommit:
         broadcasts = broadcasts_of(context)
         # Epoch -1 precedes all: the first configuration is entered like every later one.
         self.protocol = WorkerProtocol(
-            context.rank, -1, (), (), version=first.version, restored=restored, extension=broadcasts
+            context.rank,
+            -1,
+            (),
+            (),
+            version=first.version,
+            restored=restored,
+            extension=broadcasts,
+            whole_weight=context.job.tokens_per_step,
         )
         self.replica = StateReplica(context, values, self.protocol, broadcasts, self)
 
@@ -95,9 +102,11 @@ class StepCommit:
         """
         self._perform(self.protocol.computed(step))
 
-    def gradient_complete(self, step: int, pages: PageRange, norms: Sequence[float], loss: float | None) -> None:
+    def gradient_complete(
+        self, step: int, pages: PageRange, norms: Sequence[float], loss: float | None, weight: float | None
+    ) -> None:
         """A reduced gradient of this worker's replica is here, summed up or received."""
-        self._perform(self.protocol.gradient_complete(step, pages, norms, loss))
+        self._perform(self.protocol.gradient_complete(step, pages, norms, loss, weight))
 
     def handle(self, sender: int, message: m.Message, payload: Tensor | None) -> None:
         """Handle a message about state.
@@ -158,6 +167,7 @@ class StepCommit:
             decided.norm,
             decided.finite,
             decided.extension,
+            decided.weight,
         )
         self._context.channel.send(CONTROLLER, report, None)
         hooks.applied(report, self.replica)

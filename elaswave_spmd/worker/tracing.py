@@ -61,6 +61,11 @@ class TracedChannel:
         """Counts a message that was refused; see `Channel.reject`."""
         self._channel.reject(reason)
 
+    @property
+    def copies_payloads(self) -> bool:
+        """True if what is sent is copied; see `Channel.copies_payloads`."""
+        return self._channel.copies_payloads
+
 
 class TracedClock:
     """A device's clock that also records each change of its frequency in the trace.

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -30,7 +30,7 @@ from elaswave_spmd.controller.events import (
 )
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.mesh import Mesh
-from elaswave_spmd.models import LayeredModel
+from elaswave_spmd.models import LayeredModel, Objective
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Save, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
@@ -65,7 +65,7 @@ from tests.cluster.faults import LOSSES, SENDER, AnyFault, MessageFault, Plan
 from tests.cluster.kept_checkpoints import RUN_DIR, KeptCheckpoint, KeptCheckpoints
 from tests.cluster.paces import TurnClock, drawn_pace
 from tests.cluster.processes import Killed, LostStateError, Trained, Worker, victims
-from tests.cluster.put_off import OF_MICROBATCHES, DrawnLimits, check_at_point, check_report
+from tests.cluster.put_off import OF_MICROBATCHES, DrawnLimits, TriedLimits, check_at_point, check_report
 from tests.cluster.simulated_io import (
     HEARTBEAT_TURNS,
     LONGEST_TURNS,
@@ -144,6 +144,7 @@ class SimulatedCluster:
         self._random = random.Random(seed)
         self.plan = Plan(faults)
         self._uneven, self._late = uneven, late
+        self.tried = TriedLimits(late.tried) if late is not None and late.tried else None
         self.clocks: list[TurnClock] = []  # of workers' devices, where paces are sent
         self._trace = trace
         self._device = device or HostDevice(device_of("cpu"))
@@ -160,6 +161,7 @@ class SimulatedCluster:
         self._leaving: set[int] = set()
         self._notices: list[tuple[int, Event | MoveDue]] = []  # (turn, what the controller then hears)
         self._validation_losses: defaultdict[int, dict[int, float]] = defaultdict(dict)
+        self._validation_weights: defaultdict[int, dict[int, float]] = defaultdict(dict)
         self._end: LostStateError | None = None  # why the run cannot go on
         self._idle_since = 0
         self.turn = 0
@@ -330,14 +332,20 @@ class SimulatedCluster:
             self._applied[message.rank] = message.step
         if isinstance(message, m.ValidationLoss):
             self._validation_losses[message.step].update(zip(message.microbatches, message.losses, strict=True))
+            self._validation_weights[message.step].update(zip(message.microbatches, message.weights, strict=False))
 
-    def validated(self, step: int, loss: float) -> None:
+    def validated(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
         """The controller has written down the mean loss of a validation."""
         total = math.fsum(self._validation_losses[step].values())
         job = self._job
-        mean = total / (job.num_validation_microbatches * job.microbatch_size * job.seq_len)
+        weights = self._validation_weights[step]
+        whole = job.num_validation_microbatches * job.microbatch_size * job.seq_len
+        weight = math.fsum(weights.values()) if weights else whole
+        mean = total / weight if weight else math.nan
         assert loss == mean or math.isnan(mean)
         self.result.validation[step] = total
+        if metrics:
+            self.result.metrics[step] = dict(metrics)
 
     def reconfigured(self, plan: Sequence[m.Recompute]) -> None:
         """The controller has sent a plan for what is left of a step."""
@@ -392,13 +400,21 @@ class SimulatedCluster:
         def modules(layers: Iterable[int]) -> dict[int, nn.Module]:
             return {layer: copy.deepcopy(model.layers[layer]) for layer in layers}
 
-        programs = worker.programs = StagePrograms(**program_args(self._job, layout, model.loss))
+        programs = worker.programs = StagePrograms(**program_args(self._job, layout, Objective.of(model)))
         made = MadeValues(lambda layers: model) if self._description.has_own_values else None
         context = WorkerContext(
             worker.rank,
             self._job,
             self._healthy,
-            LocalModel(layout, self._description.inits, modules, model.layers.__getitem__, programs, made),
+            LocalModel(
+                layout,
+                self._description.inits,
+                modules,
+                model.layers.__getitem__,
+                programs,
+                made,
+                inputs=model.inputs,
+            ),
             Datasets(self._train, self._validation),
             self._device,
             worker.port,
@@ -628,6 +644,8 @@ class SimulatedCluster:
         self.turn += 1
         assert self.turn < MOST_TURNS, f"the run does not come to its end: {self.protocol}"
         self._to_controller()
+        if self.tried is not None and (found := self.tried.drawn(self.protocol)) is not None:
+            self.from_controller(found[0], m.encode(found[1]))
         if self._late is not None and any(isinstance(event, WorkerEnded) for _, event in self._notices):
             return  # the controller hears of a loss before others come to a halt for it
         able = [rank for rank in sorted(self._workers) if self._can_go(self._workers[rank])]

@@ -51,7 +51,9 @@ class Trained:
     losses: list[str] = field(default_factory=list)
     norms: list[str] = field(default_factory=list)
     validation: dict[int, float] = field(default_factory=dict)
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
+    averages: dict[str, np.ndarray] = field(default_factory=dict)
     epochs: list[EpochBegun] = field(default_factory=list)
     restarts: list[int] = field(default_factory=list)
     num_put_off: int = 0

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, replace
 
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.scheduling.split_backward import SplitBackward
 from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.worker.fault_points import FaultPoint
@@ -34,13 +35,39 @@ class DrawnLimits(SplitBackward):
         return replace(assignment, in_flight=in_flight, put_off=put_off if any(put_off) else ())
 
 
+class TriedLimits:
+    """Limits that workers are sent in the middle of a run, at any moment and each by itself: any other bits are faults.
+
+    Args:
+        seed: of what is drawn, and when.
+    """
+
+    _EVERY = 12  # turns, in the mean
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(f"tried {seed}")
+        self.sent = 0
+
+    def drawn(self, protocol: ControllerProtocol) -> tuple[int, m.Limits] | None:
+        """A member, and what it is sent in this turn; mostly None: nothing is."""
+        draw, mesh, split = self._draw, protocol.placement.mesh, protocol.split
+        if draw.random() * self._EVERY > 1 or not protocol.started or split is None:
+            return None
+        self.sent += 1
+        in_flight = tuple(draw.randint(1, 5) for _ in mesh.stages)
+        put_off = tuple(draw.randint(0, 4) if stage else 0 for stage in range(mesh.num_stages))
+        is_whole = draw.random() < 0.5 or not any(put_off)
+        limits = m.Limits(mesh.epoch, () if is_whole else split.layers, () if is_whole else put_off, in_flight)
+        return draw.choice(mesh.members), limits
+
+
 def check_at_point(worker: Worker, point: FaultPoint) -> None:
     """Asserts that a worker puts off no more than its stage may, and that nothing is left over of a decided step."""
     if worker.executor is None or worker.programs is None:
         return
     begun = worker.programs.begun
     if point is FaultPoint.INPUT:
-        configuration = worker.executor.configuration
+        configuration = worker.executor._steps._configuration  # with the limits that it was told last
         stage = configuration.placement.mesh.stage_of(worker.rank)
         limit = configuration.put_off[stage] if configuration.put_off else 0
         assert len(begun) <= max(1, limit), f"worker {worker.rank} has put off {sorted(begun)}, and may {limit}"

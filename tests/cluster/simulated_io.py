@@ -7,6 +7,7 @@ behind `ControllerIO` and the file system.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -129,6 +130,10 @@ class MemoryObserver(RunObserver):
         self.recent_events = deque(maxlen=1)
         self._cluster = cluster
 
+    @property
+    def wants_workers(self) -> bool:
+        return False
+
     def on_start(self, info: object) -> None: ...
 
     def on_step(self, line: Any) -> None:
@@ -148,11 +153,16 @@ class MemoryObserver(RunObserver):
         self._cluster.note("EVENT", kind, fields.get("message", ""))
         self._cluster.noted(kind, fields)
 
-    def on_validation(self, step: int, loss: float, num_microbatches: int) -> None:
-        self._cluster.validated(step, loss)
+    def on_news(self) -> None: ...
 
-    def on_finish(self, summary: object, weights: Any) -> None:
+    def on_validation(
+        self, step: int, loss: float, num_microbatches: int, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        self._cluster.validated(step, loss, metrics)
+
+    def on_finish(self, summary: object, weights: Any, averages: Any = None) -> None:
         self._cluster.result.weights = cast(dict[str, np.ndarray], weights)
+        self._cluster.result.averages = cast("dict[str, np.ndarray]", averages or {})
 
     def on_stop(self, error: BaseException) -> None: ...
 
@@ -161,7 +171,11 @@ class SimulatedLog(RunLog):
     """The product's log, and a listener for what tests want to see of the controller's decisions."""
 
     def __init__(self, plan: RunPlan, cluster: SimulatedCluster, start: KeptCheckpoint | None) -> None:
-        super().__init__(plan, MemoryObserver(cluster), ResumePoint("simulated", 1, cast(Any, start)))
+        job, known = plan.job, cluster.result.validation
+        tokens = job.num_validation_microbatches * job.microbatch_size * job.seq_len
+        validations = {(step, job.num_validation_microbatches): (loss / tokens).hex() for step, loss in known.items()}
+        point = ResumePoint("simulated", 1, cast(Any, start), validations=validations)
+        super().__init__(plan, MemoryObserver(cluster), point)
         self._cluster = cluster
 
     def action(self, action: Action, now: float) -> None:
@@ -245,7 +259,7 @@ class SimulatedIO:
 
     def journal(self, prepare: m.Prepare) -> None: ...
 
-    def write_manifest(self, manifest: Manifest, trusted: int | None) -> None:
+    def write_manifest(self, manifest: Manifest, trusted: int | None, best: object) -> None:
         self._cluster.checkpoints.commit(manifest)
         self.events.append(ManifestWritten(manifest))
 

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from elaswave_spmd.controller.events import RunFinished, RunStopped
+from elaswave_spmd.controller.events import End, RunFinished, RunStopped
+from elaswave_spmd.errors import RunError
+from elaswave_spmd.recovery.actions import Unrecoverable
 from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.faults import AnyFault, Fault
 from tests.cluster.processes import LostStateError
@@ -35,6 +37,16 @@ def trained(mesh: str, order: int, faults: Sequence[AnyFault] = (), *, zero: int
 def kinds_of(cluster: SimulatedCluster) -> dict[int, str]:
     """Rank -> "fail", "leave", "join" or "link", of all workers that changes were about, over all mesh epochs."""
     return {rank: kind for begun in cluster.result.epochs for rank, kind in begun.kinds.items()}
+
+
+def test_no_loss_takes_a_result_away_that_is_there() -> None:
+    """All workers have sent their final pages, and the run waits for the checkpoint that is to be kept."""
+    for loss in (Unrecoverable((), "nobody is left"), End(RunStopped(RunError("a worker was killed")))):
+        cluster = trained("dp2_pp2", 0)
+        controller = cluster.controller
+        controller.outcome = None
+        controller.execute([loss])
+        assert isinstance(controller.outcome, RunFinished)
 
 
 @pytest.mark.parametrize("order", ORDERS)

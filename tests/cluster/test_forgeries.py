@@ -29,6 +29,7 @@ from elaswave_spmd.recovery.admission import (
     refused_by_worker,
 )
 from elaswave_spmd.runtime.transport.links import CONTROLLER
+from elaswave_spmd.worker.optimizers import Averaged
 from elaswave_spmd.worker.spec import message_bounds
 from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.forgeries import ForgingCluster, Fuzzed, forgeries
@@ -36,7 +37,8 @@ from tests.cluster.schedules import Outcome, Schedule, cluster_of, judge, undist
 from tests.cluster.tiny import TinyRun
 
 RUN = TinyRun(steps=8, microbatches=5)
-BOUNDS: MessageBounds = message_bounds(replace(RUN.job(), verify_rate=0.5), RUN.description.layout, spawns=True)
+JOB = replace(RUN.job(), verify_rate=0.5)
+BOUNDS: MessageBounds = replace(message_bounds(JOB, RUN.description.layout, spawns=True), averages=True)
 DIGESTS = ((1, bytes(512), b"", bytes(512)), (2, bytes(512), bytes(512), bytes(512)))
 SENDER, PAGES = 1, (1, 0, 1)
 RESULT = (bytes(512), b"1234")
@@ -83,6 +85,7 @@ REPORTS: tuple[m.AnyMessage, ...] = (
     m.ShardWritten(3, SENDER, 2, "shard_1_1-2.safetensors", 100, "0" * 64, (PAGES,), 1.0, 2.0),
     m.GroupLost(2, SENDER, "timeout"),
     m.FinalPages(*PAGES),
+    m.FinalPages(*PAGES, average=True),
     m.ChecksDiffer(SENDER, 2, 4, 2, 0, DIGESTS, DIGESTS),
     m.CheckedAgain(SENDER, 2, 4, 2, DIGESTS),
     m.SumsDiffer(SENDER, 2, 4, *PAGES, 0, RESULT, RESULT),
@@ -122,8 +125,17 @@ def test_every_message_of_a_worker_has_an_example() -> None:
         m.AddAgain,
         m.SumAccepted,
         m.Pace,
+        m.Limits,
     }  # of the controller, which is trusted
     assert kinds | others == set(get_args(m.AnyMessage))
+
+
+def test_an_average_is_refused_where_the_run_has_none() -> None:
+    message, without = m.FinalPages(*PAGES, average=True), message_bounds(JOB, RUN.description.layout)
+    assert message_bounds(replace(JOB, optimizer=Averaged(JOB.optimizer, 0.9)), RUN.description.layout).averages
+    assert by_controller(message, SENDER, ELEMENTS) == ""
+    assert refused_by_controller(without, message, SENDER, ELEMENTS, AT_CONTROLLER) == admission.DIRECTION
+    assert m.encode(m.FinalPages(*PAGES)) == msgspec.msgpack.encode(["FinalPages", *PAGES]), "nothing of it is sent"
 
 
 @pytest.mark.parametrize("message", TO_WORKER, ids=lambda x: type(x).__name__)

@@ -58,6 +58,7 @@ class Lateness:
         slow: share of the looks of a worker at which nothing arrives on a link.
         limits: seed of how many micro-batches workers keep, drawn for every mesh epoch; 0: as many as by rule.
         paces: seed of the paces that workers are sent in every mesh epoch (paces.py); 0: none are.
+        tried: seed of other limits that workers are sent now and then, each at its own time (put_off.py); 0: none are.
     """
 
     point: str
@@ -65,6 +66,7 @@ class Lateness:
     slow: float
     limits: int = 0
     paces: int = 0
+    tried: int = 0
 
 
 class Wires:
@@ -209,7 +211,13 @@ class SimulatedChannel:
         self.then: MessageFault | None = None  # happens when the message received last has been handled
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
+        if payload is not None and self.copies_payloads:
+            payload = payload.clone()
         self._cluster.send(self._rank, peer, message, payload)
+
+    @property
+    def copies_payloads(self) -> bool:
+        return bool(self._rank % 2)  # some do, and some do not
 
     def receive_all(self) -> list[Incoming]:
         self._cluster.deliver_some(self._rank)

@@ -98,8 +98,7 @@ def assert_bits(folder: Path, undisturbed: Undisturbed, done: Done) -> None:
     assert Bits.of(folder / "run") == undisturbed(STEPS)
 
 
-@pytest.mark.parametrize("replace", [True, False], ids=["replaced", "not replaced"])
-@pytest.mark.parametrize("phase", ["spawn", "import", "ready"])
+@pytest.mark.parametrize(("phase", "replace"), [("spawn", True), ("spawn", False), ("import", False), ("ready", True)])
 def test_a_worker_that_is_killed_while_workers_start(
     tmp_path: Path, undisturbed: Undisturbed, phase: str, replace: bool
 ) -> None:

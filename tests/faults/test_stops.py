@@ -90,7 +90,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (signal.SIGINT, "command", True),
         (signal.SIGINT, "group", True),
         (signal.SIGTERM, "command", True),
-        (signal.SIGTERM, "group", True),
         (signal.SIGTERM, "group", False),
         (signal.SIGHUP, "group", True),
     ],
@@ -134,8 +133,7 @@ def test_the_other_way_to_start_is_named_as_it_was_typed(tmp_path: Path) -> None
     assert shlex.split(resume_command(done)) == wanted
 
 
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("every", [0, 2])
+@pytest.mark.parametrize(("second", "every"), [(signal.SIGINT, 0), (signal.SIGTERM, 2)])
 def test_a_second_signal_ends_a_run_at_once(tmp_path: Path, second: signal.Signals, every: int) -> None:
     """The step never ends, so nothing can be saved; what is on the disk is named."""
     write_text(tmp_path)
@@ -170,8 +168,7 @@ def has_directory(run: Launched) -> bool:
     return (run.folder / "run" / "config.yaml").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("when", [started, has_directory])
+@pytest.mark.parametrize(("number", "when"), [(signal.SIGINT, started), (signal.SIGTERM, has_directory)])
 def test_asked_while_it_starts_a_run_leaves_nothing(
     tmp_path: Path, number: signal.Signals, when: Callable[[Launched], bool]
 ) -> None:

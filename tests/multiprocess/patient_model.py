@@ -24,7 +24,12 @@ class PatientGPT(GPT):
 
     def __init__(self, *, go: str, **sizes: Any) -> None:
         super().__init__(**sizes)
-        next(iter(self.layers)).register_forward_pre_hook(partial(_wait, Path(go)))
+        wait_for(next(iter(self.layers)), go)
+
+
+def wait_for(layer: nn.Module, go: str) -> None:
+    """Let a layer that is given keys wait for the file `go` before its forward."""
+    layer.register_forward_pre_hook(partial(_wait, Path(go)))
 
 
 def _wait(go: Path, _: nn.Module, given: tuple[Any, ...]) -> None:

@@ -125,10 +125,22 @@ def train_server() -> TrainServer:
 
 def train(folder: Path, *arguments: str, timeout: float = PATIENCE_S) -> Done:
     """Runs `python train.py ARGUMENTS` to its end; asserts that nothing of it is left."""
+    return fork_command(TRAIN, folder, *arguments, environment=dict(os.environ), timeout=timeout)
+
+
+def fork_command(
+    script: Path,
+    folder: Path,
+    *arguments: str,
+    environment: dict[str, str],
+    timeout: float = PATIENCE_S,
+    merged: bool = False,
+) -> Done:
+    """Runs a script that needs torch to its end, in a fork of the train server; asserts that nothing of it is left."""
     server, sockets = train_server(), Path(tempfile.mkdtemp(prefix="ew", dir="/tmp"))
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(sockets)}
+    environment = {**environment, "XDG_RUNTIME_DIR": str(sockets)}
     try:
-        code, out, err = server.run(TRAIN, folder, arguments, environment, timeout)
+        code, out, err = server.run(script, folder, arguments, environment, timeout, merged=merged)
         left = {pid: parent for pid, parent in processes_with(server.mark).items() if pid != server.pid}
         assert not left, f"processes left behind: {left}"
         assert not list(sockets.iterdir()), "sockets left behind"

@@ -42,6 +42,13 @@ def act(spec: dict[str, Any]) -> object:
     return spec.get("return")
 
 
+def use_by_value(spec: dict[str, Any]) -> int:
+    """Ends with the number that the run has got by value, called as a function."""
+    import by_value  # pyright: ignore[reportMissingImports]
+
+    return by_value.number() + spec["rank"]
+
+
 def peer(spec: dict[str, Any]) -> None:
     """Connect to the controller, echo what it sends, end when it is gone."""
     mailbox = Mailbox()

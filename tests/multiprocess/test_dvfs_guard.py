@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -30,14 +31,27 @@ def socket_in(tmp_path: Path) -> str:
     return str(tmp_path / "wishes.sock")
 
 
-def test_workers_wish_and_the_largest_wish_counts(tmp_path: Path) -> None:
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    """What a test opens is closed where it fails as well: a socket that is left shows as a failure of another test."""
+    with ExitStack() as stack:
+        yield stack
+
+
+def started(opened: ExitStack, path: str, root: Path) -> GuardedFrequencies:
+    guarded = GuardedFrequencies.start("cpufreq", path, str(root))
+    opened.callback(guarded.close)
+    return guarded
+
+
+def test_workers_wish_and_the_largest_wish_counts(tmp_path: Path, opened: ExitStack) -> None:
     make_policies(tmp_path, 2)
     path = socket_in(tmp_path)
-    guarded = GuardedFrequencies.start("cpufreq", path, str(tmp_path))
+    guarded = started(opened, path, tmp_path)
     assert {name: device.cpus for name, device in guarded.devices.items()} == {"policy0": (0, 1), "policy1": (2, 3)}
     assert guarded.devices["policy0"].nominal == 3000.0
     assert guarded.poll() == ""
-    clocks = [GuardedClock(path, rank) for rank in range(3)]
+    clocks = [opened.enter_context(closing(GuardedClock(path, rank))) for rank in range(3)]
     assert clocks[0].set(0.5) == 1.0, "it uses no device yet"
     guarded.share({"policy0": [0, 1], "policy1": [2]})
     eventually(lambda: clocks[2].set(0.7) == 0.7)
@@ -58,10 +72,10 @@ def test_workers_wish_and_the_largest_wish_counts(tmp_path: Path) -> None:
         clock.close()
 
 
-def test_what_fails_is_told_and_the_guard_goes_on(tmp_path: Path) -> None:
+def test_what_fails_is_told_and_the_guard_goes_on(tmp_path: Path, opened: ExitStack) -> None:
     make_policies(tmp_path, 1)
     path = socket_in(tmp_path)
-    guarded = GuardedFrequencies.start("cpufreq", path, str(tmp_path))
+    guarded = started(opened, path, tmp_path)
     guarded.share({"policy9": [0], "policy0": [1]})
     with closing(GuardedClock(path, 1)) as clock:
         eventually(lambda: clock.set(0.5) == 0.5)
@@ -79,10 +93,10 @@ def test_a_backend_that_cannot_work_is_refused_before_the_job_begins(tmp_path: P
     assert caught.value.where == "schedule.frequency=cpufreq" and caught.value.fix
 
 
-def test_sigterm_puts_back_and_ends(tmp_path: Path) -> None:
+def test_sigterm_puts_back_and_ends(tmp_path: Path, opened: ExitStack) -> None:
     make_policies(tmp_path, 1)
     path = socket_in(tmp_path)
-    guarded = GuardedFrequencies.start("cpufreq", path, str(tmp_path))
+    guarded = started(opened, path, tmp_path)
     guarded.share({"policy0": [0]})
     with closing(GuardedClock(path, 0)) as clock:
         eventually(lambda: clock.set(0.5) == 0.5)
@@ -95,9 +109,9 @@ def test_sigterm_puts_back_and_ends(tmp_path: Path) -> None:
     guarded.close()
 
 
-def test_a_guard_that_is_killed_is_told(tmp_path: Path) -> None:
+def test_a_guard_that_is_killed_is_told(tmp_path: Path, opened: ExitStack) -> None:
     make_policies(tmp_path, 1)
-    guarded = GuardedFrequencies.start("cpufreq", socket_in(tmp_path), str(tmp_path))
+    guarded = started(opened, socket_in(tmp_path), tmp_path)
     os.kill(guarded.pid, signal.SIGKILL)
     assert "has ended" in guarded.poll(PATIENCE_S)
     guarded.reset()

@@ -29,6 +29,7 @@ CASES = {
         ("model.target=encoder_decoder.Translator", "data.target=encoder_decoder.Pairs", "model.layers=2"),
         "pp3",
     ),
+    "images": (("model.target=images.Classifier", "data.target=images.Shapes", "model.layers=2"), "dp2_pp2"),
     "mixture_of_experts": (("model.target=mixture_of_experts.Mixture", "model.layers=2", *TEXT), "dp2_pp2"),
 }
 

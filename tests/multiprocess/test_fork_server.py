@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from elaswave_spmd.by_value import ByValue
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
 from tests.multiprocess.forks_itself import exits
@@ -66,6 +67,36 @@ def eventually(condition: Callable[[], object], seconds: float = PATIENCE_S) -> 
 
 
 methods = pytest.mark.parametrize("method", ["fork", "spawn"])
+
+
+@methods
+def test_workers_have_what_the_run_gets_by_value(start: ResumePoint, method: str) -> None:
+    number = 40
+    fork_server = start("runtime_targets:use_by_value", method=method, given=ByValue.of({"number": lambda: number}))
+    for rank in (0, 2):
+        fork_server.spawn(rank, {})
+    assert sorted((exited.rank, exited.code) for exited in exits(fork_server, 2)) == [(0, 40), (2, 42)]
+
+
+class _Fragile:
+    """Can be pickled, and not unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return eval, ("1 / 0",)
+
+
+class _Threaded:
+    """Starts a thread where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return exec, (THREAD,)
+
+
+@pytest.mark.parametrize(("value", "said"), [(_Fragile(), "ZeroDivisionError"), (_Threaded(), "left 2 threads")])
+def test_what_cannot_be_unpickled_for_workers_is_refused(start: ResumePoint, value: object, said: str) -> None:
+    fork_server = start(given=ByValue.of({"value": value}))
+    with pytest.raises(ConfigError, match=said):
+        fork_server.ready()
 
 
 @methods

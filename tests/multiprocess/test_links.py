@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from elaswave_spmd.worker.process import WorkerProcess
 from tests.waiting import PATIENCE_S
 
 # Encrypted and not; over Unix sockets there are no credentials.
-WAYS: dict[str, Credentials | None] = {"ipc": None, "tcp": RunKeys.make(), "tcp-plain": RunToken.make()}
+WAYS: dict[str, Credentials | None] = {"shm": None, "ipc": None, "tcp": RunKeys.make(), "tcp-plain": RunToken.make()}
 
 
 class Ends:
@@ -35,7 +36,7 @@ class Ends:
 
     def __init__(self, way: str, stack: ExitStack) -> None:
         self.way = way
-        self.transport: Transport = "ipc" if way == "ipc" else "tcp"
+        self.transport: Transport = "tcp" if way.startswith("tcp") else cast(Transport, way)
         self.credentials = WAYS[way]
         self.directory = socket_directory()
         self._stack = stack
@@ -89,7 +90,8 @@ def test_payloads_arrive_whole_and_aligned_to_8_bytes(ends: Ends):
         assert np.array_equal(array, expected)
         assert array.size == 0 or array.ctypes.data % 8 == 0
     assert one.messages_sent(1) == 1
-    assert one.bytes_sent(1) == sum(sizes) + 14 + 8 * len(sizes) + len(b"head")
+    number_and_places = 8 + 8 * len(sizes) if ends.way == "shm" else 0
+    assert one.bytes_sent(1) == sum(sizes) + 14 + 8 * len(sizes) + number_and_places + len(b"head")
 
 
 def test_messages_of_one_sender_keep_their_order_whatever_their_size(ends: Ends):
@@ -185,7 +187,7 @@ def test_a_refused_connect_is_noticed(ends: Ends):
     one.connect(1, "tcp://127.0.0.1:1" if ends.transport == "tcp" else f"ipc://{ends.directory}/nobody")
     assert mailbox_one.get(10) == PeerClosed(1)
     assert one.wait_connected([1], 10) == [1]
-    others = {"tcp": "ipc:///tmp/x", "ipc": "tcp://127.0.0.1:1"}
+    others = {"tcp": "ipc:///tmp/x", "ipc": "tcp://127.0.0.1:1", "shm": "tcp://127.0.0.1:1"}
     # A name would be looked up in libzmq's one thread; the rest reaches sockets of this process.
     wrong = ("nonsense", "tcp://some.host:1", "inproc://zeromq.zap.01", "tcp://127.0.0.1:1\0", others[ends.transport])
     for number, address in enumerate(wrong, start=2):

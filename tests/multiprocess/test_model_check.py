@@ -61,6 +61,17 @@ def test_what_only_two_workers_can_see_is_refused_with_both(tmp_path: Path, mist
     assert told in {f"layer block0 computes other bits on worker {1 - one} than on worker {one}" for one in (0, 1)}
 
 
+def test_a_model_that_raises_an_exception_is_refused_with_the_layer(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    (tmp_path / "wrong_model.py").write_text(
+        "from torch import nn\nfrom elaswave_spmd import LayeredModel\n\n\n"
+        "class Wrong(LayeredModel):\n    def __init__(self, vocab_size):\n        super().__init__("
+        '{"embed": nn.Embedding(vocab_size, 8), "mid": nn.Linear(9, 8), "head": nn.Linear(8, vocab_size)})\n'
+    )
+    told = refused(tmp_path, "model.target=wrong_model.Wrong", "mesh=dp2")
+    assert "cannot be multiplied" in told and "in layer 'mid' (forward), input float32" in told
+
+
 def test_models_that_are_right_have_the_same_bits_on_every_mesh(tmp_path: Path) -> None:
     """Other dtypes, lazy tables, hooks of modules, unused parameters, dicts, noise by keys: all in one model."""
     write_text(tmp_path)

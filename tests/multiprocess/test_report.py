@@ -62,7 +62,10 @@ def test_the_summary_counts_the_faults(run: Path) -> None:
     events, faults = read_events(run), read_summary(run)["faults"]
     for kind in ("fail", "corrupt", "join"):
         assert faults[kind] == sum(len(event["ranks"]) for event in events if event["event"] == kind)
-    assert faults["fail"] == 2 and faults["corrupt"] == 1 and faults["penalty_seconds"] > 0
+    assert faults["fail"] == 2 and faults["corrupt"] == 1
+    # A step with a fault may be shorter than the usual one, on a machine with other work: that is no gain.
+    penalties = [event["penalty_ms"] for event in events if event["event"] == "recovered" and "penalty_ms" in event]
+    assert penalties and faults["penalty_seconds"] == pytest.approx(sum(max(0.0, ms) for ms in penalties) / 1e3)
 
 
 def test_the_page_has_all_charts_and_loads_nothing(page: str) -> None:

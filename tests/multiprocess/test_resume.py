@@ -40,7 +40,11 @@ def kill_after_checkpoint(run: Launched, run_dir: str, step: int) -> int:
 
 
 def standing_still(step: int) -> list[str]:
-    """A worker stops in this step: the run cannot end before it is killed."""
+    """A worker stops in this step: the run cannot end before it is killed.
+
+    A shard that the worker was still writing stays unfinished, and its checkpoint with it: what is waited for is a
+    checkpoint of many steps before.
+    """
     return [f"chaos.events=[{{step: {step}, kind: stop, rank: 0}}]", "timeouts.suspect=4.5"]
 
 
@@ -70,7 +74,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.code == 0, done.err
     arguments = [*SETTINGS, "mesh=dp2_pp2", "sharding=zero2", "checkpoint.every=3", "run.dir=killed"]
     with launch(folder, *arguments, *standing_still(21)) as run:
-        kill_after_checkpoint(run, "killed", 15)  # of 18 there may be one, half of one or none
+        kill_after_checkpoint(run, "killed", 12)  # of later ones there may be one, half of one or none
     assert len(checkpoints(folder / "killed")) >= 2
     assert not (folder / "killed" / "summary.json").exists()
     return folder
@@ -84,18 +88,18 @@ def killed(shared: Path, request: pytest.FixtureRequest) -> Path:
 
 def test_killed_twice_and_resumed_on_two_other_meshes(shared: Path, killed: Path) -> None:
     name, newest = killed.name, checkpoints(killed)[-1]
-    unfinished = killed / "checkpoints" / "step_00000018"  # the kill may have come while its shards were written
-    is_half = newest < 18 and unfinished.exists() and len(list(unfinished.glob("shard_*"))) < 4
+    unfinished = killed / "checkpoints" / f"step_{newest + 3:08d}"  # the kill may have come while it was written
+    is_half = unfinished.exists() and len(list(unfinished.glob("shard_*"))) < 4
     bad = [f"{unfinished.name}: it has no manifest: it was never finished"] if is_half else []
     with launch(shared, f"train.resume={name}", "mesh=dp3", "sharding=zero1", *standing_still(30)) as run:
-        newer = kill_after_checkpoint(run, name, 27)
+        newer = kill_after_checkpoint(run, name, 21)
     first = event(killed, "resume")
-    # Of step 18 there may be all shards and no manifest yet, which the run that resumes then writes.
-    assert first["step"] in (newest, 18)
+    # Of the next one there may be all shards and no manifest yet, which the run that resumes then writes.
+    assert first["step"] in (newest, newest + 3)
     assert (first["mesh"], first["incarnation"], first["bad"]) == ("dp3", 2, bad)
     done = train(shared, f"train.resume={name}", "mesh=single")
     assert done.code == 0, done.err
-    assert event(killed, "resume")["step"] == newer and event(killed, "resume")["incarnation"] == 3
+    assert event(killed, "resume")["step"] in (newer, newer + 3) and event(killed, "resume")["incarnation"] == 3
     assert bits(killed) == bits(shared / "undisturbed")
     summary, wanted = read_summary(killed), read_summary(shared / "undisturbed")
     for field in ("steps", "final_loss_hex", "validation_loss", "weights_sha256"):

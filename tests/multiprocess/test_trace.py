@@ -67,6 +67,27 @@ def test_a_trace_shows_every_worker_and_changes_no_bit(tmp_path: Path) -> None:
         assert all(a + d <= b + 1 for (a, d), (b, _) in itertools.pairwise(mine))
 
 
+def test_backwards_are_run_in_both_ways_while_it_is_tried_and_change_no_bit(tmp_path: Path) -> None:
+    """The first steps put weight gradients off. After a dozen whole backwards are tried: by the next validation at the
+    latest, in which everybody waits for the controller."""
+    steps = ("train.steps=32", "train.validate_every=8", "run.trace=true")
+    run(tmp_path / "single", "mesh=single", *steps)
+    run(tmp_path / "tried", "mesh=pp2", "sharding=zero1", *steps)
+    run(tmp_path / "never", "mesh=pp2", *steps, "schedule.split_backward=never")
+    assert bits(tmp_path / "tried") == bits(tmp_path / "single") == bits(tmp_path / "never")
+
+    def steps_of(folder: str, kind: str) -> set[int]:
+        return {event["args"]["step"] for event in trace_of(tmp_path / folder) if event.get("cat") == kind}
+
+    in_parts = steps_of("tried", "weights")
+    assert steps_of("tried", "backward") == set(range(1, 33)) and in_parts >= {1, 2, 3}
+    assert set(range(17, 25)) - in_parts, "whole backwards were run as well"
+    assert not steps_of("never", "weights")
+    told = {name: read_summary(tmp_path / name / "run")["split_backward"] for name in ("tried", "never")}
+    assert told["never"] == {"kinds": ["block0", "head"], "kept": "whole", "trials": 0}
+    assert told["tried"] == {"kinds": ["block0", "head"]}, "so few steps end no trial"
+
+
 def test_no_trace_unless_asked_for(tmp_path: Path) -> None:
     run(tmp_path / "a", "mesh=dp2", "train.steps=2", "train.validate_every=0")
     assert not list((tmp_path / "a" / "run").glob("*trace*"))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from elaswave_spmd.cli import FIRST_LINE
 from tests.multiprocess.real_runs import SMALL, Done, train, write_text
 
 MODEL = """
@@ -41,7 +42,7 @@ def refused(folder: Path, *arguments: str) -> str:
     assert done.code == 2, (done.code, done.out, done.err)
     assert after == before, "files left behind"
     assert done.err.startswith("error: ") and len(done.err.splitlines()) <= 12
-    assert "Traceback" not in done.err and done.out == ""
+    assert "Traceback" not in done.err and done.out == f"{FIRST_LINE}\n"
     return done.err
 
 

@@ -5,6 +5,7 @@ And what does not end it: the loss of one worker of several.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -155,3 +156,15 @@ def test_the_death_of_the_controller_ends_its_workers(tmp_path: Path) -> None:
         run.process.kill()
         run.process.communicate(timeout=PATIENCE_S)  # its pipes are closed by the last of its descendants
         assert not run.processes() and not list(run.sockets.iterdir())
+
+
+def test_an_output_that_nobody_reads_meanwhile_stops_no_step(tmp_path: Path) -> None:
+    """As of a pager: all lines are there when it is read, and the run has ended before."""
+    write_text(tmp_path)
+    with launch(tmp_path, *SMALL, "mesh=dp2", "train.steps=120", "train.validate_every=1", "run.dir=run") as run:
+        assert run.process.stdout is not None
+        fcntl.fcntl(run.process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+        eventually(lambda: (tmp_path / "run" / "summary.json").exists(), run.process)
+        done = run.finish()
+    assert done.code == 0 and done.out.count("validation loss ") >= 120
+    assert "left out" not in done.out and "weights sha256" in done.out

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
+from elaswave_spmd.runtime.transport.shared_memory import why_not_shared
 from tests.multiprocess import patient_model
 from tests.multiprocess.real_runs import SMALL, eventually, launch, write_text
 from tests.waiting import PATIENCE_S
@@ -125,10 +126,25 @@ def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
 def test_workers_get_room_for_their_links(tmp_path: Path) -> None:
     write_text(tmp_path)
     with launch(tmp_path, *ENDLESS, "mesh=dp4") as run:
-        limit(run.process.pid, resource.RLIMIT_NOFILE, 30, 500)  # as a worker of dp4 has 35 open files
+        limit(run.process.pid, resource.RLIMIT_NOFILE, 30, 500)  # a worker of dp4 has more open files
         run.wait_for_steps(1)
         for pid in [run.process.pid, *run.workers()]:
             assert resource.prlimit(pid, resource.RLIMIT_NOFILE) == (500, 500)
+
+
+@pytest.mark.skipif(bool(why_not_shared()), reason=why_not_shared())
+def test_where_memory_cannot_be_shared_links_go_over_sockets_and_the_run_says_so(tmp_path: Path) -> None:
+    """Its size counts as a file's. Where it can be, nothing is said."""
+    write_text(tmp_path)
+    words, weights = [*SMALL, "mesh=dp2_pp2"], []
+    for name, most in (("limited", 1 << 26), ("free", -1)):
+        with launch(tmp_path, *words, f"run.dir={name}") as run:
+            limit(run.process.pid, resource.RLIMIT_FSIZE, most)
+            done = run.finish()
+        assert done.code == 0, done.err
+        assert ("links go over Unix sockets" in done.out and "File too large" in done.out) == (name == "limited")
+        weights.append(read_summary(tmp_path / name)["weights_sha256"])
+    assert weights[0] == weights[1]
 
 
 def test_a_limit_that_is_too_low_is_refused(tmp_path: Path) -> None:
@@ -136,5 +152,5 @@ def test_a_limit_that_is_too_low_is_refused(tmp_path: Path) -> None:
     with launch(tmp_path, *ENDLESS, "mesh=dp4") as run:
         limit(run.process.pid, resource.RLIMIT_NOFILE, 60)
         done = run.finish()
-    assert done.code == 2 and "4 workers" in done.err and "ulimit -n 120" in done.err and "Traceback" not in done.err
+    assert done.code == 2 and "4 workers" in done.err and "ulimit -n 128" in done.err and "Traceback" not in done.err
     assert not (tmp_path / "run").exists()

@@ -51,9 +51,19 @@ class TrainServer:
         return marked
 
     def run(
-        self, script: Path, folder: Path, arguments: Sequence[str], environment: dict[str, str], timeout_s: float
+        self,
+        script: Path,
+        folder: Path,
+        arguments: Sequence[str],
+        environment: dict[str, str],
+        timeout_s: float,
+        *,
+        merged: bool = False,
     ) -> tuple[int, str, str]:
         """Runs a script to its end, which is when all that it has started has ended.
+
+        Args:
+            merged: stdout and stderr are one, as in a terminal: what was written to either is what stdout has.
 
         Returns:
             Its exit code (negative: the signal that ended it), and what was written to stdout and to stderr.
@@ -62,12 +72,13 @@ class TrainServer:
             TimeoutError: it takes longer than `timeout_s`.
         """
         request = json.dumps([str(script), str(folder), list(arguments), self._marked(environment)])
-        pipes = [os.pipe() for _ in range(2)]
-        socket.send_fds(self._socket, [request.encode()], [theirs for _, theirs in pipes])
-        for _, theirs in pipes:
+        pipes = [os.pipe() for _ in range(1 if merged else 2)]
+        ends = [theirs for _, theirs in pipes]
+        socket.send_fds(self._socket, [request.encode()], ends * 2 if merged else ends)
+        for theirs in ends:
             os.close(theirs)
-        out, err = self._read_all([ours for ours, _ in pipes], timeout_s)
-        return int(self._socket.recv(_MOST)), out, err
+        out, *err = self._read_all([ours for ours, _ in pipes], timeout_s)
+        return int(self._socket.recv(_MOST)), out, "".join(err)
 
     def _read_all(self, pipes: Sequence[int], timeout_s: float) -> list[str]:
         """Reads each pipe until all its writers have ended."""

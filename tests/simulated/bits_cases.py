@@ -11,6 +11,7 @@ from functools import cache
 import numpy as np
 import torch
 
+from elaswave_spmd.conf.schema import OptimGroup
 from elaswave_spmd.determinism import Keys
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama, call_layer
@@ -19,7 +20,7 @@ from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.worker.learning_rate import LearningRate
 from elaswave_spmd.worker.model_layout import ModelDescription, describe, has_constants
-from elaswave_spmd.worker.optimizers import SGD, AdamW
+from elaswave_spmd.worker.optimizers import SGD, AdamW, Averaged
 from elaswave_spmd.worker.programs.eager import Batches
 from elaswave_spmd.worker.spec import DTYPES, Job
 from tests import reference
@@ -85,6 +86,8 @@ class Run:
     checkpointing: bool = False
     page_size: int = 256
     seed: int = 3
+    groups: tuple[OptimGroup, ...] = ()
+    ema: float | None = None
 
     @property
     def learning_rate(self) -> LearningRate:
@@ -95,6 +98,7 @@ class Run:
         return max(1, self.steps // 2)
 
     def job(self) -> Job:
+        optimizer = SGD(weight_decay=0.1) if self.optimizer == "sgd" else AdamW()
         return Job(
             seed=self.seed,
             steps=self.steps,
@@ -102,7 +106,7 @@ class Run:
             microbatch_size=self.microbatch_size,
             seq_len=TOKENS,
             dtype=self.dtype,
-            optimizer=SGD(weight_decay=0.1) if self.optimizer == "sgd" else AdamW(),
+            optimizer=optimizer if self.ema is None else Averaged(optimizer, self.ema),
             learning_rate=self.learning_rate,
             clip=self.clip,
             activation_checkpointing=self.checkpointing,
@@ -119,6 +123,7 @@ class Outcome:
     norms: tuple[str, ...]
     validation: tuple[tuple[int, str], ...]
     weights: tuple[tuple[str, tuple[int, ...], bytes], ...]
+    averages: tuple[tuple[str, bytes], ...] = ()
 
 
 @contextmanager
@@ -139,7 +144,7 @@ def meta_model(name: str) -> LayeredModel:
 
 @cache
 def description_of(run: Run) -> ModelDescription:
-    return describe(meta_model(run.model), page_size=run.page_size)
+    return describe(meta_model(run.model), page_size=run.page_size, groups=run.groups)
 
 
 def placement_of(run: Run, mesh: str, zero: int) -> Placement:
@@ -206,7 +211,8 @@ def simulate(run: Run, placement: Placement, *, order: int = 0) -> Trained:
 def outcome(trained: Trained) -> Outcome:
     weights = tuple((name, w.shape, w.tobytes()) for name, w in sorted(trained.weights.items()))
     validation = tuple((step, loss.hex()) for step, loss in sorted(trained.validation.items()))
-    return Outcome(tuple(trained.losses), tuple(trained.norms), validation, weights)
+    averages = tuple((name, w.tobytes()) for name, w in sorted(trained.averages.items()))
+    return Outcome(tuple(trained.losses), tuple(trained.norms), validation, weights, averages)
 
 
 @cache
@@ -221,7 +227,8 @@ def expected(run: Run) -> Outcome:
         for steps, result in ((run.validate_every, middle), (run.steps, end))
     )
     weights = tuple((name, tuple(w.shape), w.numpy().tobytes()) for name, w in sorted(end.weights.items()))
-    return Outcome(tuple(end.loss_hex), tuple(end.grad_norm_hex), losses, weights)
+    averages = tuple((name, w.numpy().tobytes()) for name, w in sorted(end.averages.items()))
+    return Outcome(tuple(end.loss_hex), tuple(end.grad_norm_hex), losses, weights, averages)
 
 
 def _reference(run: Run, steps: int) -> reference.Result:
@@ -238,6 +245,8 @@ def _reference(run: Run, steps: int) -> reference.Result:
         clip=run.clip,
         dtype=DTYPES[run.dtype],
         page_size=run.page_size,
+        ema=run.ema,
+        groups=tuple((group.patterns, group.lr_scale, group.weight_decay) for group in run.groups),
     )
     return reference.train(MODELS[run.model](), TRAIN, settings)
 
@@ -281,3 +290,4 @@ def assert_as_reference(run: Run, placement: Placement, *, order: int = 0) -> No
     assert found.validation == wanted.validation
     assert [w[:2] for w in found.weights] == [w[:2] for w in wanted.weights]
     assert found.weights == wanted.weights
+    assert found.averages == wanted.averages

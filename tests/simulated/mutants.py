@@ -19,7 +19,7 @@ from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.messages import AT_ONCE, Publish, Ready, Reconfigure, StepReport, Vote
 from elaswave_spmd.recovery.partial_step import WEIGHTS_ONLY
 from elaswave_spmd.recovery.worker_protocol import Effect, Install, SendVote, WorkerProtocol
-from elaswave_spmd.worker import step
+from elaswave_spmd.worker import configuration
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.microbatches import MicrobatchRunner
 from elaswave_spmd.worker.partial_step import StepUnderWay
@@ -161,7 +161,7 @@ def _no_fence() -> Patches:
 
 def _puts_off_without_limit() -> Patches:
     """A worker puts off the weight gradients of any number of micro-batches."""
-    return {(step, "Limits"): lambda in_flight, put_off: Limits(in_flight, 99 if put_off else 0)}
+    return {(configuration, "Limits"): lambda in_flight, put_off: Limits(in_flight, 99 if put_off else 0)}
 
 
 def _makes_weights_twice() -> Patches:

@@ -15,7 +15,7 @@ from tests.cluster.schedules import run_many
 from tests.simulated.bits_cases import MirroredCluster, Run, expected, one_thread, outcome
 
 MESHES = ["dp2", "dp3", "dp4", "dp2_pp2", "dp3_pp2", "stages1-3"]
-CHUNK = 60
+CHUNK = 30
 
 
 class Grouped(GroupedCluster, MirroredCluster):

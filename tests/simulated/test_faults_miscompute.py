@@ -32,6 +32,8 @@ def miscompute(place: str, rank: int = 1, step: int = 3, count: int = 1) -> Faul
 def test_where_nothing_checks_a_wrong_bit_changes_the_run(mesh: str, zero: int, rank: int, place: str) -> None:
     right, changed = expected(RUN), 0
     for count in range(1, 10):  # a bit may be of padding between parameters, or too small to be seen in what follows
+        if changed == 2:
+            break
         cluster = MirroredCluster(RUN, mesh, zero, faults=[miscompute(place, rank, count=count)])
         found = outcome(cluster.run())
         assert found == right or cluster.plan.num_injected == 1  # not every place is passed so often
@@ -46,8 +48,8 @@ def test_where_nothing_checks_a_wrong_bit_changes_the_run(mesh: str, zero: int, 
 @one_thread()
 def test_checks_change_no_bit(mesh: str, zero: int, dtype: str) -> None:
     run = Run(model="gpt_tied", dtype=dtype, microbatches=5, steps=4)
-    for rate in (1.0, 0.3):
-        assert outcome(MirroredCluster(run, mesh, zero, verify_rate=rate).run()) == expected(run)
+    rate = 1.0 if zero % 2 == (dtype == "bf16") else 0.3
+    assert outcome(MirroredCluster(run, mesh, zero, verify_rate=rate).run()) == expected(run)
 
 
 @pytest.mark.parametrize("place", PLACES[:5])
@@ -61,15 +63,14 @@ def test_the_worker_that_computes_wrongly_is_found_in_the_same_step(
 ) -> None:
     if place == "backward" and (mesh, rank) == ("dp2_pp2", 1):
         rank = 2  # the first stage has one layer, whose input has no gradient
-    for count in (1, 3):
-        fault = miscompute(place, rank, count=count)
-        cluster = MirroredCluster(RUN, mesh, zero, faults=[fault], verify_rate=1.0, seed=count)
-        found = cluster.run()
-        assert outcome(found) == expected(RUN)
-        if cluster.plan.num_injected:
-            lost = [r for begun in found.epochs for r, kind in begun.kinds.items() if kind == "fail"]
-            assert lost == [rank], found.epochs
-            assert found.epochs[0].version == 2 and "computed wrongly in step 3" in found.epochs[0].reasons[rank]
+    fault = miscompute(place, rank, count=zero)  # the first time that the worker is there, or the third
+    cluster = MirroredCluster(RUN, mesh, zero, faults=[fault], verify_rate=1.0, seed=zero)
+    found = cluster.run()
+    assert outcome(found) == expected(RUN)
+    if cluster.plan.num_injected:
+        lost = [r for begun in found.epochs for r, kind in begun.kinds.items() if kind == "fail"]
+        assert lost == [rank], found.epochs
+        assert found.epochs[0].version == 2 and "computed wrongly in step 3" in found.epochs[0].reasons[rank]
 
 
 @one_thread()

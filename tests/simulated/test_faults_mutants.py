@@ -15,7 +15,7 @@ VERIFICATION = Path(__file__).parents[2] / "docs" / "verification.md"
 SEEDS: dict[str, tuple[int, ...]] = {
     "updates in an epoch after its Prepare was answered": (6636, 13120, 17487),
     "takes a StepReport for an answer to every later Prepare": (50, 54, 94),
-    "votes before the mirrored gradients": (14, 24),
+    "votes before the mirrored gradients": (43, 44, 48),
     "drops messages of future epochs": (7, 15, 23),
     "installs published parameters on receipt": (23, 29, 33),
     "computes with parameters of any version": (0, 3),
@@ -44,14 +44,14 @@ SEEDS: dict[str, tuple[int, ...]] = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_schedule_finds_the_mutant(name: str) -> None:
-    found = []
     for seed in SEEDS[name]:
         schedule = schedule_for(name, seed)
         undisturbed(schedule.run.key)  # cached before the mutant is planted: it must not change what is expected
         assert run(schedule).failure == "", f"schedule {seed} fails without any damage"
         with planted(name):
-            found.append(run(schedule).failure)
-    assert any(found), f"none of the schedules {SEEDS[name]} shows it any more: find others"
+            if run(schedule).failure:
+                return
+    pytest.fail(f"none of the schedules {SEEDS[name]} shows it any more: find others")
 
 
 def test_a_mutant_is_gone_after_its_with() -> None:

@@ -1,4 +1,7 @@
-"""Every kind of event at every point of a step, on every mesh and ZeRO level: the bits of the undisturbed run."""
+"""Every kind of event at every point of a step on every mesh: the bits of the undisturbed run.
+
+A ZeRO level has half of the points of a mesh and kind, and the next level the other half.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ KINDS = ("kill", "stop", "term", "join", "replace")
 @one_thread()
 def test_no_event_at_no_point_changes_a_bit(mesh: str, zero: int, kind: str) -> None:
     wanted = expected(RUN)
-    for order, point in enumerate(point for point in FaultPoint if point not in OF_SPLIT_BACKWARDS):
+    points = [point for point in FaultPoint if point not in OF_SPLIT_BACKWARDS]
+    for order, point in list(enumerate(points))[zero % 2 :: 2]:
         draw = random.Random(f"{mesh} {zero} {kind} {point.value}")
         fault = Fault(
             draw.randint(1, RUN.steps - 1), kind, draw.randrange(SIZES[mesh]), point.value, draw.randint(1, 2)

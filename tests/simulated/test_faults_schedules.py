@@ -8,7 +8,7 @@ from tests.cluster.faults import RECEIVER, SENDER, MessageFault
 from tests.cluster.schedules import Schedule, run, run_many
 from tests.cluster.tiny import TinyRun
 
-CHUNK = 60
+CHUNK = 30
 # Failures that long searches have found, and that are mended: how the schedule ends, and the schedule.
 FAILED_ONCE = {
     "a learner of the loss page alone, which was a version behind, could not vote with the loss": (
@@ -43,9 +43,9 @@ FAILED_ONCE = {
 }
 
 
-@pytest.mark.parametrize("first", range(0, 4 * CHUNK, CHUNK))
-def test_no_schedule_of_faults_changes_a_bit_or_gets_stuck(first: int) -> None:
-    tally = run_many(range(first, first + CHUNK))
+def test_no_schedule_of_faults_changes_a_bit_or_gets_stuck() -> None:
+    """`make golden` runs the first 2,000 of them."""
+    tally = run_many(range(2000, 2000 + CHUNK))
     assert tally.failures == {}
     assert tally.injected > CHUNK and tally.ends["bits"] > CHUNK // 2, "faults did happen, and runs came to their ends"
 

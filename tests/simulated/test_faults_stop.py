@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tests.simulated.bits_cases import (
     MirroredCluster,
     Run,
     description_of,
+    expected,
     one_thread,
     outcome,
     placement_of,
@@ -72,6 +74,7 @@ class Saved(MirroredCluster):
         return save
 
 
+@cache
 def weights_after(steps: int) -> tuple:
     """The weights of an undisturbed run of so many steps."""
     return outcome(simulate(replace(RUN, steps=steps), placement_of(RUN, "single", 0))).weights
@@ -88,8 +91,7 @@ def test_a_loss_that_leaves_too_few_saves_the_newest_version(mesh: str, zero: in
         assert save.version in (3, 4) and f"elastic.min_workers is {workers}" in save.reason
         found = [(name, w.shape, w.tobytes()) for name, w in sorted(cluster.weights[save.epoch].items())]
         assert tuple(found) == weights_after(save.version)
-        losses = outcome(simulate(RUN, placement_of(RUN, "single", 0))).losses
-        assert tuple(cluster.result.losses) == losses[: len(cluster.result.losses)]
+        assert tuple(cluster.result.losses) == expected(RUN).losses[: len(cluster.result.losses)]
 
 
 @pytest.mark.parametrize(("mesh", "zero"), [("dp4", 1), ("dp3_pp2", 2)])

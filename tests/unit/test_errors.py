@@ -113,6 +113,9 @@ def test_a_report_without_frames_of_the_user_is_shown_whole() -> None:
     )
     assert shorten_report(ours + "KeyError: 3") == ours + "KeyError: 3"
     assert shorten_report("exit code 3") == "exit code 3"
+    told = "elaswave_spmd.errors.DataError: bad\n  fix:    none"
+    assert shorten_report(ours + told).splitlines()[:2] == told.splitlines()
+    assert shorten_report(ours + "elaswave_spmd.errors.RunError: it") == ours + "elaswave_spmd.errors.RunError: it"
 
 
 def test_the_place_of_an_exception_is_the_users_innermost_line() -> None:

@@ -20,6 +20,7 @@ from elaswave_spmd.determinism import Keys
 from elaswave_spmd.runtime.devices import Island, device_of
 from elaswave_spmd.runtime.devices.xla_island import Program, XlaIsland
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
+from elaswave_spmd.worker.inputs import Example
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.programs.eager import StagePrograms
 from tests.paired_layers import LAYERS, NOT_CUT, model_of
@@ -138,7 +139,7 @@ def main() -> None:
         model = model_of((LAYERS | NOT_CUT)[name])
         args = {"loss": model.loss, "loss_scale": 0.1, "checkpointing": checkpointing}
         programs = XlaPrograms(4, **args, island=island, specs={})
-        programs.compile(model.layers, describe(model, page_size=64).layout, SIZES, dtype)
+        programs.compile(model.layers, describe(model, page_size=64).layout, Example.of_tokens(SIZES), dtype)
         compiled = island.num_compiled
         row = of_a_kind(Stage(name, programs, dtype), island)
         if dtype == torch.float32:

@@ -22,6 +22,7 @@ from elaswave_spmd.models import Batch, LayeredModel, build_model
 from elaswave_spmd.runtime.devices import Island, device_of
 from elaswave_spmd.sharding import specs_of
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
+from elaswave_spmd.worker.inputs import Example
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.optimizers import AdamW, Update
 from elaswave_spmd.worker.programs.eager import StagePrograms
@@ -108,7 +109,12 @@ def main(tp: int = 1, fsdp: int = 1, dropout: float = 0.0, dtype: str = "fp32") 
     def on_xla(model: LayeredModel) -> StagePrograms:
         args = {"loss": model.loss, "loss_scale": scale, "checkpointing": False}
         programs = XlaPrograms(len(model.layers), **args, island=island, specs=specs_of(model))
-        programs.compile(model.layers, describe(model).layout, (MICROBATCH, TOKENS), DTYPES[dtype])
+        programs.compile(
+            model.layers,
+            describe(model).layout,
+            Example.of_tokens((MICROBATCH, TOKENS)),
+            DTYPES[dtype],
+        )
         return programs
 
     def on_cpu(model: LayeredModel) -> StagePrograms:

@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from elaswave_spmd import by_value
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -101,6 +103,9 @@ def main() -> NoReturn:
     die_with_parent(orders["parent"])
     sys.path[:] = orders["sys_path"]
     set_up()
+    if (fd := orders["by_value"]) is not None:
+        by_value.take(fd)
+        os.close(fd)
     run(orders["target"], orders["spec"])
 
 

@@ -6,8 +6,8 @@ import resource
 
 from elaswave_spmd.errors import ConfigError
 
-FDS_PER_LINK = 5
-"""Both directions of a link: two sockets, their connections' ends, a monitor."""
+FDS_PER_LINK = 7
+"""Both directions of a link: two sockets, their connections' ends, a monitor, the peer's memory and its bell."""
 
 _OTHER_FDS = 100  # data, logs, pipes, what libraries keep open
 

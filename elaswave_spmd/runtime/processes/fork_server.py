@@ -7,7 +7,8 @@ killed.
 
 Lines of JSON, controller -> fork server: first the setup, then {"spawn": rank, "spec": {...}}, {"signal": number,
 "rank": rank}, {"orphan_grace_s": seconds}, {"hold": path}, {"stop": grace_s}; each is answered by one line. On a second
-pipe the fork server writes a line {"exited": rank, ...} for each worker that ended.
+pipe the fork server writes a line {"exited": rank, ...} for each worker that ended. `by_value` in the setup is the
+descriptor of what the run gets by value, or null.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import time
 import traceback
 from typing import Any, NoReturn
 
+from elaswave_spmd import by_value
 from elaswave_spmd.runtime.processes import child
 from elaswave_spmd.runtime.processes.scratch import hold_lock, hold_scratch
 
@@ -79,6 +81,10 @@ class ForkServer:
             if problem:
                 self._answer({"error": problem})
                 return
+            refusal = self._take_by_value()
+            if refusal:
+                self._answer({"refused": refusal})
+                return
             # Python writes to the wake-up descriptor only for signals that have a handler.
             signal.signal(signal.SIGCHLD, lambda *_: None)
             signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
@@ -111,6 +117,24 @@ class ForkServer:
             if select.select([self._orders], [], [], 0)[0] and not self._orders.recv(1, socket.MSG_PEEK):
                 raise _ControllerLostError
         return ""
+
+    def _take_by_value(self) -> dict[str, str]:
+        """Have what the run gets by value, for all workers that are forked; spawned ones take it themselves.
+
+        Returns an error's fields, empty on success.
+        """
+        fd = self._setup["by_value"]
+        if fd is None or self._setup["method"] != "fork":
+            return {}
+        before = num_threads()
+        try:
+            by_value.take(fd)
+        except Exception as error:
+            return by_value.untakeable(error).fields()
+        os.close(fd)  # the bytes are not kept twice
+        if num_threads() != before:
+            return by_value.leaves_threads(num_threads()).fields()
+        return {}
 
     def _loop(self) -> None:
         while True:
@@ -177,13 +201,15 @@ class ForkServer:
             "sys_path": self._setup["sys_path"],
             "target": self._setup["target"],
             "spec": spec,
+            "by_value": self._setup["by_value"],
         }
         # By a file, since a pipe holds 64 KiB, and writing more would wait for a child that may have failed.
         with tempfile.TemporaryFile("w+") as file:
             json.dump(orders, file)
             file.seek(0)
             command = [sys.executable, "-m", "elaswave_spmd.runtime.processes.child"]
-            process = subprocess.Popen(command, stdin=file, pass_fds=(self._setup["life_fd"],))
+            fds = [fd for fd in (self._setup["life_fd"], self._setup["by_value"]) if fd is not None]
+            process = subprocess.Popen(command, stdin=file, pass_fds=fds)
         process.returncode = 0  # `_reap` waits for it; the Popen object must not
         return process.pid
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from elaswave_spmd.by_value import ByValue
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.processes import fork_server
 from elaswave_spmd.runtime.processes.child import GROUP_SIGNALS
@@ -99,6 +100,8 @@ class ForkServerClient:
         scratch: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         here: bool = False,
+        given: ByValue | None = None,
+        streams: Mapping[int, int] | None = None,
     ) -> ForkServerClient:
         """Launch the fork server and return at once; it imports `preload` meanwhile.
 
@@ -111,6 +114,9 @@ class ForkServerClient:
             env: environment variables added for the fork server and all workers.
             here: this process has done nothing yet but import modules, so the fork server may be a fork of it that need
                 not import them again. With threads, with `env` and with "spawn" it is a new interpreter all the same.
+            given: what all workers get by value, through a descriptor that the fork server inherits.
+            streams: descriptor (1 for the standard output, 2 for that of errors) -> the descriptor that takes its place
+                in the fork server and all workers; others are those of this process.
 
         Raises:
             ConfigError: an unknown method.
@@ -120,13 +126,14 @@ class ForkServerClient:
         ours, theirs = socket.socketpair()
         notices, notices_theirs = os.pipe()
         life_theirs, life = os.pipe()
-        fds = theirs.fileno(), notices_theirs, life_theirs
+        lent = None if given is None else given.lend()
+        fds = [theirs.fileno(), notices_theirs, life_theirs, *(() if lent is None else (lent,))]
         may_fork = here and method == "fork" and not env and num_threads() == 1
-        process = _start_process(fds, method, env or {}, may_fork=may_fork)
+        process = _start_process(fds, method, env or {}, streams or {}, may_fork=may_fork)
         # Only the fork server may keep its ends, so that either side sees the end of the other.
         theirs.close()
-        os.close(notices_theirs)
-        os.close(life_theirs)
+        for fd in fds[1:]:
+            os.close(fd)
         os.set_blocking(notices, False)
         folders = [str(Path(path).absolute()) for path in scratch]
         client = cls(process, ours, notices, life, folders, orphan_grace_s)
@@ -137,6 +144,7 @@ class ForkServerClient:
                 "method": method,
                 "target": target,
                 "life_fd": life_theirs,
+                "by_value": lent,
                 "orphan_grace_s": orphan_grace_s,
                 "scratch": client._scratch,
             }
@@ -153,6 +161,7 @@ class ForkServerClient:
 
         Raises:
             RunError: an import failed (with its traceback), or the server was stopped or has died.
+            ConfigError: what the run gets by value cannot be unpickled there.
         """
         if self._stopped:
             raise RunError("the fork server was stopped")
@@ -162,6 +171,9 @@ class ForkServerClient:
         if "error" in answer:
             self._abandon()
             raise RunError(answer["error"])
+        if "refused" in answer:
+            self._abandon()
+            raise ConfigError(**answer["refused"])
         self.num_threads = int(answer["threads"])
         self._ready = True
 
@@ -313,28 +325,38 @@ class ForkServerClient:
 
 
 def _start_process(
-    fds: tuple[int, int, int], method: Method, env: Mapping[str, str], *, may_fork: bool
+    fds: Sequence[int], method: Method, env: Mapping[str, str], streams: Mapping[int, int], *, may_fork: bool
 ) -> subprocess.Popen[bytes] | ForkedProcess:
     """Start the fork server, as a fork of this process if it may be one. `fds` as for `_start_interpreter`."""
     # A Ctrl-C must not reach the new process before it ignores SIGINT: the blocked state is inherited.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, *GROUP_SIGNALS])
     try:
         if may_fork:
-            return fork_process(lambda: fork_server.run(*fds[:2]), fds)
-        return _start_interpreter(method, env, fds)
+            return fork_process(lambda: fork_server.run(fds[0], fds[1]), fds, streams)
+        return _start_interpreter(method, env, fds, streams)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_interpreter(method: Method, env: Mapping[str, str], fds: tuple[int, int, int]) -> subprocess.Popen[bytes]:
+def _start_interpreter(
+    method: Method, env: Mapping[str, str], fds: Sequence[int], streams: Mapping[int, int]
+) -> subprocess.Popen[bytes]:
     """Start a fork server in a new interpreter.
 
     Args:
-        fds: its descriptors: of the orders, of the notices, and of the life pipe that workers inherit.
+        fds: its descriptors: of the orders, of the notices, of the life pipe that workers inherit, and of what they get
+            by value, if they get anything.
     """
     environment = interpreter_environment(env)
     if method == "fork":
         # OpenBLAS starts its threads when numpy is imported, and a process with threads must not fork.
         environment["OPENBLAS_NUM_THREADS"] = "1"
     command = [sys.executable, "-m", "elaswave_spmd.runtime.processes.fork_server", str(fds[0]), str(fds[1])]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=fds)
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=streams.get(1),
+        stderr=streams.get(2),
+        env=environment,
+        pass_fds=fds,
+    )

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
 
 _POLL_S = 0.002
@@ -51,12 +51,17 @@ class ForkedProcess:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-def fork_process(main: Callable[[], object], keep: Collection[int]) -> ForkedProcess:
+def fork_process(
+    main: Callable[[], object], keep: Collection[int], streams: Mapping[int, int] | None = None
+) -> ForkedProcess:
     """Run `main` in a child whose only open descriptors are `keep`, the output streams, and an empty input.
 
     To be called while this process has one thread: a fork copies only the calling thread, and locks that another one
     held would stay locked. The child ends with `main`, or with code 1 if it raises. Signals are as after an exec: those
     that this process handles are at their default there, those that it ignores or blocks stay so.
+
+    Args:
+        streams: output stream of the child -> the descriptor of this process that takes its place.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -70,6 +75,8 @@ def fork_process(main: Callable[[], object], keep: Collection[int]) -> ForkedPro
                 signal.signal(number, signal.SIG_DFL)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
+        for stream, descriptor in (streams or {}).items():
+            os.dup2(descriptor, stream)
         # Close the ranges between the descriptors to keep.
         for before, after in pairwise(sorted({2, *keep, _MAX_DESCRIPTORS})):
             os.closerange(before + 1, after)

@@ -87,6 +87,13 @@ class StopSignals:
             yield
 
     @contextlib.contextmanager
+    def told(self, tell: Callable[[int], None]) -> Iterator[None]:
+        """A `with` in which signals are told, and nothing else: `held` for what a signal can cut short."""
+        with self._holding(_ALL, tell):
+            self._tell_all()
+            yield
+
+    @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """A `with` that no signal interrupts. `check` afterwards raises what has come."""
         with self._holding(_ALL, None):

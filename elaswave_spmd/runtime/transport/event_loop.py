@@ -8,7 +8,7 @@ import selectors
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import zmq
 
@@ -29,9 +29,10 @@ class EventLoop:
         reader: reads its messages.
         admission: answers for its connections, closed when the thread ends; None if all are admitted.
         file: called with each message. May raise MessageRejected.
-        reject: called with the reason for each message that is dropped.
+        reject: called for each message that is dropped.
         life_fd: read end of the controller's life pipe, or None.
         on_controller_lost: called when the life pipe ends.
+        others: more descriptors to wait for: what is called when one is readable.
 
     All callables run in this thread and must not block.
     """
@@ -42,9 +43,10 @@ class EventLoop:
         reader: MessageReader,
         admission: Admission | None,
         file: Callable[[Message], None],
-        reject: Callable[[str], None],
+        reject: Callable[[MessageRejected], None],
         life_fd: int | None,
         on_controller_lost: Callable[[], None],
+        others: Mapping[int, Callable[[], None]],
     ) -> None:
         self._pull = pull
         self._reader = reader
@@ -70,6 +72,8 @@ class EventLoop:
             self._register(admission.socket.FD, admission.answer)
         if life_fd is not None:
             self._register(life_fd, lambda: self._life_ended(life_fd))
+        for fd, on_ready in others.items():
+            self._register(fd, on_ready)
 
     def watch(self, monitor: zmq.Socket[bytes], on_event: Callable[[int, int], None]) -> None:
         """Call `on_event` with each event of a link's monitor and its value. Any thread.
@@ -163,5 +167,5 @@ class EventLoop:
             except zmq.Again:
                 return False
             except MessageRejected as rejected:
-                self._reject(str(rejected))
+                self._reject(rejected)
         return True

@@ -9,9 +9,10 @@ same address would belong to another life. The closed connection is filed as `Pe
 peer that has not bound yet is refused for good, so connect only after the peer has reported that it is bound, then call
 `wait_connected` before the first message that matters.
 
-On one host large payloads that their sender never writes to again go by cross-memory copies (cross_memory.py), once the
-peer has shown that it can read this process's memory. A buffer that is withdrawn before it is read breaks the link as a
-lost connection does: later messages of that sender are dropped until there is another link.
+Workers of one host share memory (`transport="shm"`), once the peer has shown that it can map this process's: payloads
+are written there once, and read where they lie (shared_memory.py), and messages go by a ring (rings.py), which costs
+neither a system call nor another thread. What finds no room goes over the socket, as everything does between hosts;
+numbers keep the order (shared_inbox.py).
 
 Who may connect is decided by libzmq in the handshake, over TCP by the credentials of the run (credentials.py), on one
 host by the mode of the sockets' directory. What then comes may still be no message of ours: it is dropped and counted
@@ -25,11 +26,12 @@ import os
 import re
 import stat
 import struct
+import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,28 +39,27 @@ import zmq
 
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.transport.credentials import Admission, Credentials
-from elaswave_spmd.runtime.transport.cross_memory import (
-    CROSS_MEMORY_BYTES,
-    BufferWithdrawn,
-    OfferedBuffers,
-    RemoteBuffer,
-    RemoteReader,
-    open_cross_memory,
-)
 from elaswave_spmd.runtime.transport.event_loop import EventLoop
 from elaswave_spmd.runtime.transport.frames import (
     FRAME_BYTES,
     MALFORMED,
     MAX_FRAME_BYTES,
     MAX_PAYLOADS,
-    TOO_LARGE,
+    NOT_SHARED,
+    NUMBERED,
+    UNORDERED,
     Message,
     MessageLimits,
     MessageReader,
     MessageRejected,
     frames_of,
+    numbered_head,
+    record_of,
 )
 from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Mailbox, PeerClosed
+from elaswave_spmd.runtime.transport.rings import MEMORY_BYTES, Bell, BellRope, RingWriter
+from elaswave_spmd.runtime.transport.shared_inbox import SharedInbox
+from elaswave_spmd.runtime.transport.shared_memory import MemoryLocation, SharedMemory, why_unsupported
 from elaswave_spmd.runtime.transport.tcp_retries import bound_retries
 
 SOCKETS = "elaswave-"
@@ -67,10 +68,13 @@ SOCKETS = "elaswave-"
 CONTROLLER = -1
 """The controller's peer id; workers have their rank, agents ids from -2 downward."""
 
-Transport = Literal["ipc", "tcp"]
+Transport = Literal["shm", "ipc", "tcp"]
 
 ZERO_COPY_BYTES = 64 * 1024
 """From this size on a payload is sent by reference; below, pyzmq's thread that drops the reference costs more."""
+
+INLINE_BYTES = 4096
+"""Up to this size a payload is a part of its message, also where memory is shared."""
 
 REJECTED_CONNECTIONS: Mapping[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "connection with other credentials",
@@ -82,15 +86,15 @@ REJECTED_CONNECTIONS: Mapping[int, str] = {
 HANDSHAKE_MS = 10_000
 """How long a connection may take to show its credentials, from when it is accepted."""
 
-# A kind below 0x80 is a message whose payload i is replaced by a `RemoteBuffer` if bit i is set; the others belong to
-# the cross-memory handshake.
-_MESSAGE, _TRY_READING, _CAN_READ, _COPIED = 0, 0x81, 0x82, 0x83
-_MAX_OFFERED = 7  # payloads of one message: one bit of the kind each
-_LAST_OFFERED = (1 << _MAX_OFFERED) - 1
-_OFFER_NUMBER = struct.Struct("<q")
-_READING_TEST = b"can read"
+# Kinds of messages, beside NUMBERED. The last two are of the handshake by which memory is shared: the sender says where
+# its memory is, and the receiver that it has mapped it.
+_MESSAGE, _SHARE, _MAPPED = 0, 0x81, 0x82
+_SHARED_RING = struct.Struct("<iiQQQ")  # pid, descriptor, inode and bytes of the memory, offset of this link's ring
+_MAPPED_LINK = struct.Struct("<Ii")  # number of the link, pid of the receiver
+_BELL = ".bell"
 # Addresses that peers report. Names of hosts are none: libzmq's thread would wait for a name server, and all links too.
-_ADDRESSES = {"ipc": re.compile(r"ipc:///[^\0]+"), "tcp": re.compile(r"tcp://\d{1,3}(\.\d{1,3}){3}:\d{1,5}")}
+_IPC_ADDRESS = re.compile(r"ipc:///[^\0]+")
+_ADDRESSES = {"shm": _IPC_ADDRESS, "ipc": _IPC_ADDRESS, "tcp": re.compile(r"tcp://\d{1,3}(\.\d{1,3}){3}:\d{1,5}")}
 _LONGEST_IPC_DIRECTORY = 80  # bytes; sockaddr_un holds 108, and the socket's own name must fit
 _CLOSED_EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -117,6 +121,74 @@ def _why_not_private(directory: str | Path) -> str:
     return "" if private else f"mode {mode:04o} and owner {status.st_uid}"
 
 
+class _SharedWay:
+    """The way of a link through this process's shared memory: a ring for its messages, and blocks for their payloads.
+
+    It is used from `open` on, which is called when the receiver has mapped the memory.
+
+    Args:
+        memory: of this process.
+        ring_at: offset of the link's ring.
+        number: of the link.
+        address: of the receiver.
+    """
+
+    def __init__(self, memory: SharedMemory, ring_at: int, number: int, address: str) -> None:
+        self._memory = memory
+        self._ring_at = ring_at
+        self._number = number
+        self._bell_path = address.removeprefix("ipc://") + _BELL
+        self._ring = RingWriter(memory.view[ring_at : ring_at + MEMORY_BYTES])
+        self._receiver: int | None = None
+        self._rope: BellRope | None = None
+        self._next_number = 0
+        self.is_open = False
+
+    def location(self) -> bytes:
+        """What the receiver needs in order to map it."""
+        at = self._memory.location
+        return _SHARED_RING.pack(at.pid, at.fd, at.inode, at.num_bytes, self._ring_at)
+
+    def open(self, receiver: int) -> None:
+        """The receiver, a process, has mapped the memory."""
+        self._receiver = receiver
+        if not self.is_open:
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                self._rope = BellRope(self._bell_path)
+                self.is_open = True
+
+    def place(self, view: memoryview) -> int:
+        """Copy a payload into a block. Returns its place; NOT_SHARED if it is small, or if there is no room."""
+        if not self.is_open or view.nbytes <= INLINE_BYTES:
+            return NOT_SHARED
+        return self._memory.place(view, self._number) or NOT_SHARED
+
+    def next_number(self, ordered: bool) -> int:
+        """The number of the next message."""
+        if not ordered:
+            return UNORDERED
+        self._next_number += 1
+        return self._next_number - 1
+
+    def write(self, head: bytes, views: Sequence[memoryview]) -> bool:
+        """Send a message by the ring. False if it has no room, or is not open."""
+        return self.is_open and self._ring.write(record_of(head, views))
+
+    def wake(self) -> None:
+        """Wake the receiver if it sleeps. To be called after `write`."""
+        if self._ring.must_ring() and self._rope is not None:
+            self._rope.ring()
+
+    def close(self) -> None:
+        """The link is closed. It cannot be used after that."""
+        self.is_open = False
+        self._ring.close()
+        if self._receiver is not None:  # else it may have mapped the memory all the same: nobody else gets the ring
+            self._memory.close_link(self._number, self._receiver)
+        if self._rope is not None:
+            self._rope.close()
+
+
 class _Link:
     """The sending side of one link.
 
@@ -126,7 +198,7 @@ class _Link:
         number: of this link in this process; no other link ever has it.
         me: this process's peer id.
         frame_bytes: the largest frame; None for any size.
-        offered: the buffers of this process that others may copy; None without cross-memory copies.
+        shared: the way through shared memory; None without one.
     """
 
     def __init__(
@@ -136,35 +208,26 @@ class _Link:
         number: int,
         me: int,
         frame_bytes: int | None,
-        offered: OfferedBuffers | None,
+        shared: _SharedWay | None,
     ) -> None:
         self.peer = peer
         self.lock = threading.Lock()  # guards `open`
         self.open: zmq.Socket[bytes] | None = socket  # any thread may send; None once closed
-        self.peer_can_read = False  # the peer has read this process's memory: payloads may be offered
-        self.reading_test: int | None = None  # number of the offer with which that was tried
+        self.number = number
+        self.shared = shared
+        self.copies_payloads = False
         self.up = threading.Event()  # set after the handshake, or when the link is closed
         self.bytes_sent = 0
         self.messages_sent = 0
         self._me = me
         self._frame_bytes = frame_bytes
-        self._offered = offered
-        self._number = number
         # pyzmq would name the monitor by a file descriptor, which the next link may get again too early.
         self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(
             _CLOSED_EVENTS | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MONITOR_STOPPED,
             f"inproc://monitor-{number}",
         )
 
-    def test_reading(self) -> None:
-        """Ask the peer to read something of this process; it answers `_CAN_READ` with the offer's number if it can."""
-        if self._offered is not None and (buffer := self._offered.offer(memoryview(_READING_TEST), self._number)):
-            self.reading_test = buffer.number
-            self.send(buffer.encode(), kind=_TRY_READING)
-
-    def send(
-        self, header: bytes, payloads: Sequence[Any] = (), *, kind: int = _MESSAGE, immutable: bool = False
-    ) -> bool:
+    def send(self, header: bytes, payloads: Sequence[Any], *, ordered: bool) -> bool:
         """Send one message, see `Links.send`; False if the link is closed."""
         # Everything that can be refused is refused before the first frame: half a message would swallow the next one.
         views = [memoryview(payload) for payload in payloads]
@@ -173,39 +236,56 @@ class _Link:
                 raise ValueError(f"a payload must be contiguous; got shape {view.shape}, strides {view.strides}")
         if len(views) > MAX_PAYLOADS:
             raise ValueError(f"{len(views)} payloads in one message, which has at most {MAX_PAYLOADS}")
+        if self.shared is not None:
+            return self._send_shared(self.shared, header, views, ordered)
         size = sum(view.nbytes for view in views)
-        offered = self._offer_large(views) if immutable and self.peer_can_read else 0
-        head, frames = frames_of(self._me, self._number, kind | offered, header, views, self._frame_bytes)
+        head, frames = frames_of(self._me, self.number, _MESSAGE, header, views, self._frame_bytes)
         # The lock also keeps the frames of two threads' messages apart.
         with self.lock:
             sent = self.open is not None and self._put(self.open, head, frames)
-            if sent and kind == _MESSAGE:
-                self.bytes_sent += len(head) + size
-                self.messages_sent += 1
-        if offered and not sent:
-            assert self._offered is not None
-            self._offered.withdraw(self._number)
+            if sent:
+                self._count(len(head) + size)
         return sent
 
-    def _offer_large(self, views: list[memoryview]) -> int:
-        """Replace large payloads by the locations of offered buffers. Returns which: bit i for payload i."""
-        assert self._offered is not None
-        replaced = 0
-        for i, view in enumerate(views[:_MAX_OFFERED]):
-            if view.nbytes >= CROSS_MEMORY_BYTES and (buffer := self._offered.offer(view, self._number)):
-                views[i] = memoryview(buffer.encode())
-                replaced |= 1 << i
-        return replaced
+    def send_handshake(self, kind: int, header: bytes) -> None:
+        """Send one message of the handshake by which memory is shared."""
+        head, _ = frames_of(self._me, self.number, kind, header, (), self._frame_bytes)
+        with self.lock:
+            if self.open is not None:
+                self._put(self.open, head, ())
 
-    @staticmethod
-    def _put(socket: zmq.Socket[bytes], head: bytes, frames: Sequence[memoryview]) -> bool:
+    def _send_shared(self, way: _SharedWay, header: bytes, views: Sequence[memoryview], ordered: bool) -> bool:
+        sizes = [view.nbytes for view in views]
+        places = [way.place(view) for view in views]
+        rest = [
+            view.cast("B") if view.nbytes else memoryview(b"")
+            for view, place in zip(views, places, strict=True)
+            if place == NOT_SHARED
+        ]
+        with self.lock:
+            number = way.next_number(ordered)
+            head = numbered_head(self._me, self.number, header, sizes, number, places)
+            by_ring = self.open is not None and ordered and way.write(head, rest)
+            sent = by_ring or (self.open is not None and self._put(self.open, head, rest))
+            if sent:
+                self._count(len(head) + sum(sizes))
+            if by_ring:
+                way.wake()
+        return sent  # if not, the link is closed: its blocks are free when the receiver has ended
+
+    def _count(self, num_bytes: int) -> None:
+        self.bytes_sent += num_bytes
+        self.messages_sent += 1
+
+    def _put(self, socket: zmq.Socket[bytes], head: bytes, frames: Sequence[memoryview]) -> bool:
         last = len(frames)
+        copied = sys.maxsize if self.copies_payloads else ZERO_COPY_BYTES
         try:
             # There is no high-water mark, so a socket that does not accept a message has lost its connection. Without
             # DONTWAIT the call would wait for another one, which never comes, and hold the lock that `close` needs.
             for i, frame in enumerate((head, *frames)):
                 flags = zmq.DONTWAIT | (zmq.SNDMORE if i < last else 0)
-                socket.send(frame, flags, copy=i == 0 or frames[i - 1].nbytes < ZERO_COPY_BYTES)
+                socket.send(frame, flags, copy=i == 0 or frames[i - 1].nbytes < copied)
         except zmq.Again:
             return False
         return True
@@ -216,8 +296,8 @@ class _Link:
             socket, self.open = self.open, None
             if socket is not None:
                 socket.close(linger_ms)
-        if self._offered is not None:
-            self._offered.withdraw(self._number)
+                if self.shared is not None:
+                    self.shared.close()
         self.up.set()
         return socket is not None
 
@@ -228,10 +308,10 @@ class Links:
     Args:
         me: this process's peer id: a rank, or `CONTROLLER`.
         mailbox: messages and notices are filed here.
-        transport: "ipc" (Unix sockets; peers on one host) or "tcp".
-        directory: existing directory for the ipc socket, which only its user may enter, see `socket_directory`; not
+        transport: "ipc" (Unix sockets; peers on one host), "shm" (these, and shared memory between workers) or "tcp".
+        directory: existing directory for the Unix socket, which only its user may enter, see `socket_directory`; not
             used by tcp.
-        credentials: of the run, for tcp: connections that do not show them are refused and counted. None for ipc.
+        credentials: of the run, for tcp: connections that do not show them are refused and counted. None else.
         host: address that tcp binds and reports to peers.
         limits: of the messages that are taken; others are dropped and counted.
         life_fd: read end of a pipe whose write end only the controller holds; its end files `ControllerLost`.
@@ -263,17 +343,12 @@ class Links:
         self.me = me
         self._addresses = _ADDRESSES[transport]  # of its peers
         self._credentials = credentials
+        self._copies_payloads = transport == "shm"
         self._frame_bytes = FRAME_BYTES if transport == "tcp" else None
         self._limits = limits
         self._rejected: Counter[str] = Counter()
         self._mailbox = mailbox
-        offered, reader = open_cross_memory() if transport == "ipc" else (None, None)  # ipc: all peers are on this host
-        self._offered: OfferedBuffers | None = offered
-        self._reader: RemoteReader | None = reader
-        self._readable: dict[int, int] = {}  # peer -> number of the reading test that succeeded here
-        # Peer -> its newest link on which a buffer was lost: the rest of that link, or of an older one, is dropped,
-        # also what is read after the first message of the next link. Event-loop thread only.
-        self._broken: dict[int, int] = {}
+        self._mapped: dict[int, int] = {}  # peer -> number of its newest link whose ring this process has mapped
         self._links: dict[int, _Link] = {}
         self._num_connects = 0
         self._edit = threading.Lock()  # guards _links and closing; never held while sending
@@ -291,10 +366,19 @@ class Links:
         except zmq.ZMQError as error:
             self._context.destroy(0)
             raise ConfigError(f"links cannot bind an address in {directory or host} ({error})") from error
+        self._memory: SharedMemory | None = None
+        self._bell: Bell | None = None
+        # The controller's messages are few, and it waits for other things than its mailbox.
+        self._takes_numbered = transport == "shm" and me != CONTROLLER
+        self.why_not_shared = self._share_memory() if self._takes_numbered else ""
+        self._inbox = SharedInbox(mailbox, limits)
+        if self._memory is not None:
+            mailbox.attach(self._inbox)
         reader = MessageReader(self._pull, limits, self._frame_bytes)
         lost = ControllerLost()
+        others: dict[int, Callable[[], None]] = {} if self._bell is None else {self._bell.fd: self._on_bell}
         self._loop = EventLoop(
-            self._pull, reader, admission, self._file, self.reject, life_fd, lambda: mailbox.put(lost)
+            self._pull, reader, admission, self._file, self._on_rejected, life_fd, lambda: mailbox.put(lost), others
         )
         if credentials is not None:
             self._watch_strangers()
@@ -320,15 +404,18 @@ class Links:
                 self._credentials.secure_client(socket)
             self._num_connects += 1
             number = self._num_connects
-            link = self._links[peer] = _Link(peer, socket, number, self.me, self._frame_bytes, self._offered)
+            shared = self._new_way(peer, number, address)
+            link = self._links[peer] = _Link(peer, socket, number, self.me, self._frame_bytes, shared)
+            link.copies_payloads = self._copies_payloads
             self._loop.watch(link.monitor, lambda event, value: self._link_event(link, event, value))
             try:
                 socket.connect(address)
             except zmq.ZMQError as error:
                 link.close()
                 raise RunError(f"links of {self.me}: {address!r} is no address of {peer}: {error}") from error
-        link.test_reading()
-        self._report_can_read(peer)
+        if link.shared is not None:
+            link.send_handshake(_SHARE, link.shared.location())
+        self._report_mapped(peer)
 
     def wait_connected(self, peers: Iterable[int], timeout: float) -> list[int]:
         """Wait until the link to each of `peers` is up; returns those closed or not up after `timeout` seconds."""
@@ -341,21 +428,26 @@ class Links:
                 missing.append(peer)
         return missing
 
-    def send(self, peer: int, header: bytes, payloads: Sequence[Any] = (), *, immutable: bool = False) -> bool:
+    def send(self, peer: int, header: bytes, payloads: Sequence[Any] = (), *, ordered: bool = True) -> bool:
         """Send one message, from any thread, without blocking. False if the link is closed: the message is lost.
 
         Args:
-            payloads: contiguous buffers (bytes, memoryview, numpy array). Those of `ZERO_COPY_BYTES` and more are sent
-                from where they lie, some time later: they must not be written to until the protocol reports that
-                `peer` has them.
-            immutable: the payloads are never written to again. Large ones may then go by a cross-memory copy, and stay
-                alive for however long the receiver takes.
+            payloads: contiguous buffers (bytes, memoryview, numpy array). Unless `copies_payloads`, those of
+                `ZERO_COPY_BYTES` and more are sent from where they lie, some time later: they must not be written to
+                until the protocol reports that `peer` has them.
+            ordered: False if it need not arrive after what was sent before. It is then filed as soon as it is there,
+                and not when the peer's consumer looks for messages.
 
         Raises:
             ValueError: a buffer is not contiguous, or there are more than `MAX_PAYLOADS`; nothing is sent then.
         """
         link = self._links.get(peer)
-        return link is not None and link.send(header, payloads, immutable=immutable)
+        return link is not None and link.send(header, payloads, ordered=ordered)
+
+    @property
+    def copies_payloads(self) -> bool:
+        """True if payloads may be written to as soon as `send` has returned."""
+        return self._copies_payloads
 
     def drop(self, peer: int) -> None:
         """Close the link to `peer` at once, unsent messages included. No notice is filed. Unknown peers are ignored."""
@@ -363,6 +455,13 @@ class Links:
             link = self._links.pop(peer, None)
         if link is not None:
             link.close()
+        self._inbox.forget(peer)
+
+    def drop_all_but(self, peers: Collection[int]) -> None:
+        """Drop every peer but these, also those whose links are closed already: nothing more of them is expected."""
+        for peer in [*self._links]:
+            if peer not in peers:
+                self.drop(peer)
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -372,6 +471,8 @@ class Links:
     @property
     def rejected(self) -> dict[str, int]:
         """The connections that were not admitted and the messages that were dropped: reason -> number so far."""
+        for reason in self._inbox.take_rejected():
+            self.reject(reason)
         with self._edit:
             return dict(self._rejected)
 
@@ -397,9 +498,6 @@ class Links:
                 return
             self._closed = True
             links = list(self._links.values())
-        deadline = time.monotonic() + linger_ms / 1e3
-        while self._offered is not None and self._offered.num_large and time.monotonic() < deadline:
-            time.sleep(1e-3)  # receivers are still to copy what was offered
         for link in links:
             link.close(linger_ms)
         self._loop.stop()
@@ -408,6 +506,11 @@ class Links:
         self._context.term()  # every socket is closed: waits for lingering ones only
         if self.address.startswith("ipc://"):
             Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)  # libzmq leaves it behind
+        self._inbox.close()
+        if self._bell is not None:
+            self._bell.close()
+        if self._memory is not None:
+            self._memory.close()
 
     def _new_socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -435,77 +538,80 @@ class Links:
         self._pull.bind(f"ipc://{path}")
         return f"ipc://{path}"
 
+    def _share_memory(self) -> str:
+        """Make what this process needs in order to share memory. Returns why it fails: all goes over sockets then."""
+        if why_unsupported():
+            return ""  # nothing fails; the controller says it, once
+        try:
+            self._bell = Bell(self.address.removeprefix("ipc://") + _BELL)
+            self._memory = SharedMemory()
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def _new_way(self, peer: int, number: int, address: str) -> _SharedWay | None:
+        """A way to a peer through shared memory, if this process and the peer have it."""
+        if self._memory is None or peer == CONTROLLER or (at := self._memory.reserve(MEMORY_BYTES, number)) is None:
+            return None
+        return _SharedWay(self._memory, at, number, address)
+
+    def _on_bell(self) -> None:
+        """A peer has sent something while the consumer slept. Event-loop thread."""
+        assert self._bell is not None
+        self._bell.quiet()
+        self._mailbox.wake()
+
+    def _on_rejected(self, rejected: MessageRejected) -> None:
+        """Count a message that was dropped. Event-loop thread."""
+        self.reject(str(rejected))
+        if rejected.numbered is not None:
+            self._inbox.skip(*rejected.numbered)
+
     def _file(self, message: Message) -> None:
         """File a message in the mailbox, or handle it if it is of the handshake. Event-loop thread.
 
         Raises:
             MessageRejected: it is of a kind that there is not, or has other contents than its kind.
         """
-        sender, kind = message.sender, message.kind
-        if kind >= _TRY_READING:
-            self._handle_handshake(message)
-        elif kind > _LAST_OFFERED or kind >> len(message.payloads):
+        if message.kind == _MESSAGE:
+            self._mailbox.put(Envelope(message.sender, message.header, message.payloads))
+        elif not self._takes_numbered:
             raise MessageRejected(MALFORMED)
-        elif message.link > self._broken.get(sender, -1):
-            whole = self._copy_offered(message) if kind else message.payloads
-            if whole is not None:
-                self._mailbox.put(Envelope(sender, message.header, whole))
+        elif message.kind == NUMBERED:
+            self._inbox.accept(message)
+        elif self._memory is not None:  # else peers send everything over sockets, as nothing is mapped here
+            self._handle_handshake(message)
 
     def _handle_handshake(self, message: Message) -> None:
-        """Answer a message of the cross-memory handshake. Event-loop thread."""
+        """Map a peer's memory, or begin to use the way to a peer that has mapped this process's. Event-loop thread."""
         sender, kind = message.sender, message.kind
-        if kind > _COPIED or message.payloads or self._credentials is not None:  # over TCP there is no handshake
+        form = {_SHARE: _SHARED_RING, _MAPPED: _MAPPED_LINK}.get(kind)
+        if form is None or message.payloads or len(message.header) != form.size:
             raise MessageRejected(MALFORMED)
-        if kind == _TRY_READING:  # the first message on a link
-            buffer = _decode_buffer(message.header, len(_READING_TEST))
-            with contextlib.suppress(BufferWithdrawn, PermissionError):
-                if self._reader is not None and self._reader.read(buffer) == _READING_TEST:
-                    with self._edit:
-                        self._readable[sender] = buffer.number
-                    self._report_can_read(sender)
+        if kind == _MAPPED:
+            number, pid = form.unpack(message.header)
+            link = self._links.get(sender)
+            if link is not None and link.shared is not None and link.number == number:
+                with link.lock:  # what is sent meanwhile goes one way as a whole
+                    if link.open is not None:
+                        link.shared.open(pid)
             return
-        if len(message.header) != _OFFER_NUMBER.size:
-            raise MessageRejected(MALFORMED)
-        (number,) = _OFFER_NUMBER.unpack(message.header)
-        link = self._links.get(sender)
-        if kind == _CAN_READ and link is not None and link.reading_test == number:
-            link.peer_can_read = True
-        if self._offered is not None:
-            self._offered.release(number)
-
-    def _report_can_read(self, peer: int) -> None:
-        """Report to the peer that its memory can be read; called when either of the two is new: link or test."""
-        with self._edit:
-            link, number = self._links.get(peer), self._readable.get(peer)
-        if link is not None and number is not None:
-            link.send(_OFFER_NUMBER.pack(number), kind=_CAN_READ)
-
-    def _copy_offered(self, message: Message) -> tuple[memoryview, ...] | None:
-        """The payloads, with copies of those that the sender offered. Event-loop thread.
-
-        Returns:
-            None if a buffer was withdrawn: it is lost, and so is everything that follows on this link.
-
-        Raises:
-            MessageRejected: the location of a buffer is none, or it is over the limit.
-        """
-        sender = message.sender
-        if self._reader is None or sender not in self._readable:  # nothing is offered before the reading test succeeded
-            raise MessageRejected(MALFORMED)
-        limit = self._limits.payload_limit(message.header)
-        buffers = {
-            i: _decode_buffer(payload, limit) for i, payload in enumerate(message.payloads) if message.kind >> i & 1
-        }
-        whole = list(message.payloads)
-        for i, buffer in buffers.items():
+        pid, fd, inode, num_bytes, at = form.unpack(message.header)
+        with contextlib.suppress(OSError):  # everything of this peer comes over the socket then
             try:
-                whole[i] = self._reader.read(buffer)
-            except (BufferWithdrawn, PermissionError):
-                self._broken[sender] = max(message.link, self._broken.get(sender, -1))
-                return None
-            if (link := self._links.get(sender)) is not None:
-                link.send(_OFFER_NUMBER.pack(buffer.number), kind=_COPIED)
-        return tuple(whole)
+                self._inbox.add_ring(sender, message.link, MemoryLocation(pid, fd, inode, num_bytes), at)
+            except ValueError:
+                raise MessageRejected(MALFORMED) from None
+            with self._edit:
+                self._mapped[sender] = message.link
+            self._report_mapped(sender)
+
+    def _report_mapped(self, peer: int) -> None:
+        """Report to a peer that its memory is mapped; called when either of the two is new: link or ring."""
+        with self._edit:
+            link, number = self._links.get(peer), self._mapped.get(peer)
+        if link is not None and number is not None:
+            link.send_handshake(_MAPPED, _MAPPED_LINK.pack(number, os.getpid()))
 
     def _link_event(self, link: _Link, event: int, value: int) -> None:
         """Handle an event of a link's monitor. Event-loop thread."""
@@ -524,25 +630,10 @@ class Links:
             self._mailbox.put(PeerClosed(link.peer))
 
 
-def _decode_buffer(data: bytes | memoryview, most_bytes: int) -> RemoteBuffer:
-    """The location of a buffer of another process.
-
-    Raises:
-        MessageRejected: it is none, or the buffer is larger than `most_bytes`.
-    """
-    try:
-        buffer = RemoteBuffer.decode(data)
-    except (ValueError, struct.error):
-        raise MessageRejected(MALFORMED) from None
-    if buffer.num_bytes > most_bytes:
-        raise MessageRejected(TOO_LARGE)
-    return buffer
-
-
 def _check(transport: str, directory: str) -> None:
-    if transport not in ("ipc", "tcp"):
+    if transport not in _ADDRESSES:
         raise ConfigError(
-            f"runtime.transport={transport} is no transport", where="runtime.transport", exists="ipc, tcp"
+            f"runtime.transport={transport} is no transport", where="runtime.transport", exists=", ".join(_ADDRESSES)
         )
     if transport == "tcp":
         return

@@ -9,13 +9,14 @@ zmq nor torch: the simulated cluster files into the same class.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,18 @@ class Request:
 Item: TypeAlias = Envelope | PeerClosed | ControllerLost | Interrupted | Request
 
 
+class Source(Protocol):
+    """Where messages lie that nobody files until the consumer asks for them (shared_inbox.py)."""
+
+    def drain(self) -> None:
+        """File everything that is there."""
+        ...
+
+    def sleeps(self) -> bool:
+        """Have the mailbox woken, by `Mailbox.wake`, when something comes. Returns False if something is there."""
+        ...
+
+
 class Mailbox:
     """A queue of items for any number of putting threads and exactly one consuming thread.
 
@@ -88,6 +101,7 @@ class Mailbox:
 
     def __init__(self, tap: Callable[[Item], bool] | None = None) -> None:
         self._tap = tap
+        self._source: Source | None = None
         self._items: deque[Item] = deque()
         # Locked means "nothing new since the consumer last looked". A bare lock wakes its waiter through one semaphore,
         # a fraction of what Condition does in Python code; the deque itself needs no lock.
@@ -97,11 +111,24 @@ class Mailbox:
     def __len__(self) -> int:
         return len(self._items)
 
-    def put(self, item: Item) -> None:
-        """File `item` and wake the consumer. Any thread; never blocks."""
+    def attach(self, source: Source) -> None:
+        """Have the consumer look for messages in a source too."""
+        self._source = source
+
+    def put(self, item: Item, *, wake: bool = True) -> None:
+        """File `item` and wake the consumer. Any thread; never blocks.
+
+        Args:
+            wake: False if this is the consumer's thread.
+        """
         if self._tap is not None and self._tap(item):
             return
         self._items.append(item)
+        if wake:
+            self.wake()
+
+    def wake(self) -> None:
+        """Have the consumer look for items. Any thread; never blocks."""
         try:  # noqa: SIM105  (the hot path: a context manager costs ten times the call)
             self._bell.release()
         except RuntimeError:
@@ -113,24 +140,28 @@ class Mailbox:
 
     def take_all(self) -> list[Item]:
         """Remove and return everything filed so far, oldest first; never blocks."""
+        if self._source is not None:
+            self._source.drain()
         items = self._items
         return [items.popleft() for _ in range(len(items))]
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until an item is there (True) or `timeout` seconds have passed (False). None waits without a limit."""
-        if self._items:
-            return True
-        if timeout is None:
-            while not self._items:
-                self._bell.acquire()
-            return True
-        deadline = time.monotonic() + timeout
-        while not self._items:
-            # The bell may have rung for an item that was removed earlier: hence the loop.
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        # The bell may have rung for an item that was removed earlier: hence the loop.
+        while not self._has_items():
             left = deadline - time.monotonic()
             if left <= 0 or not self._bell.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
-                return bool(self._items)
+                return self._has_items()
         return True
+
+    def _has_items(self) -> bool:
+        """True if something is there; else the bell will ring when something comes."""
+        if self._source is not None:
+            # What was there may be of a kind that nobody is told of, so look until the source sleeps.
+            while not self._items and not self._source.sleeps():
+                self._source.drain()
+        return bool(self._items)
 
     def get(self, timeout: float | None = None) -> Item | None:
         """Remove and return the oldest item, waiting up to `timeout` seconds for one; None if there was none."""
@@ -151,8 +182,8 @@ class SelectableMailbox(Mailbox):
         self._read = read
         self._write = write
 
-    def put(self, item: Item) -> None:
-        super().put(item)
+    def put(self, item: Item, *, wake: bool = True) -> None:
+        super().put(item, wake=wake)
         with contextlib.suppress(BlockingIOError):  # a full pipe is readable as well
             os.write(self._write, b"\0")  # after the item is filed: a woken consumer finds it
 

@@ -24,9 +24,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from elaswave_spmd.models import Batch
 from elaswave_spmd.worker.activations import Activation
 from elaswave_spmd.worker.buffers import GradientBuffer
+from elaswave_spmd.worker.inputs import Example, refuse_other_form
 from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.programs.split_backward import refuse_change
 
@@ -41,6 +41,11 @@ class PairPrograms(StagePrograms):
     """Layer programs whose backwards are pairs, wherever they can be. Only the time of the second one is chosen."""
 
     _put_off: frozenset[int] = frozenset()
+    _example: Example | None = None  # the form of micro-batches for which programs were compiled
+
+    def check_form(self, batch: Any) -> None:
+        if self._example is not None:
+            refuse_other_form(self._example, batch)
 
     def put_off(self, layers: Collection[int]) -> None:
         self._put_off = frozenset(layers)
@@ -57,7 +62,7 @@ class PairPrograms(StagePrograms):
         into: GradientBuffer,
         *,
         add: bool,
-        batch: Batch | None,
+        batch: Any,
     ) -> Activation | None:
         dx = self.backward_input(layer, microbatch, dy, batch=batch)
         self.backward_weights(layer, microbatch, into, add=add)

@@ -6,7 +6,7 @@ its bits do not depend on where the stages are cut, and its gradient can be sent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Keys
-from elaswave_spmd.errors import ModelError
-from elaswave_spmd.models import Batch, takes_keys
+from elaswave_spmd.errors import ModelError, add_note
+from elaswave_spmd.models import Loss, Metrics, Objective, takes_keys
+from elaswave_spmd.recovery.admission import LONGEST_METRIC, MOST_METRICS
+from elaswave_spmd.recovery.validation import other_metrics
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.activations import (
     Activation,
@@ -39,19 +41,16 @@ from elaswave_spmd.worker.profiling import LayerMemory
 from elaswave_spmd.worker.programs.split_backward import PutOff, SplitLayer
 from elaswave_spmd.worker.spec import Job
 
-Loss = Callable[[Any, Batch], Tensor]
-"""(the last layer's output, the micro-batch) -> loss, one number: the sum over the micro-batch's tokens."""
-
 
 class Batches(Protocol):
-    """One split of a dataset, addressed by sample id."""
+    """One split of a dataset, addressed by sample id (`data.DataSplit`)."""
 
     def __len__(self) -> int:
         """The number of samples."""
         ...
 
-    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens and targets of these samples: int64 [samples, seq_len] each."""
+    def batch(self, ids: np.ndarray) -> Any:
+        """The tokens and targets of these samples, int64 [samples, seq_len] each; or a tree of tensors on the CPU."""
         ...
 
 
@@ -59,13 +58,13 @@ class ProgramArgs(TypedDict):
     """The arguments that the constructors of all kinds of `StagePrograms` have in common; see there."""
 
     num_layers: int
-    loss: Loss
+    loss: Loss | Objective
     loss_scale: float
     checkpointing: bool
     first_trained: int
 
 
-def program_args(job: Job, layout: ModelLayout, loss: Loss) -> ProgramArgs:
+def program_args(job: Job, layout: ModelLayout, loss: Loss | Objective) -> ProgramArgs:
     """Returns the constructor arguments for the layers of a run."""
     # The mean over the global batch, not over the micro-batch: then the sum of all micro-batches is the step's loss.
     scale = 1.0 / job.tokens_per_step
@@ -102,7 +101,7 @@ class BegunBackward:
     Args:
         gradients: what the first part has made, by trained parameter.
         put_off: what it has put off.
-        loss: the micro-batch's loss, after the last layer.
+        loss: the micro-batch's loss, after the last layer, as `into.add_loss` takes it.
     """
 
     gradients: list[Tensor | None]
@@ -118,7 +117,7 @@ class StagePrograms:
 
     Args:
         num_layers: number of layers of the whole model; the loss is computed after the last one.
-        loss: the model's loss function.
+        loss: the model's loss function, perhaps with metrics for validations.
         loss_scale: 1 / tokens of the global batch.
         checkpointing: activation checkpointing: save only the inputs of layers, and run each layer again before its
             backward.
@@ -130,21 +129,25 @@ class StagePrograms:
     """The tables of what is kept of micro-batches until the end of their backward."""
 
     def __init__(
-        self, num_layers: int, *, loss: Loss, loss_scale: float, checkpointing: bool, first_trained: int = 0
+        self, num_layers: int, *, loss: Loss | Objective, loss_scale: float, checkpointing: bool, first_trained: int = 0
     ) -> None:
         self._modules: Mapping[int, nn.Module] = {}
         self._values: Mapping[int, ValueBuffer] = {}
         self._keyed: frozenset[int] = frozenset()  # bound layers that take keys
-        self._loss = loss
+        objective = loss if isinstance(loss, Objective) else Objective(loss)
+        self._loss, self._metrics = objective.loss, objective.metrics
         self._loss_scale = loss_scale
         self._checkpointing = checkpointing
         self._first_trained = first_trained
         self._last = num_layers - 1
         self._saved: dict[tuple[int, int], SavedForward] = {}  # (layer, micro-batch) ->
-        self._losses: dict[int, Tensor] = {}  # micro-batch -> scaled loss, fp32 scalar
+        self._losses: dict[int, Tensor] = {}  # micro-batch -> scaled loss, fp32, as `into.add_loss` takes it
         self._begun: dict[tuple[int, int], BegunBackward] = {}  # (layer, micro-batch) ->
         self._split: dict[int, SplitLayer] = {}  # bound layers that put off their weight products
         self._marks: dict[int, tuple[bool, ...]] = {}  # layer -> which tensors of its output have a gradient
+        self._weighted: bool | None = None  # the loss comes with a weight; None: it has not been computed yet
+        self.scored: ScoreForm | None = None
+        """The form of what a validation makes of a micro-batch, once it has done so."""
         self.memory = LayerMemory()
 
     @property
@@ -153,9 +156,21 @@ class StagePrograms:
         return self._loss
 
     @property
+    def metrics(self) -> Metrics | None:
+        """The model's function of metrics, run as the model's code says; None: it has none."""
+        return self._metrics
+
+    @property
     def num_compiled(self) -> int:
         """The number of programs that this worker has compiled so far; it must not grow once the worker is ready."""
         return 0
+
+    def check_form(self, batch: Any) -> None:
+        """Refuses a micro-batch that these programs cannot run. Layers that are not compiled take any shapes.
+
+        Raises:
+            DataError: they are compiled, and for others.
+        """
 
     def dropped(self, layer: int) -> None:
         """Called after the layer's parameters were dropped until their next version. A copy of them may be freed."""
@@ -221,13 +236,14 @@ class StagePrograms:
             del self._saved[key]
         self._losses.pop(microbatch, None)
 
-    def forward(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
+    def forward(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Any) -> Activation:
         """Runs a layer on a micro-batch, and saves what its backward needs.
 
         Args:
             layer: number of a bound layer.
             microbatch: id within the step; `backward` finds what is saved by it.
-            x: the token ids, int64 [samples, seq_len], for layer 0; else the output of the layer before.
+            x: what the model's `inputs(batch)` returns for layer 0, such as token ids; else the output of the layer
+                before.
             keys: of this layer, step and samples.
             batch: the micro-batch; needed by the last layer only, for its loss.
 
@@ -250,10 +266,10 @@ class StagePrograms:
         return handed_on(y)
 
     def _passes_gradient(self, layer: int) -> bool:
-        """True if a layer before this one waits for the gradient of this one's input; of token ids there is none."""
-        return layer > self._first_trained or not self._first_trained
+        """True if a layer before this one waits for the gradient of this one's input."""
+        return layer > self._first_trained
 
-    def _run_and_save(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
+    def _run_and_save(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Any) -> Activation:
         if layer < self._first_trained:
             with torch.no_grad():
                 y = self._run(layer, microbatch, x, keys, batch)
@@ -268,7 +284,7 @@ class StagePrograms:
             self._saved[layer, microbatch] = SavedForward(x, y, keys, put_off)
         return y
 
-    def _without_graph(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
+    def _without_graph(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Any) -> Activation:
         """Runs a layer whose forward is run again for its backward."""
         with torch.no_grad():
             y = self._run(layer, microbatch, x, keys, batch)
@@ -296,7 +312,7 @@ class StagePrograms:
         into: GradientBuffer,
         *,
         add: bool,
-        batch: Batch | None,
+        batch: Any,
     ) -> Activation | None:
         """Computes a layer's gradients for a micro-batch that was run forward, and discards what was saved of it.
 
@@ -312,7 +328,7 @@ class StagePrograms:
 
         Returns:
             The gradient with respect to the layer's input, in its shape and dtype, of a tuple those of its tensors that
-            have one; None if the input is token ids; `no_gradient` if no layer before this one has a gradient.
+            have one; None after the first layer; `no_gradient` if no layer before this one has a gradient.
 
         Raises:
             Exception: whatever autograd or the model's code raises, with a note that names the layer.
@@ -342,13 +358,10 @@ class StagePrograms:
             parameter.grad = None
         if layer == self._last:
             # The loss is an element of the gradient: so it is reduced, replicated and recovered like any gradient page.
-            loss = self._losses.pop(microbatch)
-            into.loss.copy_(into.loss + loss if add else loss)
+            into.add_loss(self._losses.pop(microbatch), add=add)
         return self._gradient_of(layer, saved.x)
 
-    def backward_input(
-        self, layer: int, microbatch: int, dy: Activation | None, *, batch: Batch | None
-    ) -> Activation | None:
+    def backward_input(self, layer: int, microbatch: int, dy: Activation | None, *, batch: Any) -> Activation | None:
         """The first part of a backward: the gradient of the layer's input. `backward_weights` follows, at any time.
 
         Both have the bits of `backward`, whatever runs in between. What is saved of the forward is discarded, but for
@@ -425,7 +438,7 @@ class StagePrograms:
         else:
             into.set(gradients)
         if begun.loss is not None:
-            into.loss.copy_(into.loss + begun.loss if add else begun.loss)
+            into.add_loss(begun.loss, add=add)
 
     @property
     def begun(self) -> frozenset[int]:
@@ -447,7 +460,7 @@ class StagePrograms:
         for key in [k for k in self._begun if k[1] == microbatch]:
             del self._begun[key]
 
-    def _output_again(self, layer: int, microbatch: int, saved: SavedForward, batch: Batch | None) -> Activation:
+    def _output_again(self, layer: int, microbatch: int, saved: SavedForward, batch: Any) -> Activation:
         """The forward with its graph, run again for a backward."""
         # `again` resets the counters of random draws, so that dropout has the mask of the first forward.
         return self._run(layer, microbatch, saved.x, saved.keys.again(), batch, "forward, repeated for backward")
@@ -455,11 +468,11 @@ class StagePrograms:
     def _gradient_of(self, layer: int, x: Activation) -> Activation | None:
         """What a backward returns for the layer's input."""
         if not self._passes_gradient(layer):
-            return no_gradient(x)
+            return no_gradient(x) if layer else None
         dx = gradient_of(x)
-        return no_gradient(x) if dx is None and layer and not isinstance(x, Tensor) else dx
+        return no_gradient(x) if dx is None and not isinstance(x, Tensor) else dx
 
-    def evaluate(self, layer: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
+    def evaluate(self, layer: int, x: Activation, keys: Keys, batch: Any) -> Activation:
         """Runs a layer for validation: without a graph, and nothing is saved.
 
         Args:
@@ -469,28 +482,52 @@ class StagePrograms:
             batch: needed by the last layer only.
 
         Returns:
-            The layer's output; for the last layer the micro-batch's loss, summed over its tokens, fp32 scalar.
+            The layer's output; for the last layer the micro-batch's loss, summed over its tokens, fp32 scalar; or a
+            tuple of such numbers, of the form `scored`, where the loss has a weight or the model has metrics.
 
         Raises:
             ModelError: as `forward`.
             Exception: as `forward`.
         """
         with torch.no_grad():
-            return self._call(layer, leaf(x, passes_gradient=False), keys, batch, "evaluation")
+            x = leaf(x, passes_gradient=False)
+            if layer < self._last:
+                return self._call(layer, x, keys, batch, "evaluation")
+            with naming_layer(self._name_of(layer), "evaluation, with the loss", x):
+                loss, metrics = self._compute_scores(layer, x, keys, batch)
+            return self._checked_scores(loss, metrics)
+
+    def _checked_scores(self, loss: Any, metrics: Mapping[str, Any]) -> Activation:
+        """What `evaluate` returns for the last layer."""
+        form, values = scores_of(checked_loss(loss), metrics)
+        if (before := self.scored) is not None and before != form:
+            raise other_metrics(f"metrics(output, batch) has returned {form.in_words}, and {before.in_words} before")
+        self.scored = form
+        return values[0] if len(values) == 1 else values
 
     def _run(
-        self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Batch | None, phase: str = "forward"
+        self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Any, phase: str = "forward"
     ) -> Activation:
         """The layer's output. The loss of the last layer is scaled, and kept for the backward."""
         y = self._call(layer, x, keys, batch, phase)
-        if layer == self._last:
-            assert isinstance(y, Tensor)
-            y = y * self._loss_scale
-            self._losses[microbatch] = y.detach()
+        if layer < self._last:
+            return y
+        loss, weight = (y, None) if isinstance(y, Tensor) else y
+        self._check_weighted(weight is not None)
+        y = loss * self._loss_scale
+        self._losses[microbatch] = y.detach() if weight is None else loss_and_weight(y, weight)
         return y
 
-    def _call(self, layer: int, x: Activation, keys: Keys, batch: Batch | None, phase: str = "forward") -> Activation:
-        """The layer's output, or the loss after the last layer, in the one form that it has on every mesh.
+    def _check_weighted(self, weighted: bool) -> None:
+        """Refuse a loss that has a weight for some micro-batches only."""
+        if self._weighted is not weighted and self._weighted is not None:
+            raise mixed_weights(
+                "loss(output, batch) has returned a sum with a weight for one micro-batch, and without for another"
+            )
+        self._weighted = weighted
+
+    def _call(self, layer: int, x: Activation, keys: Keys, batch: Any, phase: str = "forward") -> Activation:
+        """The layer's output, or the loss, or (loss, weight), after the last layer, in its one form on every mesh.
 
         An output is contiguous and in the compute dtype even where no stage ends behind the layer. Otherwise the next
         layer would see other strides, or another dtype, when the stages are cut elsewhere, and other kernels could run.
@@ -508,13 +545,19 @@ class StagePrograms:
         """What a layer is called with."""
         return (x, keys) if layer in self._keyed else (x,)
 
-    def _compute(self, layer: int, x: Activation, keys: Keys, batch: Batch | None) -> Any:
+    def _compute(self, layer: int, x: Activation, keys: Keys, batch: Any) -> Any:
         """Runs the model's own code of the layer, and the loss after the last layer. Subclasses run it otherwise."""
         y = self._modules[layer](*self._arguments(layer, x, keys))
         if layer < self._last:
             return y
-        assert batch is not None
         return self._loss(y, batch)
+
+    def _compute_scores(self, layer: int, x: Activation, keys: Keys, batch: Any) -> tuple[Any, Mapping[str, Any]]:
+        """Runs the last layer, the loss and the metrics for a validation. Subclasses run them otherwise."""
+        if self._metrics is None:
+            return self._compute(layer, x, keys, batch), {}
+        y = self._modules[layer](*self._arguments(layer, x, keys))
+        return self._loss(y, batch), self._metrics(y, batch)
 
     def set_training(self, training: bool) -> None:
         """Switches modules between training and evaluation; those that the model itself put into evaluation stay."""
@@ -538,8 +581,7 @@ def naming_layer(name: str, phase: str, x: Activation | None = None) -> Iterator
         yield
     except Exception as error:
         note = f"in layer '{name}' ({phase})" + (f", input {in_words(x)}" if x is not None else "")
-        # What `add_note` of Python 3.11 does; Python 3.10 has no such method.
-        vars(error).setdefault("__notes__", []).append(note)
+        add_note(error, note)
         raise
 
 
@@ -557,19 +599,111 @@ def no_gradient(x: Activation) -> Tensor:
     return torch.zeros(1, dtype=dtypes[0] if dtypes else torch.float32, device=tensors_of(x)[0].device)
 
 
-def checked_loss(loss: object) -> Tensor:
+def checked_loss(loss: object) -> Tensor | tuple[Tensor, Tensor]:
     """Checks the loss of one micro-batch.
 
     Returns:
-        The loss as fp32 scalar.
+        The loss as fp32 scalar; or with its weight, both fp32 scalars.
 
     Raises:
-        ModelError: the loss is not one number.
+        ModelError: the loss is neither one number nor a pair of numbers.
     """
-    if not isinstance(loss, Tensor) or loss.ndim:
+    if isinstance(loss, tuple) and len(loss) == 2 and _is_number(loss[0], tensor=True) and _is_number(loss[1]):
+        return loss[0].float(), as_number(loss[1], loss[0])
+    if not _is_number(loss, tensor=True):
         raise ModelError(
             f"loss(output, batch) returned {described(loss)}, not one number",
-            rule="a loss is a tensor without dims: the sum over the tokens of a micro-batch",
+            rule="a loss is a tensor without dims, the sum over the tokens of a micro-batch; or a tuple of that and "
+            "its weight",
             fix="end it with .sum()",
         )
+    assert isinstance(loss, Tensor)
     return loss.float()
+
+
+def mixed_weights(what: str) -> ModelError:
+    """The error of a model whose loss has a weight for some micro-batches only."""
+    return ModelError(
+        what,
+        rule="a model's loss returns a sum for every micro-batch, or (sum, weight) for every one",
+        where="loss(output, batch)",
+        fix="return (sum, weight) always; the weight of a micro-batch may be 0",
+    )
+
+
+def _is_number(value: object, *, tensor: bool = False) -> bool:
+    if isinstance(value, Tensor):
+        return not value.ndim
+    return not tensor and isinstance(value, int | float)
+
+
+def as_number(value: Any, like: Tensor) -> Tensor:
+    """A number as fp32 scalar without a graph, where `like` is, which may be a device that only traces."""
+    if isinstance(value, Tensor):
+        return value.detach().float()
+    return torch.zeros_like(like, dtype=torch.float32, requires_grad=False) + value
+
+
+def loss_and_weight(loss: Tensor, weight: Tensor) -> Tensor:
+    """The scaled loss of a micro-batch, its weight, and 1 for a micro-batch that has one: fp32 [3]."""
+    return torch.stack([loss.detach(), weight, torch.ones_like(weight)])
+
+
+@dataclass(frozen=True)
+class ScoreForm:
+    """The form of what a validation makes of a micro-batch: sums and their weights, one after the other.
+
+    Args:
+        names: of the metrics, after the loss.
+        weighted: whether the loss, and each metric, has a weight behind its sum.
+    """
+
+    names: tuple[str, ...]
+    weighted: tuple[bool, ...]
+
+    def rows(self, values: Sequence[float]) -> list[tuple[float, float | None]]:
+        """(sum, weight) of the loss, then of each metric; None: it has no weight."""
+        found, rest = [], iter(values)
+        for has_weight in self.weighted:
+            total = next(rest)
+            found.append((total, next(rest) if has_weight else None))
+        return found
+
+    @property
+    def in_words(self) -> str:
+        """The names, such as "accuracy (sum, weight)"."""
+        named = zip(self.names, self.weighted[1:], strict=True)
+        return ", ".join(f"{name} (sum, weight)" if has else name for name, has in named) or "none"
+
+
+def scores_of(loss: Tensor | tuple[Tensor, Tensor], metrics: Mapping[str, Any]) -> tuple[ScoreForm, tuple[Tensor, ...]]:
+    """A checked loss and the metrics of one micro-batch, as numbers one after the other: fp32 scalars.
+
+    Raises:
+        ModelError: a metric is neither one number nor a pair of numbers.
+    """
+    values = [loss] if isinstance(loss, Tensor) else [*loss]
+    weighted = [not isinstance(loss, Tensor)]
+    if not isinstance(metrics, Mapping):
+        raise _no_metrics(f"metrics(output, batch) returned an object of type {type(metrics).__name__}")
+    for name, value in metrics.items():
+        pair = value if isinstance(value, tuple) else (value,)
+        if not isinstance(name, str) or not 0 < len(name) <= LONGEST_METRIC or not name.isprintable():
+            raise _no_metrics(f"metrics(output, batch) returned a metric with the name {name!r}")
+        if name == "loss" or len(metrics) > MOST_METRICS:
+            raise _no_metrics(f"metrics(output, batch) returned {len(metrics)} metrics, one of them {name}")
+        if len(pair) not in (1, 2) or not all(map(_is_number, pair)):
+            raise _no_metrics(f"metrics(output, batch) returned {described(value)} as {name}")
+        values += [as_number(one, values[0]) for one in pair]
+        weighted.append(len(pair) == 2)
+    return ScoreForm(tuple(metrics), tuple(weighted)), tuple(values)
+
+
+def _no_metrics(what: str) -> ModelError:
+    return ModelError(
+        what,
+        rule="metrics(output, batch) returns a dict of name -> sum over the samples of the micro-batch, or "
+        f"(sum, weight), as numbers or tensors without dims; at most {MOST_METRICS}, none of them called loss",
+        where="metrics(output, batch)",
+        fix='return {"accuracy": ((output.argmax(-1) == batch[1]).sum(), len(batch[1]))}',
+    )

@@ -15,13 +15,14 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from elaswave_spmd.determinism import Keys
-from elaswave_spmd.models import Batch
+from elaswave_spmd.models import Batch, Loss, Objective
 from elaswave_spmd.worker.activations import (
     Activation,
     graded,
@@ -32,7 +33,7 @@ from elaswave_spmd.worker.activations import (
     tensors_of,
 )
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
-from elaswave_spmd.worker.programs.eager import BegunBackward, Loss, SavedForward, StagePrograms, no_gradient
+from elaswave_spmd.worker.programs.eager import BegunBackward, SavedForward, StagePrograms, no_gradient
 
 _PERIOD = 4099
 """Numbers after which a keyed tensor repeats: a prime, so that no two rows of a tensor are alike."""
@@ -92,7 +93,7 @@ class EmulatedPrograms(StagePrograms):
         self,
         num_layers: int,
         *,
-        loss: Loss,
+        loss: Loss | Objective,
         loss_scale: float,
         checkpointing: bool,
         device: EmulatedDevice,
@@ -115,7 +116,7 @@ class EmulatedPrograms(StagePrograms):
     def puts_off(self) -> bool:
         return bool(self._in_parts)
 
-    def forward(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
+    def forward(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Any) -> Activation:
         # The deadline is computed first: making the numbers is part of the emulated time, not added to it.
         ends = time.monotonic() + self._device.seconds(layer, int(keys.step), backward=False)
         y = self._output(layer, microbatch, x, keys, batch)
@@ -135,7 +136,7 @@ class EmulatedPrograms(StagePrograms):
         into: GradientBuffer,
         *,
         add: bool,
-        batch: Batch | None,
+        batch: Any,
     ) -> Activation | None:
         saved = self._saved.pop((layer, microbatch))
         if layer < self._first_trained:
@@ -146,9 +147,7 @@ class EmulatedPrograms(StagePrograms):
         _sleep_until(ends)
         return dx
 
-    def backward_input(
-        self, layer: int, microbatch: int, dy: Activation | None, *, batch: Batch | None
-    ) -> Activation | None:
+    def backward_input(self, layer: int, microbatch: int, dy: Activation | None, *, batch: Any) -> Activation | None:
         saved = self._saved.pop((layer, microbatch))
         if layer < self._first_trained:
             return no_gradient(saved.x)
@@ -183,7 +182,7 @@ class EmulatedPrograms(StagePrograms):
         shapes = [tuple(parameter.shape) for parameter in self._values[layer].trained]
         gradients = [_keyed(draw, shape, _GRADIENT_SCALE) for shape in shapes]
         if not self._passes_gradient(layer):
-            return gradients, no_gradient(saved.x)
+            return gradients, no_gradient(saved.x) if layer else None
         x = leaf(saved.x, passes_gradient=True)
         dx = tuple(_keyed(draw, tuple(one.shape), _GRADIENT_SCALE).to(one.dtype) for one in graded(x))
         if isinstance(x, Tensor):
@@ -199,21 +198,24 @@ class EmulatedPrograms(StagePrograms):
         else:
             into.set(gradients)
         if loss is not None:
-            into.loss.copy_(into.loss + loss if add else loss)
+            into.add_loss(loss, add=add)
 
-    def evaluate(self, layer: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
+    def evaluate(self, layer: int, x: Activation, keys: Keys, batch: Any) -> Activation:
         ends = time.monotonic() + self._device.seconds(layer, int(keys.step), backward=False)
         y = self._output(layer, 0, x, keys, batch)
         _sleep_until(ends)
         return y
 
-    def _output(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
-        """The keyed output of a layer; for the last layer a loss of about one nat per token, as a share of the mean."""
+    def _output(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Any) -> Activation:
+        """The keyed output of a layer; for the last layer a loss of about one nat per token, as a share of the mean.
+
+        It never has a weight, and there are no metrics: what the model's own loss returns is not used.
+        """
         form = self._form(layer, x, keys, batch)
         draw = _draw(b"forward" + self._hash_of(layer), microbatch, layer, *(t.contiguous() for t in tensors_of(x)))
         if layer == self._last:
-            assert batch is not None
-            return (_keyed(draw, (), 0.1) + 1.0) * (batch.tokens.numel() * self._loss_scale)
+            number = batch.tokens.numel() if isinstance(batch, Batch) else len(keys.sample_ids)
+            return (_keyed(draw, (), 0.1) + 1.0) * (number * self._loss_scale)
         return map_tensors(lambda one: _number_like(one, draw), form)
 
     def _hash_of(self, layer: int) -> bytes:
@@ -223,7 +225,7 @@ class EmulatedPrograms(StagePrograms):
             self._hashes[layer] = values, values.version, _digest(values.flat)
         return self._hashes[layer][2]
 
-    def _form(self, layer: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
+    def _form(self, layer: int, x: Activation, keys: Keys, batch: Any) -> Activation:
         """An output of the real layer: its shapes and dtypes, and which tensors of a tuple have a gradient."""
         key = layer, tuple(tuple(one.shape) for one in tensors_of(x))
         if key not in self._forms:

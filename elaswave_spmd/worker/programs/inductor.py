@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Keys
 from elaswave_spmd.errors import ModelError
-from elaswave_spmd.models import Batch
+from elaswave_spmd.models import Loss, Metrics, Objective
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.activations import Activation, graded, map_tensors, zero_gradient
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
+from elaswave_spmd.worker.inputs import Example
 from elaswave_spmd.worker.profiling import LayerMemory
 from elaswave_spmd.worker.programs.backward_pair import PairBackend, PairPrograms, WeightPrograms
-from elaswave_spmd.worker.programs.eager import BegunBackward, Loss
+from elaswave_spmd.worker.programs.eager import BegunBackward
 
 _FORMS = 3
 """Forms in which a layer is traced: for training, for evaluation, and without a graph for activation checkpointing."""
@@ -46,7 +47,7 @@ class CompiledPrograms(PairPrograms):
         self,
         num_layers: int,
         *,
-        loss: Loss,
+        loss: Loss | Objective,
         loss_scale: float,
         checkpointing: bool,
         threads: int,
@@ -65,7 +66,8 @@ class CompiledPrograms(PairPrograms):
         # No dynamic shapes: all micro-batches have one shape, and a program for any shape may have other bits.
         options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": self._pairs.compile}
         self._run_layer: Callable[..., Any] = torch.compile(_run_layer, **options)
-        self._run_last: Callable[..., Tensor] = torch.compile(_run_last, **options)
+        self._run_last: Callable[..., Any] = torch.compile(_run_last, **options)
+        self._run_scored: Callable[..., Any] = torch.compile(_run_scored, **options)
 
     def _count(self, args: object) -> None:
         """Counts a compilation: of a forward, of an evaluation, of a backward on its own, or of its second part."""
@@ -79,17 +81,17 @@ class CompiledPrograms(PairPrograms):
         self,
         modules: Sequence[nn.Module],
         layout: ModelLayout,
-        tokens_BT: tuple[int, int],
+        example: Example,
         dtype: torch.dtype,
         compiled: Callable[[str], None] = lambda layer: None,
     ) -> None:
-        """Compiles the programs of all layers, by running each on zeros in every way that a step or a validation does.
+        """Compiles the programs of all layers, by running each in every way that a step or a validation does.
 
         Args:
             modules: all layers, first to last; parameters may be on the meta device. Do not use them afterwards: their
                 parameters are bound to buffers that are freed.
             layout: of the model.
-            tokens_BT: shape of a micro-batch: (samples, seq_len).
+            example: a micro-batch of the form that all have; layers behind the first run on zeros.
             dtype: of parameters and activations.
             compiled: called with the name of each layer once its programs exist. Compiling takes seconds per layer, so
                 the worker reports progress from it.
@@ -100,9 +102,8 @@ class CompiledPrograms(PairPrograms):
         from torch._dynamo.exc import TorchDynamoException
 
         place = self._place
-        tokens = torch.zeros(tokens_BT, dtype=torch.int64, device=place)
-        batch, keys = Batch(tokens, tokens), Keys.make(0, 0, [0] * tokens_BT[0], 0, place)
-        x: Activation = tokens
+        self._example = example
+        x, batch, keys = example.x, example.batch, Keys.make(0, 0, [0] * example.num_samples, 0, place)
         for layer, module in zip(layout.layers, modules, strict=True):
             values = ValueBuffer(layer, module, dtype, place)
             self.bind({layer.index: module}, {layer.index: values})
@@ -119,7 +120,7 @@ class CompiledPrograms(PairPrograms):
         self.bind({}, {})
         self.memory = LayerMemory()  # the run on zeros is no micro-batch: layers are measured when they train
 
-    def _run_once(self, layer: int, x: Activation, keys: Keys, batch: Batch, into: GradientBuffer) -> Activation:
+    def _run_once(self, layer: int, x: Activation, keys: Keys, batch: Any, into: GradientBuffer) -> Activation:
         """Runs a layer for evaluation, forward and backward. Returns zeros like its output: the next layer's input."""
         self.set_training(False)
         self.evaluate(layer, x, keys.at(layer), batch)
@@ -146,20 +147,30 @@ class CompiledPrograms(PairPrograms):
             one.grad = gradient
         begun.gradients = list(made[len(inputs) :])
 
-    def _compute(self, layer: int, x: Activation, keys: Keys, batch: Batch | None) -> Any:
+    def _compute(self, layer: int, x: Activation, keys: Keys, batch: Any) -> Any:
         arguments = self._arguments(layer, x, keys)
         if layer < self._last:
             return self._run_layer(self._modules[layer], *arguments)
-        assert batch is not None
         return self._run_last(self._modules[layer], self._loss, batch, *arguments)
+
+    def _compute_scores(self, layer: int, x: Activation, keys: Keys, batch: Any) -> tuple[Any, Mapping[str, Any]]:
+        if self._metrics is None:
+            return self._compute(layer, x, keys, batch), {}
+        arguments = self._arguments(layer, x, keys)
+        return self._run_scored(self._modules[layer], self._loss, self._metrics, batch, *arguments)
 
 
 def _run_layer(module: nn.Module, *arguments: Any) -> Any:
     return module(*arguments)
 
 
-def _run_last(module: nn.Module, loss: Loss, batch: Batch, *arguments: Any) -> Tensor:
+def _run_last(module: nn.Module, loss: Loss, batch: Any, *arguments: Any) -> Any:
     return loss(module(*arguments), batch)
+
+
+def _run_scored(module: nn.Module, loss: Loss, metrics: Metrics, batch: Any, *arguments: Any) -> Any:
+    output = module(*arguments)
+    return loss(output, batch), metrics(output, batch)
 
 
 def _configure(threads: int, num_layers: int, count: Callable[[object], None]) -> None:

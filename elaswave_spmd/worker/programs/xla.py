@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Keys
 from elaswave_spmd.errors import ModelError
-from elaswave_spmd.models import Batch, takes_keys
+from elaswave_spmd.models import Loss, Objective, takes_keys
 from elaswave_spmd.runtime.devices.xla_island import WHOLE, FrozenTensorError, Program, XlaIsland
 from elaswave_spmd.sharding import P
 from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout, Slot
@@ -41,13 +42,14 @@ from elaswave_spmd.worker.activations import (
     tensors_of,
 )
 from elaswave_spmd.worker.buffers import ValueBuffer
+from elaswave_spmd.worker.inputs import Example, leaves_of, with_leaves
 from elaswave_spmd.worker.programs.backward_pair import PairPrograms
 from elaswave_spmd.worker.programs.eager import (
     BegunBackward,
-    Loss,
     SavedForward,
     StagePrograms,
     checked_loss,
+    loss_and_weight,
     naming_layer,
     no_gradient,
 )
@@ -66,8 +68,9 @@ class LayerPrograms:
     """The programs of one layer.
 
     All take the same arguments first, called `given`: the layer's parameters, its input, the packed keys, and in the
-    last layer the tokens and targets. Input and output are one tensor, or the tensors of a tuple one after the other;
-    those without dims have one on the island, where a scalar argument could not be told from a number in the code.
+    last layer the tensors of the micro-batch. Input and output are one tensor, or the tensors of a tuple one after the
+    other; those without dims have one on the island, where a scalar argument could not be told from a number in the
+    code.
 
     Args:
         forward: (*given) -> *output, *residuals.
@@ -118,7 +121,7 @@ class XlaPrograms(PairPrograms):
         self,
         num_layers: int,
         *,
-        loss: Loss,
+        loss: Loss | Objective,
         loss_scale: float,
         checkpointing: bool,
         island: XlaIsland,
@@ -145,7 +148,7 @@ class XlaPrograms(PairPrograms):
         self,
         modules: Sequence[nn.Module],
         layout: ModelLayout,
-        tokens_BT: tuple[int, int],
+        example: Example,
         dtype: torch.dtype,
         compiled: Callable[[str], None] = lambda layer: None,
     ) -> None:
@@ -154,18 +157,19 @@ class XlaPrograms(PairPrograms):
         Args:
             modules: all layers, first to last; parameters may be on the meta device.
             layout: of the model.
-            tokens_BT: shape of a micro-batch: (samples, seq_len).
+            example: a micro-batch of the form that all have, in host memory.
             dtype: of parameters and activations.
             compiled: called with the name of each layer once its programs exist.
 
         Raises:
             ModelError: a layer cannot be compiled.
         """
-        x: Activation = torch.zeros(tokens_BT, dtype=torch.int64)
+        self._example = example
+        x = map_tensors(lambda one: torch.zeros_like(one), example.x)
         for layer, module in zip(layout.layers, modules, strict=True):
             try:
                 with naming_layer(layer.name, "compilation", x):
-                    self._programs[layer.index], x = self._compile(layer, module, x, tokens_BT, dtype)
+                    self._programs[layer.index], x = self._compile(layer, module, x, example, dtype)
             except FrozenTensorError as error:
                 on_cpu = f"operators that ran on the CPU: {', '.join(error.operators)}"
                 reason = on_cpu if error.operators else "a tensor that is neither its input nor a parameter"
@@ -178,18 +182,25 @@ class XlaPrograms(PairPrograms):
             compiled(layer.name)
 
     def _compile(
-        self, layout: LayerLayout, module: nn.Module, x: Activation, tokens_BT: tuple[int, int], dtype: torch.dtype
+        self, layout: LayerLayout, module: nn.Module, x: Activation, example: Example, dtype: torch.dtype
     ) -> tuple[LayerPrograms, Activation]:
         """Compiles the programs of one layer for inputs like `x`. Returns them, and zeros like the layer's output."""
         island, layer, specs = self._island, layout.index, self._specs_of(layout)
         host = [torch.zeros(slot.parameter.shape, dtype=dtype) for slot in layout.slots]
         host += [_with_dims(torch.zeros_like(one, requires_grad=False)) for one in tensors_of(x)]
-        host.append(torch.zeros(3 + tokens_BT[0], dtype=torch.int64))
-        host += [torch.zeros(tokens_BT, dtype=torch.int64)] * (2 if layer == self._last else 0)
+        host.append(torch.zeros(3 + example.num_samples, dtype=torch.int64))
+        if layer == self._last:
+            host += [_with_dims(torch.zeros_like(leaf)) for _, leaf in leaves_of(example.batch)]
         zeros = ZeroArguments(island, tuple(host), tuple(specs))
         with torch.no_grad(), _evaluating(module):
             inputs = zeros.given()
-            outputs = tensors_of(_all_with_dims(self._output(layout, module, dtype, inputs, x)))
+            if layer == self._last:
+                loss, metrics = self._scores(layout, module, inputs, x)
+                scores = tensors_of(self._checked_scores(loss, metrics))
+                # A plain loss has no dims; numbers beside each other have, and none is an argument as it is.
+                outputs = scores if len(scores) == 1 else tuple(self._computed(_with_dims(one)) for one in scores)
+            else:
+                outputs = tensors_of(_all_with_dims(self._output(layout, module, dtype, inputs, x)))
             evaluate = island.capture(outputs, inputs, [WHOLE] * len(outputs))
             island.forget_traces()
         inputs = zeros.given()
@@ -202,7 +213,9 @@ class XlaPrograms(PairPrograms):
         saved = SavedTensors(island)
         with saved.hooks():
             y = self._output(layout, module, dtype, inputs, x)
-            y = map_tensors(lambda one: one * self._loss_scale, y) if layer == self._last else y
+            if layer == self._last:
+                loss, *weight = tensors_of(y)
+                y = (loss * self._loss_scale, *map(self._computed, weight)) if weight else loss * self._loss_scale
             output = map_tensors(lambda o: torch.zeros(o.shape, dtype=o.dtype, requires_grad=o.requires_grad), y)
             y = _all_with_dims(y)
         residuals = saved.besides(inputs)
@@ -225,19 +238,40 @@ class XlaPrograms(PairPrograms):
             inputs: `given` of `LayerPrograms`.
             like_x: the layer's input without values.
         """
+        if layout.index == self._last:
+            y, batch = self._traced(layout, module, inputs, like_x)
+            return checked_loss(self._loss(y, batch))
+        y, _ = self._traced(layout, module, inputs, like_x)
+        mark = partial(self._island.mark, spec=WHOLE)
+        y = checked_output(y, dtype, layout.name)
+        return map_tensors(mark, y if isinstance(y, Tensor) else map_tensors(self._computed, y))
+
+    def _scores(
+        self, layout: LayerLayout, module: nn.Module, inputs: list[Tensor], like_x: Activation
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """Traces the loss and the metrics of a validation; arguments as for `_output`."""
+        y, batch = self._traced(layout, module, inputs, like_x)
+        return self._loss(y, batch), {} if self._metrics is None else self._metrics(y, batch)
+
+    def _traced(
+        self, layout: LayerLayout, module: nn.Module, inputs: list[Tensor], like_x: Activation
+    ) -> tuple[Any, Any]:
+        """Traces a layer; arguments as for `_output`. Returns what it returned, and after the last one the batch."""
         paths = [_path(layout, slot) for slot in layout.slots]
         parameters, others = inputs[: len(paths)], inputs[len(paths) :]
         number = len(tensors_of(like_x))
         given = (o if form.ndim else o.reshape(()) for o, form in zip(others, tensors_of(like_x), strict=False))
-        x, (packed, *batch) = like(like_x, given), others[number:]
+        x, (packed, *leaves) = like(like_x, given), others[number:]
         keys = Keys(packed[0], packed[1], packed[3:], packed[2])
         arguments = (x, keys) if takes_keys(module) else (x,)
         y = torch.func.functional_call(module, dict(zip(paths, parameters, strict=True)), arguments)
-        mark = partial(self._island.mark, spec=WHOLE)
-        if layout.index == self._last:
-            return checked_loss(self._loss(mark(y) if isinstance(y, Tensor) else y, Batch(*batch)))
-        y = checked_output(y, dtype, layout.name)
-        return map_tensors(mark, y if isinstance(y, Tensor) else map_tensors(self._computed, y))
+        if layout.index < self._last:
+            return y, None
+        assert self._example is not None
+        forms = [leaf for _, leaf in leaves_of(self._example.batch)]
+        leaves = (one if form.ndim else one.reshape(()) for one, form in zip(leaves, forms, strict=True))
+        y = self._island.mark(y, WHOLE) if isinstance(y, Tensor) else y
+        return y, with_leaves(self._example.batch, leaves)
 
     def _computed(self, value: Tensor) -> Tensor:
         """A tensor of an output, which a program computes even if it is an input as it is."""
@@ -260,7 +294,7 @@ class XlaPrograms(PairPrograms):
         for key in [k for k in self._kept if k[1] == microbatch]:
             del self._kept[key]
 
-    def forward(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
+    def forward(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Any) -> Activation:
         given, programs = self._given(layer, x, keys, batch), self._programs[layer]
         results = self._island.run(programs.forward, given)
         number = len(tensors_of(programs.y))
@@ -271,13 +305,14 @@ class XlaPrograms(PairPrograms):
         self.memory.note(layer, sum(value.nbytes for value in held), sum(value.nbytes for value in outputs))
         y = self._as_output(layer, outputs)
         if layer == self._last:
-            assert isinstance(y, Tensor)
-            self._losses[microbatch] = y
+            if isinstance(y, Tensor):
+                self._losses[microbatch] = y
+            else:
+                loss, weight = y
+                self._losses[microbatch], y = loss_and_weight(loss, weight), loss.detach()
         return y
 
-    def backward_input(
-        self, layer: int, microbatch: int, dy: Activation | None, *, batch: Batch | None
-    ) -> Activation | None:
+    def backward_input(self, layer: int, microbatch: int, dy: Activation | None, *, batch: Any) -> Activation | None:
         del self._saved[layer, microbatch]
         kept, programs = self._kept.pop((layer, microbatch)), self._programs[layer]
         x, backward = programs.x, programs.backward
@@ -297,7 +332,7 @@ class XlaPrograms(PairPrograms):
         loss = self._losses.pop(microbatch) if layer == self._last else None
         self._begun[layer, microbatch] = self._begin_weights(layer, arguments, made, loss)
         if not self._passes_gradient(layer):
-            return no_gradient(x)
+            return no_gradient(x) if layer else None
         return self._as_gradient(layer, x, of_input)
 
     def _as_output(self, layer: int, outputs: Sequence[Tensor]) -> Activation:
@@ -363,20 +398,22 @@ class XlaPrograms(PairPrograms):
         made = (gradient for gradient in begun.gradients if gradient is not None)
         return sum({self._island.identity(kept): kept.nbytes for kept in (*operands, *made)}.values())
 
-    def evaluate(self, layer: int, x: Activation, keys: Keys, batch: Batch | None) -> Activation:
+    def evaluate(self, layer: int, x: Activation, keys: Keys, batch: Any) -> Activation:
         outputs = self._island.run(self._programs[layer].evaluate, self._given(layer, x, keys, batch))
-        return self._as_output(layer, outputs)
+        if layer < self._last:
+            return self._as_output(layer, outputs)
+        scores = tuple(one.reshape(()) for one in self._out(outputs, True))
+        return scores[0] if len(scores) == 1 else scores
 
     def set_training(self, training: bool) -> None:
         """Does nothing: training and evaluation are two programs."""
 
-    def _given(self, layer: int, x: Activation, keys: Keys, batch: Batch | None) -> list[Tensor]:
+    def _given(self, layer: int, x: Activation, keys: Keys, batch: Any) -> list[Tensor]:
         """The arguments of the layer's programs, on the island (`LayerPrograms`)."""
         packed = torch.cat([torch.stack([keys.seed, keys.step, keys.layer]), keys.sample_ids])
         host = [packed]
         if layer == self._last:
-            assert batch is not None
-            host += [batch.tokens, batch.targets]
+            host += [_with_dims(leaf) for _, leaf in leaves_of(batch)]
         there = [self._there(one) for one in tensors_of(x)]
         return [*self._parameters(layer), *there, *self._island.put(host, [WHOLE] * len(host))]
 

@@ -17,6 +17,9 @@ from elaswave_spmd.conf.help import help_text
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.errors import MeshError, RunError, WorkerError
 from elaswave_spmd.runtime.devices import ThisMachine, device_of
+from tests.pages import TUTORIALS, blocks_of
+
+PREPARING = f"{cli.FIRST_LINE}\n"  # all that is printed before an error
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -82,7 +85,7 @@ def test_exit_codes(
     ran.ends = ends
     assert command(monkeypatch) == code
     out, err = capfd.readouterr()
-    assert out == "" and err.startswith(shown) and err.count("Traceback") == shown.count("Traceback")
+    assert out == PREPARING and err.startswith(shown) and err.count("Traceback") == shown.count("Traceback")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +121,7 @@ def test_bad_input(
 ) -> None:
     assert command(monkeypatch, *arguments.split()) == 2
     out, err = capfd.readouterr()
-    assert out == "" and err.startswith("error: ") and len(err.splitlines()) <= 5 and "fix: " in err
+    assert out == PREPARING and err.startswith("error: ") and len(err.splitlines()) <= 5 and "fix: " in err
     assert ran.settings == [] and list(tmp_path.iterdir()) == []
 
 
@@ -144,7 +147,7 @@ def test_a_typo_ends_with_the_closest_name(
 ) -> None:
     assert command(monkeypatch, argument) == 2
     out, err = capfd.readouterr()
-    assert out == "" and argument.partition("=")[0] in err.splitlines()[0] and f"fix:    {advice}" in err
+    assert out == PREPARING and argument.partition("=")[0] in err.splitlines()[0] and f"fix:    {advice}" in err
     assert "+" not in err and ran.settings == []
 
 
@@ -215,14 +218,33 @@ def test_the_examples_of_help_and_readme_are_good(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_overrides_in_the_readmes_table_are_good(monkeypatch: pytest.MonkeyPatch, ran: Ran) -> None:
-    rows = [row[1] for row in re.finditer(r"^\| `([^`]*[^`=])` +\|", README, re.MULTILINE) if "P(" not in row[1]]
+    section = README.partition("\n## The command line\n")[2].partition("\n## ")[0]
+    rows = [row[1] for row in re.finditer(r"^\| `([^`]*[^`=])` +\|", section, re.MULTILINE)]
     assert len(rows) >= 6
     for row in rows:
         assert command(monkeypatch, *shlex.split(row)) == 0, row
 
 
-def test_the_readme_shows_the_example_file() -> None:
-    (shown,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def test_the_commands_of_pages_that_no_test_executes_are_good(monkeypatch: pytest.MonkeyPatch, ran: Ran) -> None:
+    blocks = [block for page in TUTORIALS for block in blocks_of(page.read_text(encoding="utf-8"))]
+    text = "".join(block.text for block in blocks if block.order_of("not executed: ") is not None)
+    found = re.findall(r"^elaswave-spmd train (.*)$", text.replace("\\\n", ""), re.MULTILINE)
+    lines = [line.replace("$HOME", "/home/me") for line in found]
+    assert len(lines) >= 6
+    for line in lines:
+        assert command(monkeypatch, *shlex.split(line)) == 0, line
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_the_overrides_in_the_tables_of_pages_are_good(monkeypatch: pytest.MonkeyPatch, ran: Ran, page: Path) -> None:
+    for row in re.finditer(r"^\| `([^`(]*=[^`]+)` +\|", page.read_text(encoding="utf-8"), re.MULTILINE):
+        assert "P(" in row[1] or command(monkeypatch, *shlex.split(row[1])) == 0, row[1]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/port_your_model.md"])
+def test_pages_show_the_example_file(page: str) -> None:
+    blocks = re.findall(r"```python[^\n]*\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    (shown,) = [block for block in blocks if "class MyModel" in block]
     assert shown == (ROOT / "examples/my_file.py").read_text(encoding="utf-8")
     assert len([line for line in shown.splitlines() if line.strip()]) <= 30
 
@@ -257,7 +279,7 @@ def test_help_and_bad_input_come_before_torch_and_leave_nothing(start: tuple[str
     refused = outside(*start, "mesh.dp=abc", where=tmp_path)
     assert (refused.returncode, refused.stdout) == (
         2,
-        "False\n",
+        f"{PREPARING}False\n",
     ) and "mesh.dp=abc is not a whole number" in refused.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -278,7 +300,7 @@ def test_devices_that_cannot_be_used_are_refused_before_torch(
     if device_of("cuda").missing(ThisMachine()) == () and "cuda" in arguments[0]:
         pytest.skip("this machine has a GPU")
     refused = outside(str(ROOT / "train.py"), *arguments, where=tmp_path)
-    assert (refused.returncode, refused.stdout) == (2, "False\n"), refused.stderr
+    assert (refused.returncode, refused.stdout) == (2, f"{PREPARING}False\n"), refused.stderr
     assert telling in refused.stderr and "Traceback" not in refused.stderr
     assert list(tmp_path.iterdir()) == []
 

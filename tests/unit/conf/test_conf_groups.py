@@ -68,9 +68,8 @@ def test_files_are_choices_and_name_settings_that_exist() -> None:
 
 @pytest.mark.parametrize(("group", "choice"), FILES, ids=["=".join(pair) for pair in FILES])
 def test_every_choice_is_good(group: str, choice: str) -> None:
-    needs = {"text": ["data.path=a"], "bin": ["data.path=a"], "custom": ["data.target=my_file.MyDataset"]}.get(
-        choice, []
-    )
+    paths = {name: ["data.path=a"] for name in ("text", "bin", "arrow", "parquet")}
+    needs = {**paths, "custom": ["data.target=my_file.MyDataset"]}.get(choice, [])
     made = settings(f"{group}={choice}", *needs)
     if group in ("sharding", "model", "data", "optim"):
         assert getattr(made, group).name == choice
@@ -163,6 +162,8 @@ def test_help_has_a_line_for_each_setting_and_each_choice() -> None:
         ("mesh.stages=[]", "mesh.stages=[]"),
         ("data=text", "data=text"),
         ("data=bin", "data=bin"),
+        ("data=arrow", "data=arrow"),
+        ("data=parquet", "data=parquet"),
         ("data=custom", "data=custom"),
         ("train.steps=???", "train.steps=???"),
         ("+chaotic=1", "+chaotic=1"),
@@ -171,6 +172,7 @@ def test_help_has_a_line_for_each_setting_and_each_choice() -> None:
         ("+train.step=1", "+train.step=1"),
         ("trian.steps=3", "trian.steps=3"),
         ("model.args.window=3", "model.args.window=3"),
+        ("data=custom data.target=a.B data.args={rows:3}", "data.args={rows:3}"),
         ("~model.args.window", "~model.args.window"),
         ("train=3", "train=3"),
         ("train={steps:3}", "train={steps:3}"),

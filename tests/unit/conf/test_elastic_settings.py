@@ -130,11 +130,12 @@ def test_an_event_after_the_last_step_is_refused(step: int, steps: int) -> None:
     [
         (["mesh=dp4"], "mesh=dp4"),
         (["mesh=pp2", "runtime.check_model=false"], "runtime.check_model=false"),
+        (["mesh=pp2", "schedule.split_backward=never"], "schedule.split_backward=never"),
         (["mesh=pp2", "runtime.device=emulated", "emulated.weight_share=0"], "emulated.weight_share=0"),
     ],
 )
 def test_a_point_that_no_worker_can_pass_is_refused(point: str, words: list[str], where: str) -> None:
-    """Backwards are whole on a single stage, unchecked, and emulated where they have no second part."""
+    """Backwards are whole on a single stage, unchecked, where nothing is put off, and emulated without second part."""
     with pytest.raises(ConfigError) as caught:
         settings(f"chaos.events=[{{step: 2, kind: kill, point: {point}}}]", *words)
     assert caught.value.where == f"chaos.events.point={point} {where}" and caught.value.fix

@@ -24,6 +24,7 @@ from elaswave_spmd.run_dir import RunDir, RunObserver, read_events
 from elaswave_spmd.runtime.processes import fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, socket_directory
+from elaswave_spmd.worker.message_limits import payload_limits
 from elaswave_spmd.worker.plan_run import RunPlan, plan_run
 from tests.unit.controller.made_up_workers import Script, Workers, run_to_end, settings_in
 
@@ -224,3 +225,16 @@ def test_too_many_workers_for_the_open_files_are_refused_first(
     with pytest.raises(ConfigError, match="ulimit -n"):
         module.run(settings_in(tmp_path))
     assert not started and not (tmp_path / "run").exists()
+
+
+def test_plans_and_messages_count_the_average_of_the_weights(planned: RunPlan) -> None:
+    settings = planned.settings
+    averaged = plan_run(replace(settings, optim=replace(settings.optim, ema=0.9)), planned.data)
+    for layer in planned.description.layout.layers:
+        state, values, gradient = planned.bytes_of(layer.index)
+        assert state == 3 * 4 * layer.num_state_elements, "adamw: the weights and two moments"
+        assert averaged.bytes_of(layer.index) == (state + 4 * layer.num_state_elements, values, gradient)
+        assert averaged.costs.layers[layer.index].state_bytes == averaged.bytes_of(layer.index)[0]
+    assert averaged.description.layout == planned.description.layout
+    before, after = payload_limits(planned), payload_limits(averaged)
+    assert after == {**before, "PageState": before["PageState"] * 4 // 3}

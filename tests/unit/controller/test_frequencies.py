@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.conf.schema import ScheduleSettings
-from elaswave_spmd.controller.dvfs import Frequencies, hold_seconds, rounded_hints
+from elaswave_spmd.controller.dvfs import TRIAL_STEPS, Frequencies, hold_seconds, rounded_hints
 from elaswave_spmd.controller.events import Action, Record
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
 from elaswave_spmd.controller.roster import Roster
@@ -69,7 +69,8 @@ class World:
         self.events: list[dict[str, Any]] = []
         self.sent: dict[int, PaceMessage] = {}
         self.costs, self.speeds = [1.0] * layers, {}
-        self.step = 0
+        self.step, self.now = 0, 0.0
+        self.step_s, self.paced_step_s = 1.0, 1.0
         still = {"microbatches": False, "layers": False, "every": 2, "window": 3, "f_margin": 0.0, "lasting": 0.0}
         chosen = ScheduleSettings(  # pyright: ignore[reportArgumentType]
             **{"frequency": "simulated", "f_change_ms": 0.0} | still | fields
@@ -97,7 +98,9 @@ class World:
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.step += 1
-            self.do(self.rescheduler.committed(self.step, float(self.step)))
+            has_paces = any(message.order for message in self.sent.values())
+            self.now += self.paced_step_s if has_paces else self.step_s
+            self.do(self.rescheduler.committed(self.step, self.now))
             for rank in self.placement.mesh.members:
                 microbatches = len(self.placement.microbatches_of(rank))
                 slow = microbatches / self.speeds.get(rank, 1.0)
@@ -204,6 +207,39 @@ def test_a_guard_that_fails_ends_the_axis_and_not_the_run() -> None:
     assert world.set_to == dict.fromkeys(range(5), (1.0,)) and world.sent[4].order == ()
 
 
+def test_hints_that_make_steps_longer_are_withdrawn_until_the_mesh_changes() -> None:
+    world = uneven()
+    world.paced_step_s = 1.5
+    world.train(60)
+    hints, withdrawn = world.events
+    assert hints["ranks"] == withdrawn["ranks"] == [2, 3, 4] and withdrawn["paces"] == {}
+    assert withdrawn["why"] == "steps took 1.50 times as long with hints as without"
+    assert hints["step"] + TRIAL_STEPS <= withdrawn["step"] <= hints["step"] + 2 * TRIAL_STEPS
+    assert world.set_to == dict.fromkeys(range(5), (1.0,)) and world.sent[4].order == ()
+    assert world.rescheduler.begun(world.placement, world.step) == [], "they are normal already"
+    world.train(20)
+    assert world.events[-1]["ranks"] == [2, 3, 4], "another mesh epoch has hints of its own"
+
+
+@pytest.mark.parametrize("paced_step_s", [0.7, 1.0, 1.04])
+def test_hints_stay_where_steps_take_as_long_as_before(paced_step_s: float) -> None:
+    world = uneven()
+    world.paced_step_s = paced_step_s
+    world.train(80)
+    (event,) = world.events
+    assert event["paces"]
+
+
+def test_a_few_long_steps_withdraw_no_hints() -> None:
+    world = uneven()
+    world.train(12)
+    for long in (3.0, 1.0, 1.0, 2.0) * 10:
+        world.paced_step_s = long if world.step % 3 == 0 else 1.0
+        world.train(1)
+    (event,) = world.events
+    assert event["paces"]
+
+
 def test_without_the_option_nothing_happens() -> None:
     world = uneven(frequency="none")
     world.train(20)
@@ -263,11 +299,44 @@ def test_a_worker_waits_as_long_as_a_mean_action() -> None:
     assert hold_seconds(assigned([1, 1], 4, costs), costs) == {0: 1.5, 1: 6.0}
 
 
+def judged(world: World) -> None:
+    """As many steps as hints are judged by, all equally long."""
+    for _ in range(2 * TRIAL_STEPS):
+        world.now += 1.0
+        world.do(world.frequencies.committed(world.placement, world.step, world.now))
+
+
 def test_paces_that_are_alike_are_left_alone() -> None:
     world = uneven()
     running, speeds = world.protocol.running, {2: 1.0}
     for step, speed in enumerate((1.0, 1.01, 1.2)):
         costs = costs_of([0.03] * 6).with_speeds(speeds | {2: speed})
         world.do(world.frequencies.hint(world.placement, running, costs, step, {}))
+        judged(world)
     assert [event["step"] for event in world.events] == [0, 2]
     assert Pace(world.sent[2].starts, world.sent[2].frequencies) == Pace((0,), (0.56,))
+
+
+def test_hints_that_are_judged_stay_as_they_are() -> None:
+    world = uneven()
+    running = world.protocol.running
+    for step, speed in enumerate((1.0, 1.2, 1.4)):
+        costs = costs_of([0.03] * 6).with_speeds({2: speed})
+        world.do(world.frequencies.hint(world.placement, running, costs, step, {}))
+    assert [event["step"] for event in world.events] == [0]
+    judged(world)
+    faster = costs_of([0.03] * 6).with_speeds({2: 1.4})
+    world.do(world.frequencies.hint(world.placement, running, faster, 3, {}))
+    assert [event["step"] for event in world.events] == [0, 3]
+
+
+def test_hints_wait_until_it_is_known_whether_weight_gradients_are_put_off() -> None:
+    """Else steps with and without hints would be compared that are run in different ways."""
+    world = uneven()
+    trial = SimpleNamespace(is_trying=True, committed=lambda step, now: [])
+    world.rescheduler._backwards = cast(Any, trial)
+    world.train(60)
+    assert not world.sent
+    trial.is_trying = False
+    world.train(10)
+    assert world.sent

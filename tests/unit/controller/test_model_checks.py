@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from elaswave_spmd.conf.schema import MirrorSettings, ScheduleSettings
 from elaswave_spmd.controller.events import Record
 from elaswave_spmd.controller.model_checks import Constructions, ModelChecks
@@ -53,6 +55,16 @@ def test_the_first_worker_that_passes_is_told_of_with_the_bytes_of_each_kind() -
     }  # fmt: skip
     assert [row["layer"] for row in rows] == ["embed", "block0", "head"] and record.fields["seconds"] == 0.123
     assert found.difference(checked(0)) is None and found.passed(checked(0)) == []
+
+
+@pytest.mark.parametrize(("chosen", "keeps_whole"), [("auto", False), ("always", False), ("never", True)])
+def test_backwards_are_whole_from_the_first_step_on_where_nothing_is_to_be_put_off(
+    chosen: str, keeps_whole: bool
+) -> None:
+    found = checks()
+    found._plan.settings.schedule = ScheduleSettings(split_backward=chosen)  # type: ignore[misc]
+    assert found.difference(checked(1, put_off=30)) is None
+    assert found.split is not None and found.split.keeps_whole == keeps_whole
 
 
 def test_other_bits_are_told_with_both_workers_and_their_hosts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.unit.devices.made_up_machines import GPU
 
 def identity(**runtime: object) -> dict[str, Any]:
     names = ("sha256", "tokenizer", "vocab_size", "num_train_samples", "target")
-    data: Any = SimpleNamespace(**dict.fromkeys(names, 1), kwargs={})
+    data: Any = SimpleNamespace(**dict.fromkeys(names, 1), kwargs={}, attributes={})
     return identity_of(Settings.from_dict({"runtime": runtime}), data)
 
 
@@ -51,9 +52,16 @@ def test_settings_of_the_model_that_shapes_do_not_show_are_part_of_it() -> None:
     assert (model["target"], model["heads"], model["dropout"], model["args"]) == ("gpt", 4, 0.0, {})
 
 
+def test_arguments_that_json_has_no_numbers_for_are_part_of_it_by_name() -> None:
+    names = ("sha256", "tokenizer", "vocab_size", "num_train_samples", "target")
+    data: Any = SimpleNamespace(**dict.fromkeys(names, 1), kwargs={"most": -math.inf}, attributes={})
+    given = identity_of(Settings.from_dict({"model": {"args": {"bound": [math.inf, math.nan]}}}), data)
+    assert (given["model"]["args"], given["data"]["args"]) == ({"bound": ["inf", "nan"]}, {"most": "-inf"})
+
+
 def test_given_weights_are_part_of_it_where_they_are_given() -> None:
     names = ("sha256", "tokenizer", "vocab_size", "num_train_samples", "target")
-    data: Any = SimpleNamespace(**dict.fromkeys(names, 1), kwargs={})
+    data: Any = SimpleNamespace(**dict.fromkeys(names, 1), kwargs={}, attributes={})
     given = identity_of(Settings.from_dict({"model": {"init_from": "a"}}), data)
     assert "init_from" not in identity()["model"], "only where it is given"
     assert given["model"].pop("init_from") == "a" and given == identity()

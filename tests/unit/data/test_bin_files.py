@@ -10,6 +10,7 @@ import pytest
 
 from elaswave_spmd.data import DataSpec, PreparedData, open_split, prepare_data
 from elaswave_spmd.errors import ConfigError, DataError
+from tests.token_splits import token_split
 
 
 def _write(path: Path, tokens: np.ndarray) -> None:
@@ -22,7 +23,7 @@ def test_a_folder_has_a_file_for_each_split(tmp_path: Path) -> None:
     prepared = prepare_data(DataSpec("bin", str(tmp_path)), 10)
     assert (prepared.num_train_samples, prepared.num_validation_samples, prepared.vocab_size) == (4, 2, 50021)
     assert PreparedData.from_dict(prepared.to_dict()) == prepared
-    assert open_split(prepared, "train")[3].tolist() == list(range(330, 341))
+    assert token_split(prepared, "train")[3].tolist() == list(range(330, 341))
     tokens, targets = open_split(prepared, "validation").batch(np.array([1, 0]))
     assert tokens.tolist() == [list(range(50010, 50020)), list(range(50000, 50010))]
     assert np.array_equal(targets, tokens + 1)
@@ -32,7 +33,7 @@ def test_of_one_file_the_tail_is_held_out(tmp_path: Path) -> None:
     _write(tmp_path / "all.bin", np.arange(41))
     prepared = prepare_data(DataSpec("bin", str(tmp_path / "all.bin"), validation_fraction=0.25), 10)
     assert (prepared.num_train_samples, prepared.num_validation_samples) == (3, 1)
-    assert open_split(prepared, "validation")[0].tolist() == list(range(30, 41))
+    assert token_split(prepared, "validation")[0].tolist() == list(range(30, 41))
 
 
 def test_a_fraction_of_zero_holds_nothing_out(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def test_samples_are_windows_that_share_one_token(tmp_path: Path) -> None:
     prepared = prepare_data(_text(tmp_path, 81), 10)
     assert (prepared.num_train_samples, prepared.num_validation_samples, prepared.num_tokens) == (6, 2, 81)
     train, held_out = open_split(prepared, "train"), open_split(prepared, "validation")
+    assert isinstance(train, TokenDataset) and isinstance(held_out, TokenDataset)
     tokens, targets = train.batch(np.array([0, 5]))
     assert tokens.dtype == targets.dtype == np.int64
     assert tokens.tolist() == [list(range(0, 10)), list(range(50, 60))]
@@ -206,7 +207,8 @@ def test_custom_dataset_with_split_path_and_args(here: Path) -> None:
         ("user_c.Absent", "has no class Absent"),
         ("user_c.Raises", "constructor of user_c.Raises failed"),
         ("user_c.NoLength", "not a map-style dataset: no __len__"),
-        ("user_c.NoVocabulary", "vocab_size"),
+        ("user_c.Words", "is of type str"),
+        ("user_c.Uneven", "cannot be stacked"),
         ("user_c.BadVocabulary", "positive integer"),
         ("user_c.Empty", "has no samples"),
         ("user_c.Short", "a sample is 5 integers"),
@@ -230,9 +232,12 @@ class Raises(Good):
 class NoLength:
     vocab_size = 9
     def __getitem__(self, i): return [1] * 5
-class NoVocabulary:
+class Words:
     def __len__(self): return 5
-    def __getitem__(self, i): return [1] * 5
+    def __getitem__(self, i): return {"x": 1.0, "name": "word"}
+class Uneven:
+    def __len__(self): return 5
+    def __getitem__(self, i): return [1] * (i + 1)
 class BadVocabulary(Good):
     vocab_size = "many"
 class Empty(Good):

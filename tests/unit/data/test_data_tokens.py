@@ -215,6 +215,13 @@ def test_a_missing_tokenizer_file_is_refused(tmp_path: Path) -> None:
     assert "bytes" in caught.value.exists
 
 
+def test_a_folder_is_refused_with_the_file_in_it(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot be read") as caught:
+        load_tokenizer(str(tmp_path))
+    assert caught.value.fix == f"data.tokenizer={tmp_path / 'tokenizer.json'}"
+
+
 def test_without_the_package_the_pip_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_import = builtins.__import__
 

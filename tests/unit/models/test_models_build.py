@@ -124,3 +124,22 @@ def test_a_constructor_that_reads_values_is_told_that_there_are_none() -> None:
     with pytest.raises(ModelError) as caught, torch.device("meta"):
         build_model(Rates, {"vocab_size": 11, "layers": 1, "d_model": 8})
     assert "the constructor of Rates failed" in caught.value.what and 'device="cpu"' in caught.value.fix
+
+
+class Classes(MLP):
+    def __init__(self, num_classes: int, image_shape: list[int], layers: int = 2, d_model: int = 8) -> None:
+        super().__init__(num_classes, layers, d_model)
+        self.sizes = num_classes, tuple(image_shape), layers
+
+
+def test_what_settings_do_not_give_is_the_datasets() -> None:
+    """A parameter with a default keeps that; what nobody gives is named, with what the dataset has."""
+    of_data = {"num_classes": 3, "image_shape": [1, 6], "layers": 9}
+    with torch.device("meta"):
+        assert build_model(Classes, {}, {"num_classes": 5}, of_data).sizes == (5, (1, 6), 2)
+        with pytest.raises(ModelError) as caught:
+            build_model(Classes, {"seq_len": 4}, {}, {"num_classes": 3})
+        assert "needs image_shape" in caught.value.what and "of the dataset num_classes" in caught.value.exists
+        with pytest.raises(ModelError) as caught:
+            build_model("gpt", {"seq_len": 4, "layers": 1, "d_model": 8, "heads": 2, "dropout": 0.0}, {}, of_data)
+    assert caught.value.fix.startswith("vocab_size on the dataset, if its samples are tokens")

@@ -39,19 +39,30 @@ def llama() -> LayeredModel:
 SETTINGS = Settings(lr_at=lambda step: 1e-2 / step, seed=3, steps=4, global_batch=6, microbatch_size=2)
 
 
+GROUPS = ((("embed.*", "head.weight"), 0.25, None), (("*.bias", "head.*"), None, 0.3), (("block0.*.weight",), 3.0, 0.0))
+
+
+@pytest.mark.parametrize("in_groups", [False, True])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_one_microbatch_without_clipping_is_plain_pytorch(optimizer: str) -> None:
-    s = replace(SETTINGS, microbatch_size=6, clip=0.0, optimizer=optimizer)
+def test_one_microbatch_without_clipping_is_plain_pytorch(optimizer: str, in_groups: bool) -> None:
+    s = replace(SETTINGS, microbatch_size=6, clip=0.0, optimizer=optimizer, groups=GROUPS if in_groups else ())
     ours = train(gpt(), Text(), s)
     model, losses = gpt(), []
     with torch.no_grad():
         for name, p in model.named_parameters():
             values = materialize(model.init(name, tuple(p.shape)), s.seed, name, 0, p.numel())
             p.copy_(torch.from_numpy(values).view(p.shape))
-    groups = [
-        {"params": [p for p in model.parameters() if (p.ndim >= 2) == decays], "weight_decay": 0.1 * decays}
-        for decays in (True, False)
-    ]
+    # One group for each parameter, with the rules written out.
+    scale_of, groups = {}, []
+    for name, p in model.named_parameters():
+        scale, decay = 1.0, 0.1 if p.ndim >= 2 else 0.0
+        if in_groups:
+            scale = 0.25 if name.startswith("embed.") or name == "head.weight" else scale
+            decay = 0.3 if name.endswith(".bias") or name.startswith("head.") else decay
+            if name.startswith("block0.") and name.endswith(".weight"):
+                scale, decay = 3.0, 0.0
+        scale_of[name] = scale
+        groups.append({"params": [p], "weight_decay": decay, "name": name})
     plain = (
         torch.optim.AdamW(groups, lr=1.0, betas=s.betas, eps=s.eps, fused=True)
         if optimizer == "adamw"
@@ -66,7 +77,7 @@ def test_one_microbatch_without_clipping_is_plain_pytorch(optimizer: str) -> Non
         loss.backward()
         losses.append(float(loss.detach()).hex())
         for group in plain.param_groups:
-            group["lr"] = s.lr_at(step)
+            group["lr"] = s.lr_at(step) * scale_of[group["name"]]
         plain.step()
         plain.zero_grad()
     assert ours.loss_hex == losses
@@ -109,9 +120,9 @@ def test_the_norm_counts_each_parameter_once_in_pages() -> None:
     grads = {n: torch.randn(p.shape) for n, p in model.named_parameters() if n != "head.weight"}
     exact = math.sqrt(sum(float((g.double() ** 2).sum()) for g in grads.values()))
     for page_size in (64, 192, 4096):
-        assert gradient_norm(model, grads, page_size) == pytest.approx(exact, rel=1e-6)
+        assert gradient_norm(model, grads, replace(SETTINGS, page_size=page_size)) == pytest.approx(exact, rel=1e-6)
     grads["embed.weight"][3, 3] = math.inf
-    assert math.isnan(gradient_norm(model, grads, 64))
+    assert math.isnan(gradient_norm(model, grads, replace(SETTINGS, page_size=64)))
 
 
 def test_clipping_and_gradients_that_are_not_finite() -> None:

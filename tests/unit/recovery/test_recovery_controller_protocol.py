@@ -8,7 +8,16 @@ import pytest
 
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery.actions import Broadcast, Committed, Done, ValidationDone
-from elaswave_spmd.recovery.messages import Applied, Finished, Ready, Reconfigure, Validated, ValidationLoss
+from elaswave_spmd.recovery.controller_protocol import Policy
+from elaswave_spmd.recovery.messages import (
+    Applied,
+    Finished,
+    Ready,
+    Reconfigure,
+    StepReport,
+    Validated,
+    ValidationLoss,
+)
 from tests.unit.recovery.controller_cases import make, messages, reconfigures, started
 
 
@@ -119,6 +128,32 @@ def test_a_microbatch_that_is_validated_again_after_a_loss_counts_once() -> None
     protocol = started(num_validation_microbatches=2)
     protocol.validation(ValidationLoss(1, 0, (0,), (1.0,)))
     assert totals(protocol.validation(ValidationLoss(1, 1, (0, 1), (1.0, 2.0)))) == [(1, 3.0)]
+
+
+def test_a_validation_that_ends_the_run_says_so_and_so_does_every_later_epoch() -> None:
+    protocol = started(num_validation_microbatches=1, policy=Policy(ends_at=lambda done: done.total > 2))
+    protocol.applied(applied(0, 1))
+    assert protocol.validation(ValidationLoss(1, 2, (0,), (1.5,)))[1:] == [Broadcast((0, 1, 2), Validated(1))]
+    for rank in (0, 1, 2):
+        protocol.applied(applied(rank, 2))
+    effects = protocol.validation(ValidationLoss(2, 2, (0,), (2.5,)))
+    assert effects == [ValidationDone(2, 2.5, True), Broadcast((0, 1, 2), Validated(2, True))]
+    assert protocol.steps == 2
+    assert protocol.stop("SIGTERM") == [], "after the last step nothing is stopped"
+    prepare = protocol.lost(1, "killed")
+    assert isinstance(prepare[-1], Broadcast)
+    answers = [protocol.report_received(StepReport(1, rank, 2, ())) for rank in (0, 2)]
+    assert [message.is_last for message in reconfigures(answers[-1]).values()] == [True, True]
+
+
+def test_members_that_validate_a_step_again_since_nobody_is_left_who_had_are_answered() -> None:
+    protocol = started(num_validation_microbatches=1, policy=Policy(mirror_count=1))
+    protocol.applied(applied(1, 1))
+    protocol.validation(ValidationLoss(1, 2, (0,), (1.0,)))
+    assert protocol.validation(ValidationLoss(1, 2, (0,), (1.0,))) == [], "late"
+    protocol.lost(1, "killed")
+    assert reconfigures(([protocol.report_received(StepReport(1, rank, 0, ())) for rank in (0, 2)])[-1])
+    assert protocol.validation(ValidationLoss(1, 2, (0,), (1.0,))) == [Broadcast((0, 2), Validated(1))]
 
 
 # ---- the end

@@ -35,7 +35,7 @@ def ticks_until_suspect(liveness: Liveness, limit: int = 1000, **beat: object) -
 def test_silence_is_suspect_after_its_time_and_said_once() -> None:
     liveness = watching(3)
     count, suspect = ticks_until_suspect(liveness)
-    assert count * BEAT == T.suspect and suspect == Suspect(3, "no heartbeat for 1.0 s")
+    assert count * BEAT == T.suspect and suspect == Suspect(3, "no heartbeat for 1.0 s, timeouts.suspect")
     assert all(liveness.tick(BEAT) == [] for _ in range(50))
 
 
@@ -69,7 +69,7 @@ def test_a_rank_that_is_watched_again_starts_anew() -> None:
     ticks_until_suspect(liveness)
     liveness.forget(1)
     liveness.watch(1)
-    assert ticks_until_suspect(liveness) == (T.suspect / BEAT, Suspect(1, "no heartbeat for 1.0 s"))
+    assert ticks_until_suspect(liveness) == (T.suspect / BEAT, Suspect(1, "no heartbeat for 1.0 s, timeouts.suspect"))
 
 
 def test_no_progress_is_suspect_and_says_where() -> None:
@@ -217,7 +217,8 @@ def test_who_waits_and_does_not_answer_is_suspect_however_its_heart_beats() -> N
         liveness.heartbeat(0, 1, True)
         assert liveness.tick(BEAT) == []
     liveness.expect_answers(7, (1,))
-    assert all_beating_until_suspect(liveness, 0, 1) == (W.status, [Suspect(1, "no answer to Prepare for 2.0 s")])
+    wanted = W.status, [Suspect(1, "no answer to Prepare for 2.0 s, timeouts.status")]
+    assert all_beating_until_suspect(liveness, 0, 1) == wanted
 
 
 def test_another_prepare_is_another_question_and_an_answer_ends_the_wait() -> None:
@@ -287,7 +288,7 @@ def test_who_asked_to_leave_and_is_not_let_go_has_failed() -> None:
     liveness.wants_to_leave(1)
     liveness.wants_to_leave(1)
     liveness.wants_to_leave(9)
-    wanted = W.leave, [Suspect(1, "it asked to leave 5.0 s ago and was not let go")]
+    wanted = W.leave, [Suspect(1, "it asked to leave 5.0 s ago and was not let go, timeouts.leave")]
     assert all_beating_until_suspect(liveness, 0, 1) == wanted
 
 

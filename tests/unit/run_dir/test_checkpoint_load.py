@@ -297,6 +297,15 @@ def test_prune_keeps_one_that_the_run_may_go_back_to(tmp_path: Path) -> None:
     assert _names(prune(tmp_path, 1, trusted=9)) == [6]
 
 
+def test_prune_keeps_the_best_that_are_good_besides_the_newest(tmp_path: Path) -> None:
+    for step in range(1, 9):
+        save(tmp_path, step)
+    _flip_shard(checkpoint_path(tmp_path, 2))
+    assert _names(prune(tmp_path, 2, None, (9, 2, 3, 7, 1), 2)) == [6, 5, 4, 2, 1]
+    assert _names(find_checkpoints(tmp_path)) == [8, 7, 3]
+    assert _names(prune(tmp_path, 1, None, (8, 3), 1)) == [7, 3], "the best is the newest as well"
+
+
 def test_prune_removes_nothing_without_a_good_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2):
         _cut_shard(save(tmp_path, step)[0])

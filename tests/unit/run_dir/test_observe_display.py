@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
+import re
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -12,8 +16,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.run_dir import (
-    BarDisplay,
+    LiveDisplay,
     MetricsLine,
     PlainDisplay,
     RunDir,
@@ -25,9 +30,18 @@ from elaswave_spmd.run_dir import (
     read_summary,
 )
 from elaswave_spmd.run_dir import display as module
-from elaswave_spmd.run_dir.display import Display, LastingDisplay, clock_text, count, summary_rows
+from elaswave_spmd.run_dir.captured_output import CapturedOutput
+from elaswave_spmd.run_dir.display import (
+    Display,
+    LastingDisplay,
+    clock_text,
+    count,
+    safe_text,
+    summary_rows,
+)
 from elaswave_spmd.run_dir.faults import FaultCount, faults_text
 from elaswave_spmd.run_dir.observer import event_text
+from elaswave_spmd.run_dir.workers_now import LOST, TRAINING, WorkerNow, WorkersNow
 
 
 class _Clock:
@@ -98,40 +112,158 @@ def test_steps_of_no_time_and_a_loss_that_is_nan() -> None:
     assert "0 tokens/s" in out.getvalue()
 
 
-def test_the_bar_redraws_ten_times_a_second_and_at_the_end() -> None:
+def _live(console: Console, clock: _Clock, work: Callable[[], float] | None = None) -> LiveDisplay:
+    return LiveDisplay(console, clock, work=work if work is not None else lambda: 0.0)
+
+
+WORKERS = WorkersNow("dp2", 3, (0, 4), (WorkerNow(0, TRAINING, 0, 4, 1.0), WorkerNow(1, LOST, 0)))
+
+
+def test_the_view_is_drawn_four_times_a_second_and_at_the_end() -> None:
     console, out = _terminal()
     clock = _Clock()
-    display = make_display(console, clock)
-    assert isinstance(display, BarDisplay)
+    display = _live(console, clock)
     display.start(_info(100))
+    asked = 0
     for step in range(1, 101):
         display.step(_line(step))
+        for _ in range(10):  # events of a run
+            if display.wants_workers:
+                asked += 1
+                display.show_workers(WORKERS)
         clock.seconds += 0.01
+    assert asked == 3, "the first drawing is that of the start; 1 s has three more"
     display.show_line("fail: worker 1 lost")
     display.finish({"validation_loss": 1.9})
     display.close()
     text = out.getvalue()
-    assert text.count("loss 2.5000") >= 11
-    assert text.count("loss 2.5000") <= 15
-    for part in (
-        "100/100",
-        "128 tokens/s",
-        "2 workers",
-        "0:00 left",
-        "fail: worker 1 lost",
-        "validation loss",
-        "1.9000",
-    ):
+    assert text.count("loss 2.5000  ") == asked + 1 + 1, "and one for the event, and one at the end"
+    for part in ("100/100", "128 tokens/s", "2 workers", "0:00 left", "fail: worker 1 lost", "1.9000", "mesh epoch 3"):
         assert part in text
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is back
 
 
-def test_the_bar_starts_no_thread() -> None:
+def test_the_terminal_is_never_changed_so_that_nothing_has_to_be_put_back() -> None:
+    console, out = _terminal()
+    display = _live(console, _Clock())
+    display.start(_info(3))
+    display.show_workers(WORKERS)
+    display.close()
+    assert set(re.findall(r"\x1b\[[0-9;?]*([A-Za-z])", out.getvalue())) <= {"A", "J", "K", "m"}
+
+
+def test_drawing_takes_a_small_share_of_the_time_however_long_it_takes() -> None:
+    console, _ = _terminal()
+    clock, work = _Clock(), _Clock()
+    display = _live(console, clock, work)
+    display.start(_info(3))
+    drawings, seconds = 0, 1000
+    for _ in range(seconds * 100):
+        if display.wants_workers:
+            work.seconds += 0.1  # a mesh of so many workers
+            display.show_workers(WORKERS)
+            drawings += 1
+        clock.seconds += 0.01
+    assert 0.1 * drawings <= module.VIEW_SHARE * seconds + 0.1 and drawings > 10
+
+
+def test_lines_between_two_drawings_wait_for_the_next_and_keep_their_order() -> None:
+    console, out = _terminal()
+    clock = _Clock()
+    display = _live(console, clock)
+    display.start(_info(3))
+    for number in range(1000):
+        display.show_line(f"event {number}")
+    written = len(out.getvalue())
+    clock.seconds += 0.3
+    display.show_workers(WORKERS)
+    shown = re.findall(r"event (\d+)", out.getvalue()[written:])
+    assert shown == [str(number) for number in range(1000)]
+    display.show_line("the last one")
+    display.close()
+    assert out.getvalue().index("the last one") > out.getvalue().index("event 999")
+
+
+def test_what_is_printed_meanwhile_goes_above_the_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, out = _terminal()
+    stream = io.StringIO()
+    stream.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    display = _live(console, _Clock())
+    display.start(_info(3))
+    print("a warning\x1b[2Jthat clears the screen")
+    print("an unfinished line", file=sys.stderr, end="")
+    display.close()
+    assert "a warningthat clears the screen\n" in out.getvalue() and "an unfinished line\n" in out.getvalue()
+    assert stream.getvalue() == "" and sys.stdout is stream and sys.stderr is stream
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("a\x1bcb", "acb"),
+        ("\x1b[3", "[3"),
+        ("\x9b2Jx", "2Jx"),
+        ("10%\r20%", "20%"),
+        ("dos\r", "dos"),
+    ],
+)
+def test_what_others_print_never_commands_the_terminal(printed: str, shown: str) -> None:
+    assert safe_text(printed).plain == shown
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_character_that_the_output_cannot_write_ends_no_run(live: bool) -> None:
+    raw = io.BytesIO()
+    with io.TextIOWrapper(raw, encoding="latin-1", write_through=True) as out:
+        console = Console(file=out, width=80, force_terminal=live, legacy_windows=False)
+        display = _live(console, _Clock()) if live else PlainDisplay(console)
+        display.start(_info(3))
+        display.show_line("generated: \ufffd na\xefve \udcff")
+        display.close()
+        assert b"generated: ? na\xefve ?" in raw.getvalue()
+
+
+def test_a_stream_that_is_no_terminal_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, _ = _terminal()
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    display = _live(console, _Clock())
+    display.start(_info(3))
+    print("into the file", file=sys.stderr)
+    display.close()
+    assert stream.getvalue() == "into the file\n"
+
+
+def test_a_terminal_that_closes_gives_the_streams_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "mute_output", lambda: None)
+    console, out = _terminal()
+    stream = io.StringIO()
+    stream.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", stream)
+    display = LastingDisplay(_live(console, clock := _Clock()))
+    display.start(_info(3))
+    assert sys.stderr is not stream
+    out.write = _unwritable  # type: ignore[method-assign]
+    clock.seconds += 1
+    assert display.wants_workers
+    display.show_workers(WORKERS)
+    assert sys.stderr is stream and not display.wants_workers
+    display.close()
+
+
+def _unwritable(text: str) -> int:
+    raise OSError(5, "Input/output error")
+
+
+def test_the_view_starts_no_thread() -> None:
     console, _ = _terminal()
     before = threading.active_count()
-    display = BarDisplay(console)
+    display = _live(console, _Clock())
     display.start(_info(3))
     display.step(_line(1))
+    display.show_workers(WORKERS)
     assert threading.active_count() == before
     display.close()
 
@@ -147,7 +279,11 @@ class _Unread:
         self.calls += 1
         raise self._error
 
-    start = step = show_line = finish = close = _fail
+    wants_workers = True
+    start = step = validation = show_line = show_workers = finish = close = _fail
+
+    def forget(self) -> None:
+        self.forgotten = True
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(), OSError(5, "Input/output error"), SystemExit(1)])
@@ -162,15 +298,66 @@ def test_a_reader_that_leaves_ends_no_run(error: BaseException, monkeypatch: pyt
     display.finish({})
     display.close()
     assert unread.calls == 1 and muted == [1], "it is tried once"
+    assert unread.forgotten
 
 
-def test_no_terminal_no_bar() -> None:
+def test_what_workers_print_is_dropped_when_nobody_looks_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would fill the disk: workers go on printing."""
+    monkeypatch.setattr(module, "mute_output", lambda: None)
+    console, out = _terminal()
+    captured = CapturedOutput()
+    display = LastingDisplay(LiveDisplay(console, clock := _Clock(), captured, work=lambda: 0.0))
+    display.start(_info(3))
+    out.write = _unwritable  # type: ignore[method-assign]
+    clock.seconds += 1
+    display.show_line("a line")
+    os.write(captured.fileno(), b"of a worker\n")
+    display.step(_line(1))
+    assert captured.lines() == []
+    display.close()
+    captured.close()
+
+
+def test_no_terminal_no_view() -> None:
     console, out = _text_console()
     display = make_display(console)
     display.start(_info(3))
     display.finish({"a": 1})
     assert isinstance(display, PlainDisplay)
     assert "\x1b" not in out.getvalue()
+
+
+def test_a_terminal_has_the_view_unless_lines_are_wanted() -> None:
+    console, _ = _terminal()
+    assert isinstance(make_display(console), LiveDisplay)
+    assert isinstance(make_display(console, choice="live"), LiveDisplay)
+    assert isinstance(make_display(console, choice="plain"), PlainDisplay)
+
+
+def test_a_terminal_without_a_cursor_has_lines_and_refuses_the_view() -> None:
+    dumb = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
+    assert isinstance(make_display(dumb), PlainDisplay)
+    with pytest.raises(ConfigError, match=r"run\.display=live cannot be shown"):
+        make_display(dumb, choice="live")
+
+
+def test_colours_that_are_forced_make_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert Console().is_terminal, "so rich says"
+    assert isinstance(make_display(), PlainDisplay)
+
+
+def test_without_colours_the_view_says_the_same() -> None:
+    out = io.StringIO()
+    environment = {"TERM": "xterm-256color", "NO_COLOR": "1"}
+    display = _live(Console(file=out, width=100, force_terminal=True, _environ=environment), _Clock())
+    display.start(_info(3))
+    display.show_line("fail: worker 1 lost")
+    display.show_workers(WORKERS)
+    display.close()
+    styles = {number for some in re.findall(r"\x1b\[([0-9;]*)m", out.getvalue()) for number in some.split(";")}
+    assert styles <= {"", "0", "1", "2"}, "bold and dim are no colours"
+    assert "0 training 4 mb 1.00x" in out.getvalue() and "1 lost" in out.getvalue()
 
 
 def test_summary_rows() -> None:
@@ -190,6 +377,7 @@ def test_summary_rows() -> None:
         ("corpus", "stdlib (12,000 bytes)"),
         ("none", "-"),
     ]
+    assert summary_rows({"tokens_per_second": 12.0}, "samples") == [("samples per second", "12.0000")]
 
 
 def test_words() -> None:
@@ -235,6 +423,7 @@ def test_the_observer_writes_shows_and_plots(tmp_path: Path) -> None:
         "train/loss": [(1, 3.0), (2, 2.0)],
         "train/grad_norm": [(1, 1.5), (2, 1.5)],
         "train/lr": [(1, pytest.approx(1e-3)), (2, pytest.approx(1e-3))],
+        "speed/seconds": [(1, 0.5), (2, 0.5)],
         "speed/tokens_per_second": [(1, 128.0), (2, 128.0)],
         "mesh/workers": [(1, 2.0), (2, 1.0)],
         "faults/fail": [(1, 1.0)],

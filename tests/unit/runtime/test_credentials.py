@@ -28,9 +28,11 @@ CLIENT = z85.decode(zmq.curve_public(KEYS.client.encode()))
 def admission_of(credentials: Credentials) -> Iterator[Admission]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     admission = Admission(context, credentials)
-    yield admission
-    admission.close()
-    context.term()
+    try:
+        yield admission
+    finally:
+        admission.close()
+        context.term()
 
 
 def request(mechanism: bytes, *shown: bytes, domain: bytes = b"elaswave", version: bytes = b"1.0") -> list[bytes]:
@@ -38,11 +40,12 @@ def request(mechanism: bytes, *shown: bytes, domain: bytes = b"elaswave", versio
 
 
 def changed(secret: bytes) -> Iterator[bytes]:
-    """Everything that is nearly the secret: each byte another one, each shorter beginning, one byte more."""
+    """What is nearly the secret: each byte another one, each shorter beginning, zeros for an end, one byte more."""
     for i in range(len(secret)):
         yield secret[:i] + bytes((secret[i] ^ 1,)) + secret[i + 1 :]
         yield secret[:i]
-        yield secret[:i] + bytes(len(secret) - i)
+        if any(secret[i:]):  # A key is drawn, and one of 128 ends in a zero of its own.
+            yield secret[:i] + bytes(len(secret) - i)
     yield secret + b"\0"
 
 

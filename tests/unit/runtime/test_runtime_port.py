@@ -31,7 +31,7 @@ class RecordingLinks:
     def __init__(self) -> None:
         self.sent: list[tuple[int, m.AnyMessage, list[Any]]] = []
 
-    def send(self, peer: int, header: bytes, payloads: Sequence[Any] = (), *, immutable: bool = False) -> bool:
+    def send(self, peer: int, header: bytes, payloads: Sequence[Any] = (), *, ordered: bool = True) -> bool:
         self.sent.append((peer, m.decode(header), list(payloads)))
         return True
 

@@ -104,6 +104,32 @@ def test_the_second_aim_does_not_cost_the_first(speeds, num_microbatches, microb
     assert largest(found, speeds) == least_load(num_microbatches, np.array(speeds))
 
 
+@given(SPEEDS, st.integers(1, 9), st.sampled_from([0.0, 0.05, 0.3, 1.0]))
+@settings(deadline=None, max_examples=150)
+def test_aligned_cuts_are_the_best_that_the_load_allows(speeds, num_microbatches, align):
+    speeds = speeds[:4]
+    found = assign_by_speed(num_microbatches, speeds, align=align)
+    load = least_load(num_microbatches, np.array(speeds)) * (1 + align)
+    allowed = [counts for counts in all_counts(num_microbatches, len(speeds)) if largest(counts, speeds) <= load]
+    assert sum(found) == num_microbatches and found in allowed
+    assert nodes_of(found) == min(map(nodes_of, allowed))
+
+
+@given(st.integers(0, 70), st.integers(1, 40), st.integers(0, 30), st.integers(1, 5), st.sampled_from([0.05, 0.3]))
+@settings(deadline=None)
+def test_a_part_of_the_tree_is_cut_at_the_borders_of_the_whole(before, number, after, workers, align):
+    of_tree, v = before + number + after, np.ones(workers)
+    found = assign_by_speed(number, v, align=align, block=(before, of_tree))
+    alone = assign_by_speed(number, v, align=align)
+
+    def nodes(counts: Sequence[int]) -> int:
+        stops = before + np.cumsum(counts)
+        return int(count_tree_nodes(stops - counts, stops, of_tree).sum())
+
+    assert sum(found) == number and largest(found, v.tolist()) <= least_load(number, v) * (1 + align)
+    assert nodes(found) <= nodes(alone)
+
+
 def test_equal_workers_get_equal_microbatches():
     for microbatch_order in ORDERS:
         assert assign_by_speed(12, [1, 1, 1], microbatch_order=microbatch_order) == (4, 4, 4)

@@ -14,6 +14,7 @@ from elaswave_spmd.scheduling.microbatch_assignment import (
     SMALLEST_BLOCK,
     assign_by_speed,
     assign_microbatches,
+    candidate_assignments,
     cut_blocks,
     first_microbatches,
     least_load,
@@ -86,6 +87,19 @@ def test_a_loss_is_felt_beside_it_only(lost):
     begins = dict(zip(left[1], np.cumsum([0, *counts[1]]).tolist(), strict=False))
     same = [position for position in range(200) if begins.get(200 + position) == 16 * position]
     assert len(same) >= 200 - 2 * SMALLEST_BLOCK, "most have the micro-batches that they had"
+
+
+@pytest.mark.parametrize("lost", [0, 70, 199])
+def test_a_large_mesh_without_a_worker_sends_fewer_sums_for_more_load(lost: int) -> None:
+    """Each worker had an aligned block of 64, which is one sum. Blocks are cut at any place, and lie where they do."""
+    v, number = np.ones(199), 200 * 64
+    starts = [np.delete(np.arange(200) * 64, lost)]
+    plain = assign_microbatches(number, [v], starts=starts)
+    aligned = assign_microbatches(number, [v], starts=starts, align=0.05)
+    assert sum(aligned.counts[0]) == number
+    assert max(aligned.loads) <= 1.05 * least_load(number, v) and aligned.num_tree_nodes < plain.num_tree_nodes
+    assert aligned in candidate_assignments(number, [v], starts=starts, align=0.05)
+    assert aligned not in candidate_assignments(number, [v], starts=starts)
 
 
 def test_newcomers_begin_where_the_one_to_their_left_does():

@@ -14,7 +14,7 @@ import pytest
 from elaswave_spmd import cli
 from elaswave_spmd.simulator import scenario
 from elaswave_spmd.simulator.shapes import alike
-from elaswave_spmd.simulator.simulate_command import with_settings
+from elaswave_spmd.simulator.simulate import with_settings
 from tests.unit.scheduling.planning_cases import costs_of
 
 ROOT = Path(__file__).parents[3]
@@ -223,7 +223,7 @@ def test_help_names_the_arguments(call):
         code, out, _ = call(command, "--help")
         assert code == 0 and all(word in out for word in words)
     code, _, err = call("pan")
-    assert code == 2 and "train, agent, ctl, report, watch, export, generate, plan, simulate" in err
+    assert code == 2 and "train, agent, ctl, report, watch, export, generate, demo, plan, simulate" in err
     assert all(word in call("--help")[1] for word in ("plan mesh=NAME", "simulate scenario=NAME"))
 
 
@@ -278,7 +278,7 @@ def test_settings_take_the_place_of_a_scenarios_own(call, tmp_path):
     assert call("simulate", f"scenario={path}", "json=true", "sharding=zero0")[0] == 0
 
 
-@pytest.mark.parametrize("whole", ["runtime.check_model=false", "runtime.device=cuda"])
+@pytest.mark.parametrize("whole", ["runtime.check_model=false", "runtime.device=cuda", "schedule.split_backward=never"])
 def test_a_plan_is_for_backwards_in_two_parts_where_workers_would_run_them_so(call, whole):
     words = ("plan", "mesh=pp4", "train.global_batch=8", "json=true")
     step_s = {}

@@ -96,6 +96,27 @@ def test_files_of_the_tokenizer_are_carried_along(tmp_path: Path) -> None:
     assert not (tmp_path / "again").exists()
 
 
+def test_what_no_training_changes_is_as_in_the_model_that_the_run_began_with(tmp_path: Path) -> None:
+    run = run_of("llama2", tmp_path)
+    fields = yaml.safe_load((run / "config.yaml").read_text())
+    fields["model"]["init_from"] = str(tmp_path / "published")
+    (run / "config.yaml").write_text(yaml.safe_dump(fields))
+    file = tmp_path / "published" / "config.json"
+    published = json.loads(file.read_text()) | {"max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": [2]}
+    file.write_text(json.dumps(published))
+    names = ("max_position_embeddings", "bos_token_id", "eos_token_id")
+
+    def exported(folder: str) -> list[object]:
+        export_model(open_trained(str(run)), tmp_path / folder)
+        return [json.loads((tmp_path / folder / "config.json").read_text())[name] for name in names]
+
+    assert exported("kept") == [512, 1, [2]]
+    file.write_text(json.dumps(published | {"max_position_embeddings": 4}))
+    assert exported("longer") == [TOKENS, 1, [2]]
+    file.unlink()
+    assert exported("gone") == [TOKENS, None, None]
+
+
 def test_the_command_and_its_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = str(run_of("llama2", tmp_path)), str(tmp_path / "out")
     with pytest.raises(UserError, match="--to gguf is not a format"):

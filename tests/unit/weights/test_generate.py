@@ -108,5 +108,9 @@ def test_what_cannot_be_generated_is_refused(tmp_path: Path) -> None:
         load_model(own)
     with pytest.raises(UserError, match="has no tokenizer here"):
         tokenizer_of(replace(trained, data=replace(trained.data, target="my_file.MyData")))
+    on_tokens = trained.path.with_name("summary.json")
+    on_tokens.write_text('{"corpus": {"tokenizer": "uint16"}}')
+    with pytest.raises(UserError, match="which has tokens and no tokenizer"):
+        tokenizer_of(trained)
     with pytest.raises(RunError, match="position 7 is not finite"):
         next_token(np.array([0.0, np.nan]), Sampling(1), 7)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Keys
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
+from elaswave_spmd.worker.inputs import Example
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.programs.inductor import CompiledPrograms
@@ -36,7 +37,7 @@ class Worker:
         options = {"loss": model.loss, "loss_scale": 0.1, "checkpointing": checkpointing}
         if compiled:
             self.programs = CompiledPrograms(4, **options, threads=1, place=CPU, backend="aot_eager")
-            self.programs.compile(model_of(make).layers, layout, SIZES, dtype)
+            self.programs.compile(model_of(make).layers, layout, Example.of_tokens(SIZES), dtype)
         else:
             self.programs = StagePrograms(4, **options)
         self.num_compiled = self.programs.num_compiled

@@ -22,7 +22,10 @@ from tests.unit.runtime.runtime_cases import HOST, placed, small_layout
 class Cluster:
     """The reducers of all workers; messages wait in `flying` until they are delivered in an order drawn by `draw`."""
 
-    def __init__(self, layout: ModelLayout, placement: Placement, draw: random.Random, *, in_place: bool) -> None:
+    def __init__(
+        self, layout: ModelLayout, placement: Placement, draw: random.Random, *, in_place: bool, copies: bool = False
+    ) -> None:
+        self.copies = copies
         self.layout, self.placement, self.draw = layout, placement, draw
         self.flying: list[tuple[int, PartialSum, Tensor]] = []
         self.entries: dict[tuple[int, ReplicaSet], Tensor] = {}
@@ -35,13 +38,17 @@ class Cluster:
                 HOST.place,
                 sharded=bool(placement.shardings.grads.axes),
                 add_in_place=in_place,
-                send=lambda peer, message, payload: self.flying.append((peer, message, payload)),
+                send=self._send,
                 gradient_done=self._gradient_done,
             )
             for rank in placement.mesh.members
         }
         for rank, reducer in self.reducers.items():
+            reducer.send_copies = copies
             reducer.bind(runs, placement.layers_of_stage(placement.mesh.stage_of(rank)), 1)
+
+    def _send(self, peer: int, message: PartialSum, payload: Tensor) -> None:
+        self.flying.append((peer, message, payload.clone() if self.copies else payload))
 
     def _gradient_done(self, step: int, run: ReplicaSet, entry: Tensor) -> None:
         assert (step, run) not in self.entries, "a reduced gradient is completed once"
@@ -118,12 +125,13 @@ def placements(draw: st.DrawFn) -> Placement:
     seed=st.integers(0, 2**32),
     page_size=st.sampled_from([64, 128, 4096]),
     in_place=st.booleans(),
+    copies=st.booleans(),
 )
 def test_every_entry_is_the_tree_whatever_arrives_when(
-    placement: Placement, seed: int, page_size: int, in_place: bool
+    placement: Placement, seed: int, page_size: int, in_place: bool, copies: bool
 ) -> None:
     layout, generator = small_layout(page_size), torch.Generator().manual_seed(seed)
-    cluster = Cluster(layout, placement, random.Random(seed), in_place=in_place)
+    cluster = Cluster(layout, placement, random.Random(seed), in_place=in_place, copies=copies)
     runs = [run for of_layer in placement.replica_map(layout).values() for run in of_layer]
     for step in (1, 2, 3):  # buffers are used again
         leaves = {

@@ -22,6 +22,7 @@ from elaswave_spmd.models.gpt import GPT
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.context import LocalModel
 from elaswave_spmd.worker.initial_values import MadeValues
+from elaswave_spmd.worker.inputs import Example
 from elaswave_spmd.worker.learning_rate import LearningRate
 from elaswave_spmd.worker.model_check import ModelCheck, check_model
 from elaswave_spmd.worker.model_layout import ModelDescription, describe
@@ -99,7 +100,7 @@ def compiled(model: LayeredModel, *, checkpointing: bool = False, dtype: torch.d
         backend="aot_eager",
         first_trained=description.layout.first_trained,
     )
-    programs.compile(model.layers, description.layout, MICROBATCH, dtype, names.append)
+    programs.compile(model.layers, description.layout, Example.of_tokens(MICROBATCH), dtype, names.append)
     return programs, names
 
 

@@ -30,6 +30,7 @@ EXAMPLES = (
     m.Publish(1, 2, 3, 4),
     m.PageState(1, 2, 3, 4, b""),
     m.FinalPages(BIG, 0, 9),
+    m.FinalPages(BIG, 0, 9, True),
     m.Addend(1, 2, 3, 4, BIG),
     m.Addend(1, 2, 3, 4, 5, True),
     m.Addend(1, 2, 3, 4, 5, False, BIG),

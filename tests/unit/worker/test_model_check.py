@@ -16,14 +16,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elaswave_spmd.determinism import Keys, sample_ids
-from elaswave_spmd.errors import ModelError
-from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama, build_model, constructing
+from elaswave_spmd.errors import DataError, ModelError
+from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama, Objective, build_model, constructing
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.context import LocalModel
 from elaswave_spmd.worker.initial_values import MadeValues
 from elaswave_spmd.worker.layer_kinds import kind_of
 from elaswave_spmd.worker.learning_rate import LearningRate
-from elaswave_spmd.worker.model_check import ModelCheck, check_loss, check_model, fill_initial
+from elaswave_spmd.worker.model_check import (
+    ModelCheck,
+    check_loss,
+    check_model,
+    fill_initial,
+    mistake_in_model,
+)
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.optimizers import make_optimizer
 from elaswave_spmd.worker.programs.eager import StagePrograms, program_args
@@ -69,7 +75,7 @@ def local(model: LayeredModel, job: Job) -> LocalModel:
     import copy
 
     description = describe(model, page_size=64)
-    programs = StagePrograms(**program_args(job, description.layout, model.loss))
+    programs = StagePrograms(**program_args(job, description.layout, Objective.of(model)))
 
     def make(layers: Any) -> Mapping[int, nn.Module]:
         return {number: copy.deepcopy(model.layers[number]) for number in layers}
@@ -318,6 +324,24 @@ def test_a_loss_is_refused_for_micro_batches_of_any_size(mistake: str, microbatc
     assert error.what.startswith("loss() of ") and "halves" in error.what
 
 
+@pytest.mark.parametrize("microbatch_size", [1, 3, 4])
+@pytest.mark.parametrize("mistake", ["mean_metric", "largest_metric", "metric_of_two_means"])
+def test_a_metric_that_is_no_sum_is_refused(mistake: str, microbatch_size: int) -> None:
+    error = refusal(mistaken(mistake), microbatch_size=microbatch_size, global_batch=12)
+    assert error.what.startswith("metric ") and "halves" in error.what and error.where == "metrics(output, batch)"
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 3, 4])
+def test_metrics_that_are_sums_pass(microbatch_size: int) -> None:
+    check(mistaken("sums"), microbatch_size=microbatch_size, global_batch=12)
+
+
+def test_metrics_that_raise_do_so_in_the_check_and_not_in_the_first_validation() -> None:
+    with pytest.raises(TypeError) as caught:
+        check(mistaken("raising_metric"))
+    assert any("evaluation, with the loss" in note for note in getattr(caught.value, "__notes__", ()))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_loss_that_takes_whole_micro_batches_alone_passes_and_it_is_said(rank: int) -> None:
     assert check(mistaken("loss_of_whole_microbatches"), rank=rank).loss_unchecked.startswith("ValueError: ")
@@ -382,6 +406,50 @@ def test_an_exception_of_the_model_goes_on_unchanged() -> None:
     with pytest.raises(IndexError, match="no such row") as caught:
         check(LayeredModel({"embed": embed, "block0": Failing(WIDTH), "head": head}))
     assert vars(caught.value)["__notes__"] == ["in layer 'block0' (forward), input float32[2, 6, 8]"]
+    told = mistake_in_model(caught.value, CPU)
+    assert told is not None and told.what == (
+        "the model raised IndexError: no such row, in layer 'block0' (forward), input float32[2, 6, 8]"
+    )
+    assert told.where.endswith('in change: raise IndexError("no such row")')
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        (ValueError("made in another thread"), True),
+        (OSError("the file system does not answer"), False),
+        (MemoryError(), False),
+        (DataError("it", rule="is", where="bad", fix="input"), False),
+    ],
+)
+def test_what_a_dataset_raises_is_bad_input_unless_the_machine_may_be_the_cause(
+    error: Exception, refused: bool
+) -> None:
+    class Failing(Numbers):
+        def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            vars(error)["__notes__"] = [f"in sample {ids[0]} of Failing"]
+            raise error
+
+    job = a_job()
+    with pytest.raises(DataError if refused else type(error)) as raised:
+        check_model(local(mistaken("torch_noise"), job), job, Failing(), CPU)
+    assert (raised.value is error) != refused
+    if refused:
+        assert "the dataset raised ValueError: made in another thread, in sample" in str(raised.value)
+
+
+def test_what_a_machine_may_have_raised_is_no_mistake_of_the_model() -> None:
+    noted = {"__notes__": ["in layer 'block0' (forward)"]}
+
+    def told(error: Exception, notes: dict[str, Any], device: str = "cpu") -> bool:
+        vars(error).update(notes)
+        return mistake_in_model(error, torch.device(device)) is not None
+
+    assert told(RuntimeError("shapes cannot be multiplied"), noted) and told(TypeError("no tensor"), noted, "meta")
+    assert not told(RuntimeError("shapes cannot be multiplied"), {}), "it did not come out of a layer"
+    assert not told(RuntimeError("device-side assert"), noted, "meta"), "an accelerator may have failed"
+    assert not told(RuntimeError("DefaultCPUAllocator: can't allocate memory"), noted)
+    assert not told(MemoryError(), noted) and not told(OSError("no space left"), noted)
 
 
 class WithNumber(mistaken_model.Block):

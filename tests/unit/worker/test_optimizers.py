@@ -11,9 +11,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.worker.optimizers import SGD, AdamW, PageOptimizer, Update, clip_divisor, make_optimizer
+from elaswave_spmd.run_dir.manifest import AVERAGE
+from elaswave_spmd.worker.optimizers import (
+    SGD,
+    AdamW,
+    Averaged,
+    PageOptimizer,
+    Update,
+    averages,
+    clip_divisor,
+    make_optimizer,
+)
 
 OPTIMIZERS: list[PageOptimizer] = [AdamW(), AdamW(0.0, (0.8, 0.99), 1e-6), SGD(), SGD(0.1, 0.0), SGD(0.01, 0.9)]
+OPTIMIZERS += [Averaged(AdamW(), 0.9), Averaged(SGD(0.1, 0.9), 0.999)]
 ALIGNED = 64  # elements; pages are multiples of it: the fused kernel rounds a tensor's last odd elements differently
 
 
@@ -113,3 +124,28 @@ def test_optimizers_by_name() -> None:
     with pytest.raises(ConfigError, match=r"optim\.name=lion is not a known optimizer") as caught:
         make_optimizer("lion", **settings)
     assert caught.value.exists == "adamw, sgd"
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(), SGD(0.1, 0.9)])
+def test_an_average_is_that_of_torch_and_changes_nothing_else(optimizer: PageOptimizer) -> None:
+    """torch adds by lerp, which rounds in another way: close to it, and the same bits as three plain operations."""
+    draw, decay = torch.Generator().manual_seed(7), 0.9
+    begin = torch.randn(192, generator=draw)
+    alone, averaged = begin.clone(), begin.clone()
+    averager, plain = Averaged(optimizer, decay), begin.clone()
+    model = torch.nn.ParameterList([begin.clone()])
+    theirs = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay))
+    theirs.update_parameters(model)  # the first update copies the parameters
+    states = {name: [torch.zeros(192)] for name in optimizer.state_names}
+    same = {**{name: [torch.zeros(192)] for name in optimizer.state_names}, AVERAGE: [begin.clone()]}
+    assert averager.state_names == (*optimizer.state_names, AVERAGE) and averages(averager) and not averages(optimizer)
+    for step in range(1, 6):
+        grad = torch.randn(192, generator=draw)
+        optimizer.update([alone], [grad.clone()], states, Update(step, 0.1, divisor=2.0))
+        averager.update([averaged], [grad.clone()], same, Update(step, 0.1, divisor=2.0))
+        plain = plain * decay + alone * (1 - decay)
+        model[0].data.copy_(alone)
+        theirs.update_parameters(model)
+    assert torch.equal(averaged, alone) and all(torch.equal(same[n][0], states[n][0]) for n in states)
+    assert torch.equal(same[AVERAGE][0], plain)
+    torch.testing.assert_close(same[AVERAGE][0], next(theirs.module.parameters()).detach(), rtol=1e-5, atol=1e-6)

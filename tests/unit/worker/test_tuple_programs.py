@@ -12,6 +12,7 @@ from elaswave_spmd.determinism import Keys
 from elaswave_spmd.models import Batch, LayeredModel
 from elaswave_spmd.worker.activations import Activation, marks_of, tensors_of
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
+from elaswave_spmd.worker.inputs import Example
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.programs.emulated import EmulatedDevice, EmulatedPrograms
@@ -36,7 +37,7 @@ class Stack:
         if isinstance(programs, CompiledPrograms):
             with torch.device("meta"):
                 prototype = MODELS[name]()
-            programs.compile(prototype.layers, self.layout, SIZES, torch.float32)
+            programs.compile(prototype.layers, self.layout, Example.of_tokens(SIZES), torch.float32)
         values = {}
         for number, layer in enumerate(model.layers):
             values[number] = ValueBuffer(self.layout.layers[number], layer, torch.float32, CPU)

@@ -1,0 +1,93 @@
+"""The callbacks that a command line names: `run.callbacks=[my_file.MyCallback]`, and `run.trackers=[wandb]`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+
+from elaswave_spmd.callbacks.callback import Callback
+from elaswave_spmd.callbacks.mlflow_tracker import MlflowTracker
+from elaswave_spmd.callbacks.wandb_tracker import WandbTracker
+from elaswave_spmd.conf import checks
+from elaswave_spmd.errors import ConfigError, UserError, place_in_user_code
+from elaswave_spmd.user_code import import_user_module, is_dotted_name
+
+_RULE = "a callback is a class derived from elaswave_spmd.Callback, made without arguments, or an object of one"
+_EXAMPLE = "run.callbacks=[my_file.MyCallback]"
+
+
+def load_callbacks(targets: Sequence[str]) -> list[Callback]:
+    """Import and make the callbacks that are named, in order.
+
+    Raises:
+        ConfigError: one cannot be imported or made, or is no callback.
+    """
+    return [_load(target) for target in targets]
+
+
+def load_trackers(services: Sequence[str]) -> list[Callback]:
+    """Make the trackers of the services that are named, in order.
+
+    Raises:
+        ConfigError: the library of one is not installed, or cannot be used as it is configured.
+    """
+    trackers: dict[str, type[Callback]] = {kind.SERVICE: kind for kind in (WandbTracker, MlflowTracker)}
+    return [trackers[service]() for service in services]
+
+
+def checked(callbacks: Iterable[object]) -> list[Callback]:
+    """The callbacks that a caller has made.
+
+    Raises:
+        ConfigError: one of them is no callback, or is there twice.
+    """
+    found: list[Callback] = []
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                f"callbacks has {callback!r}, which is no callback",
+                rule="a callback is an object of a class that is derived from elaswave_spmd.Callback",
+                where="callbacks",
+                fix="give an object: Watch() for a class Watch, derived from elaswave_spmd.Callback",
+            )
+        if any(callback is other for other in found):
+            raise ConfigError(f"callbacks has {callback!r} twice", where="callbacks", fix="give it once")
+        found.append(callback)
+    return found
+
+
+def _load(target: str) -> Callback:
+    where = checks.override("run.callbacks", [target])
+    module_name, _, name = target.rpartition(".")
+    if not is_dotted_name(target):
+        raise ConfigError(f"{where} does not name a class in a module", rule=_RULE, where=where, fix=f"'{_EXAMPLE}'")
+    module = import_user_module(module_name, where, where, ConfigError)
+    found = getattr(module, name, None)
+    if found is None:
+        classes = [key for key, value in vars(module).items() if inspect.isclass(value) and issubclass(value, Callback)]
+        known = [key for key in classes if key != Callback.__name__]
+        raise ConfigError(
+            f"module {module_name} has no {name}", where=where, exists=", ".join(known) or "no callbacks", fix=_RULE
+        )
+    return found if isinstance(found, Callback) else _made(found, where)
+
+
+def _made(target: object, where: str) -> Callback:
+    if not callable(target):
+        raise ConfigError(
+            f"{where} names {target!r}, which is no callback", rule=_RULE, where=where, fix=f"'{_EXAMPLE}'"
+        )
+    try:
+        made = target()
+    except UserError:
+        raise  # it says itself what is wrong
+    except Exception as error:
+        raise ConfigError(
+            f"{where} cannot be made ({type(error).__name__}: {error})",
+            rule=_RULE,
+            where=place_in_user_code(error) or where,
+            fix="give its arguments defaults, or name a subclass or an object that has them",
+        ) from error
+    if not isinstance(made, Callback):
+        raise ConfigError(f"{where} makes {made!r}, which is no callback", rule=_RULE, where=where, fix=f"'{_EXAMPLE}'")
+    return made

@@ -1,0 +1,63 @@
+"""The validation losses of a run so far, by step, with those of the run that it goes on from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from elaswave_spmd.run_dir.best import ranked
+from elaswave_spmd.worker.spec import Job
+
+
+class Validations:
+    """The losses, their order, and the decision that follows from them: does the run end early?
+
+    Args:
+        known: of the validations at (step, micro-batches) of an earlier run, as hexadecimal floats.
+        version: at which this run begins. What came after it is validated again.
+    """
+
+    def __init__(self, job: Job, known: Mapping[tuple[int, int], str], version: int) -> None:
+        self._job = job
+        # Those over other micro-batches cannot be compared with those to come.
+        self._losses = {
+            step: float.fromhex(loss)
+            for (step, number), loss in known.items()
+            if step <= version and number == job.num_validation_microbatches
+        }
+
+    def ends_at(self, step: int, loss: float) -> bool:
+        """Take a validation loss. Returns True if the run ends after this step, before its last one."""
+        self._losses[step] = loss
+        rule = self._job.early_stop
+        return rule is not None and step < self._job.steps and rule.is_over(self._of_this_run)
+
+    @property
+    def _of_this_run(self) -> dict[int, float]:
+        """The losses that decide about the end. A run that was made longer has validated its last step as well, and one
+        whose `train.validate_every` was another one has other steps: the run from the start has none of these.
+        """
+        return {step: loss for step, loss in self._losses.items() if self._job.validates_at(step)}
+
+    @property
+    def ranked(self) -> tuple[int, ...]:
+        """The validated steps, from the lowest loss to the highest; of equal ones the earlier first."""
+        return ranked(self._losses)
+
+    def loss_at(self, step: int) -> float:
+        """The loss of a validated step."""
+        return self._losses[step]
+
+    def early_stop(self) -> dict[str, Any]:
+        """The fields of the event `early_stop`, and of summary.json: what was best, and for how long."""
+        rule = self._job.early_stop
+        assert rule is not None, "the run has no rule to end early"
+        found = rule.progress(self._of_this_run)
+        return {
+            "best_step": found.best_step,
+            "best_loss": found.best_loss if math.isfinite(found.best_loss) else None,
+            "validations_since": found.since,
+            "patience": rule.patience,
+            "min_delta": rule.min_delta,
+        }

@@ -1,0 +1,87 @@
+"""What a model makes of a batch: the first layer's input, its loss, and the metrics of a validation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from elaswave_spmd.errors import ModelError
+
+if TYPE_CHECKING:
+    from elaswave_spmd.models.base import LayeredModel
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of tokens: the inputs `tokens`, int64 [B, T], and the labels `targets`, int64 [B, T]."""
+
+    tokens: Tensor
+    targets: Tensor
+
+
+Loss = Callable[[Any, Any], Any]
+"""(the last layer's output, the micro-batch) -> one number, the sum over the samples or tokens of the micro-batch; or
+(sum, weight): the gradient, and the loss that is reported, are divided by the weight of the whole step."""
+
+Metrics = Callable[[Any, Any], Mapping[str, Any]]
+"""(the last layer's output, the micro-batch) -> name -> sum over the samples, or (sum, weight)."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The functions of a model that are called after its last layer.
+
+    Args:
+        loss: see `Loss`.
+        metrics: computed beside the loss in a validation; None: there are none.
+    """
+
+    loss: Loss
+    metrics: Metrics | None = None
+
+    @classmethod
+    def of(cls, model: LayeredModel) -> Objective:
+        """Those of a model."""
+        has_metrics = callable(getattr(type(model), "metrics", None))  # of the class: a layer may be called so
+        found: Any = model.metrics if has_metrics else None
+        return cls(model.loss, found)
+
+
+def first_inputs(batch: Any) -> Any:
+    """What the first layer is called with, where the model has no `inputs(batch)` of its own.
+
+    The tokens of token data; of other data the batch itself, if it is one tensor, `batch["x"]` of a dict, and
+    `batch[0]` of a tuple, a named tuple or a list: (x, y) as loaders of PyTorch give it.
+
+    Raises:
+        ModelError: a dict without "x".
+    """
+    if isinstance(batch, Batch):
+        return batch.tokens
+    if isinstance(batch, Mapping):
+        if "x" in batch:
+            return batch["x"]
+        keys = [str(key) for key in batch]
+        raise ModelError(
+            'the first layer is given batch["x"], and the batch has no "x"',
+            rule='the first layer gets what inputs(batch) returns: batch["x"] of a dict, batch[0] of a tuple, or the '
+            "batch itself if it is one tensor",
+            where="inputs(batch)",
+            exists=", ".join(keys),
+            fix=f"def inputs(self, batch): return batch[{keys[0]!r}], a method of the model",
+        )
+    return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
+def other_loss(model: str) -> ModelError:
+    """The error of a model that has no loss for data without tokens."""
+    return ModelError(
+        f"{model} has no loss for samples that are no tokens",
+        rule="the loss of LayeredModel is the cross entropy of tokens; with other data a model has its own",
+        where="loss(output, batch)",
+        fix="def loss(self, output, batch): return nn.functional.cross_entropy(output, batch[1], reduction='sum'); or "
+        "give the dataset vocab_size, if its samples are tokens",
+    )

@@ -1,0 +1,63 @@
+"""The checkpoint with the lowest validation loss: the order of a run's validated steps, and what is left of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from elaswave_spmd.errors import CheckpointError, DataError
+from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
+from elaswave_spmd.run_dir.directory import SUMMARY, WEIGHTS, read_events, read_summary
+from elaswave_spmd.run_dir.discard import still_valid
+from elaswave_spmd.run_dir.manifest import MANIFEST
+
+
+def ranked(losses: Mapping[int, float]) -> tuple[int, ...]:
+    """The steps from the lowest loss to the highest; of equal ones the earlier first. NaN comes last."""
+    return tuple(sorted(losses, key=lambda step: (losses[step] != losses[step], losses[step], step)))
+
+
+def ranked_steps(run_dir: Path) -> tuple[int, ...]:
+    """The validated steps of a run by its events, from the lowest loss to the highest."""
+    try:
+        events = read_events(run_dir)
+    except DataError:
+        return ()
+    found = still_valid(events, "validation")
+    # Losses over other micro-batches than the newest one's (train.validate_microbatches) cannot be compared with it.
+    number = found[-1]["microbatches"] if found else 0
+    return ranked({e["step"]: float.fromhex(e["loss_hex"]) for e in found if e["microbatches"] == number})
+
+
+def best_weights(run_dir: Path, steps: tuple[int, ...], last: int | None) -> tuple[int, str] | None:
+    """The best step of which there are weights in a run's directory, with their path in it; None: of no step.
+
+    Args:
+        steps: validated ones, from the lowest loss to the highest.
+        last: the last step of a run that has finished, whose weights are in weights.safetensors; else None.
+    """
+    for step in steps:
+        if step == last:
+            return step, WEIGHTS
+        path = checkpoint_path(run_dir, step)
+        if (path / MANIFEST).exists():
+            return step, str(path.relative_to(run_dir))
+    return None
+
+
+def best_path(run_dir: Path) -> Path:
+    """The checkpoint, or the run's directory itself, whose weights had the lowest validation loss.
+
+    Raises:
+        CheckpointError: the run has not validated, or has no checkpoint of a validated step.
+    """
+    last = int(read_summary(run_dir)["steps"]) if (run_dir / SUMMARY).exists() else None
+    found = best_weights(run_dir, ranked_steps(run_dir), last)
+    if found is None:
+        raise CheckpointError(
+            f"{run_dir} has no checkpoint of a step that was validated",
+            rule="--best, in Python best=True, takes the checkpoint with the lowest validation loss",
+            where=str(run_dir),
+            fix="train with train.validate_every=N checkpoint.keep_best=1, or leave it out",
+        )
+    return run_dir if found[1] == WEIGHTS else run_dir / found[1]

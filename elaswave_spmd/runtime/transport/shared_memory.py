@@ -1,0 +1,312 @@
+"""Memory that processes of one host share: its owner writes payloads into it, others map it and read them there.
+
+The memory is a file without a name (`memfd_create`, Linux 3.17). Others open it through the owner's descriptor in
+/proc, which the kernel allows to processes of the same user. It is freed with the last process that has it mapped:
+after the owner's death what was sent stays readable, and nothing is left in a file system, whoever is killed.
+
+A payload lies in a *block*. Its owner sets the block's mark when it hands the block over, and the receiver clears the
+mark when nothing refers to the payload any more; only then is the block used again. The blocks of a receiver that has
+ended are free at once; those of one that merely seems lost are not, so that nobody ever reads other bytes than were
+sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import platform
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+_NAME = "elaswave"
+_LINE = 64
+"""Blocks begin at multiples of this many bytes: a cache line, and what AVX-512 loads at once."""
+_PAGE = mmap.PAGESIZE
+_MOST_BYTES = 1 << 36  # of one process; taken from the machine as it is written to
+_LOOKED_AT = 8  # blocks of a size that are asked for their mark before a new one is made
+_TRIM_EVERY = 4096  # blocks handed over between two looks for memory that is not used any more
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLocation:
+    """Where another process finds the shared memory of a process.
+
+    Args:
+        pid: of the owner.
+        fd: the owner's descriptor.
+        inode: of the memory, which no other has; another process may get the number of one that has ended.
+        num_bytes: size of the memory.
+    """
+
+    pid: int
+    fd: int
+    inode: int
+    num_bytes: int
+
+
+def why_unsupported() -> str:
+    """Why no process of this machine can share memory; empty if that is not known."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        # What one core stores in order, another sees in order: only there it was tried.
+        return f"it relies on the memory order of x86-64, and this is {platform.machine()}"
+    return "" if hasattr(os, "memfd_create") else "this system has no memfd_create"
+
+
+def why_not_shared() -> str:
+    """Why processes like this one cannot share memory, which is tried; empty if they can."""
+    if why := why_unsupported():
+        return why
+    try:
+        memory = SharedMemory()
+        try:
+            PeerMemory(memory.location)
+        finally:
+            memory.close()
+    except OSError as error:  # a limit of this process (`ulimit`), or there is no /proc
+        return f"a process may not make it, or others not map it ({error})"
+    return ""
+
+
+class SharedMemory:
+    """The shared memory of this process, with the blocks in it. Every method may be called from any thread.
+
+    Raises:
+        OSError: this process may not have it.
+    """
+
+    def __init__(self, num_bytes: int = 0) -> None:
+        num_bytes = num_bytes or min(_MOST_BYTES, os.sysconf("SC_PHYS_PAGES") * _PAGE)
+        self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self._fd, num_bytes)
+            self._map = _mapped(self._fd, num_bytes)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self.view = memoryview(self._map)
+        self.location = MemoryLocation(os.getpid(), self._fd, os.fstat(self._fd).st_ino, num_bytes)
+        self._lock = threading.Lock()  # guards the rest
+        self._end = _LINE  # of what was ever used; 0 is no place
+        self._blocks: dict[int, deque[_Block]] = {}  # by size: those that were handed over longest ago come first
+        self._ended: dict[int, int] = {}  # link that is closed -> its receiver, which may be alive
+        self._dead: set[int] = set()  # links whose receivers have ended
+        self._reserved: dict[int, tuple[int, int]] = {}  # offset -> bytes, link
+        self._number = 0  # of the last block that was handed over
+
+    def reserve(self, num_bytes: int, link: int) -> int | None:
+        """Take memory for a link until its receiver has ended: the offset of so many bytes, all zero.
+
+        Returns:
+            None if that much is not left.
+        """
+        with self._lock:
+            if self._fd < 0:
+                return None
+            self._bury()
+            old = next(
+                (at for at, (size, of) in self._reserved.items() if size == num_bytes and of in self._dead), None
+            )
+            at = self._reserve(num_bytes) if old is None else old
+            if old is not None:
+                self.view[old : old + num_bytes] = bytes(num_bytes)
+            if at is not None:
+                self._reserved[at] = num_bytes, link
+            return at
+
+    def place(self, payload: memoryview, link: int) -> int | None:
+        """Copy a payload into a block, and hand the block over to the receiver at the other end of a link.
+
+        Args:
+            payload: contiguous.
+            link: the number by which `close` knows the receiver.
+
+        Returns:
+            The payload's offset, a multiple of 64; None if there is no room.
+        """
+        num_bytes = payload.nbytes
+        with self._lock:
+            block = self._free_block(_rounded(num_bytes)) if self._fd >= 0 else None
+            if block is None:
+                return None
+            self._number = block.number = self._number + 1
+            block.link, block.trimmed = link, False
+            self._map[block.at - _LINE] = 1
+        self.view[block.at : block.at + num_bytes] = payload.cast("B")
+        with self._lock:  # not before it is written: the link may be closed meanwhile, and the block taken for another
+            self._blocks[block.num_bytes].append(block)
+            if not block.number % _TRIM_EVERY:
+                self._trim()
+        return block.at
+
+    def close_link(self, link: int, receiver: int) -> None:
+        """A link is closed: its blocks are free when the receiver has let go of them, or has ended; its ring, then.
+
+        Args:
+            receiver: its process id.
+        """
+        with self._lock:
+            self._ended[link] = receiver
+
+    @property
+    def num_held(self) -> int:
+        """The number of blocks that receivers have not let go of."""
+        with self._lock:
+            return sum(not self._is_free(block) for blocks in self._blocks.values() for block in blocks)
+
+    @property
+    def num_used_bytes(self) -> int:
+        """The bytes of all blocks there ever were."""
+        return self._end
+
+    def close(self) -> None:
+        """Nobody can map the memory from now on. Who has it mapped keeps it."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+            with contextlib.suppress(BufferError):  # a part of it is still in use
+                self.view.release()
+                self._map.close()
+
+    def _reserve(self, num_bytes: int) -> int | None:
+        at, end = self._end, self._end + -(-num_bytes // _LINE) * _LINE
+        if end > len(self.view) or not self._has_pages(at, num_bytes):
+            return None
+        self._end = end
+        return at
+
+    def _has_pages(self, at: int, num_bytes: int) -> bool:
+        """True if the machine has given memory for a part, which it might not when it is written to: SIGBUS then."""
+        try:
+            os.posix_fallocate(self._fd, at, num_bytes)
+        except OSError:
+            return False
+        return True
+
+    def _free_block(self, num_bytes: int) -> _Block | None:
+        """A block that nobody holds, taken out of `_blocks`."""
+        blocks = self._blocks.setdefault(num_bytes, deque())
+        for _ in range(min(_LOOKED_AT, len(blocks))):
+            if self._is_free(blocks[0]) and (not blocks[0].trimmed or self._has_pages(blocks[0].at, num_bytes)):
+                return blocks.popleft()
+            blocks.rotate(-1)
+        at = self._reserve(_LINE + num_bytes)
+        return None if at is None else _Block(at + _LINE, num_bytes)
+
+    def _is_free(self, block: _Block) -> bool:
+        if self._map[block.at - _LINE]:
+            self._bury()
+            return block.link in self._dead
+        return True
+
+    def _bury(self) -> None:
+        for link, receiver in [*self._ended.items()]:
+            if not Path(f"/proc/{receiver}").exists():
+                del self._ended[link]
+                self._dead.add(link)
+
+    def _trim(self) -> None:
+        """Give pages back to the machine that free blocks have not used for long."""
+        for blocks in self._blocks.values():
+            for block in blocks:
+                is_idle = not block.trimmed and block.number <= self._number - _TRIM_EVERY
+                if is_idle and block.num_bytes >= 4 * _PAGE and self._is_free(block):
+                    first, last = -(-block.at // _PAGE) * _PAGE, (block.at + block.num_bytes) // _PAGE * _PAGE
+                    with contextlib.suppress(OSError):
+                        self._map.madvise(mmap.MADV_REMOVE, first, last - first)
+                    block.trimmed = True
+
+
+class PeerMemory:
+    """The shared memory of another process, mapped here.
+
+    Args:
+        location: from the process itself.
+
+    Raises:
+        OSError: the process has ended, or is not of this user; or what is there is no such memory.
+    """
+
+    def __init__(self, location: MemoryLocation) -> None:
+        path = f"/proc/{location.pid}/fd/{location.fd}"
+        if not os.readlink(path).startswith(f"/memfd:{_NAME} "):
+            raise OSError(f"{path} is no shared memory of a worker")
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            found = os.fstat(fd)
+            if (found.st_ino, found.st_size) != (location.inode, location.num_bytes):
+                raise OSError(f"{path} is not the memory of {location.num_bytes:,} bytes that was reported")
+            self._map = _mapped(fd, location.num_bytes)
+        finally:
+            os.close(fd)
+        self.view = memoryview(self._map)
+        self._taken: dict[int, _Taken] = {}
+        self._pid = os.getpid()
+
+    def payload(self, at: int, num_bytes: int) -> memoryview:
+        """The payload at an offset, where it lies. Its block is let go of when nothing refers to the payload.
+
+        Raises:
+            ValueError: no block can be there.
+        """
+        if at % _LINE or at < 2 * _LINE or at + num_bytes > len(self.view):
+            raise ValueError(f"no block of {num_bytes} bytes is at {at}")
+        array = np.frombuffer(self._map, np.uint8, num_bytes, at)
+        self._taken[at] = _Taken(array, self._let_go, at)
+        return array.data
+
+    def _let_go(self, taken: _Taken) -> None:
+        # Called by whoever drops the last reference, at any moment: it takes no lock and waits for nothing.
+        if os.getpid() != self._pid:
+            return  # a process that user's code has forked: what it drops is still used by its parent
+        if self._taken.get(taken.at) is taken:
+            del self._taken[taken.at]
+        self._map[taken.at - _LINE] = 0
+
+
+class _Taken(weakref.ref[np.ndarray]):
+    """A reference to a payload's array that knows its offset."""
+
+    __slots__ = ("at",)
+
+    def __new__(cls, array: np.ndarray, callback: object, at: int) -> _Taken:
+        return super().__new__(cls, array, callback)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    def __init__(self, array: np.ndarray, callback: object, at: int) -> None:
+        super().__init__(array, callback)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        self.at = at
+
+
+@dataclass(slots=True)
+class _Block:
+    """A block of this process's memory.
+
+    Args:
+        at: offset of the payload. The mark is the byte 64 bytes before it: 1 while a receiver may read.
+        num_bytes: room for a payload.
+    """
+
+    at: int
+    num_bytes: int
+    link: int = -1
+    number: int = 0
+    trimmed: bool = False
+
+
+def _mapped(fd: int, num_bytes: int) -> mmap.mmap:
+    """A file's memory. It is left out of a core dump, which would write, and so allocate, all that was never used."""
+    found = mmap.mmap(fd, num_bytes)
+    found.madvise(mmap.MADV_DONTDUMP)
+    return found
+
+
+def _rounded(num_bytes: int) -> int:
+    """The size of the block for so many bytes: at most an eighth larger, so that few sizes occur."""
+    step = max(_LINE, 1 << max(0, num_bytes.bit_length() - 4))
+    return -(-max(1, num_bytes) // step) * step

@@ -1,0 +1,105 @@
+"""`load_model(RUN)`: any model of a run, with the weights that it has been trained to, in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from elaswave_spmd.conf.schema import ModelSettings, OptimSettings, TrainSettings
+from elaswave_spmd.errors import CheckpointError, ModelError
+from elaswave_spmd.models import LayeredModel, build_model, constructing, freeze_parameters
+from elaswave_spmd.run_dir.checkpoints import load_newest_good
+from elaswave_spmd.weights.given import owned_parameters
+from elaswave_spmd.weights.sources import SavedState, WeightSource, whole
+from elaswave_spmd.weights.trained import OpenedRun, about_data, open_run
+
+_LISTED = 5  # names in a message
+
+
+def load_model(
+    run: str | os.PathLike[str],
+    model: Callable[..., LayeredModel] | None = None,
+    *,
+    ema: bool = False,
+    best: bool = False,
+) -> LayeredModel:
+    """The model of a run with its trained weights, on the CPU in float32, in evaluation mode.
+
+    `model(tokens)` runs all layers in this process: without keys, so without dropout.
+
+    Args:
+        run: the directory of a run, of which weights.safetensors is read, or else the newest good checkpoint; or the
+            directory of one of its checkpoints.
+        model: the class or function that the run got as its model. Needed if the run got it by value, from a script or
+            a notebook: no code is kept in a run's directory, and none of it is ever executed. None: it is imported by
+            the name in the run's settings.
+        ema: the average of the weights over the steps (optim.ema) in their place.
+        best: of a run's directory, the weights with the lowest validation loss (checkpoint.keep_best).
+
+    Raises:
+        ConfigError: `run` is no directory of a run; its settings cannot be read; it has no average.
+        CheckpointError: the checkpoint is damaged, or there is none, or none of a step that was validated.
+        ModelError: the model cannot be built, or is not the one that was trained: its parameters are others.
+    """
+    opened = open_run(os.fspath(run), average=ema, best=best)
+    source = opened.source
+    try:
+        made = _build(opened.fields, _about_data(opened), model)
+        _check_same(made, source, str(run))
+        with torch.no_grad():
+            for name, _ in owned_parameters(made):
+                made.get_parameter(name).copy_(whole(source, name))
+    finally:
+        source.close()
+    made.share_ties()
+    return made.eval()
+
+
+def _build(
+    fields: Mapping[str, Any], data: Mapping[str, Any], model: Callable[..., LayeredModel] | None
+) -> LayeredModel:
+    """The model as the run has made it, with what it was told of the data: constants have the values of its seed."""
+    settings = ModelSettings.from_fields(fields.get("model", {}))
+    seq_len = TrainSettings.from_fields(fields.get("train", {})).seq_len
+    sizes = settings.sizes(seq_len, int(data.get("vocab_size") or 0))
+    target = settings.target if model is None else model
+    with constructing(int(fields.get("seed", 0))):
+        made = build_model(target, sizes, settings.args, data.get("attributes"))
+    freeze_parameters(made, OptimSettings.from_fields(fields.get("optim", {})).freeze_patterns)
+    return made
+
+
+def _about_data(opened: OpenedRun) -> Mapping[str, Any]:
+    """`vocab_size` and `attributes` of the data that the run was trained on, as far as they are known."""
+    found = about_data(opened.path, opened.source)
+    if "vocab_size" in found:
+        return found
+    try:  # a summary that an earlier version wrote
+        path = load_newest_good(opened.folder)[0].path
+        return about_data(path, SavedState(path))
+    except CheckpointError:
+        shape = opened.source.shapes.get("embed.weight")
+        return {"vocab_size": shape[0]} if shape else {}
+
+
+def _check_same(model: LayeredModel, source: WeightSource, run: str) -> None:
+    """Refuse a model whose parameters are not those that were trained."""
+    wanted = {name: tuple(model.get_parameter(name).shape) for name, _ in owned_parameters(model)}
+    stored = dict(source.shapes)
+    wrong = [
+        f"{name}: {wanted.get(name, 'not there')} in the model, {stored.get(name, 'not there')} in the run"
+        for name in sorted(wanted.keys() | stored.keys())
+        if wanted.get(name) != stored.get(name)
+    ]
+    if wrong:
+        more = [f"and {len(wrong) - _LISTED} more"] if len(wrong) > _LISTED else []
+        raise ModelError(
+            f"{type(model).__name__} has other parameters than {run}:"
+            + "".join(f"\n  {line}" for line in wrong[:_LISTED] + more),
+            rule="a model is loaded by the code that it was trained with",
+            where="model",
+            fix="give the class of the run as it was then",
+        )

@@ -1,0 +1,106 @@
+"""Runs from Python: code of a script goes to the workers by value, and trains with the bits of code in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from elaswave_spmd.conf.compose import words_of
+from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
+from tests.multiprocess import script_with_a_model
+from tests.multiprocess.kernels import kernel_environment
+from tests.multiprocess.real_runs import eventually, launch, train
+from tests.multiprocess.script_with_a_model import SETTINGS
+from tests.waiting import PATIENCE_S
+from tests.waiting import eventually as eventually_true
+
+SCRIPT = Path(script_with_a_model.__file__)
+
+
+def test_a_script_with_a_model_of_its_own_is_killed_interrupted_and_resumed_with_the_same_bits(tmp_path: Path) -> None:
+    with launch(tmp_path, script=SCRIPT) as launched:
+        launched.wait_for_steps(1)
+        eventually(lambda: "join" in [event["event"] for event in read_events(tmp_path / "run")], launched.process)
+        os.kill(launched.process.pid, signal.SIGINT)
+        (tmp_path / "go").touch()
+        done = launched.finish()
+    assert done.code == 0, done.err
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["after"] == told["before"]
+    assert told["stopped_in"] == str(tmp_path / "run") and "asked to by SIGINT" in told["stopped"]
+    assert f"resume with: train(resume='{tmp_path / 'run'}', model=Net, data=Rows)" in told["stopped"]
+    assert told["lost"] == [[1]] and told["joined"] == [[4]]  # the newcomer has got the same code
+    assert told["finished"] and told["steps"] == list(range(1, 61)) and told["validated"] == [20, 40, 60]
+    assert told["called"] == told["steps"][-len(told["called"]) :] and told["called"][-1] == 60
+    assert told["same_logits"]
+    # The same class by its name, in a file that workers import.
+    shutil.copy(SCRIPT, tmp_path)
+    names = ("model.target=script_with_a_model.Net", "data.target=script_with_a_model.Rows", "run.dir=named")
+    reference = train(tmp_path, *words_of(SETTINGS), *names)
+    assert reference.code == 0, reference.err
+    lines = [[(line.loss_hex, line.grad_norm_hex) for line in read_metrics(tmp_path / run)] for run in ("run", "named")]
+    assert lines[0] == lines[1]
+    digests = [read_summary(tmp_path / run)["weights_sha256"] for run in ("run", "named")]
+    assert digests[0] == digests[1]
+
+
+def test_the_stop_button_of_a_notebook_ends_a_run_with_its_state_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client_module = pytest.importorskip("jupyter_client", reason="nbclient and ipykernel are not installed")
+    pytest.importorskip("ipykernel", reason="nbclient and ipykernel are not installed")
+    kernel_environment(monkeypatch, tmp_path)
+    shutil.copy(SCRIPT, tmp_path)
+    cells = [
+        "import elaswave_spmd as ew, script_with_a_model as s",
+        "class Net(s.Net): pass",
+        "ew.train(Net, s.Rows(pause_s=0.05), 'dp2', run_dir='run', settings=s.SETTINGS)",
+    ]
+    manager = client_module.KernelManager(kernel_name="python3")
+    manager.start_kernel(cwd=str(tmp_path))
+    client = manager.client()
+    try:
+        client.start_channels()
+        client.wait_for_ready(timeout=PATIENCE_S)
+        for cell in cells[:2]:
+            assert client.execute_interactive(cell, timeout=PATIENCE_S)["content"]["status"] == "ok"
+        asked = client.execute(cells[2])
+        eventually_true(lambda: steps_in(tmp_path / "run") >= 2)
+        manager.interrupt_kernel()
+        (tmp_path / "go").touch()
+        reply = client.get_shell_msg(timeout=PATIENCE_S)
+        assert reply["parent_header"]["msg_id"] == asked
+        assert reply["content"]["ename"] == "RunInterrupted"
+        assert f"resume with: train(resume='{tmp_path / 'run'}', model=Net, data=Rows)" in reply["content"]["evalue"]
+        # For a moment after an error the kernel aborts all it is asked, as a notebook wants of the cells that follow.
+        eventually_true(lambda: client.execute_interactive("1", timeout=PATIENCE_S)["content"]["status"] == "ok")
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+        manager.cleanup_resources()
+
+
+def steps_in(run_dir: Path) -> int:
+    """Lines of metrics.jsonl so far."""
+    file = run_dir / "metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
+def test_a_run_that_got_its_code_by_value_is_not_resumed_without_it(tmp_path: Path) -> None:
+    config = "model: {target: by_value.Net}\n"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(_format_line() + config)
+    done = train(tmp_path, "train.resume=run")
+    assert done.code == 2
+    assert "the run got its model by value" in done.err and "train(resume=RUN, model=Net)" in done.err
+
+
+def _format_line() -> str:
+    from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
+
+    return f"{FORMAT_FIELD}: {FORMAT_VERSION}\n"

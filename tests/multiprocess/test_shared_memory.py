@@ -1,0 +1,297 @@
+"""Links through shared memory: all arrives whole and in order, no receiver holds up a sender, and nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from elaswave_spmd.runtime.transport import shared_inbox
+from elaswave_spmd.runtime.transport.frames import Message
+from elaswave_spmd.runtime.transport.links import (
+    _MAPPED,
+    _MAPPED_LINK,
+    INLINE_BYTES,
+    Links,
+    _SharedWay,
+    socket_directory,
+)
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed
+from elaswave_spmd.runtime.transport.rings import RING_BYTES
+from elaswave_spmd.runtime.transport.shared_memory import PeerMemory, SharedMemory, why_not_shared
+from tests.waiting import PATIENCE_S, eventually
+
+pytestmark = pytest.mark.skipif(bool(why_not_shared()), reason=why_not_shared())
+ROOT = Path(__file__).parents[2]
+
+PEER = """
+import sys, time
+import numpy as np
+from elaswave_spmd.runtime.transport.links import Links
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
+mailbox = Mailbox()
+links = Links(1, mailbox, transport="shm", directory=sys.argv[1])
+print(links.address, flush=True)
+links.connect(0, sys.stdin.readline().strip())
+while not links._links[0].shared.is_open:
+    time.sleep(0.001)
+print("open", flush=True)
+kept = []
+while True:
+    item = mailbox.get()
+    if not isinstance(item, Envelope):
+        continue
+    if item.header == b"keep":
+        kept.append(item.payloads)
+    elif item.header == b"tell":
+        for number in range(50):
+            assert links.send(0, number.to_bytes(2, "big"), [np.full(30_000, number, np.uint8), bytes([number])])
+        print("told", flush=True)
+    else:
+        links.send(0, item.header, item.payloads)
+"""
+
+
+class Pair:
+    """Links of this process, rank 0, to those of a child, rank 1."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.directory = socket_directory()
+        stack.callback(os.rmdir, self.directory)
+        self.mailbox = Mailbox()
+        self.links = Links(0, self.mailbox, transport="shm", directory=self.directory)
+        stack.callback(self.links.close)
+        words = [sys.executable, "-c", PEER, self.directory]
+        self.child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        stack.callback(self._end)
+        self.links.connect(1, self.said())
+        assert self.links.wait_connected([1], PATIENCE_S) == [] and self.child.stdin is not None
+        self.child.stdin.write(f"{self.links.address}\n")
+        self.child.stdin.flush()
+        assert self.said() == "open"
+
+    def said(self) -> str:
+        assert self.child.stdout is not None
+        return self.child.stdout.readline().strip()
+
+    def _end(self) -> None:
+        self.child.kill()
+        self.child.communicate()
+        for name in os.listdir(self.directory):
+            if name.startswith("1-"):
+                os.unlink(os.path.join(self.directory, name))
+
+    def is_open(self) -> bool:
+        way = self.links._links[1].shared
+        return way is not None and way.is_open
+
+    def num_held(self) -> int:
+        assert self.links._memory is not None
+        return self.links._memory.num_held
+
+    def got(self) -> Envelope:
+        item = self.mailbox.get(PATIENCE_S)
+        assert isinstance(item, Envelope), item
+        return item
+
+
+def both(stack: ExitStack) -> tuple[list[Links], list[Mailbox]]:
+    """Two ends in this process, connected."""
+    directory = socket_directory()
+    stack.callback(os.rmdir, directory)
+    boxes = [Mailbox(), Mailbox()]
+    ends = [Links(rank, box, transport="shm", directory=directory) for rank, box in enumerate(boxes)]
+    for rank, links in enumerate(ends):
+        stack.callback(links.close)
+        links.connect(1 - rank, ends[1 - rank].address)
+    assert ends[0].wait_connected([1], PATIENCE_S) == ends[1].wait_connected([0], PATIENCE_S) == []
+    return ends, boxes
+
+
+def way_of(links: Links, peer: int) -> _SharedWay:
+    way = links._links[peer].shared
+    assert way is not None
+    return way
+
+
+def exchange(ends: list[Links], boxes: list[Mailbox], sender: int) -> None:
+    """Large payloads from one end to the other, all of which arrive in their order."""
+    for number in range(20):
+        assert ends[sender].send(1 - sender, bytes([number]), [bytes([number]) * 100_000])
+    for number in range(20):
+        item = boxes[1 - sender].get(PATIENCE_S)
+        assert isinstance(item, Envelope) and item.header == bytes([number])
+        assert set(item.payloads[0]) == {number}
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with ExitStack() as stack:
+        found = Pair(stack)
+        eventually(found.is_open)
+        yield found
+
+
+def test_payloads_of_all_sizes_arrive_whole_and_in_order_and_are_let_go_of(pair: Pair) -> None:
+    draw = np.random.default_rng(0)
+    sizes = [0, 1, 10, INLINE_BYTES, INLINE_BYTES + 1, 70_000, RING_BYTES, 3_000_001]
+    for batch in range(10):
+        sent = [[draw.integers(0, 255, int(draw.choice(sizes)), np.uint8) for _ in range(2)] for _ in range(40)]
+        for number, payloads in enumerate(sent):
+            assert pair.links.send(1, bytes([batch, number]), payloads)
+            for payload in payloads:
+                payload_copy, payload[:] = payload.copy(), 0  # it is the sender's again
+                sent[number] = [payload_copy if payload is other else other for other in sent[number]]
+        for number, payloads in enumerate(sent):
+            check(pair.got(), bytes([batch, number]), payloads)
+    pair.links.send(1, b"in place of the last one, to which the child refers")
+    pair.got()
+    eventually(lambda: not pair.num_held())
+    assert pair.links._memory is not None and pair.links._memory.num_used_bytes < 400 << 20
+
+
+def check(got: Envelope, header: bytes, payloads: list[np.ndarray]) -> None:
+    """Of which nothing is referred to when it returns."""
+    assert got.header == header
+    for expected, payload in zip(payloads, got.payloads, strict=True):
+        assert np.array_equal(np.frombuffer(payload, np.uint8), expected) and not payload.readonly
+
+
+def test_a_sleeping_consumer_is_woken_each_time(pair: Pair) -> None:
+    for number in range(3000):
+        pair.links.send(1, number.to_bytes(4, "big"))
+        assert pair.got().header == number.to_bytes(4, "big")
+
+
+def test_a_stopped_receiver_holds_up_nobody_and_gets_everything_in_order(pair: Pair) -> None:
+    """The ring is full soon; the rest goes over the socket, and later by the ring again."""
+    number, draw = 6000, random.Random(1)
+    sizes = [draw.choice([0, 100, 3000, 20_000]) for _ in range(number)]
+    os.kill(pair.child.pid, signal.SIGSTOP)
+    for i in range(number // 2):
+        assert pair.links.send(1, i.to_bytes(4, "big"), [bytes([i % 256]) * sizes[i]])
+    os.kill(pair.child.pid, signal.SIGCONT)
+    for i in range(number // 2, number):
+        assert pair.links.send(1, i.to_bytes(4, "big"), [bytes([i % 256]) * sizes[i]])
+    for i in range(number):
+        got = pair.got()
+        assert got.header == i.to_bytes(4, "big") and bytes(got.payloads[0]) == bytes([i % 256]) * sizes[i]
+
+
+def test_what_a_killed_receiver_held_is_free(pair: Pair) -> None:
+    for _ in range(5):
+        pair.links.send(1, b"keep", [bytes(50_000)])
+    pair.links.send(1, b"after these")
+    assert pair.got().header == b"after these" and pair.num_held() == 5
+    pair.links.drop(1)  # evicted, but alive: it may still read
+    assert pair.num_held() == 5
+    pair.child.kill()
+    pair.child.wait()
+    eventually(lambda: not pair.num_held())
+
+
+def test_what_a_killed_sender_has_sent_arrives(pair: Pair) -> None:
+    pair.links.send(1, b"tell")
+    assert pair.said() == "told"
+    pair.child.kill()
+    pair.child.wait()
+    eventually(lambda: pair.links._links[1].open is None)
+    items = pair.mailbox.take_all()
+    assert items.count(PeerClosed(1)) == 1
+    got = [item for item in items if isinstance(item, Envelope)]
+    assert [envelope.header for envelope in got] == [number.to_bytes(2, "big") for number in range(50)]
+    for number, envelope in enumerate(got):
+        assert [set(payload) for payload in envelope.payloads] == [{number}, {number}]
+    assert pair.links.send(1, b"to the dead", [bytes(50_000)]) is False
+
+
+def test_a_receiver_that_cannot_map_gets_everything_over_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(location: object) -> PeerMemory:
+        raise PermissionError(1, "refused", str(location))
+
+    monkeypatch.setattr(shared_inbox, "PeerMemory", refuse)
+    with ExitStack() as stack:
+        exchange(*both(stack), sender=0)
+
+
+def test_the_killed_leave_nothing_in_memory(pair: Pair) -> None:
+    before = set(os.listdir("/dev/shm"))
+    pair.links.send(1, b"keep", [bytes(1 << 20)])
+    pair.child.kill()
+    pair.child.wait()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_with_one_that_has_no_memory_to_share_all_goes_over_sockets(
+    lacking: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that may have no more open files than it has, for example."""
+    made = iter((0, 1))
+
+    def refuse(self: SharedMemory, num_bytes: int = 0) -> None:
+        if next(made) == lacking:
+            raise OSError(24, "Too many open files")
+        make(self, num_bytes)
+
+    make = SharedMemory.__init__
+    monkeypatch.setattr(SharedMemory, "__init__", refuse)
+    with ExitStack() as stack:
+        ends, boxes = both(stack)
+        assert ["Too many open files" in links.why_not_shared for links in ends] == [lacking == 0, lacking == 1]
+        for sender in (0, 1):
+            exchange(ends, boxes, sender)
+        assert not any(links.rejected for links in ends)
+
+
+def test_a_ring_that_may_be_mapped_by_somebody_who_lives_is_given_to_nobody_else() -> None:
+    with ExitStack() as stack:
+        ends, boxes = both(stack)
+        eventually(lambda: way_of(ends[0], 1).is_open)
+        first = way_of(ends[0], 1)._ring_at
+        os.unlink(ends[1].address.removeprefix("ipc://") + ".bell")  # as a program does that cleans /tmp
+        ends[0].drop(1)
+        ends[0].connect(1, ends[1].address)
+        assert ends[0].wait_connected([1], PATIENCE_S) == []
+        second = way_of(ends[0], 1)
+        eventually(lambda: second._receiver is not None)
+        assert not second.is_open and ends[0].send(1, b"all the same", [bytes(100_000)])
+        item = boxes[1].get(PATIENCE_S)
+        assert isinstance(item, Envelope) and item.header == b"all the same"
+        ends[0].drop(1)
+        ends[0].connect(1, ends[1].address)
+        assert len({first, second._ring_at, way_of(ends[0], 1)._ring_at}) == 3
+
+
+def test_a_way_that_is_closed_stays_closed() -> None:
+    with ExitStack() as stack:
+        ends, _ = both(stack)
+        eventually(lambda: way_of(ends[0], 1).is_open)
+        link = ends[0]._links[1]
+        link.close()
+        mapped = _MAPPED_LINK.pack(link.number, os.getpid())
+        ends[0]._handle_handshake(Message(1, 1, _MAPPED, mapped, ()))
+        assert not way_of(ends[0], 1).is_open
+
+
+def test_the_memory_of_the_dead_is_let_go_of(pair: Pair) -> None:
+    """With their links, which are closed by then."""
+    maps = Path("/proc/self/maps")
+    own = maps.read_text(encoding="utf-8").count("/memfd:elaswave")
+    pair.links.send(1, b"echo", [bytes(50_000)])
+    check(pair.got(), b"echo", [np.zeros(50_000, np.uint8)])
+    pair.child.kill()
+    pair.child.wait()
+    eventually(lambda: pair.links._links[1].open is None)
+    pair.links.drop_all_but([])
+    gc.collect()
+    assert maps.read_text(encoding="utf-8").count("/memfd:elaswave") == own - 1

@@ -1,0 +1,192 @@
+"""Keywords of `train` become settings: by name what can be imported, by value everything else."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+from torch import nn
+
+import elaswave_spmd as ew
+from elaswave_spmd.api.keywords import Given, name_data, name_model, put
+from elaswave_spmd.by_value import MODULE, ByValue, Held, check_given, importable_name, plain_name
+from elaswave_spmd.conf.compose import settings_from, words_of
+from elaswave_spmd.errors import ConfigError, DataError, ModelError, RunError
+from elaswave_spmd.models import GPT
+
+
+class Net(ew.LayeredModel):
+    def __init__(self, vocab_size: int = 4) -> None:
+        super().__init__({"embed": nn.Embedding(vocab_size, vocab_size)})
+
+
+def make_net(vocab_size: int) -> Net:
+    return Net(vocab_size)
+
+
+class Rows:
+    vocab_size = 4
+
+    def __init__(self, lock: object = None) -> None:
+        self.inner = {"lock": lock}
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> list[int]:
+        return [0] * 9
+
+
+def named(name: Callable[[object, dict[str, Any], Given], None], value: object, **settings: Any) -> tuple[Any, ...]:
+    """The settings that a keyword gives, and the names of what goes by value."""
+    found, given = dict(settings), Given()
+    name(value, found, given)
+    return found, list(given.objects)
+
+
+def test_what_can_be_imported_goes_by_its_name() -> None:
+    here = __name__
+    assert named(name_model, None) == ({}, [])
+    assert named(name_model, "llama_tiny") == ({"model": "llama_tiny"}, [])
+    assert named(name_model, "my_file.Net") == ({"model.target": "my_file.Net"}, [])
+    assert named(name_model, GPT) == ({"model.target": "elaswave_spmd.models.gpt.GPT"}, [])
+    assert named(name_model, Net) == ({"model.target": f"{here}.Net"}, [])
+    assert named(name_model, make_net) == ({"model.target": f"{here}.make_net"}, [])
+    assert named(name_data, "text") == ({"data": "text"}, [])
+    assert named(name_data, Rows) == ({"data.target": f"{here}.Rows"}, [])
+
+
+def test_everything_else_goes_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert named(name_model, lambda: Net(3)) == ({"model.target": "by_value.lambda"}, ["lambda"])
+    assert named(name_model, functools.partial(make_net, 3)) == ({"model.target": "by_value.make_net"}, ["make_net"])
+    assert named(name_data, Rows()) == ({"data.target": "by_value.Rows"}, ["Rows"])
+    monkeypatch.setattr(Net, "__module__", "__main__")
+    assert named(name_model, Net) == ({"model.target": "by_value.Net"}, ["Net"])
+    given = Given()
+    both: dict[str, Any] = {}
+    name_model(functools.partial(Rows), both, given)
+    name_data(Rows(), both, given)
+    assert both == {"model.target": "by_value.Rows", "data.target": "by_value.Rows_data"}
+    assert given.names == {"model": "Rows", "data": "Rows_data"}
+
+
+def test_a_model_that_is_constructed_and_things_that_are_none_are_refused() -> None:
+    with pytest.raises(ModelError, match="is constructed already"):
+        named(name_model, Net())
+    with pytest.raises(ModelError, match="model is 3"):
+        named(name_model, 3)
+    with pytest.raises(DataError, match="no dataset"):
+        named(name_data, 3)
+
+
+def test_a_keyword_that_contradicts_a_setting_is_refused() -> None:
+    for keyword, value, setting, settings in (
+        ("mesh", "dp2", "mesh", {"mesh": "dp3"}),
+        ("steps", 3, "train.steps", {"train.steps": 4}),
+    ):
+        with pytest.raises(ConfigError, match=f"{keyword} is given as"):
+            put(dict(settings), keyword, value, setting)
+    same = {"train.steps": 3}
+    put(same, "steps", 3, "train.steps")
+    put(same, "steps", None, "train.steps")
+    assert same == {"train.steps": 3}
+    with pytest.raises(ConfigError, match="model is given as"):
+        named(name_model, "gpt_tiny", **{"model.target": "my_file.Net"})
+    with pytest.raises(ConfigError, match="data is given as"):
+        named(name_data, Rows, data="text")
+
+
+def test_names_by_which_others_import() -> None:
+    assert importable_name(nn.Linear) == "torch.nn.modules.linear.Linear"
+    assert importable_name(ByValue.of) is None  # a method
+    assert importable_name(3) is None
+    by_hand = ModuleType("made_by_hand")
+    assert importable_name(type("T", (), {"__module__": by_hand.__name__})) is None
+    assert plain_name(lambda: None, "model") == "lambda" and plain_name(functools.partial(make_net), "x") == "make_net"
+
+
+@pytest.mark.parametrize(
+    ("value", "blamed"),
+    [
+        (Held(Rows(threading.Lock())), r"data\.value\.inner\['lock'\], a lock, cannot be pickled"),
+        (functools.partial(Rows, threading.Lock()), r"data\.args\[0\], a lock, cannot be pickled"),
+    ],
+)
+def test_an_error_names_the_part_that_cannot_be_pickled(value: object, blamed: str) -> None:
+    with pytest.raises(ConfigError, match=blamed):
+        ByValue.of({"model": Net, "data": value})
+
+
+def test_a_closure_over_a_lock_is_blamed_for_its_variable() -> None:
+    guard = threading.Lock()
+
+    def make(vocab_size: int) -> Net:
+        with guard:
+            return Net(vocab_size)
+
+    with pytest.raises(ConfigError, match=r"make\.<variable guard>, a lock, cannot be pickled"):
+        ByValue.of({"make": make})
+
+
+def test_a_process_has_what_is_given_while_it_lasts_and_only_then() -> None:
+    given = ByValue.of({"Net": Net})
+    with given.importable():
+        assert named_in(MODULE, "Net") is Net
+        check_given("by_value.Net", "model", ModelError)
+        with pytest.raises(RunError, match="another run"), given.importable():
+            pass
+        with pytest.raises(ModelError, match="Other is not here"):
+            check_given("by_value.Other", "model", ModelError)
+    with pytest.raises(ModelError, match=r"train\(resume=RUN, model=Net\)"):
+        check_given("by_value.Net", "model", ModelError)
+    check_given("my_file.Net", "model", ModelError)
+
+
+def named_in(module: str, name: str) -> object:
+    import importlib
+
+    return getattr(importlib.import_module(module), name)
+
+
+def test_settings_are_those_of_the_command_line() -> None:
+    values = {
+        "mesh": "dp2_pp2",
+        "optim.lr": 1e-3,
+        "optim.betas": (0.9, 0.99),
+        "model.init_from": None,
+        "data": "text",
+        "data.path": "a b/'q'=,[x].txt",
+        "model.args.name": "true",
+        "model.args.sizes": {"wide": [1, 2.5, None, True, "null"]},
+        "model.args.text": "1e3",
+        "data.args": {"rows": 3, "of": {"a": 1}},
+        "chaos.events": [{"step": 5, "kind": "kill", "rank": 1, "point": "backward"}],
+        "run.tensorboard": False,
+    }
+    settings = settings_from(words_of(values))
+    assert settings.mesh.shape.num_workers == 4 and settings.optim.lr == 1e-3 and settings.optim.betas == (0.9, 0.99)
+    assert settings.data.path == "a b/'q'=,[x].txt"
+    assert settings.model.args == {"name": "true", "sizes": {"wide": [1, 2.5, None, True, "null"]}, "text": "1e3"}
+    assert settings.data.args == {"rows": 3, "of": {"a": 1}}
+    assert settings.chaos.events[0].step == 5 and settings.run.tensorboard is False
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"optim.lrr": 1}, "there is no setting optim.lrr"),
+        ({"optim.lr": "1e-3"}, "optim.lr=1e-3 is not a number"),
+        ({"train.steps": 1.5}, "train.steps=1.5 is not a whole number"),
+        ({"optim.lr": object()}, "optim.lr is given as <object"),
+        ({"a=b": 1}, "settings has the name 'a=b'"),
+        ({"model.args.sizes": {"a b": 1}}, "has the key 'a b'"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        settings_from(words_of(values))
+    assert said in str(refused.value)
