@@ -50,7 +50,7 @@ _handle_ignored_signals()
 
 @pytest.fixture(autouse=True)
 def _same_draws() -> None:
-    """Has tests that draw without a seed draw the same in every run: a rare draw that fails would fail nobody's change."""
+    """Makes draws without a seed the same in every run, so that a failure comes from a change and not from luck."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
