@@ -41,6 +41,7 @@ from benchmarks.redistribute_members import KINDS, LAYERS, elements_of, healthy,
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast, EpochBegun, ProtocolAction, Send, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
+from elaswave_spmd.recovery.packed_reconfigure import Packer
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 
@@ -61,6 +62,7 @@ class Controller:
     def __init__(self, members: Members, directory: Path, num_bytes: int, workers: int, mirror_count: int) -> None:
         self._members, self._layout = members, layout_of(num_bytes)
         self._mailbox = Mailbox()
+        self._packer = Packer()
         self._links = Links(CONTROLLER, self._mailbox, directory=str(directory))
         placement = healthy(self._layout, workers, mirror_count)
         self.protocol = ControllerProtocol(placement, self._layout, 10**6, policy=Policy(mirror_count=mirror_count))
@@ -121,9 +123,9 @@ class Controller:
                 case Send(rank, message):
                     self._links.send(rank, m.encode(message))
                 case Broadcast(ranks, message):
-                    header = m.encode(message)
-                    for rank in ranks:
-                        self._links.send(rank, header)
+                    for receivers, header in self._packer.encoded(ranks, message):
+                        for rank in receivers:
+                            self._links.send(rank, header)
                 case EpochBegun():
                     self._begun(effect)
                 case Unrecoverable():

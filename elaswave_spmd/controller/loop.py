@@ -76,6 +76,7 @@ from elaswave_spmd.recovery.actions import (
 from elaswave_spmd.recovery.admission import SIZE, ControllerPosition, refused_by_controller
 from elaswave_spmd.recovery.checks import CheckDraw
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
+from elaswave_spmd.recovery.packed_reconfigure import Packer
 from elaswave_spmd.runtime.transport.mailbox import Request
 from elaswave_spmd.worker.spec import message_bounds
 
@@ -138,6 +139,7 @@ class Controller:
         self._verifier = Verifier(verdicts, draw, self.protocol)
         self._sum_verifier = SumVerifier(verdicts, draw, self.protocol)
         self._roster = Roster(plan.placement.mesh.members)
+        self._packer = Packer()
         self._ready: set[int] = set()  # the workers that have reported Ready
         chaos = settings.chaos
         self._bounds = message_bounds(
@@ -204,10 +206,12 @@ class Controller:
         """Why a message cannot be right, so that nothing acts on it or writes it down; empty if it can."""
         protocol = self.protocol
         at = ControllerPosition(protocol.version, protocol.last_epoch, self._roster.num_ranks, self._ready)
-        sizes = [payload.nbytes for payload in event.payloads]
-        if len(sizes) > 1 or sum(sizes) % 4:  # workers send the controller one payload, of fp32
-            return SIZE
-        num_elements = sizes[0] // 4 if sizes else None
+        num_elements = None
+        if event.payloads:
+            size = event.payloads[0].nbytes
+            if len(event.payloads) > 1 or size % 4:  # workers send the controller one payload, of fp32
+                return SIZE
+            num_elements = size // 4
         why = refused_by_controller(self._bounds, event.message, event.sender, num_elements, at)
         if not why and isinstance(event.message, m.Ready):
             self._ready.add(event.sender)
@@ -260,6 +264,9 @@ class Controller:
     def _decide_message(self, message: m.AnyMessage, now: float) -> Iterable[Action]:
         protocol, failures = self.protocol, self._failures
         match message:
+            case m.Heartbeat():  # first, as nearly all messages are heartbeats
+                self._supervision.heartbeat(message, now)
+                return failures.heartbeat(message.rank, now)
             case m.Ready() if message.rank in self._roster:  # else it was lost while it started
                 self._supervision.watch(message.rank, now)
                 connect = Connect(message.rank, message.address, message.holds_mutex)
@@ -278,9 +285,6 @@ class Controller:
                     return failures.computes_otherwise(message.rank, error, now)
             case m.Refused() if message.rank in self._roster:
                 return failures.refused(message, now)
-            case m.Heartbeat():
-                self._supervision.heartbeat(message, now)
-                return failures.heartbeat(message.rank, now)
             case m.StepReport():
                 return protocol.report_received(message)
             case m.Applied():
@@ -354,9 +358,9 @@ class Controller:
                     # and a later controller has to know which epochs there were.
                     io.journal(message)
                 # Encoded once: at a thousand workers the encoding would cost more than all the rest of a change.
-                header = m.encode(message)
-                for rank in ranks:
-                    io.send(rank, header)
+                for receivers, header in self._packer.encoded(ranks, message):
+                    for rank in receivers:
+                        io.send(rank, header)
             case Spawn(ranks, newcomers):
                 self._spawn(ranks, newcomers)
             case Connect(rank, address, holds_mutex):

@@ -98,7 +98,8 @@ class MeasuredCosts:
 
     def committed(self, step: int, members: Collection[int]) -> int:
         """A step is committed: every member has reported the one before the last. Returns how many steps that adds."""
-        self._profile = self._profile.forget(self._profile.workers.keys() - set(members))
+        members = frozenset(members)  # there may be thousands, each looked up
+        self._profile = self._profile.forget(self._profile.workers.keys() - members)
         complete = sorted(s for s in self._samples if s < step - 1)
         for old in complete:
             self._profile = self._profile.observe(s for s in self._samples.pop(old) if s.rank in members)

@@ -354,8 +354,9 @@ class RunLog:
             self._rejections.tick(now)
             return
         match event.message:
-            case m.Heartbeat(rank=rank, rejected=rejected) if rejected:
-                self._rejections.counted(f"worker {rank}", dict(rejected), now)
+            case m.Heartbeat(rank=rank, rejected=rejected):
+                if rejected:
+                    self._rejections.counted(f"worker {rank}", dict(rejected), now)
             case m.StepReport():
                 self._epochs.answered(now)
             case m.Applied() as message:

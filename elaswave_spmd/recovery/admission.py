@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from keyword import iskeyword
-from typing import Final
+from typing import Final, NamedTuple, get_args
 
 from elaswave_spmd.determinism.reduction_tree import is_node
 from elaswave_spmd.recovery import messages as m
@@ -35,7 +35,7 @@ SIZE: Final = "message of a wrong size"
 VALUE: Final = "message with a value that cannot be"
 
 _FROM_CONTROLLER = (
-    *(m.Prepare, m.Reconfigure, m.Validated, m.ReplicasAgree, m.Stop),
+    *(m.Prepare, m.PackedReconfigure, m.Validated, m.ReplicasAgree, m.Stop),
     *(m.CheckAgain, m.CheckAccepted, m.AddAgain, m.SumAccepted, m.Pace, m.Limits),
 )
 _TO_WORKERS = (
@@ -55,6 +55,7 @@ _STEPS_AHEAD = 2
 """Members are at most two steps apart, and a worker whose micro-batches are all others' works ahead by one."""
 _EPOCHS_AHEAD = 1_000
 """More changes of the mesh than can overtake each other while one worker waits for its Reconfigure."""
+_MOST_LEVELS = 64  # of votes: as many as a mesh has bits of its number of workers, at most
 _LONGEST_NORM = 64
 """An exact sum of doubles is at most 40 doubles long: their exponents span 2,098 bits, and one has 53 of them."""
 LONGEST_TEXT: Final = 2_000
@@ -74,6 +75,9 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 _DIGEST_BYTES = 16  # of worker/model_check.py
 _HASH_BYTES = 8  # of a replica's state
 _ERROR_FIELDS = frozenset(("what", "rule", "where", "exists", "fix"))
+_TEXTS = ("reason", "extension", "action", "loss_unchecked")
+_TEXTS_OF = {kind: tuple(name for name in _TEXTS if name in kind.__struct_fields__) for kind in get_args(m.AnyMessage)}
+"""Kind of message -> its fields that are texts. A controller looks at tens of thousands of messages a second."""
 
 
 @dataclass(frozen=True)
@@ -240,11 +244,15 @@ class MessageBounds:
 
 @dataclass(frozen=True)
 class WorkerPosition:
-    """The place of the worker that gets a message: its version, its mesh epoch and the members of that."""
+    """The place of the worker that gets a message: its version, its mesh epoch, and who votes to it in that.
+
+    Args:
+        voters: at each level.
+    """
 
     version: int
     epoch: int
-    members: Collection[int]
+    voters: Sequence[Collection[int]]
 
 
 def not_for_workers(message: m.AnyMessage, sender: int, *, me: int, controller: int) -> str:
@@ -292,14 +300,15 @@ def _refused_vote(
     if not 0 <= vote.epoch <= at.epoch + _EPOCHS_AHEAD:
         return EPOCH
     # A vote of a later epoch may come before its Reconfigure, from a worker that is not known here yet.
-    return RANK if vote.epoch == at.epoch and sender not in at.members else ""
+    if not 0 <= vote.level < (len(at.voters) if vote.epoch == at.epoch else _MOST_LEVELS):
+        return VALUE
+    return RANK if vote.epoch == at.epoch and sender not in at.voters[vote.level] else ""
 
 
 # ---- at the controller
 
 
-@dataclass(frozen=True)
-class ControllerPosition:
+class ControllerPosition(NamedTuple):
     """The controller's knowledge when a message comes.
 
     Args:
@@ -334,11 +343,12 @@ def _refused_report(
     bounds: MessageBounds, message: m.AnyMessage, num_elements: int | None, at: ControllerPosition
 ) -> str:
     """Why the controller refuses the content of a report."""
-    if any(
-        len(getattr(message, name, "")) > LONGEST_TEXT for name in ("reason", "extension", "action", "loss_unchecked")
-    ):
-        return SIZE
+    for name in _TEXTS_OF[type(message)]:
+        if len(getattr(message, name)) > LONGEST_TEXT:
+            return SIZE
     match message:
+        case m.Heartbeat(rejected=rejected):  # first, as nearly all messages are heartbeats
+            return "" if _are_counts(rejected) else SIZE
         case m.Ready(rank, address):
             return VALUE if rank in at.ready or not _ADDRESS.fullmatch(address) else ""
         case m.Checked():
@@ -391,14 +401,14 @@ def _refused_report(
             return DIRECTION if not bounds.spawns else "" if 1 <= count <= at.num_ranks else VALUE
         case m.Failed(report=report):
             return SIZE if len(report) > _LONGEST_REPORT else ""
-        case m.Heartbeat(rejected=rejected) | m.Finished(rejected=rejected) if not _are_counts(rejected):
+        case m.Finished(rejected=rejected) if not _are_counts(rejected):
             return SIZE
         case m.Finished(checks=checks) if len(checks) not in (0, 3) or min(checks, default=0) < 0:
             return VALUE
         case m.Finished(state_bytes=state, peak_bytes=peak):
             names = [*state, *peak]
             return SIZE if len(names) > _MOST_KINDS or max(map(len, names), default=0) > LONGEST_TEXT else ""
-        case m.Heartbeat() | m.GroupLost() | m.CaughtUp() | m.Leaving():
+        case m.GroupLost() | m.CaughtUp() | m.Leaving():
             return ""
     return DIRECTION
 
@@ -522,9 +532,11 @@ def _refused_check(bounds: MessageBounds, message: m.Checked) -> str:
 
 def _are_counts(counts: tuple[tuple[str, int], ...]) -> bool:
     """True if these can be the numbers of what a process has refused: reason, number."""
+    if not counts:
+        return True
     few = len(counts) <= _MOST_REASONS
     return few and all(len(reason) <= _LONGEST_REASON and number >= 0 for reason, number in counts)
 
 
 def _are_amounts(numbers: Iterable[float]) -> bool:
-    return all(math.isfinite(number) and number >= 0 for number in numbers)
+    return all(0 <= number < math.inf for number in numbers)  # NaN is not

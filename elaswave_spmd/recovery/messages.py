@@ -321,19 +321,20 @@ class Addend(Message, frozen=True):
 
 
 class Vote(Message, frozen=True):
-    """Worker -> all other members of the epoch, once for a step: everything is there to apply it.
+    """Worker -> other members of the epoch, once for a step: everything is there to apply it.
 
     The sender is at version step - 1, has done its micro-batches, and has the reduced gradients of all pages that it
-    holds or learns.
+    holds or learns. On a large mesh it sends sums of more and more votes after its own (recovery/vote_exchange.py).
 
     Args:
         norm: the exact sum (determinism.exact_sum) of the norm values of its primary pages.
         loss: the step's loss, from the primary of the loss page; None from the others.
         extension: an option that takes effect in this step if all votes carry the same value; empty if off.
         weight: of the loss, with it; None if the model's loss has no weight.
+        level: of the block whose votes it is the sum of; 0: it is the sender's own.
     """
 
-    NUM_OPTIONS = 2
+    NUM_OPTIONS = 3
 
     step: int
     epoch: int
@@ -342,6 +343,7 @@ class Vote(Message, frozen=True):
     loss: float | None = None
     extension: str = ""
     weight: float | None = None
+    level: int = 0
 
 
 class GroupLost(Message, frozen=True):
@@ -515,6 +517,22 @@ class Reconfigure(Message, frozen=True):
     put_off: tuple[int, ...] = ()
     in_flight: tuple[int, ...] = ()
     is_last: bool = False
+
+
+class PackedReconfigure(Message, frozen=True):
+    """Controller -> member: a Reconfigure, as it goes over the link (recovery/packed_reconfigure.py).
+
+    Args:
+        base: mesh epoch of the Reconfigure that it was packed against, the last one on this link; -1: of none.
+        size: bytes of the whole, before it is decoded.
+        digest: of these.
+        data: the packed message.
+    """
+
+    base: int
+    size: int
+    digest: bytes
+    data: bytes
 
 
 class ChecksDiffer(Message, frozen=True):
@@ -909,6 +927,7 @@ AnyMessage: TypeAlias = (
     | Prepare
     | StepReport
     | Reconfigure
+    | PackedReconfigure
     | ChecksDiffer
     | CheckAgain
     | CheckedAgain

@@ -242,7 +242,7 @@ def _missing_microbatches(
             local = {
                 rank: mask for rank, report in reported.items() if (mask := _mask(report.layer_sums.get(layer, ())))
             }
-            everybody = reduce(or_, local.values(), 0)
+            everybody, twice = _together(local.values())
             for pages in _ranges_of_use(layout, replica_map, layer):
                 if missing == everything:
                     break
@@ -251,10 +251,34 @@ def _missing_microbatches(
                 excluded = reports.excluded.get(pages.key, frozenset())
                 usable = everybody  # the same for most ranges, so it is not computed again for each
                 if not excluded.isdisjoint(local):
-                    usable = reduce(or_, (mask for rank, mask in local.items() if rank not in excluded), 0)
+                    usable = _without(excluded, local, everybody, twice)
                 missing |= everything & ~(usable | reports.in_trees.get((pages.key, layer), 0))
         found.append(_microbatches_in(missing))
     return found
+
+
+def _together(masks: Iterable[int]) -> tuple[int, int]:
+    """The micro-batches of any of these masks, and those of two or more."""
+    once = twice = 0
+    for mask in masks:
+        twice |= once & mask
+        once |= mask
+    return once, twice
+
+
+def _without(excluded: Collection[int], local: Mapping[int, int], everybody: int, twice: int) -> int:
+    """The micro-batches in the masks of all but the excluded.
+
+    Nearly always only one member has a micro-batch, so that the masks of the many others need not be looked at.
+
+    Args:
+        local: member -> mask.
+        everybody, twice: the micro-batches of any member, and of two or more.
+    """
+    theirs = reduce(or_, (local.get(rank, 0) for rank in excluded), 0)
+    if theirs & twice:
+        return reduce(or_, (mask for rank, mask in local.items() if rank not in excluded), 0)
+    return everybody & ~theirs
 
 
 def _ranges_of_use(layout: ModelLayout, replica_map: ReplicaMap, layer: int) -> Iterator[ReplicaSet]:

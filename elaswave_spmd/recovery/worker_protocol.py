@@ -14,20 +14,22 @@ others come in by `vote_received`, and with the last one Apply.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 from elaswave_spmd.determinism.exact_sum import exact_sum, expansion
 from elaswave_spmd.recovery.messages import Publish, Vote
+from elaswave_spmd.recovery.vote_exchange import WIDEST, added, content_of, rounds_of
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 
 
 @dataclass(frozen=True)
 class SendVote:
-    """Send this vote to every other member of the mesh epoch."""
+    """Send this vote to these members of the mesh epoch."""
 
     vote: Vote
+    receivers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,24 @@ class VoteExtension(Protocol):
 
 
 @dataclass
+class _Tally:
+    """The votes of a step, as one worker has them.
+
+    Args:
+        own: of the worker's block at each level; first its own vote, which is missing until it has voted.
+        came: per level, sender -> vote.
+    """
+
+    came: tuple[dict[int, Vote], ...]
+    own: list[Vote] = field(default_factory=list)
+
+
+@dataclass
 class WorkerProtocol:
     """The protocol's state on one worker, from mesh epoch to mesh epoch.
+
+    Attributes:
+        voters: from whom a vote comes, at each level.
 
     Args:
         rank: this worker.
@@ -90,6 +108,7 @@ class WorkerProtocol:
         extension: of an option that is on; None without.
         whole_weight: the weight of a step's loss for which its gradient is what it is without weights: its number of
             tokens or samples.
+        widest: members up to which all vote to all (recovery/vote_exchange.py).
     """
 
     rank: int
@@ -101,6 +120,7 @@ class WorkerProtocol:
     restored: int = 0
     extension: VoteExtension | None = None
     whole_weight: int = 1
+    widest: int = WIDEST
     promised: int = -1  # the highest epoch whose Prepare was answered
     _computed: int = 0  # the step whose micro-batches are done here
     _entered_at: int = 0  # the highest version of any member when this epoch began
@@ -108,7 +128,7 @@ class WorkerProtocol:
     _norms: dict[int, dict[PageRange, tuple[float, ...]]] = field(default_factory=dict)
     _losses: dict[int, float] = field(default_factory=dict)
     _weights: dict[int, float] = field(default_factory=dict)  # of losses that have one
-    _votes: dict[int, dict[int, Vote]] = field(default_factory=dict)
+    _tallies: dict[int, _Tally] = field(default_factory=dict)
     _later_epochs: dict[Vote, None] = field(default_factory=dict)  # in the order in which they came, each once
     _filed: dict[int, dict[Publish, None]] = field(default_factory=dict)  # in the order in which they came, each once
 
@@ -119,7 +139,8 @@ class WorkerProtocol:
     def _index_held(self) -> None:
         self._primary = frozenset(r.key for r in self.held if r.primary == self.rank)
         self._holds = frozenset(r.key for r in self.held)
-        self._members = frozenset(self.members)
+        self._rounds = rounds_of(self.members, self.rank, self.widest) if self.members else ()
+        self.voters = tuple(turn.senders for turn in self._rounds)
 
     # ---- the step
 
@@ -191,15 +212,22 @@ class WorkerProtocol:
             self._weights.setdefault(step, weight)
 
     def vote_received(self, vote: Vote) -> list[Effect]:
-        """Count a vote of this epoch. Older votes are void, and those of a future epoch are kept for it [m]."""
+        """Count a vote of this epoch. Older votes are void, and those of a future epoch are kept for it [m].
+
+        Votes for the version are counted as well if the epoch began with it: who is behind completes it by them, and
+        needs those that this worker passes on [m].
+        """
         if vote.epoch > self.epoch:  # its sender has entered the next epoch first
             self._later_epochs[vote] = None
             return []
-        if vote.epoch < self.epoch or vote.step <= self.version:
+        if vote.epoch < self.epoch or not (vote.step > self.version or vote.step == self.version == self._entered_at):
             return []
-        assert vote.sender in self._members, (vote, self.rank)
-        self._votes.setdefault(vote.step, {})[vote.sender] = vote
-        return self._decide()
+        assert self._is_expected(vote), (vote, self.rank)
+        self._tally_of(vote.step).came[vote.level][vote.sender] = vote
+        return self._advance(vote.step)
+
+    def _is_expected(self, vote: Vote) -> bool:
+        return vote.level < len(self.voters) and vote.sender in self.voters[vote.level]
 
     def publish_received(self, publish: Publish) -> list[Effect]:
         """File a published page; it is installed only once this worker has itself applied that step [m].
@@ -216,7 +244,7 @@ class WorkerProtocol:
     @property
     def may_drop_undecided(self) -> bool:
         """True if no member can have decided a step beyond the version: this worker has not voted in its epoch."""
-        return self.rank not in self._votes.get(self.version + 1, {})
+        return not self._has_voted(self.version + 1)
 
     def drop_undecided(self) -> None:
         """Nothing of undecided steps is here any more: every reduced gradient has to come again."""
@@ -281,7 +309,7 @@ class WorkerProtocol:
             self._missing[highest_version] = set()  # what it lacks are pages that it learns: their state comes later
         # Votes of older epochs are void, this worker's own too: a member of the old epoch may be lost, and the votes of
         # the new epoch must come from exactly its members.
-        self._votes.clear()
+        self._tallies.clear()
         self._computed = self._entered_at = highest_version
 
     def votes_again(self) -> list[Effect]:
@@ -293,13 +321,13 @@ class WorkerProtocol:
         """
         effects: list[Effect] = []
         if self.version > self.restored and not self._is_ahead():
-            effects.append(SendVote(self._vote(self.version)))
+            effects += self._cast(self._vote(self.version))
         if self._computed > self.version:
             effects += self._vote_if_complete(self._computed)
         early, self._later_epochs = self._later_epochs, {}
         for vote in early:
             # Only now it can be told whether its sender is a member of its epoch: nobody else has a vote there.
-            if vote.epoch > self.epoch or vote.sender in self._members:
+            if vote.epoch > self.epoch or self._is_expected(vote):
                 effects += self.vote_received(vote)
         return effects
 
@@ -320,11 +348,40 @@ class WorkerProtocol:
     def _vote_if_complete(self, step: int) -> list[Effect]:
         ready = step == self.version + 1 == self._computed and not self._missing_of(step)
         # After a promise the controller plans with what was reported: a vote now could decide the step behind its back.
-        if not ready or self.promised > self.epoch or self.rank in self._votes.get(step, {}):
+        if not ready or self.promised > self.epoch or self._has_voted(step):
             return []
-        vote = self._vote(step)
-        self._votes.setdefault(step, {})[self.rank] = vote
-        return [SendVote(vote), *self._decide()]
+        return self._cast(self._vote(step))
+
+    def _has_voted(self, step: int) -> bool:
+        return step in self._tallies and bool(self._tallies[step].own)
+
+    def _tally_of(self, step: int) -> _Tally:
+        if (tally := self._tallies.get(step)) is None:
+            tally = self._tallies[step] = _Tally(tuple({} for _ in self._rounds))
+        return tally
+
+    def _cast(self, vote: Vote) -> list[Effect]:
+        """This worker's own vote goes out."""
+        self._tally_of(vote.step).own.append(vote)
+        return [SendVote(vote, self._rounds[0].receivers), *self._advance(vote.step)]
+
+    def _advance(self, step: int) -> list[Effect]:
+        """Pass on what is complete of the votes of a step, and decide it with the votes of all.
+
+        Sums go out after a promise as well: they are of votes that were cast before it, and others may need them to get
+        to where they answer.
+        """
+        tally, effects = self._tally_of(step), list[Effect]()
+        while tally.own:  # a sum without this worker's vote would be taken for one with it [m]
+            level = len(tally.own) - 1
+            if len(tally.came[level]) < len(self.voters[level]):
+                break
+            votes = tally.own[level], *tally.came[level].values()
+            if level + 1 == len(self._rounds):
+                return [*effects, *self._decide(step, votes)]
+            tally.own.append(added(votes, self.rank, level + 1))
+            effects.append(SendVote(tally.own[-1], self._rounds[level + 1].receivers))
+        return effects
 
     def _vote(self, step: int) -> Vote:
         norms = self._norms.get(step, {})
@@ -338,22 +395,25 @@ class WorkerProtocol:
         offered = self.extension.offered() if self.extension is not None and step > self._entered_at else ""
         return Vote(step, self.epoch, self.rank, expansion(own), loss, offered, weight)
 
-    def _decide(self) -> list[Effect]:
-        """With all votes of the epoch the step is decided: advance the version and apply, in one transition."""
-        step = self.version + 1
-        votes = self._votes.get(step, {})
-        if len(votes) < len(self.members) or self.promised > self.epoch:
+    def _decide(self, step: int, votes: Sequence[Vote]) -> list[Effect]:
+        """With all votes of the epoch the step is decided: advance the version and apply, in one transition.
+
+        Args:
+            votes: sums of all votes for the step.
+        """
+        if step != self.version + 1 or self.promised > self.epoch:
             return []
         # Every member computes the same norm from the same votes, so all clip alike without another message.
-        total = exact_sum(votes[m].norm for m in self.members)
-        loss, weight = next((v.loss, v.weight) for v in votes.values() if v.loss is not None)
+        total = exact_sum(vote.norm for vote in votes)
+        loss, extension, weight = content_of(votes)
+        assert loss is not None, (step, votes)
         self.version = step
         self._losses[step] = loss
         if weight is not None:
             self._weights[step] = weight
         self._forget(step)
         norm = math.sqrt(total) if total >= 0 else math.nan  # nan >= 0 is False as well
-        decided = Apply(step, loss, norm, _agreed(votes.values()))
+        decided = Apply(step, loss, norm, extension)
         effects: list[Effect] = [decided if weight is None else self._per_weight(decided, weight)]
         return [*effects, *map(Install, self._filed.pop(step, ()))]
 
@@ -373,17 +433,12 @@ class WorkerProtocol:
 
         Norm values and losses are kept for two versions: a mirror that is promoted votes again with them.
         """
-        for table in (self._missing, self._votes):
-            table.pop(step, None)
+        self._missing.pop(step, None)
+        for old in [s for s in self._tallies if s <= step]:
+            del self._tallies[old]
         for table in (self._norms, self._losses, self._weights):
             for old in [s for s in table if s < step]:
                 del table[old]
-
-
-def _agreed(votes: Iterable[Vote]) -> str:
-    """The extension that all votes carry; empty if they differ."""
-    offered = {vote.extension for vote in votes}
-    return offered.pop() if len(offered) == 1 else ""
 
 
 def _resplit(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, islice
 from operator import lt
 
 import numpy as np
@@ -90,14 +90,13 @@ class Placement:
     def microbatches_of(self, rank: int) -> tuple[int, ...]:
         """The micro-batches of one worker, ascending."""
         stage, position = self.mesh.coordinate(rank)
-        counts = self.microbatch_counts[stage]
-        if self.microbatch_order == CONTIGUOUS:
-            first = sum(counts[:position])
-            return tuple(range(first, first + counts[position]))
-        # Even turns have a closed form. The general case needs the whole stage, which is slow at 10,000 workers.
-        if counts == even_counts(self.num_microbatches, len(counts)):
-            return tuple(range(position, self.num_microbatches, len(counts)))
-        return tuple(u for u, worker in enumerate(self._workers_of_microbatches(stage)) if worker == rank)
+        if stage not in self._microbatches:
+            self._microbatches[stage] = microbatches_of_workers(self.microbatch_counts[stage], self.microbatch_order)
+        return tuple(self._microbatches[stage][position])
+
+    @cached_property
+    def _microbatches(self) -> dict[int, Sequence[Sequence[int]]]:
+        return {}  # by stage and position, filled on first use
 
     def replica_map(self, layout: ModelLayout, stages: Iterable[int] | None = None) -> ReplicaMap:
         """Layer -> the replica sets of its state pages (and of its loss page), in page order.
@@ -139,6 +138,19 @@ def workers_of_microbatches(members: Sequence[int], counts: Sequence[int], order
         return tuple(m for m, count in zip(members, counts, strict=True) for _ in range(count))
     rounds = range(max(counts, default=0))
     return tuple(m for r in rounds for m, count in zip(members, counts, strict=True) if r < count)
+
+
+def microbatches_of_workers(counts: Sequence[int], order: str) -> Sequence[Sequence[int]]:
+    """The micro-batches of every worker of a stage, by position: the inverse of `workers_of_microbatches`."""
+    if order == CONTIGUOUS:
+        return [range(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)]
+    total, width = sum(counts), len(counts)
+    if tuple(counts) == even_counts(total, width):  # a closed form: the general case is slow at 10,000 workers
+        return [range(position, total, width) for position in range(width)]
+    found: list[list[int]] = [[] for _ in counts]
+    for microbatch, position in enumerate(workers_of_microbatches(range(width), counts, order)):
+        found[position].append(microbatch)
+    return found
 
 
 def place(

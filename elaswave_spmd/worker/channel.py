@@ -16,6 +16,7 @@ from torch import Tensor
 
 from elaswave_spmd.recovery import admission
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.packed_reconfigure import Unpacker
 from elaswave_spmd.runtime.devices import Device, HostCopy
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Interrupted, Item, Mailbox, PeerClosed
@@ -105,16 +106,24 @@ class SocketChannel:
         compute: dtype of activations and published parameters.
         device: of the payloads.
         early: messages that arrived before this channel was made.
+        unpacker: that has had the Reconfigure which came before this channel was made; None: none has come.
     """
 
     def __init__(
-        self, links: Links, mailbox: Mailbox, compute: torch.dtype, device: Device, early: Sequence[Envelope] = ()
+        self,
+        links: Links,
+        mailbox: Mailbox,
+        compute: torch.dtype,
+        device: Device,
+        early: Sequence[Envelope] = (),
+        unpacker: Unpacker | None = None,
     ) -> None:
         self._links = links
         self._mailbox = mailbox
         self._compute = compute
         self._device = device
         self._early: list[Item] = list(early)
+        self._unpacker = unpacker or Unpacker()
         self._copies = device.kind.capabilities.pinned_copies
         self._leaving: dict[int, deque[tuple[bytes, HostCopy | None]]] = {}
 
@@ -176,7 +185,7 @@ class SocketChannel:
 
     def _decode(self, envelope: Envelope) -> Incoming | None:
         """The message with its payload as a tensor; None if it is none, or not for this worker, which is counted."""
-        message = decoded(envelope, self._links)
+        message = decoded(envelope, self._links, self._unpacker)
         if message is None or not envelope.payloads:
             return None if message is None else Incoming(envelope.sender, message)
         dtype, first = payload_dtype(message, self._compute), envelope.payloads[0]
@@ -194,8 +203,12 @@ def elements_in(envelope: Envelope, message: m.AnyMessage, compute: torch.dtype)
     return sum(payload.nbytes for payload in envelope.payloads) // payload_dtype(message, compute).itemsize
 
 
-def decoded(envelope: Envelope, links: Links) -> m.AnyMessage | None:
-    """The message in an envelope that came to a worker; None if it is none, or not for a worker, which is counted."""
+def decoded(envelope: Envelope, links: Links, unpacker: Unpacker) -> m.AnyMessage | None:
+    """The message in an envelope that came to a worker; None if it is none, or not for a worker, which is counted.
+
+    Raises:
+        RunError: it is a change to another Reconfigure than the last one.
+    """
     try:
         message = m.decode(envelope.header)
     except msgspec.MsgspecError:
@@ -204,4 +217,4 @@ def decoded(envelope: Envelope, links: Links) -> m.AnyMessage | None:
     if why := admission.not_for_workers(message, envelope.sender, me=links.me, controller=CONTROLLER):
         links.reject(why)
         return None
-    return message
+    return unpacker.unpacked(message) if isinstance(message, m.PackedReconfigure) else message

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from elaswave_spmd.determinism import Init, materialize
 from elaswave_spmd.models.objective import first_inputs
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.vote_exchange import WIDEST
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
@@ -142,6 +143,7 @@ class WorkerContext:
         device: where parameters, state and sums lie, and layer programs run.
         channel: the way to the other workers and the controller.
         hooks: what is optional.
+        widest_votes: members up to which all vote to all (recovery/vote_exchange.py).
     """
 
     rank: int
@@ -152,3 +154,4 @@ class WorkerContext:
     device: Device
     channel: Channel
     hooks: WorkerHooks = field(default_factory=WorkerHooks)
+    widest_votes: int = WIDEST

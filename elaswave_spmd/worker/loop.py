@@ -296,7 +296,7 @@ class Executor:
         """Why a message cannot be right, so that nothing acts on it; empty if it can."""
         if incoming.sender in (self.rank, CONTROLLER):  # the end of a link, noticed here; or trusted
             return ""
-        at = WorkerPosition(self.version, self.configuration.epoch, self.placement.mesh.members)
+        at = WorkerPosition(self.version, self.configuration.epoch, self.commit.protocol.voters)
         num_elements = None if incoming.payload is None else incoming.payload.numel()
         message = incoming.message
         if why := refused_by_worker(self._bounds, message, incoming.sender, num_elements, at):

@@ -18,6 +18,7 @@ from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.errors import RunError, UserError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.admission import LONGEST_TEXT
+from elaswave_spmd.recovery.packed_reconfigure import Unpacker
 from elaswave_spmd.runtime.devices import Device, Island
 from elaswave_spmd.runtime.devices.dvfs import SIMULATED, GuardedClock, SimulatedClock
 from elaswave_spmd.runtime.devices.group_store import group_host
@@ -119,6 +120,7 @@ class WorkerProcess:
         self._trace = open_trace(spec.run.options.trace, rank)
         self._clock = _open_clock(settings, spec.run.options.frequency_guard, rank)
         self._group = self._open_group()
+        self._unpacker = Unpacker()
         self._progress = Progress(waiting=True, action="start")
         self._step = 0
         self._is_ready = False
@@ -150,7 +152,8 @@ class WorkerProcess:
         # training thread computes, and stop with the process.
         HeartbeatSender(self._rank, self._links, self._progress, self._settings.timeouts.heartbeat)
         first, early = self._until_member(plan)
-        channel = SocketChannel(self._links, self._mailbox, plan.job.torch_dtype, self._device, early)
+        about = self._links, self._mailbox, plan.job.torch_dtype, self._device
+        channel = SocketChannel(*about, early, self._unpacker)
         executor = self._make_executor(plan, model, data, first, channel)
         self._train(executor, channel)
 
@@ -221,7 +224,7 @@ class WorkerProcess:
                 raise WorkerStopped
             if not isinstance(item, Envelope):
                 continue
-            message = decoded(item, self._links)
+            message = decoded(item, self._links, self._unpacker)
             if message is None:
                 continue
             if isinstance(message, m.Reconfigure):

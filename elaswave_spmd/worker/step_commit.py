@@ -55,6 +55,7 @@ class StepCommit:
             restored=restored,
             extension=broadcasts,
             whole_weight=context.job.tokens_per_step,
+            widest=context.widest_votes,
         )
         self.replica = StateReplica(context, values, self.protocol, broadcasts, self)
 
@@ -139,19 +140,19 @@ class StepCommit:
         # In order: a page that was published at the new version is installed after this worker has applied the step.
         for effect in effects:
             match effect:
-                case SendVote(vote):
-                    self._send_vote(vote)
+                case SendVote():
+                    self._send_vote(effect)
                 case Apply():
                     self._apply(effect)
                 case Install(publish):
                     self.replica.parameters.install(publish)
 
-    def _send_vote(self, vote: m.Vote) -> None:
-        # State is copied to learners at the version before: once the step is applied, that version is gone.
-        self.replica.background.finish()
-        for peer in self.replica.placement.mesh.members:
-            if peer != self._context.rank:
-                self._context.channel.send(peer, vote, None)
+    def _send_vote(self, effect: SendVote) -> None:
+        if effect.vote.level == 0:
+            # State is copied to learners at the version before: once the step is applied, that version is gone.
+            self.replica.background.finish()
+        for peer in effect.receivers:
+            self._context.channel.send(peer, effect.vote, None)
 
     def _apply(self, decided: Apply) -> None:
         """Apply a decided step and report it. It cannot be undone, and cannot wait: nothing yields in here."""

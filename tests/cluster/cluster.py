@@ -34,7 +34,9 @@ from elaswave_spmd.models import LayeredModel, Objective
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Save, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
+from elaswave_spmd.recovery.packed_reconfigure import Unpacker
 from elaswave_spmd.recovery.partial_step import WEIGHTS_ONLY
+from elaswave_spmd.recovery.vote_exchange import WIDEST
 from elaswave_spmd.run_dir.checkpoint_shard import shard_name
 from elaswave_spmd.run_dir.checkpoint_writers import assign_writers
 from elaswave_spmd.run_dir.journal import Ballot
@@ -110,6 +112,7 @@ class SimulatedCluster:
         starting: workers take time to start; None: they are ready at once, and nothing happens to them before.
         action: what becomes of a worker that is wrong (verify.action).
         late: when the controller's messages arrive; None: as any other.
+        widest: members up to which all vote to all.
     """
 
     def __init__(
@@ -131,7 +134,9 @@ class SimulatedCluster:
         starting: Starting | None = None,
         action: str = "evict",
         late: Lateness | None = None,
+        widest: int = WIDEST,
     ) -> None:
+        self._widest = widest
         self._job = job if validation is not None or not job.validates else dataclasses.replace(job, validate_every=0)
         self._job = dataclasses.replace(self._job, checkpoint_every=checkpoint_every)
         self._action = action
@@ -189,6 +194,7 @@ class SimulatedCluster:
         self._checkpoint = checkpoint
         self._mirrored = placement.mesh.num_workers  # members when every page had all its mirrors last
         self._end = None
+        self._told: defaultdict[int, Unpacker] = defaultdict(Unpacker)  # the controller's messages to each worker
         self._wires = Wires(self._job.torch_dtype, self._device, self._random, uneven=self._uneven, late=self._late)
         plan = run_plan(self._job, placement, self._description, self._policy, self._starting.elastic, self._action)
         self._io = SimulatedIO(self)
@@ -297,6 +303,8 @@ class SimulatedCluster:
             return
         self._wires.put_encoded(CONTROLLER, rank, header, None)
         message = m.decode(header)
+        if isinstance(message, m.PackedReconfigure):
+            message = self._told[rank].unpacked(message)
         if self._trace:
             self.note("->", rank, message)
         if isinstance(message, m.Reconfigure) and self._late is not None and self._late.paces:
@@ -419,6 +427,7 @@ class SimulatedCluster:
             self._device,
             worker.port,
             self._hooks_of(worker),
+            self._widest,
         )
         saved = self.checkpoints.reader(self._checkpoint) if self._checkpoint is not None else None
         worker.executor = Executor(context, Configuration.from_message(self._healthy, first), saved)

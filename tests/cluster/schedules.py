@@ -24,6 +24,7 @@ import torch
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.mesh.topology import Topology
 from elaswave_spmd.recovery.controller_protocol import Policy
+from elaswave_spmd.recovery.vote_exchange import WIDEST
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
@@ -61,6 +62,7 @@ class Schedule:
         verify_every: versions between comparisons of replicas; 0: none.
         action: what becomes of a worker that is wrong.
         late: when the controller's messages arrive; None: as any other.
+        widest: members up to which all vote to all; on larger meshes votes are passed on.
     """
 
     seed: int
@@ -80,6 +82,7 @@ class Schedule:
     verify_every: int = 0
     action: str = "evict"
     late: Lateness | None = None
+    widest: int = WIDEST
 
     @classmethod
     def draw(
@@ -94,6 +97,7 @@ class Schedule:
         frozen: bool = False,
         miscompute: bool = False,
         late: bool = False,
+        votes: bool = False,
     ) -> Schedule:
         """The schedule of a seed.
 
@@ -106,6 +110,7 @@ class Schedule:
             frozen: the same, and some parameters are not trained.
             miscompute: the same, and micro-batches are checked; where all are, workers compute some of them wrongly.
             late: the same on a mesh with stages, and the controller's messages arrive in the middle of actions.
+            votes: the same, and votes are passed on, in up to three rounds.
         """
         r = random.Random(seed)
         run = TinyRun(
@@ -144,6 +149,8 @@ class Schedule:
             drawn = drawn._with_miscomputes(random.Random(f"miscompute {seed}"), workers)
         if late:
             drawn = drawn._late(random.Random(f"late {seed}"))
+        if votes:
+            drawn = replace(drawn, widest=random.Random(f"votes {seed}").choice((2, 2, 3)))
         if not checkpoints:
             return drawn
         more = random.Random(f"checkpoints {seed}")  # with fewer mirrors, so that more losses need a checkpoint
@@ -328,6 +335,7 @@ def cluster_of(
         uneven=schedule.uneven,
         trace=trace,
         checkpoint_every=schedule.checkpoint_every,
+        widest=schedule.widest,
         starting=schedule.starting,
         action=schedule.action,
         late=schedule.late,
@@ -489,12 +497,13 @@ def run_many(
     frozen: bool = False,
     miscompute: bool = False,
     late: bool = False,
+    votes: bool = False,
 ) -> Tally:
     """Runs the schedules of these seeds, in so many processes. Other arguments: see `Schedule.draw`."""
     tally = Tally()
     kinds = {"moving": moving, "grouped": grouped, "checkpoints": checkpoints, "silent": silent, "starting": starting}
     kinds |= {"frozen": frozen}
-    kinds |= {"miscompute": miscompute, "late": late}
+    kinds |= {"miscompute": miscompute, "late": late, "votes": votes}
     run_seed = partial(_run_seed, kinds)
     if jobs == 1:
         for seed in seeds:
@@ -510,7 +519,7 @@ def _run_seed(kinds: Mapping[str, bool], seed: int) -> tuple[int, Ended]:
     return seed, run(Schedule.draw(seed, **kinds))
 
 
-_KINDS = ("moving", "grouped", "checkpoints", "silent", "starting", "frozen", "miscompute", "late")
+_KINDS = ("moving", "grouped", "checkpoints", "silent", "starting", "frozen", "miscompute", "late", "votes")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -527,6 +536,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--frozen", action="store_true", help="some parameters are not trained")
     parser.add_argument("--miscompute", action="store_true", help="micro-batches are checked, and some are wrong")
     parser.add_argument("--late", action="store_true", help="the controller's messages arrive in the middle of actions")
+    parser.add_argument("--votes", action="store_true", help="votes are passed on, in rounds")
     parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and print everything")
     options = parser.parse_args(arguments)
     kind = {name: getattr(options, name) for name in _KINDS}

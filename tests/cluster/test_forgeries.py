@@ -45,7 +45,7 @@ RESULT = (bytes(512), b"1234")
 ELEMENTS = BOUNDS.num_elements(PAGES, "state") or 0
 FRAMES = 10_000
 AT_CONTROLLER = ControllerPosition(version=3, last_epoch=2, num_ranks=3, ready={0, 2})
-AT_WORKER = WorkerPosition(version=3, epoch=2, members=(0, 1, 2))
+AT_WORKER = WorkerPosition(version=3, epoch=2, voters=({1, 2}, {2}))
 PART = m.PartialStep(
     4, (0, 1), (0,), (1,), ((1, 0),), ((1, 0),), {1: ((0, 1), (0, 2))}, ((*PAGES, 1, ((0, 1),)),), (PAGES,), (1,)
 )
@@ -117,6 +117,7 @@ def test_every_message_of_a_worker_has_an_example() -> None:
     others = {
         m.Prepare,
         m.Reconfigure,
+        m.PackedReconfigure,
         m.Validated,
         m.Stop,
         m.CheckAgain,
@@ -128,6 +129,20 @@ def test_every_message_of_a_worker_has_an_example() -> None:
         m.Limits,
     }  # of the controller, which is trusted
     assert kinds | others == set(get_args(m.AnyMessage))
+
+
+def test_a_vote_comes_from_whom_it_is_expected_of() -> None:
+    """A sum of votes as well; of an epoch that is not entered yet nobody knows who votes to whom."""
+    for epoch, level, why in (
+        (2, 0, ""),
+        (2, 1, admission.RANK),
+        (2, 2, admission.VALUE),
+        (2, -1, admission.VALUE),
+        (3, 63, ""),
+        (3, 64, admission.VALUE),
+        (3, -1, admission.VALUE),
+    ):
+        assert by_worker(m.Vote(4, epoch, SENDER, (1.5,), level=level), SENDER, None) == why, (epoch, level)
 
 
 def test_an_average_is_refused_where_the_run_has_none() -> None:
@@ -337,7 +352,7 @@ def test_texts_that_reach_events_have_a_limit(message: m.AnyMessage) -> None:
 
 
 def test_a_worker_is_ready_once() -> None:
-    known = replace(AT_CONTROLLER, ready={SENDER})
+    known = AT_CONTROLLER._replace(ready={SENDER})
     assert refused_by_controller(BOUNDS, m.Ready(SENDER, "tcp://127.0.0.1:1"), SENDER, None, known)
 
 

@@ -6,13 +6,14 @@ import random
 from bisect import insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.packed_reconfigure import Unpacker
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.worker.channel import Incoming, arrived, payload_dtype, tensor_of
@@ -96,6 +97,7 @@ class Wires:
         self.in_flight: dict[Link, deque[InFlight]] = {}
         self._links: dict[int, list[Link]] = {}  # by receiver
         self._slow: dict[Link, bool] = {}
+        self._unpackers: defaultdict[int, Unpacker] = defaultdict(Unpacker)  # of receivers
         self._frozen: dict[int, defaultdict[Link, int]] = {}  # of who stands still: how much of it is out, by link
 
     def has_some_for(self, peer: int) -> bool:
@@ -130,7 +132,10 @@ class Wires:
                     if not self._is_out(link):
                         break
                     frozen[link] -= 1
-                yield queue.popleft().arrive(self._compute, self._device)
+                incoming = queue.popleft().arrive(self._compute, self._device)
+                if isinstance(packed := incoming.message, m.PackedReconfigure):
+                    incoming = replace(incoming, message=self._unpackers[peer].unpacked(packed))
+                yield incoming
 
         self._passed.discard(peer)
 

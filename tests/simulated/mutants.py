@@ -6,7 +6,7 @@ mutant that crashes by itself would prove nothing about the schedules that have 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -18,6 +18,7 @@ from elaswave_spmd.recovery.actions import RemoveMember
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.messages import AT_ONCE, Publish, Ready, Reconfigure, StepReport, Vote
 from elaswave_spmd.recovery.partial_step import WEIGHTS_ONLY
+from elaswave_spmd.recovery.vote_exchange import added
 from elaswave_spmd.recovery.worker_protocol import Effect, Install, SendVote, WorkerProtocol
 from elaswave_spmd.worker import configuration
 from elaswave_spmd.worker.buffers import ValueBuffer
@@ -41,10 +42,10 @@ def _applies_after_prepare() -> Patches:
     """A worker that has answered a Prepare still decides a step in the old epoch."""
     decide = WorkerProtocol._decide
 
-    def _decide(self: WorkerProtocol) -> list[Effect]:
+    def _decide(self: WorkerProtocol, step: int, votes: Sequence[Vote]) -> list[Effect]:
         promised, self.promised = self.promised, self.epoch
         try:
-            return decide(self)
+            return decide(self, step, votes)
         finally:
             self.promised = promised
 
@@ -82,10 +83,10 @@ def _votes_before_mirrored_gradients() -> Patches:
         finally:
             if step > self.version:
                 self._missing_of(step).update(mirrored)
-        return effects or self._decide()
+        return effects or self._advance(step)
 
-    def _decide(self: WorkerProtocol) -> list[Effect]:
-        return [] if self._missing_of(self.version + 1) else decide(self)
+    def _decide(self: WorkerProtocol, step: int, votes: Sequence[Vote]) -> list[Effect]:
+        return [] if self._missing_of(self.version + 1) else decide(self, step, votes)
 
     return {(WorkerProtocol, "_vote_if_complete"): _vote_if_complete, (WorkerProtocol, "_decide"): _decide}
 
@@ -138,10 +139,8 @@ def _votes_two_ahead() -> Patches:
     def _gradient_complete(self: WorkerProtocol, step: int, *rest: Any) -> list[Effect]:
         effects = gradient_complete(self, step, *rest)
         ahead = step == self.version + 2 and self._computed >= self.version + 1 and not self._missing_of(step)
-        if ahead and self.rank not in self._votes.get(step, {}) and self.promised <= self.epoch:
-            vote = self._vote(step)
-            self._votes.setdefault(step, {})[self.rank] = vote
-            effects = [*effects, SendVote(vote)]
+        if ahead and not self._has_voted(step) and self.promised <= self.epoch:
+            effects = [*effects, *self._cast(self._vote(step))]
         return effects
 
     return {(WorkerProtocol, "gradient_complete"): _gradient_complete}
@@ -152,7 +151,7 @@ def _no_fence() -> Patches:
     vote_received = WorkerProtocol.vote_received
 
     def _vote_received(self: WorkerProtocol, vote: Vote) -> list[Effect]:
-        if vote.epoch < self.epoch and vote.sender in self._members:
+        if vote.epoch < self.epoch and self._is_expected(vote):
             vote = Vote(vote.step, self.epoch, vote.sender, vote.norm, vote.loss)
         return vote_received(self, vote)
 
@@ -311,6 +310,30 @@ def _blames_the_checker() -> Patches:
     return {(verification, "verdict"): lambda pair, first, again: (pair.checker,)}
 
 
+def _votes_of_applied_steps_stay() -> Patches:
+    """A worker does not pass on votes for a step that it has applied, though others have not."""
+    vote_received = WorkerProtocol.vote_received
+
+    def _vote_received(self: WorkerProtocol, vote: Vote) -> list[Effect]:
+        return [] if vote.step <= self.version and vote.epoch <= self.epoch else vote_received(self, vote)
+
+    return {(WorkerProtocol, "vote_received"): _vote_received}
+
+
+def _passes_on_before_it_votes() -> Patches:
+    """A worker passes on the votes of the others in its block as soon as they are there."""
+    advance = WorkerProtocol._advance
+
+    def _advance(self: WorkerProtocol, step: int) -> list[Effect]:
+        tally, effects = self._tally_of(step), list[Effect]()
+        came = [*tally.came[0].values()]
+        if not tally.own and came and len(came) == len(self.voters[0]) and len(self.voters) > 1:
+            effects.append(SendVote(added(came, self.rank, 1), self._rounds[1].receivers))
+        return [*effects, *advance(self, step)]
+
+    return {(WorkerProtocol, "_advance"): _advance}
+
+
 MUTANTS: dict[str, Callable[[], Patches]] = {
     "updates in an epoch after its Prepare was answered": _applies_after_prepare,
     "takes a StepReport for an answer to every later Prepare": _reuses_a_report,
@@ -326,6 +349,8 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "makes weight gradients twice that were put off": _makes_weights_twice,
     "reports as put off what has left in part": _reports_what_has_left,
     "asks for the weight gradients alone of a lost worker": _weights_alone_of_the_lost,
+    "passes on no votes for a step that it has applied": _votes_of_applied_steps_stay,
+    "passes on votes before it has voted": _passes_on_before_it_votes,
     "sends no replicas to a first mesh that was not planned": _first_replicas_unsent,
     "waits for workers that were lost while they started": _waits_for_the_lost,
     "gives a place to a spare that was lost": _spares_that_are_gone,
@@ -350,12 +375,19 @@ FROZEN = frozenset({"leaves frozen pages at the version at which they came"})
 
 LATE = frozenset(list(MUTANTS)[10:14])
 """Mutants that show where steps are interrupted with weight gradients put off: schedules with `late`."""
+VOTING = frozenset(list(MUTANTS)[14:16])
+"""Mutants that show where votes are passed on: schedules with `votes`."""
 
 
 def schedule_for(name: str, seed: int) -> Schedule:
     """The schedule of a seed, of the kind that shows this mutant."""
     return Schedule.draw(
-        seed, starting=name in STARTING, frozen=name in FROZEN, miscompute=name in CHECKING, late=name in LATE
+        seed,
+        starting=name in STARTING,
+        frozen=name in FROZEN,
+        miscompute=name in CHECKING,
+        late=name in LATE,
+        votes=name in VOTING,
     )
 
 

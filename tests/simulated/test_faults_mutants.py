@@ -27,6 +27,8 @@ SEEDS: dict[str, tuple[int, ...]] = {
     "makes weight gradients twice that were put off": (0, 6, 7),
     "reports as put off what has left in part": (0, 6),
     "asks for the weight gradients alone of a lost worker": (0, 1, 2),
+    "passes on no votes for a step that it has applied": (27, 28, 30),
+    "passes on votes before it has voted": (0, 2, 6),
     "sends no replicas to a first mesh that was not planned": (0, 3, 6),
     "waits for workers that were lost while they started": (0, 3, 5),
     "gives a place to a spare that was lost": (12,),

@@ -110,6 +110,30 @@ def test_steps_are_interrupted_between_the_two_parts_of_backwards(
     assert tally.put_off and tally.weights_only, "reports did name weight gradients, and plans asked for them alone"
 
 
+@pytest.mark.parametrize(
+    ("moving", "grouped", "checkpoints", "miscompute", "late"),
+    [
+        (False, False, False, False, False),
+        (True, False, True, False, False),
+        (False, True, False, False, True),
+        (False, False, False, True, False),
+    ],
+)
+def test_votes_are_passed_on(moving: bool, grouped: bool, checkpoints: bool, miscompute: bool, late: bool) -> None:
+    """In two or three rounds, as on meshes of hundreds of workers and more."""
+    tally = run_many(
+        range(CHUNK),
+        moving=moving,
+        grouped=grouped,
+        checkpoints=checkpoints,
+        miscompute=miscompute,
+        late=late,
+        votes=True,
+    )
+    assert tally.failures == {}
+    assert tally.injected > CHUNK and tally.ends["bits"] > CHUNK // 2
+
+
 @pytest.mark.parametrize("name", FAILED_ONCE)
 def test_a_schedule_that_failed_once(name: str) -> None:
     how, schedule = FAILED_ONCE[name]

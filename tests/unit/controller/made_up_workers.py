@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller.events import RunStopped
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.packed_reconfigure import Unpacker
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
@@ -45,6 +47,7 @@ class Workers:
         self._read, self._write = os.pipe()
         self._links: dict[int, Links] = {}
         self._mailboxes: dict[int, Mailbox] = {}
+        self._unpackers: defaultdict[int, Unpacker] = defaultdict(Unpacker)
 
     @property
     def ranks(self) -> list[int]:
@@ -78,7 +81,9 @@ class Workers:
     def take(self, rank: int) -> list[m.AnyMessage]:
         """The messages that the controller has sent to a worker since the last call."""
         items = self._mailboxes[rank].take_all()
-        return [m.decode(item.header) for item in items if isinstance(item, Envelope)]
+        found = [m.decode(item.header) for item in items if isinstance(item, Envelope)]
+        unpacked = self._unpackers[rank].unpacked
+        return [unpacked(message) if isinstance(message, m.PackedReconfigure) else message for message in found]
 
     def start(self, *ranks: int) -> None:
         for rank in ranks:

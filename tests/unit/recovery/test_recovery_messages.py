@@ -99,6 +99,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Validated(5),
     m.Validated(5, True),
     m.Reconfigure(5, ((0,),), (0, 4), ((5,),), {0: "a"}, (), 7, (), is_last=True),
+    m.PackedReconfigure(4, 300, bytes(8), b"packed"),
     m.FinalPages(0, 0, 9),
     m.Finished(1, 3, {"params": 10, "optim": 2**40}, {"rss": 2**33}),
     m.Failed(0, "Traceback ...\n"),

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.recovery import partial_step
 from elaswave_spmd.recovery.messages import PartialStep
 from elaswave_spmd.recovery.partial_step import recovery_plan
 from elaswave_spmd.scheduling.placement import Placement, workers_of_microbatches
@@ -181,6 +186,27 @@ def test_local_sums_of_somebody_with_trees_of_the_run_do_not_count_for_it() -> N
         2: has((2, 3), (2, 3)),
     }
     assert plan_of(p, layers(1), held) == ["0: 1FB by 0"]
+
+
+def test_a_sum_that_a_member_keeps_counts_though_another_that_had_it_too_has_trees() -> None:
+    p = placed(((0, 2, 3),), (0, 1), ((1, 1, 1),), {0: (run(0, 0, 3, 0),)})
+    held = {
+        0: has((0,), (0, 1), layer_sums={0: ((0, 1), (1, 2))}, page_sums=((0, 0, 3, 0, ((0, 1),)),)),
+        2: has((1,), (1,), layer_sums={0: ((1, 2),)}),
+        3: has((2,), (2,), layer_sums={0: ((2, 3),)}),
+    }
+    assert plan_of(p, layers(1), held) == []
+    held[2] = has((1,))
+    assert plan_of(p, layers(1), held) == ["0: 1FB by 2"]
+
+
+@given(st.dictionaries(st.integers(0, 5), st.integers(0, 63), max_size=6), st.sets(st.integers(0, 7), max_size=4))
+def test_the_masks_of_all_but_some_are_the_same_however_they_are_added(
+    local: dict[int, int], excluded: set[int]
+) -> None:
+    everybody, twice = partial_step._together(local.values())  # pyright: ignore[reportPrivateUsage]
+    found = partial_step._without(excluded, local, everybody, twice)  # pyright: ignore[reportPrivateUsage]
+    assert found == reduce(or_, (mask for rank, mask in local.items() if rank not in excluded), 0)
 
 
 def test_reports_of_older_runs_count_for_their_parts_and_never_the_other_way_round() -> None:

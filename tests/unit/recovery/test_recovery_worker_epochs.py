@@ -82,7 +82,7 @@ def test_after_the_promise_it_does_not_vote() -> None:
     protocol = ready_to_vote()
     protocol.promise(NEW)
     assert protocol.computed(1) == []
-    assert not protocol._votes.get(1), "its vote is not counted by itself either"
+    assert not protocol._has_voted(1), "its vote is not counted by itself either"
 
 
 def test_after_the_promise_it_does_not_apply() -> None:
@@ -176,9 +176,8 @@ def test_whoever_has_applied_a_step_votes_for_it_again_and_applies_it_once() -> 
     protocol.vote_received(vote(1, OTHER, OLD, 5.0))
     assert applied(protocol.vote_received(vote(1, THIRD, OLD, 4.0))) == [1]
     held = [OWN, MIRRORED, LOSS]
-    assert enter(protocol, 1, held) == [SendVote(vote(1, ME, NEW, 16.0, loss=2.5))]
+    assert enter(protocol, 1, held) == [SendVote(vote(1, ME, NEW, 16.0, loss=2.5), (OTHER,))]
     assert protocol.vote_received(vote(1, OTHER, NEW, 9.0)) == [] and protocol.version == 1
-    assert 1 not in protocol._votes
 
 
 def test_nothing_is_voted_for_again_before_the_first_step() -> None:

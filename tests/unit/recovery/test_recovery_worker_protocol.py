@@ -45,7 +45,8 @@ def test_a_vote_waits_for_the_own_microbatches() -> None:
     protocol = worker()
     assert complete_gradients(protocol, 1) == []
     (sent,) = protocol.computed(1)
-    assert sent == SendVote(Vote(1, 3, ME, (16.0,), 2.5)), "norm values of primary pages only, without the loss page"
+    wanted = SendVote(Vote(1, 3, ME, (16.0,), 2.5), (OTHER,))
+    assert sent == wanted, "norm values of primary pages only, without the loss page"
 
 
 @pytest.mark.parametrize("late", [OWN, MIRRORED, LOSS], ids=["primary", "mirror", "loss"])
@@ -72,7 +73,7 @@ def test_entries_of_the_next_step_do_not_make_a_vote_early() -> None:
     assert complete_gradients(protocol, 1, [OWN, MIRRORED]) == []
     complete_gradients(protocol, 1, [LOSS])
     assert protocol.vote_received(vote(1)) == [Apply(1, 2.5, 5.0)]
-    assert protocol.computed(2) == [SendVote(Vote(2, 3, ME, (16.0,), 2.5))]
+    assert protocol.computed(2) == [SendVote(Vote(2, 3, ME, (16.0,), 2.5), (OTHER,))]
 
 
 def test_entries_of_the_next_step_do_not_make_its_vote_while_this_one_is_open() -> None:
@@ -117,7 +118,7 @@ def test_a_step_is_applied_once() -> None:
     protocol.computed(1)
     assert len(protocol.vote_received(vote(1))) == 1
     assert protocol.vote_received(vote(1)) == [] and complete_gradients(protocol, 1) == [] and protocol.version == 1
-    assert 1 not in protocol._votes and 1 not in protocol._missing, "what comes late leaves no trace"
+    assert 1 not in protocol._tallies and 1 not in protocol._missing, "what comes late leaves no trace"
 
 
 def test_votes_of_an_older_epoch_are_void() -> None:
@@ -226,7 +227,7 @@ def test_a_worker_alone_decides_by_its_own_vote() -> None:
 
 def test_a_worker_that_holds_nothing_votes_too() -> None:
     protocol = WorkerProtocol(ME, 0, (OTHER, ME), [])
-    assert protocol.computed(1) == [SendVote(Vote(1, 0, ME, (), None))]
+    assert protocol.computed(1) == [SendVote(Vote(1, 0, ME, (), None), (OTHER,))]
 
 
 def test_norm_values_are_kept_for_two_versions() -> None:

@@ -14,7 +14,7 @@ from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.scheduling import pipeline
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.pipeline import Schedule, in_flight_limits, schedule
-from elaswave_spmd.scheduling.placement import place, workers_of_microbatches
+from elaswave_spmd.scheduling.placement import microbatches_of_workers, place, workers_of_microbatches
 from elaswave_spmd.sharding import P, Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
 from tests.unit.scheduling.planning_cases import actions
@@ -30,6 +30,14 @@ def lines_of(plan: Schedule) -> list[str]:
 def layout_of(sizes: list[int], page_size: int = 64) -> ModelLayout:
     uses = [LayerUse(f"l{i}", (ParameterInfo(f"l{i}.w", (size,)),)) for i, size in enumerate(sizes)]
     return lay_out(uses, page_size=page_size)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.sampled_from(["contiguous", "time-major"]))
+def test_microbatches_by_worker_and_workers_by_microbatch_are_the_same(counts: list[int], order: str) -> None:
+    found = microbatches_of_workers(tuple(counts), order)
+    assert [len(mine) for mine in found] == counts and all(list(mine) == sorted(mine) for mine in found)
+    workers = {u: position for position, mine in enumerate(found) for u in mine}
+    assert tuple(workers[u] for u in range(sum(counts))) == workers_of_microbatches(range(len(counts)), counts, order)
 
 
 @given(STAGES, st.integers(1, 23), st.integers(0, 3), st.data())

@@ -1,0 +1,228 @@
+"""The form in which a Reconfigure goes over a link: what has changed since the one before, which its receiver has.
+
+A Reconfigure says all about a mesh epoch: its members and their addresses, micro-batches, replicas. That is a megabyte
+on 10,000 workers, and a loss changes a few places of it. So both ends keep the last one, and a new one is compressed
+with it as the dictionary. What is compressed are differences of consecutive numbers, as these stay the same where
+something before them is left out or put in.
+
+Both ends have the same one: a link keeps its order, every Reconfigure is sent to all members of its epoch, and a worker
+unpacks each as it comes, whether it then follows it or not. Whoever was no member before gets the whole. A digest of
+the whole goes with it, so that nobody ever acts on anything else (docs/protocol.md, C15).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import chain
+
+import msgspec
+import numpy as np
+import zstandard
+
+from elaswave_spmd.errors import RunError
+from elaswave_spmd.recovery.messages import Message, PackedReconfigure, Recompute, Reconfigure, decode, encode
+
+_NOTHING = -1
+"""The base of what is packed against nothing; no mesh epoch has this number."""
+_LEVEL = 3  # of the compression
+_WINDOW_LOGS = 10, 30
+"""The least and the largest window of a frame, as powers of 2. It reaches back to the begin of the dictionary."""
+_HASH_LOGS = 10, 24
+"""Those of its table of what the dictionary has. By default it is too small for the dictionary of 100,000 workers."""
+
+
+@dataclass(frozen=True)
+class _Last:
+    """The Reconfigure that a link carried last.
+
+    Args:
+        data: of it, as `_to_bytes` makes it.
+    """
+
+    epoch: int
+    data: bytes
+
+
+class Packer:
+    """The controller's end of all links to workers: encodes messages, and packs each Reconfigure against the last."""
+
+    def __init__(self) -> None:
+        self._last: _Last | None = None
+        self._receivers: frozenset[int] = frozenset()  # of the last one
+
+    def encoded(self, ranks: Sequence[int], message: Message) -> list[tuple[Sequence[int], bytes]]:
+        """The bytes for these workers, which are the members of its mesh epoch if it is a Reconfigure.
+
+        Returns:
+            (workers, what all of them are sent).
+        """
+        if not isinstance(message, Reconfigure):
+            return [(ranks, encode(message))]
+        last, known = self._last, self._receivers
+        data = _to_bytes(message)
+        self._last, self._receivers = _Last(message.epoch, data), frozenset(ranks)
+        found: list[tuple[Sequence[int], bytes]] = []
+        if last is not None and (had := [rank for rank in ranks if rank in known]):
+            found.append((had, encode(_pack(data, last))))
+        if new := [rank for rank in ranks if rank not in known]:
+            found.append((new, encode(_pack(data, None))))
+        return found
+
+
+class Unpacker:
+    """A worker's end of its link from the controller."""
+
+    def __init__(self) -> None:
+        self._last: _Last | None = None
+
+    def unpacked(self, packed: PackedReconfigure) -> Reconfigure:
+        """The message, whole.
+
+        Raises:
+            RunError: it is a change to another one than the last one, or its digest is another.
+        """
+        base = self._last if packed.base != _NOTHING else None
+        if packed.base != (_NOTHING if base is None else base.epoch):
+            has = "none" if base is None else f"mesh epoch {base.epoch}"
+            raise RunError(f"the controller sends a change to mesh epoch {packed.base}, but this worker got {has} last")
+        data = _unpack(packed, base)
+        message = _from_bytes(data)
+        self._last = _Last(message.epoch, data)
+        return message
+
+
+# ---- compression
+
+
+def _pack(data: bytes, base: _Last | None) -> PackedReconfigure:
+    dictionary = b"" if base is None else base.data
+    parameters = zstandard.ZstdCompressionParameters.from_level(
+        _LEVEL,
+        source_size=len(data),
+        dict_size=len(dictionary),
+        window_log=_log(len(data) + len(dictionary), *_WINDOW_LOGS),
+        hash_log=_log(len(dictionary) // 2, *_HASH_LOGS),
+        write_content_size=False,
+    )
+    compressor = zstandard.ZstdCompressor(dict_data=_dictionary(dictionary), compression_params=parameters)
+    epoch = _NOTHING if base is None else base.epoch
+    return PackedReconfigure(epoch, len(data), _digest(data), compressor.compress(data))
+
+
+def _unpack(packed: PackedReconfigure, base: _Last | None) -> bytes:
+    dictionary = b"" if base is None else base.data
+    decompressor = zstandard.ZstdDecompressor(dict_data=_dictionary(dictionary), max_window_size=1 << _WINDOW_LOGS[1])
+    try:
+        data = decompressor.decompress(packed.data, max_output_size=packed.size)
+    except zstandard.ZstdError as error:
+        raise RunError(f"a Reconfigure of the controller cannot be unpacked: {error}") from None
+    if _digest(data) != packed.digest:
+        raise RunError("a Reconfigure of the controller is not what it was: its digest is another")
+    return data
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=8).digest()
+
+
+def _log(number: int, least: int, most: int) -> int:
+    """The power of 2 above a number, within these."""
+    return min(max(number.bit_length(), least), most)
+
+
+def _dictionary(data: bytes) -> zstandard.ZstdCompressionDict | None:
+    return zstandard.ZstdCompressionDict(data, dict_type=zstandard.DICT_TYPE_RAWCONTENT) if data else None
+
+
+# ---- as bytes: the small fields as they are, the others as columns of numbers
+
+
+class _Columns(msgspec.Struct, frozen=True, array_like=True):
+    """A Reconfigure whose large fields are columns, each the differences of its numbers, little-endian, 4 bytes each.
+
+    Args:
+        rest: the message without these fields, encoded.
+        stage_sizes, members: of `stages`.
+        count_sizes, counts: of `microbatch_counts`.
+        ranks, addresses: of `addresses`.
+        replicas: layer, first page, stop page, primary, numbers of mirrors and learners of each row; then all mirrors,
+            and all learners.
+        plan: stage, micro-batch, worker, forward, backward of each line; None: there is no plan.
+    """
+
+    rest: bytes
+    stage_sizes: bytes
+    members: bytes
+    count_sizes: bytes
+    counts: bytes
+    ranks: bytes
+    addresses: tuple[str, ...]
+    replicas: tuple[bytes, ...]
+    plan: tuple[bytes, ...] | None
+
+
+_COLUMNS = msgspec.msgpack.Decoder(_Columns)
+_LARGE = {"stages": (), "microbatch_counts": (), "addresses": {}, "replicas": (), "recovery_plan": None}
+"""The fields that grow with the mesh, when they are taken out."""
+
+
+def _to_bytes(message: Reconfigure) -> bytes:
+    rows, plan = message.replicas, message.recovery_plan
+    fixed = [[row[i] for row in rows] for i in range(4)]
+    columns = _Columns(
+        encode(msgspec.structs.replace(message, **_LARGE)),
+        *_ragged(message.stages),
+        *_ragged(message.microbatch_counts),
+        _numbers(message.addresses),
+        tuple(message.addresses.values()),
+        (*map(_numbers, fixed), *_ragged([row[4] for row in rows]), *_ragged([row[5] for row in rows])),
+        None if plan is None else tuple(map(_numbers, zip(*map(msgspec.structs.astuple, plan), strict=True))),
+    )
+    return msgspec.msgpack.encode(columns)
+
+
+def _from_bytes(data: bytes) -> Reconfigure:
+    columns = _COLUMNS.decode(data)
+    layers, firsts, stops, primaries, mirror_sizes, mirrors, learner_sizes, learners = columns.replicas
+    fixed = map(_listed, (layers, firsts, stops, primaries))
+    several = _regrouped(mirror_sizes, mirrors), _regrouped(learner_sizes, learners)
+    rest = decode(columns.rest)
+    assert isinstance(rest, Reconfigure), rest
+    return msgspec.structs.replace(
+        rest,
+        stages=_regrouped(columns.stage_sizes, columns.members),
+        microbatch_counts=_regrouped(columns.count_sizes, columns.counts),
+        addresses=dict(zip(_listed(columns.ranks), columns.addresses, strict=True)),
+        replicas=tuple(zip(*fixed, *several, strict=True)),
+        recovery_plan=None if columns.plan is None else _lines(columns.plan),
+    )
+
+
+def _lines(columns: Sequence[bytes]) -> tuple[Recompute, ...]:
+    rows = zip(*map(_listed, columns), strict=True)
+    return tuple(Recompute(stage, u, worker, bool(forward), backward) for stage, u, worker, forward, backward in rows)
+
+
+def _ragged(groups: Sequence[Sequence[int]]) -> tuple[bytes, bytes]:
+    """The sizes of groups, and all of their numbers."""
+    return _numbers(map(len, groups)), _numbers(chain.from_iterable(groups))
+
+
+def _regrouped(sizes: bytes, numbers: bytes) -> tuple[tuple[int, ...], ...]:
+    """The inverse of `_ragged`."""
+    left, flat = _listed(sizes), iter(_listed(numbers))
+    return tuple(tuple(next(flat) for _ in range(size)) for size in left)
+
+
+def _numbers(values: Iterable[int]) -> bytes:
+    """The differences of consecutive numbers."""
+    found = np.diff(np.fromiter(values, np.int64), prepend=0)
+    assert not len(found) or max(abs(found.min()), abs(found.max())) < 2**31, found
+    return found.astype("<i4").tobytes()
+
+
+def _listed(differences: bytes) -> list[int]:
+    """The inverse of `_numbers`."""
+    return np.cumsum(np.frombuffer(differences, "<i4"), dtype=np.int64).tolist()

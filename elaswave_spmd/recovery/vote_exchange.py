@@ -1,0 +1,92 @@
+"""The way of votes on a large mesh: each worker hears from some tens of others, and knows the votes of all.
+
+Members are divided into blocks, these into smaller ones, and so on. In the smallest blocks all vote to all. Whoever has
+all votes of its block adds them up, and sends the sum to some members of each neighbouring block, as all in its block
+do: so every member gets the sum of each neighbour from somebody. With these it has all votes of the next larger block,
+and so on, up to the whole mesh. (The dimension exchange of hypercubes, on blocks of any size.)
+
+Nobody has a place of its own in this: no worker waits for a leader, and every member decides for itself, as it does on
+a small mesh, which is one block. On 100,000 workers a member gets 72 messages, in 4 rounds.
+
+Added up is what a decision needs of votes (`added`), and exactly: the norms are expansions, so that the sum of all has
+the same bits in whatever order votes were added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elaswave_spmd.determinism.exact_sum import expansion
+from elaswave_spmd.mesh.shape import even_counts
+from elaswave_spmd.recovery.messages import Vote
+
+WIDEST = 32
+"""Members up to which everybody votes to everybody; on larger meshes no block is divided into more parts."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of the exchange, as one worker sees it.
+
+    Args:
+        senders: from each of them comes the vote of a block, in the first round that of a worker. Together with the
+            worker's own block these are the next larger block.
+        receivers: to whom the vote of the worker's own block goes.
+    """
+
+    senders: frozenset[int]
+    receivers: tuple[int, ...]
+
+
+def rounds_of(members: Sequence[int], rank: int, widest: int = WIDEST) -> tuple[Round, ...]:
+    """The rounds of the exchange between the members of a mesh, for one of them: at least one.
+
+    Args:
+        members: in the order of the mesh, which is the same everywhere: neighbours are in a block.
+        widest: at least 2.
+    """
+    number = 1
+    while widest**number < len(members):
+        number += 1
+    found: list[Round] = []
+    block, at = range(len(members)), members.index(rank)
+    for left in range(number, 0, -1):
+        parts = _divided(block, left)
+        own = next(part for part in parts if at in part)
+        place = at - own.start
+        others = [part for part in parts if part is not own]
+        # Blocks may differ in size by one: in a smaller one some members send to two, and all get one of each.
+        senders = frozenset(members[part[place % len(part)]] for part in others)
+        receivers = tuple(members[i] for part in others for i in part[place :: len(own)])
+        found.append(Round(senders, receivers))
+        block = own
+    return tuple(reversed(found))
+
+
+def _divided(block: range, rounds: int) -> list[range]:
+    """A block as so many smaller ones, of even size, that all rounds have about as many; none is empty."""
+    width = next(w for w in range(1, len(block) + 1) if w**rounds >= len(block))
+    found, start = [], block.start
+    for size in even_counts(len(block), width):
+        found.append(range(start, start + size))
+        start += size
+    return found
+
+
+def added(votes: Sequence[Vote], sender: int, level: int) -> Vote:
+    """The vote of a block: the sum of the votes of its parts, in any order.
+
+    Args:
+        votes: of one step and mesh epoch; at least one.
+        level: of the round in which it is sent.
+    """
+    norm = expansion(value for vote in votes for value in vote.norm)
+    return Vote(votes[0].step, votes[0].epoch, sender, norm, *content_of(votes), level)
+
+
+def content_of(votes: Sequence[Vote]) -> tuple[float | None, str, float | None]:
+    """Loss, extension and weight of votes together: those of the vote that has any, and what all votes carry, or ""."""
+    loss, weight = next(((vote.loss, vote.weight) for vote in votes if vote.loss is not None), (None, None))
+    extension = votes[0].extension
+    return loss, extension if all(vote.extension == extension for vote in votes) else "", weight

@@ -1,0 +1,166 @@
+"""The form in which a Reconfigure goes over a link: what arrives is what was meant, and never anything else."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import count, islice
+
+import msgspec
+import pytest
+
+from elaswave_spmd.errors import RunError
+from elaswave_spmd.recovery.messages import (
+    PackedReconfigure,
+    Prepare,
+    Recompute,
+    Reconfigure,
+    decode,
+    encode,
+)
+from elaswave_spmd.recovery.packed_reconfigure import Packer, Unpacker
+
+SMALL = Reconfigure(0, ((0, 1), (2,)), (0, 2, 4), ((3, 2), (5,)), {0: "a", 1: "b", 2: "c"})
+
+
+def drawn(draw: random.Random, epoch: int) -> Reconfigure:
+    """Any mesh: uneven stages, workers without micro-batches, rows with any number of mirrors, a plan or none."""
+    ranks = draw.sample(range(100), draw.randint(1, 12))
+    cuts = sorted(draw.sample(range(1, len(ranks)), draw.randint(0, min(3, len(ranks) - 1)))) if ranks[1:] else []
+    stages = tuple(tuple(ranks[a:b]) for a, b in zip([0, *cuts], [*cuts, len(ranks)], strict=True))
+    rows = tuple(
+        (
+            draw.randint(0, 5),
+            first := draw.randint(0, 2**20),
+            first + draw.randint(1, 9),
+            draw.choice(ranks),
+            tuple(draw.choices(ranks, k=draw.randint(0, 3))),
+            tuple(draw.choices(ranks, k=draw.randint(0, 1))),
+        )
+        for _ in range(draw.randint(0, 9))
+    )
+    lines = tuple(
+        Recompute(draw.randint(0, 3), draw.randint(0, 99), draw.choice(ranks), draw.random() < 0.5, draw.randint(0, 3))
+        for _ in range(draw.randint(0, 6))
+    )
+    return Reconfigure(
+        epoch,
+        stages,
+        (0, *range(1, len(stages)), 9),
+        tuple(tuple(draw.randint(0, 7) for _ in members) for members in stages),
+        {rank: f"tcp://10.0.0.{rank}:{draw.randint(1, 65535)} \n\0é" for rank in ranks},
+        rows,
+        version=draw.randint(0, 2**40),
+        recovery_plan=draw.choice((None, lines)),
+        validate=draw.choice((None, 7)),
+        save=draw.random() < 0.2,
+        recovered=tuple(ranks[: draw.randint(0, 2)]),
+        attempt=draw.choice((0, epoch)),
+        split_layers=draw.choice(((), (0, 3))),
+        in_flight=draw.choice(((), (4,))),
+        is_last=draw.random() < 0.2,
+    )
+
+
+def sent(packer: Packer, ranks: Sequence[int], message: Reconfigure) -> dict[int, PackedReconfigure]:
+    """Rank -> what the controller sends to it, off the wire."""
+    found: dict[int, PackedReconfigure] = {}
+    for receivers, header in packer.encoded(ranks, message):
+        packed = decode(header)
+        assert isinstance(packed, PackedReconfigure)
+        assert not found.keys() & set(receivers)
+        found.update(dict.fromkeys(receivers, packed))
+    assert found.keys() == set(ranks)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whoever_comes_and_goes_each_member_gets_every_message_whole(seed: int) -> None:
+    draw, packer, ends, ranks = random.Random(seed), Packer(), defaultdict[int, Unpacker](Unpacker), count()
+    members: list[int] = []
+    for epoch in range(12):
+        stay = [rank for rank in members if draw.random() < 0.8]
+        members = [*stay, *islice(ranks, draw.randint(0, 3))]  # a rank is given once
+        draw.shuffle(members)
+        message = drawn(draw, epoch)
+        for rank, packed in sent(packer, members, message).items():
+            got = ends[rank].unpacked(packed)
+            assert got == message and encode(got) == encode(message)
+
+
+def test_an_empty_plan_is_not_the_lack_of_one() -> None:
+    for plan in (None, ()):
+        message = Reconfigure(5, ((0,),), (0, 4), ((5,),), {}, recovery_plan=plan)
+        assert Unpacker().unpacked(sent(Packer(), [0], message)[0]).recovery_plan == plan
+
+
+def test_a_member_gets_a_change_and_a_newcomer_the_whole() -> None:
+    packer = Packer()
+    assert {packed.base for packed in sent(packer, [0, 1, 2], SMALL).values()} == {-1}
+    after = Reconfigure(4, ((0, 1), (3,)), (0, 2, 4), ((3, 2), (5,)), {0: "a", 1: "b", 3: "d"})
+    assert {rank: packed.base for rank, packed in sent(packer, [0, 1, 3], after).items()} == {0: 0, 1: 0, 3: -1}
+
+
+def test_a_change_to_another_message_than_the_last_one_is_refused() -> None:
+    packer, end = Packer(), Unpacker()
+    first = sent(packer, [0, 1, 2], SMALL)[0]
+    second = sent(packer, [0, 1, 2], Reconfigure(1, ((0, 1, 2),), (0, 4), ((1, 2, 2),), SMALL.addresses))[0]
+    with pytest.raises(RunError, match="mesh epoch 0, but this worker got none"):
+        end.unpacked(second)
+    assert end.unpacked(first) == SMALL
+    end.unpacked(second)
+    with pytest.raises(RunError, match="mesh epoch 0, but this worker got mesh epoch 1 last"):
+        end.unpacked(second)
+
+
+def test_bits_that_have_changed_on_the_way_are_refused() -> None:
+    """Each bit, of the whole and of a change: nobody enters a mesh that the controller has not decided."""
+    packer = Packer()
+    first, after = SMALL, Reconfigure(1, ((0, 1), (2,)), (0, 1, 4), ((4, 1), (5,)), SMALL.addresses)
+    packed = [sent(packer, [0], message)[0] for message in (first, after)]
+    for number, message in enumerate((first, after)):
+        data = packed[number].data
+        for bit in range(8 * len(data)):
+            end = Unpacker()
+            for before in packed[:number]:
+                end.unpacked(before)
+            flipped = bytearray(data)
+            flipped[bit // 8] ^= 1 << bit % 8
+            try:
+                got = end.unpacked(msgspec.structs.replace(packed[number], data=bytes(flipped)))
+            except RunError:
+                continue
+            assert got == message  # a bit of the frame's form, which says nothing about the content
+
+
+def test_other_messages_are_encoded_once_for_all() -> None:
+    assert Packer().encoded((3, 4), Prepare(2)) == [((3, 4), encode(Prepare(2)))]
+
+
+def large(workers: int, lost: frozenset[int], epoch: int) -> Reconfigure:
+    """Ten stages, two micro-batches a worker, a mirror for each page range."""
+    width = workers // 10
+    stages = tuple(tuple(r for r in range(s * width, (s + 1) * width) if r not in lost) for s in range(10))
+    counts = tuple(tuple(2 + (i < 2 * (width - len(members))) for i in range(len(members))) for members in stages)
+    rows = tuple(
+        (layer, 3 * i, 3 * i + 3, rank, (members[(i + 1) % len(members)],), ())
+        for layer in range(20)
+        for members in [stages[layer // 2]]
+        for i, rank in enumerate(members)
+    )
+    left = [r for r in range(workers) if r not in lost]
+    addresses = {r: f"tcp://10.{r >> 8}.{r & 255}.1:{40000 + r * 7919 % 20000}" for r in left}
+    return Reconfigure(epoch, stages, tuple(range(0, 21, 2)), counts, addresses, rows, version=17)
+
+
+def test_a_loss_on_a_large_mesh_is_a_small_message() -> None:
+    """Not a time: the number of bytes is the same on every machine."""
+    packer = Packer()
+    before, after = large(5_000, frozenset(), 0), large(5_000, frozenset({2_345}), 1)
+    first = sent(packer, [r for s in before.stages for r in s], before)[0]
+    change = sent(packer, [r for s in after.stages for r in s], after)[0]
+    assert len(encode(after)) > 200_000
+    assert len(change.data) < 1_000, len(change.data)
+    end = Unpacker()
+    assert end.unpacked(first) == before and end.unpacked(change) == after
