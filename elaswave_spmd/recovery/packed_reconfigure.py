@@ -170,14 +170,14 @@ _LARGE = {"stages": (), "microbatch_counts": (), "addresses": {}, "replicas": ()
 
 def _to_bytes(message: Reconfigure) -> bytes:
     rows, plan = message.replicas, message.recovery_plan
-    fixed = [[row[i] for row in rows] for i in range(4)]
+    layers, firsts, stops, primaries, mirrors, learners = zip(*rows, strict=True) if rows else ((),) * 6
     columns = _Columns(
         encode(msgspec.structs.replace(message, **_LARGE)),
         *_ragged(message.stages),
         *_ragged(message.microbatch_counts),
         _numbers(message.addresses),
         tuple(message.addresses.values()),
-        (*map(_numbers, fixed), *_ragged([row[4] for row in rows]), *_ragged([row[5] for row in rows])),
+        (*map(_numbers, (layers, firsts, stops, primaries)), *_ragged(mirrors), *_ragged(learners)),
         None if plan is None else tuple(map(_numbers, zip(*map(msgspec.structs.astuple, plan), strict=True))),
     )
     return msgspec.msgpack.encode(columns)

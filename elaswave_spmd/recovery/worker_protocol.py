@@ -20,7 +20,7 @@ from typing import Protocol, TypeAlias
 
 from elaswave_spmd.determinism.exact_sum import exact_sum, expansion
 from elaswave_spmd.recovery.messages import Publish, Vote
-from elaswave_spmd.recovery.vote_exchange import WIDEST, added, content_of, rounds_of
+from elaswave_spmd.recovery.vote_exchange import WIDEST, Round, added, content_of, rounds_of
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 
 
@@ -139,7 +139,9 @@ class WorkerProtocol:
     def _index_held(self) -> None:
         self._primary = frozenset(r.key for r in self.held if r.primary == self.rank)
         self._holds = frozenset(r.key for r in self.held)
-        self._rounds = rounds_of(self.members, self.rank, self.widest) if self.members else ()
+        self._rounds: tuple[Round, ...] = ()  # none before the first configuration
+        if self.members:
+            self._rounds = rounds_of(self.members, self.rank, self.widest)
         self.voters = tuple(turn.senders for turn in self._rounds)
 
     # ---- the step

@@ -214,6 +214,7 @@ def test_a_worker_that_has_answered_a_prepare_passes_votes_on_and_applies_nothin
     protocol.computed(1)
     protocol.promise(1)
     first, second = protocol.voters
-    (passed,) = protocol.vote_received(Vote(1, 0, *first, (2.0,), 2.5))
+    (near,), (far,) = first, second
+    (passed,) = protocol.vote_received(Vote(1, 0, near, (2.0,), 2.5))
     assert isinstance(passed, SendVote) and passed.vote == Vote(1, 0, me, (3.0,), 2.5, level=1)
-    assert protocol.vote_received(Vote(1, 0, *second, (4.0,), None, level=1)) == [] and protocol.version == 0
+    assert protocol.vote_received(Vote(1, 0, far, (4.0,), None, level=1)) == [] and protocol.version == 0
