@@ -55,7 +55,7 @@ _STEPS_AHEAD = 2
 """Members are at most two steps apart, and a worker whose micro-batches are all others' works ahead by one."""
 _EPOCHS_AHEAD = 1_000
 """More changes of the mesh than can overtake each other while one worker waits for its Reconfigure."""
-_MOST_LEVELS = 64  # of votes: as many as a mesh has bits of its number of workers, at most
+_MOST_LEVELS = 16  # of votes
 _LONGEST_NORM = 64
 """An exact sum of doubles is at most 40 doubles long: their exponents span 2,098 bits, and one has 53 of them."""
 LONGEST_TEXT: Final = 2_000
@@ -497,18 +497,18 @@ def _refused_shard(bounds: MessageBounds, message: m.ShardWritten, at: Controlle
 
 
 def _refused_times(bounds: MessageBounds, message: m.Measured) -> str:
-    for rows in (message.rows, message.memory, message.weights):
-        layers = [layer for layer, *_ in rows]
-        if not all(0 <= layer < len(bounds.layout.layers) for layer in layers):
+    num_layers, good = len(bounds.layout.layers), True
+    for rows in filter(None, (message.rows, message.memory, message.weights)):
+        layers = {layer for layer, *_ in rows}
+        if min(layers) < 0 or max(layers) >= num_layers:
             return PLACE
-        if len(set(layers)) < len(layers):
+        if len(layers) < len(rows):
             return SIZE
+        good = good and _are_amounts(number for row in rows for number in row)
     if len(message.link) not in (0, 2):
         return SIZE
     # The link: a latency in seconds and a bandwidth.
-    good = _are_amounts(number for _, *numbers in message.rows for number in numbers)
-    good = good and _are_amounts(n for rows in (message.memory, message.weights) for _, *some in rows for n in some)
-    good = good and _are_amounts(() if message.data_seconds is None else (message.data_seconds,))
+    good = good and (message.data_seconds is None or _are_amounts((message.data_seconds,)))
     return "" if good and _are_amounts(message.link) and all(message.link[1:]) else VALUE
 
 

@@ -275,6 +275,8 @@ class BrokenLinks:
 
     def heartbeat(self, rank: int) -> list[Verdict]:
         """A worker lives. Returns the verdicts on its lost links of which both ends are known to live by now."""
+        if not self._beats:
+            return []
         found = []
         for ends, beats in list(self._beats.items()):
             if rank in beats:

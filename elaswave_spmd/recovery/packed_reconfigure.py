@@ -85,8 +85,9 @@ class Unpacker:
         """
         base = self._last if packed.base != _NOTHING else None
         if packed.base != (_NOTHING if base is None else base.epoch):
-            has = "none" if base is None else f"mesh epoch {base.epoch}"
-            raise RunError(f"the controller sends a change to mesh epoch {packed.base}, but this worker got {has} last")
+            what = f"the controller sends what has changed since the Reconfigure of mesh epoch {packed.base}"
+            last = "none" if base is None else f"that of mesh epoch {base.epoch}"
+            raise RunError(f"{what}, but the last one that came here was {last}")
         data = _unpack(packed, base)
         message = _from_bytes(data)
         self._last = _Last(message.epoch, data)

@@ -8,7 +8,7 @@ docs/protocol.md are the asserts and the conditions of this file; those marked [
 breaks just this rule.
 
 One step, as this half sees it: `computed` and `gradient_complete` until nothing is missing, then SendVote; votes of the
-others come in by `vote_received`, and with the last one Apply.
+others come in by `vote_received`; on large meshes a SendVote of their sum follows, and with the last one Apply.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 from elaswave_spmd.determinism.exact_sum import exact_sum, expansion
+from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery.messages import Publish, Vote
 from elaswave_spmd.recovery.vote_exchange import WIDEST, Round, added, content_of, rounds_of
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
@@ -129,7 +130,9 @@ class WorkerProtocol:
     _losses: dict[int, float] = field(default_factory=dict)
     _weights: dict[int, float] = field(default_factory=dict)  # of losses that have one
     _tallies: dict[int, _Tally] = field(default_factory=dict)
-    _later_epochs: dict[Vote, None] = field(default_factory=dict)  # in the order in which they came, each once
+    _later_epochs: dict[tuple[int, int, int, int], Vote] = field(
+        default_factory=dict
+    )  # in the order in which they came
     _filed: dict[int, dict[Publish, None]] = field(default_factory=dict)  # in the order in which they came, each once
 
     def __post_init__(self) -> None:
@@ -220,13 +223,14 @@ class WorkerProtocol:
         needs those that this worker passes on [m].
         """
         if vote.epoch > self.epoch:  # its sender has entered the next epoch first
-            self._later_epochs[vote] = None
+            self._later_epochs.setdefault((vote.epoch, vote.step, vote.level, vote.sender), vote)
             return []
         if vote.epoch < self.epoch or not (vote.step > self.version or vote.step == self.version == self._entered_at):
             return []
         assert self._is_expected(vote), (vote, self.rank)
-        self._tally_of(vote.step).came[vote.level][vote.sender] = vote
-        return self._advance(vote.step)
+        came = self._tally_of(vote.step).came[vote.level]
+        came.setdefault(vote.sender, vote)
+        return self._advance(vote.step) if len(came) == len(self.voters[vote.level]) else []
 
     def _is_expected(self, vote: Vote) -> bool:
         return vote.level < len(self.voters) and vote.sender in self.voters[vote.level]
@@ -247,6 +251,11 @@ class WorkerProtocol:
     def may_drop_undecided(self) -> bool:
         """True if no member can have decided a step beyond the version: this worker has not voted in its epoch."""
         return not self._has_voted(self.version + 1)
+
+    @property
+    def owes_votes(self) -> bool:
+        """True if a member that is behind may need sums of votes that this worker has still to pass on."""
+        return self._has_voted(self.version) and len(self._tallies[self.version].own) < len(self._rounds)
 
     def drop_undecided(self) -> None:
         """Nothing of undecided steps is here any more: every reduced gradient has to come again."""
@@ -327,7 +336,7 @@ class WorkerProtocol:
         if self._computed > self.version:
             effects += self._vote_if_complete(self._computed)
         early, self._later_epochs = self._later_epochs, {}
-        for vote in early:
+        for vote in early.values():
             # Only now it can be told whether its sender is a member of its epoch: nobody else has a vote there.
             if vote.epoch > self.epoch or self._is_expected(vote):
                 effects += self.vote_received(vote)
@@ -364,6 +373,7 @@ class WorkerProtocol:
 
     def _cast(self, vote: Vote) -> list[Effect]:
         """This worker's own vote goes out."""
+        assert not self._has_voted(vote.step), (vote, "comes a second time, and would be taken for the sum of a block")
         self._tally_of(vote.step).own.append(vote)
         return [SendVote(vote, self._rounds[0].receivers), *self._advance(vote.step)]
 
@@ -402,13 +412,17 @@ class WorkerProtocol:
 
         Args:
             votes: sums of all votes for the step.
+
+        Raises:
+            RunError: they cannot be right. What a member says is believed otherwise (docs/security.md).
         """
         if step != self.version + 1 or self.promised > self.epoch:
             return []
         # Every member computes the same norm from the same votes, so all clip alike without another message.
         total = exact_sum(vote.norm for vote in votes)
         loss, extension, weight = content_of(votes)
-        assert loss is not None, (step, votes)
+        if loss is None:
+            raise RunError(f"the votes of all members for step {step} have no loss: one of them has gone wrong")
         self.version = step
         self._losses[step] = loss
         if weight is not None:

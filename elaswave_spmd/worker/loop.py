@@ -110,6 +110,8 @@ class Executor:
                     self._context.hooks.save(self.replica)
                     yield from self._until_reconfigured("the end of the run, saved at step")
                 if self._is_between_steps:
+                    if self.is_orphaned:
+                        yield from self._until_votes_are_passed_on()
                     self._between_steps()
                 if self._is_between_steps and self._may_not_begin:
                     # It answered a Prepare here: the next step begins in the next configuration, as that has it.
@@ -173,6 +175,11 @@ class Executor:
             # With nothing to come, this worker would otherwise wait for a step that it does not run.
             if nothing_comes or self._prepare.after <= self.version:
                 self._answer(self._prepare)
+
+    def _until_votes_are_passed_on(self) -> Waits:
+        """An orphan ends, and whoever is behind it needs the votes that it gets and adds up (S9)."""
+        protocol = self.commit.protocol
+        yield from self.until(lambda: not protocol.owes_votes, "votes to pass on of step", self.version)
 
     def _send_weights(self) -> None:
         """Send the final values of all primary pages to the controller, once in every configuration.

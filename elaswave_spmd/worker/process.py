@@ -152,8 +152,7 @@ class WorkerProcess:
         # training thread computes, and stop with the process.
         HeartbeatSender(self._rank, self._links, self._progress, self._settings.timeouts.heartbeat)
         first, early = self._until_member(plan)
-        about = self._links, self._mailbox, plan.job.torch_dtype, self._device
-        channel = SocketChannel(*about, early, self._unpacker)
+        channel = SocketChannel(self._links, self._mailbox, plan.job.torch_dtype, self._device, early, self._unpacker)
         executor = self._make_executor(plan, model, data, first, channel)
         self._train(executor, channel)
 

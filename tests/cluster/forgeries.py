@@ -27,7 +27,7 @@ Sent = tuple[int, int, Any, Tensor | None]
 """(sender, receiver, message, payload)."""
 
 # Fields that name something of which there are a few, and a value that there is none of.
-_NAMES = ("layer", "microbatch", "first", "stop", "lo", "hi", "step", "version", "peer")
+_NAMES = ("layer", "microbatch", "first", "stop", "lo", "hi", "step", "version", "peer", "level")
 _DATA = (m.Activation, m.ActivationGradient, m.PartialSum, m.ReducedGradient, m.Publish, m.PageState, m.Need)
 _REPEATABLE = (*_DATA, m.Vote, m.StepReport, m.Applied, m.CaughtUp, m.ValidationLoss, m.Finished, m.Heartbeat)
 

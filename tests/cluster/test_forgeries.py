@@ -28,6 +28,7 @@ from elaswave_spmd.recovery.admission import (
     refused_by_controller,
     refused_by_worker,
 )
+from elaswave_spmd.recovery.vote_exchange import WIDEST
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.worker.optimizers import Averaged
 from elaswave_spmd.worker.spec import message_bounds
@@ -138,8 +139,8 @@ def test_a_vote_comes_from_whom_it_is_expected_of() -> None:
         (2, 1, admission.RANK),
         (2, 2, admission.VALUE),
         (2, -1, admission.VALUE),
-        (3, 63, ""),
-        (3, 64, admission.VALUE),
+        (3, 15, ""),
+        (3, 16, admission.VALUE),
         (3, -1, admission.VALUE),
     ):
         assert by_worker(m.Vote(4, epoch, SENDER, (1.5,), level=level), SENDER, None) == why, (epoch, level)
@@ -277,7 +278,7 @@ def test_without_checks_nobody_takes_their_messages() -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("mesh", ["dp3", "dp2_pp2", "stages3-2"])
 def test_forged_messages_change_no_bit_and_are_counted(mesh: str, zero: int, order: int) -> None:
-    schedule = Schedule(order, RUN, mesh, zero)
+    schedule = Schedule(order, RUN, mesh, zero, widest=2 if order else WIDEST)
     cluster = cluster_of(schedule, kind=ForgingCluster)
     assert isinstance(cluster, ForgingCluster)
     cluster.forge(order, share=0.3, until=RUN.steps - 3)
@@ -289,7 +290,7 @@ def test_forged_messages_change_no_bit_and_are_counted(mesh: str, zero: int, ord
 @pytest.mark.parametrize("first", range(0, 60, 10))
 def test_forged_messages_between_random_faults_change_no_bit(first: int) -> None:
     for seed in range(first, first + 10):
-        schedule = Schedule.draw(seed, moving=seed % 3 == 0)
+        schedule = Schedule.draw(seed, moving=seed % 3 == 0, votes=seed % 2 == 0)
         cluster = cluster_of(schedule, kind=ForgingCluster)
         assert isinstance(cluster, ForgingCluster)
         cluster.forge(seed, share=0.15, until=schedule.run.steps - 3)

@@ -136,7 +136,7 @@ def test_a_payload_with_gaps_is_refused_and_leaves_the_link_usable(ends: Ends):
 
 
 def test_a_header_larger_than_a_frame_arrives_whole(ends: Ends):
-    """A Reconfigure of a large mesh is megabytes of header."""
+    """The first Reconfigure of a very large mesh is a long header."""
     one, _, mailbox = joined(ends)
     header = np.random.default_rng(0).bytes(3 * FRAME_BYTES + 5)
     for payloads in ([], [b"behind it"], [bytes(2 * FRAME_BYTES)]):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from tests.cluster.schedules import run, undisturbed
+from elaswave_spmd.recovery.worker_protocol import Effect, WorkerProtocol
+from tests.cluster.faults import SENDER, MessageFault, ThenFault
+from tests.cluster.schedules import Schedule, run, undisturbed
+from tests.cluster.tiny import TinyRun
 from tests.simulated.mutants import MUTANTS, planted, schedule_for
 
 VERIFICATION = Path(__file__).parents[2] / "docs" / "verification.md"
@@ -54,6 +58,27 @@ def test_a_schedule_finds_the_mutant(name: str) -> None:
             if run(schedule).failure:
                 return
     pytest.fail(f"none of the schedules {SEEDS[name]} shows it any more: find others")
+
+
+def test_votes_are_passed_on_after_the_answer_to_a_prepare() -> None:
+    """At the last step, where a Prepare is answered at once, somebody may be behind: few random schedules meet it."""
+    faults = (
+        MessageFault("kill", "Applied", SENDER, False, 18),
+        ThenFault("term", "any", 24),
+        ThenFault("join", "any", 40),
+    )
+    schedule = Schedule(
+        291, TinyRun(microbatches=8, steps=3), "dp8", zero=2, mirror_count=2, uneven=False, faults=faults, widest=2
+    )
+    assert run(schedule).how == "bits"
+    advance = WorkerProtocol._advance
+
+    def _advance(self: WorkerProtocol, step: int) -> list[Effect]:
+        return [] if self.promised > self.epoch and len(self._rounds) > 1 else advance(self, step)
+
+    with mock.patch.object(WorkerProtocol, "_advance", _advance):
+        ended = run(schedule)
+    assert "votes of step 3" in ended.detail, ended.failure
 
 
 def test_a_mutant_is_gone_after_its_with() -> None:

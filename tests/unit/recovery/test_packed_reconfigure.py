@@ -106,11 +106,11 @@ def test_a_change_to_another_message_than_the_last_one_is_refused() -> None:
     packer, end = Packer(), Unpacker()
     first = sent(packer, [0, 1, 2], SMALL)[0]
     second = sent(packer, [0, 1, 2], Reconfigure(1, ((0, 1, 2),), (0, 4), ((1, 2, 2),), SMALL.addresses))[0]
-    with pytest.raises(RunError, match="mesh epoch 0, but this worker got none"):
+    with pytest.raises(RunError, match="mesh epoch 0, but the last one that came here was none"):
         end.unpacked(second)
     assert end.unpacked(first) == SMALL
     end.unpacked(second)
-    with pytest.raises(RunError, match="mesh epoch 0, but this worker got mesh epoch 1 last"):
+    with pytest.raises(RunError, match="mesh epoch 0, but the last one that came here was that of mesh epoch 1"):
         end.unpacked(second)
 
 

@@ -145,7 +145,7 @@ def test_early_votes_count_when_their_epoch_has_begun() -> None:
     assert protocol.vote_received(vote(1, OTHER, NEW, 9.0)) == []
     assert protocol.vote_received(vote(1, OTHER, NEW + 1, 9.0)) == [] and protocol.version == 0
     assert applied(enter(protocol, 1)) == [1]
-    assert [v.epoch for v in protocol._later_epochs] == [NEW + 1], "those of a later epoch still wait"
+    assert [v.epoch for v in protocol._later_epochs.values()] == [NEW + 1], "those of a later epoch still wait"
 
 
 def test_an_early_vote_of_one_who_is_no_member_of_its_epoch_counts_for_nothing() -> None:

@@ -135,7 +135,7 @@ def test_votes_of_a_future_epoch_do_not_count_in_this_one_and_are_kept() -> None
     protocol.computed(1)
     early = vote(1, epoch=4)
     assert protocol.vote_received(early) == [] and protocol.version == 0
-    assert early in protocol._later_epochs, "held for its epoch, not dropped"
+    assert early in protocol._later_epochs.values(), "held for its epoch, not dropped"
 
 
 def test_a_vote_of_a_stranger_is_a_bug() -> None:

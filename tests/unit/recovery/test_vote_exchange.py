@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_spmd.determinism.exact_sum import exact_sum, expansion
+from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery.messages import Vote
 from elaswave_spmd.recovery.vote_exchange import WIDEST, added, content_of, rounds_of
 from elaswave_spmd.recovery.worker_protocol import Apply, Effect, SendVote, WorkerProtocol
@@ -138,6 +139,12 @@ class Mesh:
             peer, vote = self.wires.pop(self.random.choice(ready))
             self.do(peer, self.protocols[peer].vote_received(vote))
 
+    def deliver_one(self) -> None:
+        """Delivers some vote, if there is any."""
+        if self.wires:
+            peer, vote = self.wires.pop(self.random.randrange(len(self.wires)))
+            self.do(peer, self.protocols[peer].vote_received(vote))
+
     def change(self, epoch: int) -> None:
         """All enter the next epoch, at different times."""
         order = self.random.sample(self.ranks, len(self.ranks))
@@ -179,30 +186,62 @@ def test_nobody_decides_before_all_have_voted(seed: int) -> None:
     assert all(len(found) == 1 for found in mesh.applied.values())
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_whoever_is_behind_when_the_mesh_changes_completes_the_step_by_votes_that_are_passed_on(seed: int) -> None:
+def test_whoever_is_behind_when_the_mesh_changes_completes_the_step_by_votes_that_are_passed_on() -> None:
     """Some have applied it, and vote again in the new epoch; between those that have not, they pass votes on."""
-    mesh = Mesh(11, 2, seed)
+    num_behind = 0
+    for seed in range(60):
+        mesh = Mesh(11, 2, seed)
+        for rank in mesh.ranks:
+            mesh.compute(rank, 1)
+        while not any(mesh.applied.values()) or mesh.random.random() < 0.9:
+            mesh.deliver_one()
+        num_behind += not all(mesh.applied.values())
+        mesh.wires.clear()  # of the old epoch
+        mesh.change(1)
+        mesh.deliver()
+        assert (
+            all(len(found) == 1 for found in mesh.applied.values()) and len({*map(tuple, mesh.applied.values())}) == 1
+        )
+        for rank in mesh.ranks:
+            mesh.compute(rank, 2)
+        mesh.deliver()
+        assert all([step for step, *_ in found] == [1, 2] for found in mesh.applied.values())
+    assert num_behind > 40
+
+
+def test_a_member_owes_votes_until_it_has_passed_on_those_that_others_may_need() -> None:
+    mesh = Mesh(4, 2, 0)
     for rank in mesh.ranks:
         mesh.compute(rank, 1)
-    behind = frozenset(mesh.random.sample(mesh.ranks, mesh.random.randint(1, 10)))
-    mesh.deliver(but=behind)
-    mesh.wires.clear()  # of the old epoch
+    mesh.deliver()
+    assert not any(protocol.owes_votes for protocol in mesh.protocols.values()), "all of them went before the decision"
     mesh.change(1)
     mesh.deliver()
-    assert len({protocol.version for protocol in mesh.protocols.values()}) == 1
-    ahead = {tuple(found) for found in mesh.applied.values()}
-    assert len(ahead) == 1, ahead
-    mesh.change(2)
-    mesh.deliver()
-    for rank in mesh.ranks:
-        if mesh.protocols[rank].version == 0:
-            mesh.compute(rank, 1)
-    mesh.deliver()
-    for rank in mesh.ranks:
-        mesh.compute(rank, 2)
-    mesh.deliver()
-    assert all([step for step, *_ in found] == [1, 2] for found in mesh.applied.values())
+    assert not any(protocol.owes_votes for protocol in mesh.protocols.values())
+    one = mesh.protocols[0]
+    one.promise(2)
+    one.enter_epoch(2, mesh.ranks, one.held, mesh.loss.key, 1)
+    assert not one.owes_votes
+    one.votes_again()
+    assert one.owes_votes
+    (near,), _ = one.voters
+    assert one.vote_received(Vote(1, 2, near, (1.0,))) and not one.owes_votes
+
+
+def test_votes_that_cannot_be_right_together_end_their_receiver() -> None:
+    held = ReplicaSet(0, 0, 1, 1, frozenset({1}))
+    protocol = WorkerProtocol(1, 0, (0, 1), [held])
+    protocol.gradient_complete(1, held.key, [1.0])
+    protocol.computed(1)
+    with pytest.raises(RunError, match="the votes of all members for step 1 have no loss"):
+        protocol.vote_received(Vote(1, 0, 0, (1.0,)))
+
+
+def test_of_votes_for_later_epochs_one_is_kept_for_each_sender_and_step() -> None:
+    protocol = WorkerProtocol(1, 0, (0, 1), [])
+    for number in range(100):
+        assert protocol.vote_received(Vote(2, 5, 0, (math.nan if number % 2 else float(number),))) == []
+    assert len(protocol._later_epochs) == 1
 
 
 def test_a_worker_that_has_answered_a_prepare_passes_votes_on_and_applies_nothing() -> None:
