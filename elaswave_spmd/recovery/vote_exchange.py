@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from elaswave_spmd.determinism.exact_sum import expansion
 from elaswave_spmd.mesh.shape import even_counts
@@ -67,11 +68,8 @@ def rounds_of(members: Sequence[int], rank: int, widest: int = WIDEST) -> tuple[
 def _divided(block: range, rounds: int) -> list[range]:
     """A block as so many smaller ones, of even size, that all rounds have about as many; none is empty."""
     width = next(w for w in range(1, len(block) + 1) if w**rounds >= len(block))
-    found, start = [], block.start
-    for size in even_counts(len(block), width):
-        found.append(range(start, start + size))
-        start += size
-    return found
+    sizes = even_counts(len(block), width)
+    return [block[stop - size : stop] for size, stop in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def added(votes: Sequence[Vote], sender: int, level: int) -> Vote:
