@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from elaswave_spmd.conf.schema import MeshSettings
+from elaswave_spmd.controller.planning import Planned, PlanRequest
 from elaswave_spmd.errors import RunError, UserError
 from elaswave_spmd.recovery import actions as protocol_actions
 from elaswave_spmd.recovery.messages import AnyMessage
@@ -125,6 +126,7 @@ Event: TypeAlias = (
     | ManifestWritten
     | CheckpointFound
     | ExitsReported
+    | Planned
     | MoveRequested
     | Rejected
     | StopRequested
@@ -246,6 +248,13 @@ class WriteCosts:
 
 
 @dataclass(frozen=True)
+class PlanChange:
+    """Plan a change of the mesh, in the background; Planned follows."""
+
+    request: PlanRequest
+
+
+@dataclass(frozen=True)
 class WriteManifest:
     """Write the manifest of a checkpoint, whose shards are all on the disk, and remove old checkpoints.
 
@@ -296,6 +305,7 @@ Action: TypeAlias = (
     | GoBack
     | Record
     | WriteCosts
+    | PlanChange
     | WriteManifest
     | FindCheckpoint
     | ReportExits

@@ -38,6 +38,7 @@ from elaswave_spmd.controller.events import (
     Tick,
     WorkerEnded,
 )
+from elaswave_spmd.controller.planning import PlanRequest, PlanThread
 from elaswave_spmd.errors import CheckpointError, ConfigError, RunError, UserError
 from elaswave_spmd.mesh.topology import Path as DomainPath
 from elaswave_spmd.recovery.admission import UNREADABLE
@@ -146,6 +147,10 @@ class ControllerIO(Protocol):
         """Write the epoch of a Prepare to the disk, before any worker gets it."""
         ...
 
+    def plan(self, request: PlanRequest) -> None:
+        """Plan a change of the mesh in the background; Planned follows."""
+        ...
+
     def write_manifest(self, manifest: Manifest, trusted: int | None, best: Sequence[int]) -> None:
         """Write a checkpoint's manifest in the background; ManifestWritten follows. Old checkpoints are removed.
 
@@ -225,6 +230,7 @@ class ProcessIO:
             self._mutexes = table
             self._watcher = death_watch.DeathWatch(table, self._died) if table is not None else None
             undo.pop_all()
+        self._planning = PlanThread(self._mailbox.interrupt)
         self._admin: ControlSocket | None = None
         self._spec = RunSpec(
             settings,
@@ -267,6 +273,8 @@ class ProcessIO:
                     return LinkEnded(item.peer)
             if (written := self._writer.next_result()) is not None:
                 return written
+            if (planned := self._planning.next_answer()) is not None:
+                return planned
 
     def stop_requested(self, number: int) -> None:
         # In the handler of a signal: a deque and a wake-up, nothing else.
@@ -325,6 +333,9 @@ class ProcessIO:
     def journal(self, prepare: Prepare) -> None:
         self._writer.journal(prepare)
 
+    def plan(self, request: PlanRequest) -> None:
+        self._planning.ask(request)
+
     def write_manifest(self, manifest: Manifest, trusted: int | None, best: Sequence[int]) -> None:
         self._writer.write(manifest, trusted, best)
 
@@ -338,6 +349,7 @@ class ProcessIO:
     def close(self) -> None:
         if self._admin is not None:
             self._admin.close()
+        self._planning.close()
         self._links.close()
         if self._groups is not None:
             self._groups.close()

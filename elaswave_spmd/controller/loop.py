@@ -33,6 +33,7 @@ from elaswave_spmd.controller.events import (
     ManifestWritten,
     MoveRequested,
     Outcome,
+    PlanChange,
     Received,
     Record,
     RecordLostWorker,
@@ -50,6 +51,7 @@ from elaswave_spmd.controller.events import (
 from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, Stopping
 from elaswave_spmd.controller.io import ControllerIO
 from elaswave_spmd.controller.model_checks import ModelChecks, split_of_emulated
+from elaswave_spmd.controller.planning import Planned
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.replica_verification import ReplicaVerifier
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
@@ -255,6 +257,8 @@ class Controller:
                 return self._admin.answer(event)
             case MoveRequested(goal):
                 return self.protocol.rebalance(goal)
+            case Planned():
+                return self._rescheduler.planned(event)
             case Tick():
                 return self._tick(now)
             case Rejected():
@@ -402,6 +406,8 @@ class Controller:
                 return self._end_if_saved(now)
             case End(outcome):  # whoever is lost, or asks, after all results have come: they stay
                 self.outcome = outcome if self._done_by is None else RunFinished()
+            case PlanChange(request):
+                io.plan(request)
             case WriteManifest(manifest):
                 io.write_manifest(manifest, self._trusted, self._log.validations.ranked if self._keeps_best else ())
             case FindCheckpoint(newest):

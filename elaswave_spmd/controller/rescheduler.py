@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from elaswave_spmd.conf.schema import AUTO, XLA, ScheduleSettings, Settings
 from elaswave_spmd.controller.backward_trial import BackwardChoice
 from elaswave_spmd.controller.dvfs import Frequencies
-from elaswave_spmd.controller.events import Action, Record, WriteCosts
+from elaswave_spmd.controller.events import Action, PlanChange, Record, WriteCosts
+from elaswave_spmd.controller.planning import Planned, PlanRequest
 from elaswave_spmd.controller.roster import Roster
-from elaswave_spmd.errors import PlanError
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Goal
 from elaswave_spmd.recovery.messages import Measured
 from elaswave_spmd.recovery.reconfiguration import Stages, assign_evenly
@@ -26,7 +26,7 @@ from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.lasting import LastingCosts
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.profiler import SLOWEST, LayerSample, ProfileSmoother
-from elaswave_spmd.scheduling.rebalance import Decision, plan_change, reassign_microbatches
+from elaswave_spmd.scheduling.rebalance import Decision, reassign_microbatches
 from elaswave_spmd.scheduling.split_backward import SplitBackward, best_limits, executed, priced
 from elaswave_spmd.scheduling.step_time import Assignment, state_of, step_time
 
@@ -208,8 +208,9 @@ class Rescheduler:
         self._asked: tuple[Goal, int] | None = None  # the goal of the last reviews, and how many had it in a row
         self._members = protocol.placement.mesh.members
         self._changes = 0  # made since members came or went
-        # The last plan, and what it was made of.
-        self._planned: tuple[tuple[object, ...], Decision | None] | None = None
+        self._planned: Planned | None = None  # the last plan
+        self._is_planning = False
+        self._reviewed = 0  # the step of the last review
         self._content = 0  # reviews in a row that asked for nothing
         self._slow: set[int] = set()
         self._too_slow: defaultdict[int, int] = defaultdict(int)  # rank -> reviews in a row
@@ -270,13 +271,40 @@ class Rescheduler:
         if not is_known:
             return actions
         costs = priced(self._measured.lasting, split)
-        decision, complaints = self._plan(costs, max(0, self._policy.steps - step))
-        actions += complaints
-        if decision is None:
-            return actions
-        if decision.before.seconds < _SHORT_STEP_S:  # what differs in it is noise, and nothing to gain
-            return actions
-        actions += self._name_slow(costs, step)
+        self._reviewed = step
+        request = self._request(costs, max(0, self._policy.steps - step))
+        known = self._planned
+        # Other groupings take seconds to look at, on up to 256 workers: once, as long as the mesh and the costs stay.
+        if known is not None and request.regroups and known.request.key == request.key:
+            return [*actions, *self._judge(known.decision, costs)]
+        if not self._is_planning:
+            self._is_planning = True
+            actions.append(PlanChange(request))
+        return actions
+
+    def planned(self, event: Planned) -> list[Action]:
+        """A plan is made. If the mesh has changed meanwhile, or is about to, it is of no use."""
+        self._is_planning = False
+        epoch, asked = self._protocol.placement.mesh.epoch, event.request
+        if not self._protocol.settled or (epoch, self._protocol.running) != (asked.placement.mesh.epoch, asked.running):
+            return []
+        last, self._planned = self._planned, event
+        if event.decision is not None:
+            return self._judge(event.decision, asked.costs)
+        if last is not None and last.request.placement.mesh.epoch == epoch:
+            return []  # it was said
+        return [Record("plan", {"ranks": [], "mesh_epoch": epoch, "reason": event.why_not, "message": event.why_not})]
+
+    def _judge(self, decision: Decision | None, costs: CostModel) -> list[Action]:
+        """What follows from a plan at one review.
+
+        Args:
+            decision: None: nothing fits in memory.
+        """
+        if decision is None or decision.before.seconds < _SHORT_STEP_S:  # what differs is noise, and nothing to gain
+            return []
+        step = self._reviewed
+        actions = self._name_slow(costs, step)
         if drained := self._drain_slowest(costs):
             return [*actions, *drained]
         goal = self._goal(decision)
@@ -297,41 +325,24 @@ class Rescheduler:
             actions += self._protocol.rebalance(goal)
         return actions
 
-    def _plan(self, costs: CostModel, remaining_steps: int) -> tuple[Decision | None, list[Action]]:
-        """Plan the best change. None if nothing fits in memory, which is logged once an epoch.
-
-        Other groupings take seconds to look at, on up to 256 workers: once, as long as the mesh and the costs stay.
-        """
-        mesh = self._protocol.placement.mesh
-        stages = self._settings.layers and self._settings.stages
+    def _request(self, costs: CostModel, remaining_steps: int) -> PlanRequest:
+        protocol, settings = self._protocol, self._settings
         seconds = tuple(round(math.log2(max(layer.seconds, 1e-9)) * 8) for layer in costs.layers)
         shares = tuple(round(layer.weight_share * 8) for layer in costs.layers)
-        known = mesh.epoch, costs.speeds, seconds, shares, self._protocol.running
-        if stages and self._planned is not None and self._planned[0] == known:
-            return self._planned[1], []
-        complaints: list[Action] = []
-        try:
-            decision = plan_change(
-                self._protocol.placement,
-                costs,
-                remaining_steps,
-                layout=self._protocol.layout,
-                mirror_count=self._policy.mirror_count,
-                split=self._protocol.split,
-                align=self._settings.align,
-                memory_limit=self._settings.memory_limit or math.inf,
-                state_limit=self._state_limit(costs),
-                stage_counts=None if stages else (),
-                running=self._protocol.running,
-            )
-        except PlanError as error:
-            if self._planned is None or self._planned[0][0] != known[0]:
-                why = str(error)
-                fields = {"ranks": [], "mesh_epoch": mesh.epoch, "reason": why, "message": why}
-                complaints.append(Record("plan", fields))
-            decision = None
-        self._planned = known, decision
-        return decision, complaints
+        return PlanRequest(
+            (protocol.placement.mesh.epoch, costs.speeds, seconds, shares, protocol.running),
+            protocol.placement,
+            costs,
+            remaining_steps,
+            protocol.layout,
+            protocol.running,
+            mirror_count=self._policy.mirror_count,
+            split=protocol.split,
+            align=settings.align,
+            memory_limit=settings.memory_limit or math.inf,
+            state_limit=self._state_limit(costs),
+            regroups=settings.layers and settings.stages,
+        )
 
     def _state_limit(self, costs: CostModel) -> float:
         """The most bytes of state that a plan may give a worker: no plan by measured times makes one a bottleneck.

@@ -76,13 +76,14 @@ bound."""
 
 _MOST_SHIFTS = 16
 
+_SEARCHED_WORKERS = 64  # up to this number all is tried: cuts shifted by a layer, workers parked or left out
 _TIMED_WORKERS = 256  # up to this number, even groupings into all numbers of stages are timed
 _UNEVEN = 1.1  # the least that even stages take is seldom more than this part of what uneven ones take
 _MOST_REGROUPED, _MOST_OF_A_NUMBER = 96, 8  # groupings that are timed, and of these into the same number of stages
 _MOST_SEARCHED = 6  # numbers of stages for which uneven stages are searched for, on meshes that are not small
 _MOST_REFINED = 4  # of the groupings that were timed
 _SETTLED_ACTIONS, _MOST_SETTLED = 65_536, 12  # a plan is decided on by steps of so many actions, of so many candidates
-_MOST_TUNED = 6  # of the best candidates, workers are parked, and limits varied, to see whether that is faster
+_MOST_TUNED = 12  # of the best candidates, workers are parked, and limits varied, to see whether that is faster
 _MOST_CHOICES, _MOST_SIMULATED, _PARKED_ACTIONS = 4096, 48, 32_768  # that are looked at and simulated for each of these
 
 
@@ -390,7 +391,7 @@ class _Planner:
             found.append((theirs, self.candidate(theirs, choice.partition.cuts)))
 
         num_workers = sum(map(len, crew.stages))
-        small = num_workers <= _EXACT_WORKERS
+        small = num_workers <= _SEARCHED_WORKERS
         if num_workers > _TIMED_WORKERS:
             choice = groupings.best(stage_counts)
             if choice.stages != crew.stages:
@@ -431,7 +432,7 @@ class _Planner:
             total: as for `regrouped`.
         """
         number = sum(map(len, crew.stages))
-        if not 2 < number <= _EXACT_WORKERS:
+        if not 2 < number <= _SEARCHED_WORKERS:
             return []
         # Of stages that are not empty without it; of equal workers one of the largest stage.
         homes = [
@@ -475,7 +476,7 @@ class _Planner:
 
         The partition minimizes the bottleneck, which does not include the time to fill the pipeline.
         """
-        if start.time.how != EXACT or sum(map(len, crew.stages)) > _EXACT_WORKERS:
+        if start.time.how != EXACT or sum(map(len, crew.stages)) > _SEARCHED_WORKERS:
             return start
         best, last = start, None
         for _ in range(_MOST_SHIFTS):
@@ -587,7 +588,7 @@ class _Planner:
         Fewer workers are never faster in themselves. But the micro-batches of their stages may then be cut at places
         that suit the other stages better.
         """
-        if start.time.how != EXACT or sum(map(len, crew.stages)) > _EXACT_WORKERS:
+        if start.time.how != EXACT or sum(map(len, crew.stages)) > _SEARCHED_WORKERS:
             return start
         actions = 2 * start.assignment.num_stages * start.assignment.num_microbatches
         choices = parked_assignments(crew, start, self.costs)

@@ -37,6 +37,7 @@ from elaswave_spmd.controller.events import (
     Tick,
 )
 from elaswave_spmd.controller.io import Spawned
+from elaswave_spmd.controller.planning import PlanRequest
 from elaswave_spmd.controller.resume import ResumePoint
 from elaswave_spmd.controller.run_log import RunLog
 from elaswave_spmd.data import PreparedData
@@ -258,6 +259,9 @@ class SimulatedIO:
         return ""
 
     def journal(self, prepare: m.Prepare) -> None: ...
+
+    def plan(self, request: PlanRequest) -> None:
+        self.events.append(request.answer())
 
     def write_manifest(self, manifest: Manifest, trusted: int | None, best: object) -> None:
         self._cluster.checkpoints.commit(manifest)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.conf.schema import ScheduleSettings
 from elaswave_spmd.controller.dvfs import TRIAL_STEPS, Frequencies, hold_seconds, rounded_hints
-from elaswave_spmd.controller.events import Action, Record
+from elaswave_spmd.controller.events import Action, PlanChange, Record
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.recovery.actions import Broadcast, Send
@@ -84,6 +84,8 @@ class World:
     def do(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
+                case PlanChange(request):
+                    self.do(self.rescheduler.planned(request.answer()))
                 case Record():
                     self.events.append({"event": action.kind, **action.fields})
                 case Send(rank, PaceMessage() as message):

@@ -10,16 +10,16 @@ from typing import Any, cast
 import pytest
 
 from elaswave_spmd.conf.schema import ScheduleSettings
-from elaswave_spmd.controller import rescheduler
 from elaswave_spmd.controller.dvfs import Frequencies
-from elaswave_spmd.controller.events import Action, Record, WriteCosts
+from elaswave_spmd.controller.events import Action, PlanChange, Record, WriteCosts
+from elaswave_spmd.controller.planning import Planned, PlanRequest
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.recovery.controller_protocol import Goal
 from elaswave_spmd.recovery.messages import Measured
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.rebalance import Decision, plan_change
+from elaswave_spmd.scheduling.rebalance import plan_change
 from elaswave_spmd.scheduling.split_backward import SplitBackward, executed, priced
 from elaswave_spmd.scheduling.step_time import Assignment, step_time
 from tests.unit.scheduling.planning_cases import costs_of, placed
@@ -45,6 +45,9 @@ class World:
             drain=self.drain,
             running=Assignment.of(self.placement),
         )
+        self.asked: list[PlanRequest] = []
+        self.answered: list[Planned] = []
+        self.answers = True
         self.goals: list[Goal] = []
         self.drained: list[int] = []
         self.events: list[tuple[str, list[int]]] = []
@@ -62,6 +65,11 @@ class World:
     def do(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
+                case PlanChange(request):
+                    self.asked.append(request)
+                    if self.answers:
+                        self.answered.append(request.answer())
+                        self.do(self.rescheduler.planned(self.answered[-1]))
                 case Record(kind, fields):
                     self.events.append((kind, cast(list[int], fields["ranks"])))
                 case WriteCosts(text):
@@ -241,20 +249,42 @@ def test_a_memory_limit_that_nothing_fits_in_is_told_once_and_ends_nothing() -> 
     assert [kind for kind, _ in world.events] == ["plan"] and not world.goals
 
 
-def test_other_groupings_are_looked_at_once_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        looked.append(kwargs["stage_counts"])
-        return plan_change(*args, **kwargs)
-
-    monkeypatch.setattr(rescheduler, "plan_change", counted)
+def test_other_groupings_are_looked_at_once_while_nothing_changes() -> None:
     world = World([2, 2], stages=True, min_gain=0.9)
     world.train(40)
-    assert looked == [None]
+    assert [request.regroups for request in world.asked] == [True]
     world.speeds = {1: 0.5}
     world.train(40)
-    assert 1 < len(looked) < 5
+    assert 1 < len(world.asked) < 5
+
+
+def test_one_plan_is_made_at_a_time_and_training_goes_on_meanwhile() -> None:
+    world = World([3])
+    world.speeds[1], world.answers = 0.5, False
+    world.train(40)
+    assert len(world.asked) == 1 and not world.goals
+    world.do(world.rescheduler.planned(world.asked[0].answer()))
+    world.answers = True
+    world.train(20)
+    assert world.goals and world.goals[0].microbatch_counts[0][1] < world.goals[0].microbatch_counts[0][0]
+
+
+@pytest.mark.parametrize("change", ["epoch", "running", "unsettled"])
+def test_a_plan_that_comes_when_the_mesh_has_changed_is_dropped_and_made_anew(change: str) -> None:
+    world = World([3])
+    world.speeds[1], world.answers = 0.5, False
+    world.train(40)
+    settled = world.placement
+    if change == "epoch":
+        world.protocol.placement = replace(settled, mesh=replace(settled.mesh, epoch=settled.mesh.epoch + 1))
+    elif change == "running":
+        world.protocol.running = replace(world.protocol.running, in_flight=(7,))
+    else:
+        world.protocol.settled = False
+    assert world.rescheduler.planned(world.asked[0].answer()) == [] and world.events == []
+    world.protocol.settled = world.answers = True
+    world.train(60)
+    assert len(world.asked) > 1 and world.goals
 
 
 @pytest.mark.parametrize("sizes", [[3, 4, 4], [2, 3], [30, 31]])
@@ -282,20 +312,15 @@ def test_links_that_settings_name_are_not_measured_ones() -> None:
     assert (world.measured.costs.latency_s, world.measured.costs.bandwidth) == (0.25, 5e6)
 
 
-def test_plans_are_judged_with_what_workers_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_judged_with_what_workers_put_off() -> None:
     """The share of weight gradients is measured where there are any, and saved for the next run."""
-    world, plans = World([2, 2]), []
+    world = World([2, 2])
     every = tuple(range(LAYERS))
     split = SplitBackward(every, (100,) * LAYERS, costs_of([1.0] * LAYERS), MemoryRule())
     world.protocol.split, world.protocol.running = split, executed(Assignment.of(world.placement), split)
-
-    def planned(*args: Any, **kwargs: Any) -> Decision:
-        plans.append((args[1], plan_change(*args, **kwargs)))
-        return plans[-1][1]
-
-    monkeypatch.setattr(rescheduler, "plan_change", planned)
     world.train(20)
-    costs, decision = plans[-1]
+    costs, decision = world.answered[-1].request.costs, world.answered[-1].decision
+    assert decision is not None
     assert [layer.weight_share for layer in costs.layers] == [pytest.approx(0.25)] * LAYERS
     assert decision.now.assignment.put_off == (0, 1)
     whole = plan_change(world.placement, costs, 80)
