@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +106,7 @@ class CheckpointCoordinator:
         self._pending: dict[int, _Pending] = {}
         self._newest = spec.newest
         self._committed = spec.step
+        self._incomplete = spec.step  # checkpoints up to this step may miss a shard for ever
         self._last: Save | None = None  # the checkpoint at which the run stops
         self._failed: dict[int, str] = {}  # step -> why it will have no checkpoint
         self._validation: dict[str, object] | None = None
@@ -122,6 +124,16 @@ class CheckpointCoordinator:
         """True if the checkpoint of a step is due, and may still come."""
         newest = max(self._newest, self._spec.step)  # those up to where it was resumed may lie in another directory
         return self._spec.orders.is_due(step) and step > newest and step not in self._failed
+
+    @property
+    def awaits_newest(self) -> bool:
+        """True if the newest checkpoint that is due will still come. Older ones, if they come, come before it."""
+        due = (step for step in range(self._committed, self._incomplete, -1) if self._spec.orders.is_due(step))
+        return any(self.awaits(step) for step in islice(due, 1))
+
+    def worker_lost(self) -> None:
+        """A worker is lost: what it had not written yet of checkpoints until now will not come."""
+        self._incomplete = self._committed
 
     def committed(self, step: int) -> None:
         """A step is committed."""

@@ -164,7 +164,7 @@ class Controller:
         self._rescheduler = Rescheduler(policy, measured, self.protocol, frequencies, self._roster)
         self._worker_states = WorkerStates(self.protocol, self._roster, self._replacements, self._rescheduler)
         self._keeps_best = settings.checkpoint.keep_best > 0
-        self._done_by: float | None = None  # all is trained, and the best checkpoint is waited for until this time
+        self._done_by: float | None = None  # all is trained, and checkpoints are waited for until this time
         self._admin = Administration(self.protocol, self._roster, self._replacements, log.observer, settings.elastic)
 
     def run(self) -> Outcome:
@@ -432,11 +432,13 @@ class Controller:
         return Record("early_stop", {"step": step, **about, "message": f"the run ends after step {step}: {why}"})
 
     def _end_if_saved(self, now: float) -> list[Action]:
-        """The end of a run whose result is there, once its best checkpoint is on the disk, if it keeps that."""
+        """The end of a run whose result is there, once its newest checkpoint is on the disk, and the best if it keeps
+        that."""
         if self._done_by is None:
             return []
         best = self._log.validations.ranked[: self._plan.settings.checkpoint.keep_best]
-        if now < self._done_by and any(self._checkpoints.awaits(step) for step in best):
+        is_awaited = self._checkpoints.awaits_newest or any(self._checkpoints.awaits(step) for step in best)
+        if now < self._done_by and is_awaited:
             return []
         return [End(RunFinished())]
 
@@ -463,7 +465,9 @@ class Controller:
         self._failures.worker_removed(rank)
         self._worker_states.removed(rank, lost=lost)
         self._roster.remove(rank)
-        if lost:  # it may live on: a process that is stopped, or that other machines cannot reach
+        if lost:
+            self._checkpoints.worker_lost()
+            # It may live on: a process that is stopped, or that other machines cannot reach
             self._io.kill(rank)
             self._io.disconnect(rank)
 
