@@ -6,22 +6,35 @@ again. Each does what the real one is documented to do as far as the scripts dep
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.processes import processes_with
-from tests.multiprocess.real_runs import Done
+from elaswave_spmd.conf.schema import ElasticSettings
+from elaswave_spmd.run_dir import read_metrics, read_summary
+from tests.multiprocess import patient_model
+from tests.multiprocess.real_runs import SMALL, Done, train, write_text
 from tests.waiting import PATIENCE_S, eventually
 
 ROOT = Path(__file__).parents[2]
+JOINS = "max_workers" in {field.name for field in dataclasses.fields(ElasticSettings)}
+"""True if agents join a run that goes on, and drain. Until then the tests of that are skipped."""
+
+DRAIN = "120" if JOINS else ""
+"""Seconds that an agent may take to drain on a busy machine."""
+
+WORDS = [*(word for word in SMALL if not word.startswith("run.dir=")), "train.steps=30", "train.validate_every=0"]
+"""Settings of the runs, but for their mesh, their directory and their model."""
 
 _SRUN = '''
 """A stand-in for Slurm's srun: it starts its tasks on this machine."""
@@ -146,11 +159,41 @@ class Engine:
                 os.kill(pid, signal.SIGKILL)
 
 
-def holds(script: Script, condition: object) -> None:
-    """Wait until a callable returns something true, while the script runs."""
-    assert callable(condition)
+def holds(script: Script, condition: Callable[[], object]) -> None:
+    """Wait until the condition holds, while the script runs."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert script.process.poll() is None, f"the script has ended early:\n{script.log.read_text()}"
         assert time.monotonic() < deadline, f"the condition does not hold:\n{script.log.read_text()}"
         time.sleep(0.02)
+
+
+def patient(engine: Engine) -> list[str]:
+    """Settings of a run that does not end before the file `go` is there."""
+    return [*WORDS, *patient_model.write(engine.folder, engine.folder / "go")]
+
+
+def steps(run_dir: Path) -> int:
+    return len(read_metrics(run_dir)) if (run_dir / "metrics.jsonl").exists() else 0
+
+
+def assert_same_bits(run_dir: Path, wanted: Path) -> None:
+    found, expected = read_metrics(run_dir), read_metrics(wanted)
+    assert [(line.step, line.loss_hex, line.grad_norm_hex) for line in found] == [
+        (line.step, line.loss_hex, line.grad_norm_hex) for line in expected
+    ]
+    assert read_summary(run_dir)["weights_sha256"] == read_summary(wanted)["weights_sha256"]
+
+
+def alone(folder: Path) -> Path:
+    """The directory of the same run on one worker, in an empty folder."""
+    (folder / "go").touch()
+    write_text(folder)
+    done = train(folder, *WORDS, "mesh=single", "run.dir=run", *patient_model.write(folder, folder / "go"))
+    assert done.code == 0, done.err
+    return folder / "run"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

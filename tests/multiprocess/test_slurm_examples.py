@@ -2,60 +2,44 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from elaswave_spmd.conf.schema import ElasticSettings
-from elaswave_spmd.run_dir import read_metrics, read_summary
-from tests.multiprocess import patient_model
-from tests.multiprocess.engine_stand_ins import ROOT, Engine, Script, holds
-from tests.multiprocess.real_runs import SMALL, train, write_text
+from elaswave_spmd.run_dir import read_metrics
+from tests.multiprocess.engine_stand_ins import (
+    DRAIN,
+    JOINS,
+    ROOT,
+    Engine,
+    Script,
+    alone,
+    assert_same_bits,
+    free_port,
+    holds,
+    patient,
+    steps,
+)
+from tests.multiprocess.real_runs import write_text
 
 SCRIPTS = ROOT / "examples" / "slurm"
-WORDS = [*(word for word in SMALL if not word.startswith("run.dir=")), "train.steps=30", "train.validate_every=0"]
 
 
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of the same run on one worker."""
-    folder = tmp_path_factory.mktemp("single")
-    (folder / "go").touch()
-    write_text(folder)
-    done = train(folder, *WORDS, "mesh=single", "run.dir=run", *patient_model.write(folder, folder / "go"))
-    assert done.code == 0, done.err
-    return folder / "run"
+    return alone(tmp_path_factory.mktemp("single"))
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Engine:
     write_text(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_CPUS_PER_TASK": "1", "PORT": str(port)}
-    return Engine(tmp_path, slurm | {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2"})
-
-
-def patient(engine: Engine) -> list[str]:
-    """Settings of a run that does not end before the file `go` is there."""
-    return [*WORDS, *patient_model.write(engine.folder, engine.folder / "go")]
-
-
-def steps(run_dir: Path) -> int:
-    return len(read_metrics(run_dir)) if (run_dir / "metrics.jsonl").exists() else 0
-
-
-def assert_same_bits(run_dir: Path, wanted: Path) -> None:
-    found, expected = read_metrics(run_dir), read_metrics(wanted)
-    assert [(line.step, line.loss_hex, line.grad_norm_hex) for line in found] == [
-        (line.step, line.loss_hex, line.grad_norm_hex) for line in expected
-    ]
-    assert read_summary(run_dir)["weights_sha256"] == read_summary(wanted)["weights_sha256"]
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_CPUS_PER_TASK": "1"}
+    nodes = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2"}
+    return Engine(tmp_path, slurm | nodes | {"PORT": str(free_port())})
 
 
 def time_limit(script: Script) -> None:
@@ -113,7 +97,7 @@ def test_what_is_refused_ends_the_job_and_is_not_queued_again(engine: Engine) ->
 
 
 def test_a_run_goes_on_without_an_agent_that_is_preempted(engine: Engine, wanted: Path) -> None:
-    shared = {"SHARED": str(engine.folder / "shared"), "PAUSE": "0.1", "AGENTS": "1", "DRAIN": ""}
+    shared = {"SHARED": str(engine.folder / "shared"), "PAUSE": "0.1", "AGENTS": "1", "DRAIN": DRAIN}
     run_dir = engine.folder / "shared" / "run"
     words = ["mesh=dp2", "runtime.local_workers=1", *patient(engine)]
     with engine.start(["bash", str(SCRIPTS / "controller.sh"), *words], shared) as controller:
@@ -130,12 +114,9 @@ def test_a_run_goes_on_without_an_agent_that_is_preempted(engine: Engine, wanted
     assert_same_bits(run_dir, wanted)
 
 
-JOINS = "max_workers" in {field.name for field in dataclasses.fields(ElasticSettings)}
-
-
 @pytest.mark.skipif(not JOINS, reason="agents of this version do not join a run that goes on")
 def test_agents_that_are_preempted_join_the_run_again(engine: Engine, wanted: Path) -> None:
-    shared = {"SHARED": str(engine.folder / "shared"), "PAUSE": "0.1", "DRAIN": "120"}
+    shared = {"SHARED": str(engine.folder / "shared"), "PAUSE": "0.1", "DRAIN": DRAIN}
     run_dir = engine.folder / "shared" / "run"
     agents = ["bash", str(SCRIPTS / "agents.sh")]
     words = ["mesh=dp1", "elastic.max_workers=2", *patient(engine)]
