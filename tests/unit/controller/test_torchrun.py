@@ -15,6 +15,8 @@ from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller import agent
 from elaswave_spmd.controller.torchrun import PORT, VARIABLES, End, Run, Serve, start_of, take_out
 from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.runtime.devices import Island
+from elaswave_spmd.runtime.devices.kinds.xla import KIND as XLA
 
 TWO = ["mesh=dp4", "runtime.token_file=/home/me/token", "run.dir=runs/two"]
 
@@ -231,6 +233,14 @@ def test_the_variables_are_taken_out_and_no_others() -> None:
     environment = variables(0, 2) | {"HOME": "/home/me", "OMP_NUM_THREADS": "1", "MASTER": "x"}
     take_out(environment)
     assert environment == {"HOME": "/home/me", "OMP_NUM_THREADS": "1", "MASTER": "x"}
+
+
+def test_torch_xla_does_not_see_them() -> None:
+    environment, island = variables(0, 2), Island(1, 1)
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2 is set"):
+        XLA.environment(environment, island)
+    take_out(environment)
+    assert not set(VARIABLES) & set(environment | XLA.environment(environment, island))
 
 
 @pytest.mark.parametrize("words", [[], ["--cfg", "job"]])
