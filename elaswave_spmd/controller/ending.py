@@ -22,8 +22,7 @@ from elaswave_spmd.run_dir.directory import SUMMARY
 from elaswave_spmd.runtime.processes.stop_signals import Signalled
 
 _OF_NODES = (
-    *("runtime.rendezvous", "runtime.agents", "runtime.local_workers", "runtime.agent_workers", "runtime.token_file"),
-    "runtime.launcher",
+    *("runtime.rendezvous", "runtime.agents", "runtime.local_workers", "runtime.agent_workers", "runtime.launcher"),
 )
 """What a command that torchrun starts on all nodes does not take from the run that it resumes."""
 

@@ -113,21 +113,19 @@ def start_of(words: Sequence[str], environment: Mapping[str, str]) -> Start:
         "runtime.transport": "tcp",
     }
     words = [*words, *(f"{name}={value}" for name, value in derived.items() if name not in named)]
+    # An agent of a run that is resumed reads its settings as well: its workers will read their state from there.
+    settings = _shared_out(settings_from(words), named, place)
+    runtime = settings.runtime
     if place.rank == 0:
-        settings = _shared_out(settings_from(words), named, place)
-        runtime = settings.runtime
         return Run(
             settings,
             f"torchrun: rank 0 of {place.num_nodes} nodes, the controller: it meets {runtime.agents} agents at "
             f"{runtime.rendezvous}",
         )
-    settings = _shared_out(_settings_of_agent(words, named), named, place)
-    runtime = settings.runtime
-    assert runtime.rendezvous is not None and runtime.token_file is not None, "checked with the words"
-    places = runtime.agent_workers
+    assert runtime.rendezvous is not None and runtime.token_file is not None, "checked with the settings"
     return Serve(
         (
-            *(runtime.rendezvous, "--token-file", runtime.token_file, "--workers", str(places)),
+            *(runtime.rendezvous, "--token-file", runtime.token_file, "--workers", str(runtime.agent_workers)),
             *("--timeout", f"{runtime.agents_timeout:g}"),
         ),
         f"torchrun: rank {place.rank} of {place.num_nodes} nodes, an agent of the run at {runtime.rendezvous}",
@@ -249,29 +247,6 @@ def _check_words(words: Sequence[str], named: set[str], place: Place) -> None:
             where="run.dir",
             fix="run.dir=runs/NAME",
         )
-
-
-def _settings_of_agent(words: Sequence[str], named: set[str]) -> Settings:
-    """The settings of the run, on a node that may not have the directory of the run that is resumed.
-
-    Raises:
-        ConfigError: they are needed from there, or cannot be.
-    """
-    if not _gives(words, "train.resume"):
-        return settings_from(words)
-    if {"runtime.agent_workers", "runtime.token_file"} <= named:
-        return settings_from(
-            [word for word in words if not named_settings([word]) & {"train.resume", "train.resume_at"}]
-        )
-    try:
-        return settings_from(words)
-    except ConfigError as error:
-        raise ConfigError(
-            error.what,
-            rule="an agent's node learns from the run that is resumed how many workers it has a place for",
-            where=error.where,
-            fix="a directory that all nodes see; or runtime.agent_workers=N runtime.token_file=FILE",
-        ) from error
 
 
 def _shared_out(settings: Settings, named: set[str], place: Place) -> Settings:

@@ -81,11 +81,14 @@ def test_a_run_that_was_resumed_repeats_what_was_named_then(good: set[Path]) -> 
     ]
 
 
-def test_nodes_of_torchrun_are_told_again_what_they_need_before_they_see_the_run(good: set[Path]) -> None:
+def test_what_torchruns_nodes_derive_anew_is_repeated_if_it_was_named(good: set[Path]) -> None:
     run_dir = Path("/runs/a")
     good.add(run_dir)
-    of_nodes = ("runtime.token_file=token", "runtime.rendezvous=node0:7", "runtime.agent_workers=2")
-    typed = Command(("python", "-m", "elaswave_spmd", "train"), ("mesh=dp4", *of_nodes, "run.dir=/runs/a"))
+    of_nodes = ("runtime.rendezvous=node0:7", "runtime.agent_workers=2")
+    typed = Command(
+        ("python", "-m", "elaswave_spmd", "train"),
+        ("mesh=dp4", "runtime.token_file=token", *of_nodes, "run.dir=/runs/a"),
+    )
     runtime = RuntimeSettings(
         transport="tcp", rendezvous="node0:7", agents=1, token_file="token", agent_workers=2, launcher="torchrun"
     )

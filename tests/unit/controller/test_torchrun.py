@@ -220,13 +220,10 @@ def test_a_resumed_run_meets_where_torchrun_has_started_it_now(tmp_path: Path) -
     assert alone.runtime.launcher == "auto" and alone.runtime.rendezvous == f"node0:{PORT}"
 
 
-def test_an_agent_needs_no_directory_of_the_run_if_it_is_told_what_it_would_read_there(tmp_path: Path) -> None:
-    words = [f"train.resume={tmp_path / 'elsewhere'}"]
-    with pytest.raises(ConfigError) as caught:
-        start_of(words, variables(1, 2))
-    assert "elsewhere" in caught.value.what and "runtime.agent_workers=N" in caught.value.fix
-    start = start_of([*words, "runtime.agent_workers=3", "runtime.token_file=token"], variables(1, 2))
-    assert isinstance(start, Serve) and start.arguments[2:5] == ("token", "--workers", "3")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_node_that_does_not_see_the_run_that_is_resumed_is_refused(tmp_path: Path, rank: int) -> None:
+    with pytest.raises(ConfigError, match="elsewhere"):
+        start_of([f"train.resume={tmp_path / 'elsewhere'}", *TWO[:2]], variables(rank, 2))
 
 
 def test_the_variables_are_taken_out_and_no_others() -> None:
