@@ -124,19 +124,31 @@ def _train() -> int:
         if not show:
             _first_line()
         with signals.held():  # inside Hydra an exception of ours can turn into another one
-            settings = _settings(words)
+            from elaswave_spmd.controller.torchrun import Run, Serve, start_of, take_out  # imports Hydra
+
+            start = start_of(words, os.environ)
         signals.check()
         if show:
             with _reader_may_leave():
-                print(settings.to_yaml(), end="")
+                print(start.settings.to_yaml() if isinstance(start, Run) else "", end="")
             return DONE
-        return _run(settings, signals)
+        if start.told:  # torchrun has started this process
+            _line(start.told)
+            take_out(os.environ)
+        if isinstance(start, Run):
+            return _run(start.settings, signals)
+    # Outside the `with`: an agent answers signals in its own way.
+    return _serve(start.arguments, "elaswave-spmd") if isinstance(start, Serve) else DONE
 
 
 def _first_line() -> None:
     """Something to see at once: what is imported next takes seconds."""
+    _line(FIRST_LINE)
+
+
+def _line(text: str) -> None:
     with contextlib.suppress(OSError):  # the reader has left already; the run goes on without one
-        print(FIRST_LINE, flush=True)
+        print(text, flush=True)
 
 
 def _takes_out(words: list[str], flag: list[str]) -> bool:
@@ -146,12 +158,6 @@ def _takes_out(words: list[str], flag: list[str]) -> bool:
             del words[start : start + len(flag)]
             return True
     return False
-
-
-def _settings(words: Sequence[str]) -> Settings:
-    from elaswave_spmd.conf.compose import settings_from
-
-    return settings_from(words)
 
 
 def _run(settings: Settings, signals: StopSignals) -> int:
@@ -165,12 +171,17 @@ def _run(settings: Settings, signals: StopSignals) -> int:
 
 
 def _agent(program: str) -> int:
+    return _serve(sys.argv[1:], program)
+
+
+def _serve(arguments: Sequence[str], program: str) -> int:
+    """Run an agent."""
     from elaswave_spmd.runtime.devices import check_usable
 
     check_usable("cpu")  # that torch can be imported; the run's own device is known once the controller sends it
     from elaswave_spmd.controller import agent  # imports torch
 
-    return agent.main(sys.argv[1:], program)
+    return agent.main(arguments, program)
 
 
 def _ctl(program: str) -> int:

@@ -51,6 +51,7 @@ TUTORIALS = tuple(
         "from_python",
         "when_workers_die",
         "several_machines",
+        "engines",
         "report",
         "training",
         "resume",

@@ -69,6 +69,12 @@ def named_settings(words: Sequence[str]) -> set[str]:
     return {setting_of(word) for word in words}
 
 
+def given_value(words: Sequence[str], name: str, default: object) -> object:
+    """The value that the words of a command line give to a setting, before any of its checks; or the default."""
+    values = [parsed.value() for word in words if (parsed := _parsed(word, own=True)).key_or_group == name]
+    return values[-1] if values else default
+
+
 def setting_of(word: str) -> str:
     """The setting or group that one word of a command line names: "train.steps", "mesh"."""
     return _parsed(word, own=True).key_or_group

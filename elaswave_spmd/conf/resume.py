@@ -16,7 +16,10 @@ CONFIG = "config.yaml"
 
 _WHOLE = ("mesh",)  # groups whose settings exclude each other: naming one names them all
 _NOT_TAKEN_OVER = ("chaos", "run")  # injected faults and the directory belong to one command line
-_OF_RESUMING = ("resume", "resume_at", "reschedule")  # settings of `train` that say how that run was resumed itself
+_OF_ONE_COMMAND = {
+    "train": ("resume", "resume_at", "reschedule"),  # how that run was resumed itself
+    "runtime": ("launcher",),  # what had started its command
+}
 
 
 def merge(saved: Mapping[str, Any], composed: Mapping[str, Any], named: Iterable[str]) -> dict[str, Any]:
@@ -30,8 +33,9 @@ def merge(saved: Mapping[str, Any], composed: Mapping[str, Any], named: Iterable
     found: dict[str, Any] = copy.deepcopy(dict(saved))
     for name in _NOT_TAKEN_OVER:
         found[name] = composed[name]
-    for name in _OF_RESUMING:
-        found.setdefault("train", {}).pop(name, None)
+    for group, names in _OF_ONE_COMMAND.items():
+        for name in names:
+            found.setdefault(group, {}).pop(name, None)
     # Groups come first: `model.layers=2 model=llama_tiny` is llama_tiny with 2 layers in any order.
     for name in sorted(dict.fromkeys(named), key=lambda n: n.count(".")):
         path = name.split(".")

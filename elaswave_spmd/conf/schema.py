@@ -31,6 +31,7 @@ XLA, EMULATED = "xla", "emulated"
 DEVICES = ("cpu", "cuda", "npu", XLA, EMULATED)
 DTYPES = ("fp32", "bf16")
 TRANSPORTS = ("shm", "ipc", "tcp")
+TORCHRUN, NONE = "torchrun", "none"
 LINKS, GROUP = "links", "group"
 COLLECTIVES = (LINKS, GROUP)
 
@@ -44,6 +45,7 @@ _COMPUTED_AT = CHAOS_POINTS[:6]
 AUTO = "auto"
 LIVE, PLAIN = "live", "plain"
 DISPLAYS = (AUTO, LIVE, PLAIN)
+LAUNCHERS = (AUTO, TORCHRUN, NONE)
 
 VERIFY_ACTIONS = ("evict", "rollback", "report", "stop")
 
@@ -371,6 +373,9 @@ class RuntimeSettings(Section, group="runtime"):
     Several machines: the controller listens at `rendezvous`, where agents find it. `local_workers` run beside the
     controller, the others are assigned to the agents. `token_file` holds the secret that all of them share.
 
+    `launcher`: docs/engines.md says which variables of torchrun are followed, and when. It belongs to one command: a
+    run that is resumed does not inherit it.
+
     `encryption` is for `transport=tcp`; what it protects and what it costs is in docs/security.md.
     """
 
@@ -393,6 +398,12 @@ class RuntimeSettings(Section, group="runtime"):
         None, "workers on the controller's machine; null: those that the agents have no place for", at_least=0
     )
     token_file: str | None = setting(None, "file with the secret that controller and agents share, mode 0600")
+    launcher: str = setting(
+        AUTO, "auto: torchrun's variables are followed where it has started several processes", choices=LAUNCHERS
+    )
+    agent_workers: int | None = setting(
+        None, "places of each agent that torchrun starts; null: an equal share of the workers", at_least=1
+    )
 
     def check_rules(self) -> None:
         if self.rendezvous is None:
@@ -401,7 +412,12 @@ class RuntimeSettings(Section, group="runtime"):
             self._check_several_machines(self.rendezvous)
 
     def _check_one_machine(self) -> None:
-        given = {"agents": self.agents or None, "local_workers": self.local_workers, "token_file": self.token_file}
+        given = {
+            "agents": self.agents or None,
+            "local_workers": self.local_workers,
+            "token_file": self.token_file,
+            "agent_workers": self.agent_workers,
+        }
         for name, value in given.items():
             if value is not None:
                 override = checks.override(f"runtime.{name}", value)

@@ -11,15 +11,20 @@ import shlex
 import shutil
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.conf.schema import TORCHRUN, Settings
 from elaswave_spmd.controller.io import newest_checkpoint
 from elaswave_spmd.errors import RunError, StoppedBySignal, UserError, headline_of
 from elaswave_spmd.run_dir.directory import SUMMARY
 from elaswave_spmd.runtime.processes.stop_signals import Signalled
+
+_OF_NODES = (
+    *("runtime.rendezvous", "runtime.agents", "runtime.local_workers", "runtime.agent_workers", "runtime.launcher"),
+)
+"""What a command that torchrun starts on all nodes does not take from the run that it resumes."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,9 @@ class Command:
             program = [name, *program[2:]]
         return cls(tuple(program), words)
 
-    def resuming(self, run_dir: Path, *, was_resumed: bool, into: Path | None = None) -> str:
+    def resuming(
+        self, run_dir: Path, *, was_resumed: bool, into: Path | None = None, also: Collection[str] = ()
+    ) -> str:
         """The command that goes on from the newest checkpoint in `run_dir`, as it is typed into a shell.
 
         A run's settings are in its directory. Repeated are those that are not: what belongs to one command (`run.*`),
@@ -55,6 +62,7 @@ class Command:
         Args:
             was_resumed: this command went on with the run in `run_dir`.
             into: another directory to go on in.
+            also: names of settings that are repeated as well.
         """
         # Hydra: only a command line has it loaded already.
         from elaswave_spmd.conf.compose import setting_of, word_of
@@ -63,7 +71,8 @@ class Command:
         for word in self.words:
             name = setting_of(word)
             group = name.partition(".")[0]
-            if name not in ("train.resume", "run.dir") and group != "chaos" and (was_resumed or group == "run"):
+            is_kept = was_resumed or group == "run" or name in also
+            if name not in ("train.resume", "run.dir") and group != "chaos" and is_kept:
                 kept.append(word)
         folder = () if into is None else (word_of("run.dir", str(into)),)
         return shlex.join((*self.program, word_of("train.resume", str(run_dir)), *folder, *kept))
@@ -84,7 +93,9 @@ class Call:
     model: str | None = None
     data: str | None = None
 
-    def resuming(self, run_dir: Path, *, was_resumed: bool, into: Path | None = None) -> str:
+    def resuming(
+        self, run_dir: Path, *, was_resumed: bool, into: Path | None = None, also: Collection[str] = ()
+    ) -> str:
         """The call that goes on from the newest checkpoint in `run_dir`; as for `Command.resuming`."""
         given = {"resume": repr(str(run_dir)), "model": self.model, "data": self.data}
         given["run_dir"] = None if into is None else repr(str(into))
@@ -145,11 +156,19 @@ class Ending:
             command = self.command.again()
         else:
             into = self.run_dir.with_name(f"{self.run_dir.name}_2") if taken else None
-            command = self.command.resuming(folder, was_resumed=folder == earlier, into=into)
+            also = _OF_NODES if self._is_of_nodes else ()
+            command = self.command.resuming(folder, was_resumed=folder == earlier, into=into, also=also)
         agents = ", and its agents again" if self.settings.runtime.agents else ""
+        if self._is_of_nodes:
+            agents = ", by torchrun on all nodes"
         known = str(checkpoint.path) in str(self.error)
         lines = [] if known else [f"newest checkpoint: {checkpoint.path}, after step {checkpoint.step}"]
         return [*lines, f"resume with: {command}{agents}"]
+
+    @property
+    def _is_of_nodes(self) -> bool:
+        """True if torchrun has started the command, and agents on other nodes."""
+        return self.settings.runtime.launcher == TORCHRUN and self.settings.runtime.rendezvous is not None
 
     def exit_code(self, number: int | None) -> int:
         """The exit code; `number`: of the first signal that asked the run to end."""

@@ -58,7 +58,7 @@ WITHOUT_TORCH = (
         "simulator",
         "callbacks",
     ),
-    *("cli", "controller.admin_client", "runtime.devices.selection"),
+    *("cli", "controller.admin_client", "controller.torchrun", "runtime.devices.selection"),
     *("weights.resolve", "weights.export_command", "weights.generate_command"),
     *("report.report_command", "demo.demo_command", "simulator.plan_command", "simulator.simulate_command"),
 )

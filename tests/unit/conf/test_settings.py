@@ -90,6 +90,7 @@ BAD = [
     ("runtime.host", ""), ("runtime.rendezvous", "node0"), ("runtime.rendezvous", "node0:70000"),
     ("runtime.agents", -1),
     ("runtime.agents_timeout", 0), ("runtime.local_workers", -1), ("runtime.token_file", ""),
+    ("runtime.launcher", "mpirun"), ("runtime.launcher", None), ("runtime.agent_workers", 0),
     ("run.dir", ""), ("run.dir", ["a"]), ("run.tensorboard", 1), ("run.tensorboard", None),
     ("run.trace", "yes"), ("run.callbacks", "my_file.MyCallback"), ("run.display", "bar"), ("run.display", None),
     ("run.trackers", ["tensorboard"]), ("run.trackers", ["wandb", "wandb"]),

@@ -12,7 +12,7 @@ import pytest
 
 from elaswave_spmd.conf.compose import settings_from
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
-from elaswave_spmd.conf.schema import RunSettings, Settings, TrainSettings
+from elaswave_spmd.conf.schema import RunSettings, RuntimeSettings, Settings, TrainSettings
 from elaswave_spmd.controller import ending as module
 from elaswave_spmd.controller.ending import Command, Ending
 from elaswave_spmd.errors import FilesError, RunError, StoppedBySignal, WorkerError
@@ -79,6 +79,23 @@ def test_a_run_that_was_resumed_repeats_what_was_named_then(good: set[Path]) -> 
         *("elaswave-spmd", "train", "train.resume=/runs/a"),
         *("mesh=dp3", "+model.args.x=[1,2]", "run.tensorboard=false"),
     ]
+
+
+def test_what_torchruns_nodes_derive_anew_is_repeated_if_it_was_named(good: set[Path]) -> None:
+    run_dir = Path("/runs/a")
+    good.add(run_dir)
+    of_nodes = ("runtime.rendezvous=node0:7", "runtime.agent_workers=2")
+    typed = Command(
+        ("python", "-m", "elaswave_spmd", "train"),
+        ("mesh=dp4", "runtime.token_file=token", *of_nodes, "run.dir=/runs/a"),
+    )
+    runtime = RuntimeSettings(
+        transport="tcp", rendezvous="node0:7", agents=1, token_file="token", agent_workers=2, launcher="torchrun"
+    )
+    *_, last = Ending(RunError("x"), Settings(runtime=runtime), typed, run_dir).lines()
+    command, comma, rest = last.partition(", ")
+    assert shlex.split(command.removeprefix("resume with: "))[4:] == ["train.resume=/runs/a", *of_nodes]
+    assert (comma, rest) == (", ", "by torchrun on all nodes")
 
 
 @pytest.mark.parametrize("name", ["a b", " a", "lr=0.1", "a,b", "b(1)", "it's", 'a"b', "ü", "a~#&!", "a[0]{1}", "a\\"])
