@@ -41,7 +41,7 @@ def main(arguments: Sequence[str], program: str) -> int:
     options = _parse(arguments, program)
     request: dict[str, object] = {"command": options.command}
     if options.command == "add":
-        request["count"] = options.count
+        request |= {"count": options.count} | ({"host": options.host} if options.host else {})
     elif options.command == "drain":
         request["ranks"] = options.ranks
     answer = ask(options.run, request)
@@ -132,6 +132,12 @@ def status_rows(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows += [("newcomers", ", ".join(_worker(rank, pids) for rank in newcomers[:_SHOWN]))] if newcomers else []
     spares = [f"{_worker(w['rank'], pids)}{'' if w['ready'] else ', starting'}" for w in answer["spares"][:_SHOWN]]
     rows += [("spares", "; ".join(spares))] if spares else []
+    for host in answer.get("hosts", ()):
+        places = "" if host["places"] is None else f", {count(host['places'], 'place')}"
+        ranks = f"workers {format_ints(host['ranks'])}" if host["ranks"] else "no workers"
+        rows.append(
+            ("host", f"{host['host']}: {ranks}{places}" + (", preparing" if host["state"] == "preparing" else ""))
+        )
     rows += [(name, format_ints(answer[name])) for name in ("leaving", "learners") if answer[name]]
     rows += [("losses", answer["unsurvived"])] if answer["unsurvived"] else []
     return rows + [("event" if not i else "", event["text"]) for i, event in enumerate(answer["events"])]
@@ -177,6 +183,7 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     commands.add_parser("status", parents=[answers], help="how far it is, its workers, its last events")
     add = commands.add_parser("add", parents=[answers], help="start N more workers")
     add.add_argument("count", type=int, metavar="N")
+    add.add_argument("--host", metavar="NAME", help="on this machine; default: where agents have most room, else here")
     drain = commands.add_parser("drain", parents=[answers], help="let workers go; nothing is computed again")
     drain.add_argument("ranks", type=int, nargs="+", metavar="RANK")
     return parser.parse_args(arguments)

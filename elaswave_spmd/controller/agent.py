@@ -154,7 +154,8 @@ class Agent:
         """Wait for messages and for ends of workers, and handle them. Returns True when the run is over."""
         select.select([self._mailbox, self._fork_server], [], [], _LOOK_S)
         self._report_refusals()
-        if any([self._handle(item) for item in self._mailbox.take_all()]):  # a list: all of them are handled
+        # After the order to end nothing counts: the end of the controller's link may have come right behind it.
+        if any(self._handle(item) for item in self._mailbox.take_all()):
             return True
         self._report_exits(self._fork_server.poll())
         return False

@@ -18,6 +18,7 @@ from elaswave_spmd.recovery import actions as protocol_actions
 from elaswave_spmd.recovery.messages import AnyMessage
 from elaswave_spmd.recovery.reconfiguration import Goal
 from elaswave_spmd.run_dir.manifest import Manifest
+from elaswave_spmd.runtime.processes.agents import AgentCame, AgentGone, AgentReady
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.transport.mailbox import Request
 
@@ -128,6 +129,9 @@ Event: TypeAlias = (
     | MoveRequested
     | Rejected
     | StopRequested
+    | AgentCame
+    | AgentReady
+    | AgentGone
     | Tick
 )
 
@@ -175,10 +179,35 @@ Outcome: TypeAlias = RunFinished | RunStopped | RestartFrom
 
 @dataclass(frozen=True)
 class Spawn:
-    """Start these workers. Each sends Ready when it can be given work."""
+    """Start these workers. Each sends Ready when it can be given work.
+
+    Args:
+        host: of newcomers, the machine that was asked for; None: where there is most room.
+    """
 
     ranks: tuple[int, ...]
     newcomers: bool = True
+    host: str | None = None
+
+
+@dataclass(frozen=True)
+class AdmitAgent:
+    """Have an agent that has asked to join prepare for the run."""
+
+    peer: int
+
+
+@dataclass(frozen=True)
+class UsePlaces:
+    """Start workers on agents that have come, as far as they are to be used, once what was decided before is done."""
+
+
+@dataclass(frozen=True)
+class RefuseAgent:
+    """Have an agent that has asked to join end, with this error."""
+
+    peer: int
+    error: UserError
 
 
 @dataclass(frozen=True)
@@ -289,6 +318,9 @@ class End:
 Action: TypeAlias = (
     protocol_actions.ProtocolAction
     | Spawn
+    | AdmitAgent
+    | RefuseAgent
+    | UsePlaces
     | Connect
     | RecordLostWorker
     | Kill

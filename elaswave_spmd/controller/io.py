@@ -49,8 +49,9 @@ from elaswave_spmd.run_dir.journal import Journal
 from elaswave_spmd.run_dir.manifest import Manifest
 from elaswave_spmd.runtime.devices.group_store import GroupStore, group_host
 from elaswave_spmd.runtime.processes import death_watch
+from elaswave_spmd.runtime.processes.agents import AgentNews, Agents
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
-from elaswave_spmd.runtime.processes.launcher import Launcher
+from elaswave_spmd.runtime.processes.launcher import Launcher, Machine
 from elaswave_spmd.runtime.processes.rendezvous import is_loopback, resolve_address
 from elaswave_spmd.runtime.processes.scratch import remove_with
 from elaswave_spmd.runtime.processes.stop_signals import signal_name
@@ -107,8 +108,20 @@ class ControllerIO(Protocol):
         """Close the link to a worker at once."""
         ...
 
-    def spawn(self, rank: int) -> Spawned:
-        """Start a worker."""
+    def spawn(self, rank: int, host: str | None = None) -> Spawned:
+        """Start a worker; `host`: of a newcomer, the machine that was asked for."""
+        ...
+
+    def machines(self) -> tuple[Machine, ...]:
+        """The machines of the run as they are now; none if it cannot have others than this one."""
+        ...
+
+    def admit_agent(self, peer: int) -> None:
+        """Have an agent that has asked prepare; AgentReady or AgentGone is among later events. Never waits."""
+        ...
+
+    def refuse_agent(self, peer: int, error: UserError) -> None:
+        """Have an agent that has asked end. Never waits."""
         ...
 
     def kill(self, rank: int) -> None:
@@ -289,10 +302,27 @@ class ProcessIO:
     def disconnect(self, rank: int) -> None:
         self._links.drop(rank)
 
-    def spawn(self, rank: int) -> Spawned:
-        pid = self._launcher.spawn(rank, WorkerSpec(rank, self._spec, self._mutex_of(rank)).to_dict())
-        domain = self._launcher.domain_of(rank) if isinstance(self._launcher, Launcher) else None
-        return Spawned(pid, domain)
+    def spawn(self, rank: int, host: str | None = None) -> Spawned:
+        spec = WorkerSpec(rank, self._spec, self._mutex_of(rank)).to_dict()
+        if not isinstance(self._launcher, Launcher):
+            return Spawned(self._launcher.spawn(rank, spec))
+        pid = self._launcher.spawn(rank, spec, host)
+        return Spawned(pid, self._launcher.domain_of(rank))
+
+    def machines(self) -> tuple[Machine, ...]:
+        return self._launcher.machines if isinstance(self._launcher, Launcher) else ()
+
+    def admit_agent(self, peer: int) -> None:
+        if (agents := self._agents) is not None:
+            agents.admit(peer)
+
+    def refuse_agent(self, peer: int, error: UserError) -> None:
+        if (agents := self._agents) is not None:
+            agents.refuse(peer, error)
+
+    @property
+    def _agents(self) -> Agents | None:
+        return self._launcher.agents if isinstance(self._launcher, Launcher) else None
 
     def kill(self, rank: int) -> None:
         self._launcher.signal(rank, signal.SIGKILL)
@@ -301,8 +331,8 @@ class ProcessIO:
         self._links.reject(reason)
 
     def last_rejections(self) -> list[Rejected]:
-        if isinstance(self._launcher, Launcher) and self._launcher.agents is not None:
-            self._launcher.agents.request_exits()  # with which they tell their refusals
+        if (agents := self._agents) is not None:
+            agents.request_exits()  # with which they tell their refusals
         self._look_at = 0.0
         return self._rejections()
 
@@ -361,12 +391,13 @@ class ProcessIO:
         """Signals that have come since the last call."""
         return [self._stops.popleft() for _ in range(len(self._stops))]
 
-    def _ended(self) -> list[WorkerEnded]:
-        """Ends of processes that were noticed since the last call."""
+    def _ended(self) -> list[WorkerEnded | AgentNews]:
+        """Ends of processes that were noticed since the last call, and news of agents."""
         now = time.monotonic()
         exits = self._launcher.poll() if select.select([self._launcher], [], [], 0)[0] else []
         found = [self._deaths.popleft() for _ in range(len(self._deaths))]
-        return found + [WorkerEnded(exited.rank, str(exited), now, exited) for exited in exits]
+        news = self._agents.take_news() if self._agents is not None else []
+        return [*found, *(WorkerEnded(exited.rank, str(exited), now, exited) for exited in exits), *news]
 
     def _decode(self, envelope: Envelope) -> Received | None:
         """The message; None if it is none, which is counted."""
@@ -381,7 +412,7 @@ class ProcessIO:
         if (now := time.monotonic()) < self._look_at:
             return []
         self._look_at = now + _LOOK_S
-        agents = self._launcher.agents if isinstance(self._launcher, Launcher) else None
+        agents = self._agents
         counts = Counter(self._links.rejected) + Counter(agents.rejected if agents is not None else {})
         if counts == self._rejected:
             return []

@@ -22,6 +22,10 @@ from elaswave_spmd.controller.checkpoints import CheckpointCoordinator, Checkpoi
 from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.events import (
     Action,
+    AdmitAgent,
+    AgentCame,
+    AgentGone,
+    AgentReady,
     Connect,
     End,
     Event,
@@ -36,6 +40,7 @@ from elaswave_spmd.controller.events import (
     Received,
     Record,
     RecordLostWorker,
+    RefuseAgent,
     Rejected,
     Reply,
     ReportExits,
@@ -44,11 +49,13 @@ from elaswave_spmd.controller.events import (
     Spawn,
     StopRequested,
     Tick,
+    UsePlaces,
     WorkerEnded,
     WriteManifest,
 )
 from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, Stopping
 from elaswave_spmd.controller.io import ControllerIO
+from elaswave_spmd.controller.machines import Machines
 from elaswave_spmd.controller.model_checks import ModelChecks, split_of_emulated
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.replica_verification import ReplicaVerifier
@@ -147,6 +154,9 @@ class Controller:
         )
         self._supervision = Supervision(settings.timeouts, now)
         self._replacements = Replacements(ReplacementPolicy.from_settings(settings.elastic), self._roster)
+        self._machines = Machines(
+            settings.elastic, self.protocol, self._roster, self._replacements, plan.placement.mesh.num_workers
+        )
         self._failures = FailureHandler(
             FailurePolicy.from_settings(settings),
             self.protocol,
@@ -163,7 +173,9 @@ class Controller:
         self._worker_states = WorkerStates(self.protocol, self._roster, self._replacements, self._rescheduler)
         self._keeps_best = settings.checkpoint.keep_best > 0
         self._done_by: float | None = None  # all is trained, and the best checkpoint is waited for until this time
-        self._admin = Administration(self.protocol, self._roster, self._replacements, log.observer, settings.elastic)
+        self._admin = Administration(
+            self.protocol, self._roster, self._replacements, self._machines, log.observer, settings.elastic
+        )
 
     def run(self) -> Outcome:
         """Run until the job has finished, has stopped, or must begin again.
@@ -251,8 +263,15 @@ class Controller:
                 # No loss by itself: mostly the worker's process ended too, which comes as WorkerEnded. If its
                 # heartbeats go on, the link alone was lost (BrokenLinks).
                 self._failures.link_closed(peer)
+            case AgentCame():
+                return self._machines.came(event)
+            case AgentReady():
+                # Those who are missing come first. Their starts are carried out before places are counted.
+                return [*self._machines.ready(event), *self._failures.replace_lost(now), UsePlaces()]
+            case AgentGone():
+                return self._machines.gone(event)
             case Request():
-                return self._admin.answer(event)
+                return self._admin.answer(event, self._io.machines())
             case MoveRequested(goal):
                 return self.protocol.rebalance(goal)
             case Tick():
@@ -332,8 +351,10 @@ class Controller:
         """Deadlines: workers that hang or do not start, a last checkpoint. Workers that are started by now."""
         free = self.protocol.free_to_leave if self._supervision.has_leavers else ()
         suspects = self._supervision.tick(now, self.protocol.unanswered, free)
-        actions = self._failures.suspected(suspects, now)
-        return [*actions, *self._failures.replace_lost(now), *self._stopping.check(now), *self._end_if_saved(now)]
+        actions = [*self._failures.suspected(suspects, now), *self._failures.replace_lost(now)]
+        if self._machines.has_arrivals:
+            actions.append(UsePlaces())
+        return [*actions, *self._stopping.check(now), *self._end_if_saved(now)]
 
     # ---- carrying actions out
 
@@ -361,8 +382,14 @@ class Controller:
                 for receivers, header in self._packer.encoded(ranks, message):
                     for rank in receivers:
                         io.send(rank, header)
-            case Spawn(ranks, newcomers):
-                self._spawn(ranks, newcomers)
+            case Spawn(ranks, newcomers, host):
+                self._spawn(ranks, newcomers, host)
+            case UsePlaces():
+                return self._machines.use_places(io.machines())
+            case AdmitAgent(peer):
+                io.admit_agent(peer)
+            case RefuseAgent(peer, error):
+                io.refuse_agent(peer, error)
             case Connect(rank, address, holds_mutex):
                 io.connect(rank, address, holds_mutex=holds_mutex)
             case RemoveMember(rank, lost):
@@ -443,10 +470,10 @@ class Controller:
         known = [self._verifier.trusted, self._sum_verifier.trusted, agreed]
         return min((version for version in known if version is not None), default=None)
 
-    def _spawn(self, ranks: Iterable[int], newcomers: bool) -> None:
+    def _spawn(self, ranks: Iterable[int], newcomers: bool, host: str | None) -> None:
         for rank in ranks:
             self._supervision.expect(rank, joins=self.protocol.started)
-            spawned = self._io.spawn(rank)
+            spawned = self._io.spawn(rank, host)
             self._roster.add(rank, spawned.pid)
             if newcomers:
                 self.protocol.expect(rank, spawned.domain)

@@ -40,6 +40,7 @@ from elaswave_spmd.controller.io import Spawned
 from elaswave_spmd.controller.resume import ResumePoint
 from elaswave_spmd.controller.run_log import RunLog
 from elaswave_spmd.data import PreparedData
+from elaswave_spmd.errors import UserError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast, EpochBegun, Save, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import Policy
@@ -47,6 +48,7 @@ from elaswave_spmd.run_dir import RunObserver
 from elaswave_spmd.run_dir.display import Pace
 from elaswave_spmd.run_dir.faults import FaultCount
 from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint
+from elaswave_spmd.runtime.processes.launcher import Machine
 from elaswave_spmd.runtime.processes.stop_signals import signal_name
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.worker.checkpoint_writer import MASTER, CheckpointOrders
@@ -235,9 +237,16 @@ class SimulatedIO:
 
     def disconnect(self, rank: int) -> None: ...
 
-    def spawn(self, rank: int) -> Spawned:
+    def spawn(self, rank: int, host: str | None = None) -> Spawned:
         self._cluster.spawn(rank)
         return Spawned(None, domain_of(self._cluster.first_mesh, rank))
+
+    def machines(self) -> tuple[Machine, ...]:
+        return ()
+
+    def admit_agent(self, peer: int) -> None: ...
+
+    def refuse_agent(self, peer: int, error: UserError) -> None: ...
 
     def kill(self, rank: int) -> None:
         self._cluster.kill_for_certain(rank)

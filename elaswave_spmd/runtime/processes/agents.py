@@ -2,6 +2,10 @@
 
 Orders are sent without waiting for an answer, so a stopped agent blocks no other; only `request_exits` waits, and not
 for long.
+
+The first agents are waited for, and prepare before the run begins: the loss of one ends the start. A *late* agent comes
+after that. It asks, is admitted or refused by the controller, and prepares beside the run, which never waits for it:
+what becomes of it is news (`take_news`).
 """
 
 from __future__ import annotations
@@ -11,10 +15,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from elaswave_spmd.conf.format_version import version_mismatch
-from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.errors import ConfigError, RunError, UserError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.processes.rendezvous import Rendezvous, is_loopback, resolve_address
@@ -50,16 +54,60 @@ class RemoteExited(Exited):
 
 @dataclass
 class Agent:
-    """One agent; `ranks` are its workers that have not ended."""
+    """One agent.
+
+    Args:
+        prepared: it has the run's data, and makes workers.
+        late: it came when the first agents were all there: the run neither waits for it nor ends with it.
+        ranks: its workers whose end has not been reported.
+    """
 
     peer: int
     host: str
     capacity: int
     prepared: bool = False
+    late: bool = False
     ranks: set[int] = field(default_factory=set)
 
     def __str__(self) -> str:
         return f"the agent on {self.host}"
+
+
+@dataclass(frozen=True, slots=True)
+class AgentCame:
+    """An agent asks to join, with so many places for workers. It waits to be admitted or refused."""
+
+    peer: int
+    host: str
+    places: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReady:
+    """A late agent has prepared: workers can be started on it."""
+
+    peer: int
+    host: str
+    places: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgentGone:
+    """An agent is lost or has failed, and its workers with it; or it did not get in.
+
+    Args:
+        joined: workers could have been started on it.
+        reason: in words.
+    """
+
+    peer: int
+    host: str
+    places: int
+    joined: bool
+    reason: str
+
+
+AgentNews: TypeAlias = AgentCame | AgentReady | AgentGone
 
 
 class Agents:
@@ -70,7 +118,7 @@ class Agents:
         secret: shared with the agents.
         credentials: of the run's links.
         host: address of this machine on which links listen.
-        wanted: number of agents of the run; later ones are refused.
+        wanted: number of agents that the run waits for before it begins.
 
     Raises:
         ConfigError: the address is in use, or is not one of this machine.
@@ -86,14 +134,17 @@ class Agents:
         self._wanted = wanted
         self._where = ":".join(map(str, rendezvous))
         self._agents: dict[int, Agent] = {}
+        self._asking: dict[int, Agent] = {}  # late ones that are neither admitted nor refused yet
+        self._order: am.PrepareRun | None = None  # to agents that join, once the run is known
+        self._news: list[AgentNews] = []
         self._refused: list[str] = []
         self._exits: list[Exited] = []
         self._refusals: dict[int, Counter[str]] = {}  # peer -> what it has refused
         self._reported: set[int] = set()  # peers that have answered `request_exits`
         self._problem: Exception | None = None
-        # While agents prepare, the loss of one ends the start of the run; later it is a loss of workers.
+        # While the first agents prepare, the loss of one ends the start of the run; later it is a loss of workers.
         self._preparing = False
-        self._started = False
+        self._ending = False
         self._mailbox = SelectableMailbox()
         self._rendezvous = Rendezvous(_listening_address(*rendezvous, host), rendezvous[1], secret)
         try:
@@ -104,8 +155,13 @@ class Agents:
         self._rendezvous.announce(self._links.address, credentials)
 
     def __iter__(self) -> Iterator[Agent]:
-        """The living agents, by host and then in the order in which they came."""
+        """The living agents of the run, by host and then in the order in which they came."""
         return iter(sorted(self._agents.values(), key=lambda agent: (agent.host, -agent.peer)))
+
+    def take_news(self) -> list[AgentNews]:
+        """What has become of agents since the last call, beside the ends of their workers."""
+        news, self._news = self._news, []
+        return news
 
     @property
     def rejected(self) -> Mapping[str, int]:
@@ -118,7 +174,7 @@ class Agents:
         Raises:
             RunError: not within `timeout_s` seconds.
         """
-        if self._wait_until(lambda: len(self._agents) == self._wanted, timeout_s):
+        if self._wait_until(lambda: len(self._agents) >= self._wanted, timeout_s):
             return
         refused = [*self._refused, *(f"{number} x {reason}" for reason, number in sorted(self.rejected.items()))]
         raise RunError(
@@ -127,18 +183,30 @@ class Agents:
         )
 
     def prepare(self, num_workers: int, settings: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-        """Order all agents to prepare their data, and wait until they have, however long it takes.
+        """Order the first agents to prepare their data, and wait until they have, however long it takes.
 
         Raises:
             UserError: an agent's data is missing or differs.
             RunError: an agent failed or was lost.
         """
         self._preparing = True
+        self._order = am.PrepareRun(num_workers, dict(settings), dict(data))
         for agent in self:
-            self._send(agent, am.PrepareRun(num_workers, dict(settings), dict(data)))
+            self._send(agent, self._order)
         self._wait_until(lambda: all(agent.prepared for agent in self), float("inf"))
         self._preparing = False
-        self._started = True
+
+    def admit(self, peer: int) -> None:
+        """Have an agent that has asked prepare for the run; `AgentReady` or `AgentGone` follows. Never waits."""
+        assert self._order is not None, "nothing is decided about agents before the run is known"
+        if (agent := self._asking.pop(peer, None)) is not None:  # else it has gone meanwhile
+            self._agents[peer] = agent
+            self._send(agent, self._order)
+
+    def refuse(self, peer: int, error: UserError) -> None:
+        """Have an agent that has asked end, with this error."""
+        if (agent := self._asking.pop(peer, None)) is not None:
+            self._send(agent, am.Refused(am.Problem.from_error(error)))
 
     def spawn(self, agent: Agent, rank: int, spec: Mapping[str, Any]) -> None:
         """Order `agent` to start a worker. A failure is reported by `poll`."""
@@ -158,8 +226,11 @@ class Agents:
         """Collect the exits of all workers that have ended by now, for `poll`; waits up to 2 seconds for agents."""
         self._reported.clear()
         for agent in self:
-            self._send(agent, am.ReportExits())
-        self._wait_until(lambda: self._reported >= self._agents.keys(), _REQUEST_TIMEOUT_S)
+            if agent.prepared:  # else it has no workers, and may be busy for minutes
+                self._send(agent, am.ReportExits())
+        self._wait_until(
+            lambda: all(agent.peer in self._reported for agent in self if agent.prepared), _REQUEST_TIMEOUT_S
+        )
 
     def fileno(self) -> int:
         """The descriptor that is readable when `poll` may have something to return."""
@@ -173,14 +244,22 @@ class Agents:
         return exits
 
     def end(self, grace_s: float) -> None:
-        """Order all agents to end their workers and themselves."""
+        """Order all agents to end their workers and themselves. Who asks to join from now on is refused."""
+        self._ending = True
+        for peer in [*self._asking]:
+            self.refuse(peer, self._is_ending())
         for agent in self:
             self._send(agent, am.Stop(grace_s))
 
     def close(self, timeout_s: float = _GOODBYE_TIMEOUT_S) -> list[Exited]:
-        """Wait until all agents have ended, after `end`, and close all. Returns the exits that `poll` has not."""
+        """Wait until all agents have ended, after `end`, and close all. Returns the exits that `poll` has not.
+
+        A late agent that still prepares has no workers, and is not waited for.
+        """
         self._problem = None
-        self._wait_until(lambda: not self._agents, timeout_s, raise_problem=False)
+        self._wait_until(
+            lambda: not any(agent.prepared or not agent.late for agent in self), timeout_s, raise_problem=False
+        )
         self._links.close(100)
         self._rendezvous.close()
         self._mailbox.close()
@@ -206,8 +285,12 @@ class Agents:
 
     def _handle(self, item: Item) -> None:
         if isinstance(item, PeerClosed):
+            self._links.drop(item.peer)  # it is closed; nothing is kept of it
             if (agent := self._agents.pop(item.peer, None)) is not None:
                 self._lose(agent, "its connection closed")
+            elif (agent := self._asking.pop(item.peer, None)) is not None:
+                reason = "its connection closed before it had an answer"
+                self._news.append(AgentGone(agent.peer, agent.host, agent.capacity, False, reason))
             return
         if not isinstance(item, Envelope):
             return
@@ -224,8 +307,10 @@ class Agents:
     def _handle_message(self, agent: Agent, message: am.AnyAgentMessage | None) -> None:
         """Handle a message of an agent of the run; None: one that could not be decoded."""
         match message:
-            case am.Prepared() if self._preparing:
+            case am.Prepared() if self._order is not None and not agent.prepared:
                 agent.prepared = True
+                if agent.late:
+                    self._news.append(AgentReady(agent.peer, agent.host, agent.capacity))
             case am.Refusals(counts):
                 self._refusals[agent.peer] = Counter(counts)
             case am.ExitsReported():
@@ -247,16 +332,14 @@ class Agents:
         except RunError:
             self._links.reject(am.UNEXPECTED)  # the address is none
             return
-        full = self._preparing or self._started or len(self._agents) == self._wanted
-        if not full and self._links.wait_connected([peer], _CONNECT_TIMEOUT_S):
+        late = self._order is not None or len(self._agents) >= self._wanted
+        # The run does not wait for a late one: if it cannot be reached, its link closes.
+        if not late and self._links.wait_connected([peer], _CONNECT_TIMEOUT_S):
             # There is no link on which to refuse it.
             self._refused.append(f"{hello.host}, which cannot be reached at {hello.address} (its option --host)")
             return
-        if full:
-            refusal = ConfigError(
-                f"the run at {self._where} has all its agents already (runtime.agents={self._wanted})",
-                where=self._where,
-            )
+        if self._ending:
+            refusal = self._is_ending()
         elif mismatch := version_mismatch(hello.format):
             refusal = ConfigError(
                 f"the agent on {hello.host} {mismatch}",
@@ -271,19 +354,35 @@ class Agents:
                 where=hello.host,
                 fix=f"pip install torch=={self._torch} on {hello.host}",
             )
+        elif late:
+            self._asking[peer] = Agent(peer, hello.host, hello.capacity, late=True)
+            self._news.append(AgentCame(peer, hello.host, hello.capacity))
+            return
         else:
             self._agents[peer] = Agent(peer, hello.host, hello.capacity)
             return
-        if len(self._refused) < _MOST_REFUSED:
+        if late:
+            self._news.append(AgentGone(peer, hello.host, hello.capacity, False, refusal.what))
+        elif len(self._refused) < _MOST_REFUSED:
             self._refused.append(refusal.what)
         self._links.send(peer, am.encode(am.Refused(am.Problem.from_error(refusal))))
+
+    def _is_ending(self) -> ConfigError:
+        return ConfigError(
+            f"the run at {self._where} is ending",
+            rule="an agent joins a run that goes on",
+            where=self._where,
+            fix="the agent again, when the run is resumed",
+        )
 
     def _lose(self, agent: Agent, reason: str, problem: Exception | None = None) -> None:
         """Report the workers of a lost agent as lost. While agents prepare, its loss ends the start of the run."""
         for rank in sorted(agent.ranks):
             self._exits.append(RemoteExited(rank, 0, None, int(signal.SIGKILL), agent.host, reason))
         agent.ranks.clear()
-        if self._preparing and self._problem is None:
+        if self._order is not None:
+            self._news.append(AgentGone(agent.peer, agent.host, agent.capacity, agent.prepared, reason))
+        if self._preparing and not agent.late and self._problem is None:
             self._problem = problem or RunError(f"{agent} was lost: {reason}")
 
 
