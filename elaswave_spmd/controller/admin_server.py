@@ -22,6 +22,7 @@ from elaswave_spmd.conf.schema import ElasticSettings
 from elaswave_spmd.controller.admin_client import ANSWER_S, SOCKET
 from elaswave_spmd.controller.events import Action, Reply, Spawn
 from elaswave_spmd.controller.machines import Machines
+from elaswave_spmd.controller.notices import Notices
 from elaswave_spmd.controller.replacements import Replacements
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import ControlError
@@ -53,6 +54,7 @@ class Administration:
         roster: Roster,
         replacements: Replacements,
         machines: Machines,
+        notices: Notices,
         observer: RunObserver,
         elastic: ElasticSettings,
     ) -> None:
@@ -60,22 +62,25 @@ class Administration:
         self._roster = roster
         self._replacements = replacements
         self._machines = machines
+        self._notices = notices
         self._observer = observer
         self._elastic = elastic
 
-    def answer(self, request: Request, machines: Sequence[Machine] = ()) -> list[Action]:
+    def answer(self, request: Request, machines: Sequence[Machine] = (), now: float = 0.0) -> list[Action]:
         """Decide about a request. Returns the actions that follow from it, and the reply to it as the last one.
 
         Args:
             machines: of the run, as they are now; none: it is on one machine, and has no others.
         """
         try:
-            actions, answer = self._decide(request.body, machines)
+            actions, answer = self._decide(request.body, machines, now)
         except ControlError as error:
             actions, answer = [], _error(error)
         return [*actions, Reply(request, answer)]
 
-    def _decide(self, body: Mapping[str, Any], machines: Sequence[Machine]) -> tuple[list[Action], dict[str, object]]:
+    def _decide(
+        self, body: Mapping[str, Any], machines: Sequence[Machine], now: float
+    ) -> tuple[list[Action], dict[str, object]]:
         command = body.get("command")
         if command == "status":
             return [], self.status() | self._of_machines(machines)
@@ -84,6 +89,8 @@ class Administration:
         self._refuse_changes()
         if command == "add":
             return self._add(body.get("count"), body.get("host"), machines)
+        if "host" in body:
+            return self._drain_host(body["host"], body.get("within"), machines, now)
         return self._drain(body.get("ranks"))
 
     def _of_machines(self, machines: Sequence[Machine]) -> dict[str, object]:
@@ -99,7 +106,7 @@ class Administration:
                     "host": machine.host,
                     "places": machine.places,
                     "ranks": sorted(here & self._roster.pids.keys()),
-                    "state": "ready" if machine.is_ready else "preparing",
+                    "state": "leaving" if machine.is_leaving else "ready" if machine.is_ready else "preparing",
                 }
             )
         return {"hosts": rows}
@@ -198,6 +205,45 @@ class Administration:
                 rule="only a member of the mesh can leave it",
                 exists=f"workers {', '.join(map(str, sorted(protocol.members)))}",
             )
+        self._check_who_stays(ranks)
+        actions: list[Action] = [action for rank in ranks for action in protocol.drain(rank, "drained by ctl")]
+        return actions, {"leaving": list(protocol.leaving)}
+
+    def _drain_host(
+        self, host: object, within: object, machines: Sequence[Machine], now: float
+    ) -> tuple[list[Action], dict[str, object]]:
+        if within is not None and (isinstance(within, bool) or not isinstance(within, int | float) or not within > 0):
+            raise ControlError(
+                f"{within!r} seconds are no deadline",
+                rule="a deadline is a number of seconds above 0",
+                fix="ctl RUN drain --host NAME --within 60",
+            )
+        named = [machine for machine in machines if machine.host == host]
+        if not named or any(machine.agent is None for machine in named):
+            here = "the controller runs there" if named else f"{host!r} is no machine of the run"
+            raise ControlError(
+                f"{host} cannot be drained: {here}" if named else here,
+                rule="a machine that is drained is that of an agent",
+                exists=", ".join(machine.host for machine in machines if machine.agent is not None)
+                or ("no agents" if machines else "the run is on one machine, without runtime.rendezvous"),
+                fix="ctl RUN drain RANK ..., or Ctrl-C, which saves the state of the run"
+                if named
+                else "ctl RUN status",
+            )
+        members = set(self._protocol.members)
+        ranks = [rank for machine in named for rank in sorted(machine.ranks) if rank in members]
+        if ranks:
+            self._check_who_stays(ranks)
+        actions = self._notices.begin(named, None if within is None else float(within), "ctl", now)
+        return actions, {"host": host, "leaving": list(self._protocol.leaving)}
+
+    def _check_who_stays(self, ranks: Sequence[int]) -> None:
+        """Check that the run has enough workers without these.
+
+        Raises:
+            ControlError: it has not.
+        """
+        protocol = self._protocol
         stay = set(protocol.members) - set(protocol.leaving) - set(ranks)
         if len(stay) < self._elastic.min_workers:
             least = self._elastic.min_workers
@@ -207,8 +253,6 @@ class Administration:
                 exists=f"{len(protocol.members)} workers, elastic.min_workers={least}",
                 fix="ctl RUN add 1, and wait until it has joined",
             )
-        actions: list[Action] = [action for rank in ranks for action in protocol.drain(rank, "drained by ctl")]
-        return actions, {"leaving": list(protocol.leaving)}
 
 
 def _check_room(host: object, number: int, machines: Sequence[Machine]) -> None:
@@ -232,11 +276,14 @@ def _check_room(host: object, number: int, machines: Sequence[Machine]) -> None:
         return
     if (free := sum(machine.free for machine in named)) < number:
         state = "" if any(machine.is_ready for machine in named) else ", as its agent is still preparing"
+        state = ", as it is about to leave" if all(machine.is_leaving for machine in named) else state
         raise ControlError(
             f"{host} has {free} free places for {number} more workers{state}",
             rule="an agent takes as many workers as it has places (its option --workers)",
             exists=known,
-            fix="try again in a few seconds" if state else "fewer workers, or ctl RUN add N without --host",
+            fix="try again in a few seconds"
+            if "preparing" in state
+            else "fewer workers, or ctl RUN add N without --host",
         )
 
 

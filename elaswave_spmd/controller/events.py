@@ -18,7 +18,7 @@ from elaswave_spmd.recovery import actions as protocol_actions
 from elaswave_spmd.recovery.messages import AnyMessage
 from elaswave_spmd.recovery.reconfiguration import Goal
 from elaswave_spmd.run_dir.manifest import Manifest
-from elaswave_spmd.runtime.processes.agents import AgentCame, AgentGone, AgentReady
+from elaswave_spmd.runtime.processes.agents import AgentCame, AgentGone, AgentNotice, AgentReady
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.transport.mailbox import Request
 
@@ -132,6 +132,7 @@ Event: TypeAlias = (
     | AgentCame
     | AgentReady
     | AgentGone
+    | AgentNotice
     | Tick
 )
 
@@ -195,6 +196,36 @@ class AdmitAgent:
     """Have an agent that has asked to join prepare for the run."""
 
     peer: int
+
+
+@dataclass(frozen=True)
+class GiveUpAgent:
+    """An agent is lost with all of its workers, though its connection is not: it joins again when it hears of that."""
+
+    peer: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class DrainAgent:
+    """The workers of an agent are about to leave: none is started there any more, and the agent hears of it.
+
+    Args:
+        within_s: seconds after which it ends whatever has become of them; None: it waits.
+        says: what it prints.
+    """
+
+    peer: int
+    within_s: float | None
+    says: str
+
+
+@dataclass(frozen=True)
+class LetAgentGo:
+    """The workers of an agent have left: it ends, and prints what it `says`."""
+
+    peer: int
+    says: str
 
 
 @dataclass(frozen=True)
@@ -320,6 +351,9 @@ Action: TypeAlias = (
     | Spawn
     | AdmitAgent
     | RefuseAgent
+    | GiveUpAgent
+    | DrainAgent
+    | LetAgentGo
     | UsePlaces
     | Connect
     | RecordLostWorker

@@ -124,6 +124,18 @@ class ControllerIO(Protocol):
         """Have an agent that has asked end. Never waits."""
         ...
 
+    def drain_agent(self, peer: int, within_s: float | None, says: str) -> None:
+        """Start nobody on an agent any more, whose workers leave. Never waits."""
+        ...
+
+    def let_agent_go(self, peer: int, says: str) -> None:
+        """Have an agent end, whose workers have left. Never waits."""
+        ...
+
+    def give_up_agent(self, peer: int, reason: str) -> None:
+        """Treat an agent as lost, and have it join again when it hears of that. Never waits."""
+        ...
+
     def kill(self, rank: int) -> None:
         """End a worker's process for certain, even one that is stopped."""
         ...
@@ -319,6 +331,18 @@ class ProcessIO:
     def refuse_agent(self, peer: int, error: UserError) -> None:
         if (agents := self._agents) is not None:
             agents.refuse(peer, error)
+
+    def drain_agent(self, peer: int, within_s: float | None, says: str) -> None:
+        if (agents := self._agents) is not None:
+            agents.drain(peer, within_s, says)
+
+    def let_agent_go(self, peer: int, says: str) -> None:
+        if (agents := self._agents) is not None:
+            agents.let_go(peer, says)
+
+    def give_up_agent(self, peer: int, reason: str) -> None:
+        if (agents := self._agents) is not None:
+            agents.give_up(peer, reason)
 
     @property
     def _agents(self) -> Agents | None:

@@ -25,14 +25,18 @@ from elaswave_spmd.controller.events import (
     AdmitAgent,
     AgentCame,
     AgentGone,
+    AgentNotice,
     AgentReady,
     Connect,
+    DrainAgent,
     End,
     Event,
     EvictWorker,
     FindCheckpoint,
+    GiveUpAgent,
     GoBack,
     Kill,
+    LetAgentGo,
     LinkEnded,
     ManifestWritten,
     MoveRequested,
@@ -57,6 +61,7 @@ from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, Sto
 from elaswave_spmd.controller.io import ControllerIO
 from elaswave_spmd.controller.machines import Machines
 from elaswave_spmd.controller.model_checks import ModelChecks, split_of_emulated
+from elaswave_spmd.controller.notices import Notices
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.replica_verification import ReplicaVerifier
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
@@ -155,7 +160,11 @@ class Controller:
         self._supervision = Supervision(settings.timeouts, now)
         self._replacements = Replacements(ReplacementPolicy.from_settings(settings.elastic), self._roster)
         self._machines = Machines(
-            settings.elastic, self.protocol, self._roster, self._replacements, plan.placement.mesh.num_workers
+            settings.elastic,
+            self.protocol,
+            self._roster,
+            self._replacements,
+            plan.placement.mesh.num_workers,
         )
         self._failures = FailureHandler(
             FailurePolicy.from_settings(settings),
@@ -165,6 +174,7 @@ class Controller:
             log.observer.run_dir.path,
         )
         self._model_checks = model_checks or ModelChecks(plan)
+        self._notices = Notices(settings.elastic, self.protocol, self._roster, self._failures)
         self._checkpoints = CheckpointCoordinator(checkpoints, compares=plan.job.compares_at(0))
         self._replicas = ReplicaVerifier(settings, self.protocol, plan.job.compares_at, self._checkpoints, verdicts)
         self._stopping = Stopping(self.protocol, self._checkpoints, self._failures, settings.timeouts.shutdown)
@@ -174,7 +184,13 @@ class Controller:
         self._keeps_best = settings.checkpoint.keep_best > 0
         self._done_by: float | None = None  # all is trained, and the best checkpoint is waited for until this time
         self._admin = Administration(
-            self.protocol, self._roster, self._replacements, self._machines, log.observer, settings.elastic
+            self.protocol,
+            self._roster,
+            self._replacements,
+            self._machines,
+            self._notices,
+            log.observer,
+            settings.elastic,
         )
 
     def run(self) -> Outcome:
@@ -270,8 +286,11 @@ class Controller:
                 return [*self._machines.ready(event), *self._failures.replace_lost(now), UsePlaces()]
             case AgentGone():
                 return self._machines.gone(event)
+            case AgentNotice(peer, _, within_s):
+                here = [machine for machine in self._io.machines() if machine.agent == peer]
+                return self._notices.begin(here, within_s, "SIGTERM", now) if here else []
             case Request():
-                return self._admin.answer(event, self._io.machines())
+                return self._admin.answer(event, self._io.machines(), now)
             case MoveRequested(goal):
                 return self.protocol.rebalance(goal)
             case Tick():
@@ -354,6 +373,10 @@ class Controller:
         actions = [*self._failures.suspected(suspects, now), *self._failures.replace_lost(now)]
         if self._machines.has_arrivals:
             actions.append(UsePlaces())
+        if silent := [suspect.rank for suspect in suspects if suspect.is_silent]:
+            actions += self._machines.fallen_silent(silent, self._io.machines())
+        if self._notices.is_waiting:
+            actions += self._notices.check(self._io.machines(), now)
         return [*actions, *self._stopping.check(now), *self._end_if_saved(now)]
 
     # ---- carrying actions out
@@ -384,6 +407,12 @@ class Controller:
                         io.send(rank, header)
             case Spawn(ranks, newcomers, host):
                 self._spawn(ranks, newcomers, host)
+            case DrainAgent(peer, within_s, says):
+                io.drain_agent(peer, within_s, says)
+            case LetAgentGo(peer, says):
+                io.let_agent_go(peer, says)
+            case GiveUpAgent(peer, reason):
+                io.give_up_agent(peer, reason)
             case UsePlaces():
                 return self._machines.use_places(io.machines())
             case AdmitAgent(peer):
@@ -482,6 +511,7 @@ class Controller:
         """A worker is no member any more: nothing that it sends or does counts from now on."""
         self._supervision.forget(rank)
         self._failures.worker_removed(rank)
+        self._notices.removed(rank, lost=lost)
         self._worker_states.removed(rank, lost=lost)
         self._roster.remove(rank)
         if lost:  # it may live on: a process that is stopped, or that other machines cannot reach

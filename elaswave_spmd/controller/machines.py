@@ -10,15 +10,20 @@ order:
    was lost and comes back gives the run its size again. That is decided once, when the agent is ready: a worker that is
    lost later is a loss like any other.
 3. The places that are left serve for later replacements and spares, and for `ctl add`.
+
+A machine that is cut off loses its workers by their silence, long before its agent's connection ends, which may even
+outlive the cut. So an agent all of whose workers have fallen silent is given up with them: when it hears of that, it
+joins again as a new one. Of an agent with one worker nobody can tell whether the worker hangs or the machine is gone;
+it is given up as well.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from elaswave_spmd.conf.schema import ElasticSettings
-from elaswave_spmd.controller.events import Action, AdmitAgent, Record, RefuseAgent, Spawn
+from elaswave_spmd.controller.events import Action, AdmitAgent, GiveUpAgent, Record, RefuseAgent, Spawn
 from elaswave_spmd.controller.replacements import Replacements
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import ConfigError
@@ -53,6 +58,7 @@ class Machines:
         self._replacements = replacements
         self._aim = elastic.max_workers or num_workers
         self._arrived: deque[AgentReady] = deque()  # agents whose places have not been looked at
+        self._silent: set[int] = set()  # workers that were lost by their silence, and whose end is not reported
 
     def came(self, event: AgentCame) -> list[Action]:
         """An agent asks to join."""
@@ -102,6 +108,21 @@ class Machines:
             message = f"{event.host} starts {who}, for the {self._aim} that the run is to have"
             actions += [Spawn(ranks, host=event.host), _record(event, "used", message, ranks=ranks)]
         return actions
+
+    def fallen_silent(self, ranks: Collection[int], machines: Sequence[Machine]) -> list[Action]:
+        """These workers are lost, as nothing is heard of them. Their machines may be cut off, or stand still.
+
+        Args:
+            machines: of the run, as they are now.
+        """
+        reported = self._silent.difference(*(machine.ranks for machine in machines))
+        self._silent = (self._silent - reported) | set(ranks)
+        reason = "all of its workers fell silent (timeouts.suspect)"
+        return [
+            GiveUpAgent(machine.agent, reason)
+            for machine in machines
+            if machine.agent is not None and not machine.ranks.isdisjoint(ranks) and machine.ranks <= self._silent
+        ]
 
     @property
     def num_workers(self) -> int:

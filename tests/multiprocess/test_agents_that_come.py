@@ -133,7 +133,7 @@ def test_a_machine_that_comes_makes_a_run_larger_up_to_max_workers(site: Site, u
     assert [event["ranks"] for event in told(site, "used")] == [[2]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM])
 def test_an_agent_that_hangs_or_dies_while_it_prepares_holds_up_nobody(site: Site, number: signal.Signals) -> None:
     for folder in (site.here, site.there):
         (folder / "held_data.py").write_text(HELD_DATA)
@@ -145,20 +145,40 @@ def test_an_agent_that_hangs_or_dies_while_it_prepares_holds_up_nobody(site: Sit
         run = stack.enter_context(launch(site.here, *words, *model, *site.several, "runtime.agents=0", mark=site.mark))
         run.wait_for_steps(2)
         (site.there / "hold").touch()
-        agent = stack.enter_context(site.agent("--name", "third"))
+        agent = stack.enter_context(site.agent("--name", "third", "--timeout", "10"))
         eventually((site.there / "preparing").exists, run.process)
         agent.send_signal(number)
         assert status(site)["hosts"][-1]["state"] == "preparing"
-        if number == signal.SIGKILL:
+        if number != signal.SIGSTOP:
             eventually(lambda: told(site, "refused"), run.process)
         go.touch()
         run.process.wait()
         assert run.process.returncode == 0 and read_summary(site.here / "run")["steps"] == 40
         (site.there / "hold").unlink()
         agent.send_signal(signal.SIGCONT)
-        assert end_of(agent).code == (0 if number == signal.SIGSTOP else -number)
+        # The order to end and the end of the controller come by two connections.
+        of_agent = end_of(agent)
+        ends = {signal.SIGSTOP: (0, 1), signal.SIGKILL: (-number,), signal.SIGTERM: (0,)}
+        assert of_agent.code in ends[number] and "Traceback" not in of_agent.err, of_agent
         assert run.finish().err == ""
     assert not events_of(site, "fail") and not told(site, "joined")
+
+
+def test_an_agent_whose_controller_is_killed_joins_the_run_when_it_is_resumed(site: Site, undisturbed: Path) -> None:
+    go, words = patient(site)
+    with ExitStack() as stack:
+        agent = stack.enter_context(site.agent("--name", "elsewhere"))
+        with launch(site.here, *words, *site.several, "checkpoint.every=2") as run:
+            eventually(lambda: events_of(site, "checkpoint"), run.process)
+            run.process.kill()
+            run.process.wait()
+        go.touch()
+        with launch(site.here, "train.resume=run") as resumed:
+            of_agent, of_run = end_of(agent), resumed.finish()
+    assert (of_run.code, of_agent.code) == (0, 0), (of_run, of_agent)
+    assert "the connection to the controller was lost: looking for it" in of_agent.out
+    assert_same_bits(site.here / "run", undisturbed)
+    assert {line.workers for line in read_metrics(site.here / "run")} == {2}
 
 
 def test_nobody_joins_a_run_that_is_not_elastic(site: Site) -> None:

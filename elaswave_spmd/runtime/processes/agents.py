@@ -10,6 +10,7 @@ what becomes of it is news (`take_news`).
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections import Counter
@@ -31,6 +32,7 @@ _CONNECT_TIMEOUT_S = 5.0
 _MOST_REFUSED = 100  # agents whose refusals are told
 _REQUEST_TIMEOUT_S = 2.0  # a silent machine must not delay the end of a run that has another reason to end
 _GOODBYE_TIMEOUT_S = 10.0
+_NO_WORKER = "no worker was here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,10 @@ class Agent:
     """One agent.
 
     Args:
+        address: at which its links listen.
         prepared: it has the run's data, and makes workers.
+        leaving: its workers leave, and nobody is started on it.
+        returned: it was in the run before, and comes back by itself.
         late: it came when the first agents were all there: the run neither waits for it nor ends with it.
         ranks: its workers whose end has not been reported.
     """
@@ -65,8 +70,11 @@ class Agent:
     peer: int
     host: str
     capacity: int
+    address: str = ""
     prepared: bool = False
     late: bool = False
+    leaving: bool = False
+    returned: bool = False
     ranks: set[int] = field(default_factory=set)
 
     def __str__(self) -> str:
@@ -107,7 +115,16 @@ class AgentGone:
     reason: str
 
 
-AgentNews: TypeAlias = AgentCame | AgentReady | AgentGone
+@dataclass(frozen=True, slots=True)
+class AgentNotice:
+    """An agent was asked to end by SIGTERM, and ends within so many seconds, whatever becomes of its workers."""
+
+    peer: int
+    host: str
+    within_s: float
+
+
+AgentNews: TypeAlias = AgentCame | AgentReady | AgentGone | AgentNotice
 
 
 class Agents:
@@ -204,9 +221,10 @@ class Agents:
             self._send(agent, self._order)
 
     def refuse(self, peer: int, error: UserError) -> None:
-        """Have an agent that has asked end, with this error."""
+        """Have an agent that has asked end, with this error. One that was in the run before ends as the others do."""
         if (agent := self._asking.pop(peer, None)) is not None:
-            self._send(agent, am.Refused(am.Problem.from_error(error)))
+            problem = am.Problem.from_error(error)
+            self._send(agent, am.LetGo(error.what) if agent.returned else am.Refused(problem))
 
     def spawn(self, agent: Agent, rank: int, spec: Mapping[str, Any]) -> None:
         """Order `agent` to start a worker. A failure is reported by `poll`."""
@@ -221,6 +239,27 @@ class Agents:
             return False
         self._send(agent, am.Signal(rank, number))
         return True
+
+    def drain(self, peer: int, within_s: float | None, says: str) -> None:
+        """The workers of an agent are about to leave: from now on none is started there. Never waits."""
+        if (agent := self._agents.get(peer)) is not None:
+            agent.leaving = True
+            self._send(agent, am.Drain(within_s, says))
+
+    def let_go(self, peer: int, says: str) -> None:
+        """Have an agent end: it has no worker any more, or none that matters. It is no loss. Never waits."""
+        if (agent := self._agents.pop(peer, None)) is not None:
+            self._send(agent, am.LetGo(says))
+            self._report_lost(agent, "its machine has left")
+
+    def give_up(self, peer: int, reason: str) -> None:
+        """An agent is lost though its connection is not closed. When the order reaches it, it joins again. Never waits.
+
+        Its workers are lost with it.
+        """
+        if (agent := self._agents.pop(peer, None)) is not None:
+            self._send(agent, am.JoinAgain(peer, reason))
+            self._lose(agent, reason)
 
     def request_exits(self) -> None:
         """Collect the exits of all workers that have ended by now, for `poll`; waits up to 2 seconds for agents."""
@@ -288,6 +327,7 @@ class Agents:
             self._links.drop(item.peer)  # it is closed; nothing is kept of it
             if (agent := self._agents.pop(item.peer, None)) is not None:
                 self._lose(agent, "its connection closed")
+                self._tell_lost(agent)
             elif (agent := self._asking.pop(item.peer, None)) is not None:
                 reason = "its connection closed before it had an answer"
                 self._news.append(AgentGone(agent.peer, agent.host, agent.capacity, False, reason))
@@ -298,6 +338,8 @@ class Agents:
         agent = self._agents.get(item.sender)
         if agent is not None:
             self._handle_message(agent, message)
+        elif isinstance(message, am.Notice) and item.sender in self._asking:
+            self._send(self._asking.pop(item.sender), am.LetGo(_NO_WORKER))
         elif isinstance(message, am.Hello) and item.sender < CONTROLLER and message.capacity > 0:
             self._accept_or_refuse(item.sender, message)
         elif message is None or isinstance(message, am.Hello):
@@ -311,6 +353,12 @@ class Agents:
                 agent.prepared = True
                 if agent.late:
                     self._news.append(AgentReady(agent.peer, agent.host, agent.capacity))
+            case am.Notice(within_s) if self._order is not None and not self._preparing:
+                self._news.append(AgentNotice(agent.peer, agent.host, within_s))
+            case am.Notice():  # nothing has begun
+                del self._agents[agent.peer]
+                self._send(agent, am.LetGo(_NO_WORKER))
+                self._lose(agent, "it was asked to end by SIGTERM")
             case am.Refusals(counts):
                 self._refusals[agent.peer] = Counter(counts)
             case am.ExitsReported():
@@ -332,6 +380,9 @@ class Agents:
         except RunError:
             self._links.reject(am.UNEXPECTED)  # the address is none
             return
+        for former in hello.before:  # it knows that they are gone, perhaps before a closed connection shows it here
+            if (lost := self._agents.pop(former, None) or self._asking.pop(former, None)) is not None:
+                self._lose(lost, "it has joined again")
         late = self._order is not None or len(self._agents) >= self._wanted
         # The run does not wait for a late one: if it cannot be reached, its link closes.
         if not late and self._links.wait_connected([peer], _CONNECT_TIMEOUT_S):
@@ -355,17 +406,33 @@ class Agents:
                 fix=f"pip install torch=={self._torch} on {hello.host}",
             )
         elif late:
-            self._asking[peer] = Agent(peer, hello.host, hello.capacity, late=True)
+            returned = bool(hello.before)
+            self._asking[peer] = Agent(peer, hello.host, hello.capacity, hello.address, late=True, returned=returned)
             self._news.append(AgentCame(peer, hello.host, hello.capacity))
             return
         else:
-            self._agents[peer] = Agent(peer, hello.host, hello.capacity)
+            self._agents[peer] = Agent(peer, hello.host, hello.capacity, hello.address)
             return
         if late:
             self._news.append(AgentGone(peer, hello.host, hello.capacity, False, refusal.what))
         elif len(self._refused) < _MOST_REFUSED:
             self._refused.append(refusal.what)
-        self._links.send(peer, am.encode(am.Refused(am.Problem.from_error(refusal))))
+        is_over = self._ending and hello.before
+        answer = am.LetGo(refusal.what) if is_over else am.Refused(am.Problem.from_error(refusal))
+        self._links.send(peer, am.encode(answer))
+
+    def _report_lost(self, agent: Agent, reason: str) -> None:
+        for rank in sorted(agent.ranks):
+            self._exits.append(RemoteExited(rank, 0, None, int(signal.SIGKILL), agent.host, reason))
+        agent.ranks.clear()
+
+    def _tell_lost(self, agent: Agent) -> None:
+        """Tell an agent that it is lost to the run, if it lives: of two connections only that to it may have ended."""
+        if self._ending or self._order is None:
+            return
+        with contextlib.suppress(RunError):  # the links are closed
+            self._links.connect(agent.peer, agent.address)
+            self._send(agent, am.JoinAgain(agent.peer, "the connection to it closed"))
 
     def _is_ending(self) -> ConfigError:
         return ConfigError(
@@ -377,9 +444,7 @@ class Agents:
 
     def _lose(self, agent: Agent, reason: str, problem: Exception | None = None) -> None:
         """Report the workers of a lost agent as lost. While agents prepare, its loss ends the start of the run."""
-        for rank in sorted(agent.ranks):
-            self._exits.append(RemoteExited(rank, 0, None, int(signal.SIGKILL), agent.host, reason))
-        agent.ranks.clear()
+        self._report_lost(agent, reason)
         if self._order is not None:
             self._news.append(AgentGone(agent.peer, agent.host, agent.capacity, agent.prepared, reason))
         if self._preparing and not agent.late and self._problem is None:

@@ -26,6 +26,7 @@ class Machine:
         places: for workers; None: no limit.
         ranks: the workers there whose end has not been reported; of the controller's machine none are listed.
         is_ready: workers can be started there.
+        is_leaving: its workers leave, and none is started there any more.
     """
 
     agent: int | None
@@ -33,11 +34,14 @@ class Machine:
     places: int | None
     ranks: frozenset[int] = frozenset()
     is_ready: bool = True
+    is_leaving: bool = False
 
     @property
     def free(self) -> int:
         """The places that no worker has; of a machine without a limit 0."""
-        return 0 if self.places is None or not self.is_ready else max(0, self.places - len(self.ranks))
+        if self.places is None or not self.is_ready or self.is_leaving:
+            return 0
+        return max(0, self.places - len(self.ranks))
 
 
 class Launcher:
@@ -108,7 +112,7 @@ class Launcher:
         own = Machine(None, socket.gethostname(), None)
         used = self._used()
         agents = (
-            Machine(agent.peer, agent.host, agent.capacity, frozenset(used[agent.peer]), agent.prepared)
+            Machine(agent.peer, agent.host, agent.capacity, frozenset(used[agent.peer]), agent.prepared, agent.leaving)
             for agent in self._agents
         )
         return (own, *agents)
@@ -130,7 +134,8 @@ class Launcher:
                 capacity. Either way this machine, where no agent has a place.
         """
         used = {peer: len(ranks) for peer, ranks in self._used().items()}
-        free = [agent for agent in self._agents or () if agent.prepared and used[agent.peer] < agent.capacity]
+        serving = [agent for agent in self._agents or () if agent.prepared and not agent.leaving]
+        free = [agent for agent in serving if used[agent.peer] < agent.capacity]
         if host is not None:
             named = [agent for agent in free if agent.host == host]
             self._hosts[rank] = min(named, key=lambda agent: agent.peer, default=None)

@@ -21,8 +21,9 @@ from elaswave_spmd.conf.schema import ElasticSettings
 from elaswave_spmd.controller import admin_client
 from elaswave_spmd.controller import admin_server as module
 from elaswave_spmd.controller.admin_server import Administration, ControlSocket
-from elaswave_spmd.controller.events import Action, Reply, Spawn
+from elaswave_spmd.controller.events import Action, DrainAgent, Record, Reply, Spawn
 from elaswave_spmd.controller.machines import Machines
+from elaswave_spmd.controller.notices import Notices
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import ControlError
@@ -67,8 +68,17 @@ class World:
         self.replacements = Replacements(ReplacementPolicy.from_settings(elastic), self.roster)
         machines = Machines(elastic, self.protocol, self.roster, self.replacements, len(mesh.members))
         self.machines: tuple[Machine, ...] = ()
-        self.control = Administration(self.protocol, self.roster, self.replacements, machines, self.observer, elastic)
+        self.gone: list[int] = []
+        self.notices = Notices(elastic, self.protocol, self.roster, cast(Any, self))
+        self.control = Administration(
+            self.protocol, self.roster, self.replacements, machines, self.notices, self.observer, elastic
+        )
         self.socket: ControlSocket | None = None
+
+    # In the place of the handler of failures.
+    def withdrawn(self, rank: int, reason: str, now: float) -> list[Action]:
+        self.gone.append(rank)
+        return []
 
     @property
     def workers(self) -> Mapping[int, int | None]:
@@ -226,6 +236,43 @@ def test_nobody_is_added_where_there_is_no_room(world: World, host: object, why:
     assert why in refusal and "node2 (3 of 3 places free)" in refusal
     world.machines = ()
     assert "the run is on one machine" in world.refusal(command="add", count=1, host=host)
+
+
+def test_a_machine_is_drained_as_its_workers_are(world: World) -> None:
+    machines = (AGENTS[0], Machine(-2, "node1", 2, frozenset({1})), *AGENTS[2:])
+    world.machines = machines
+    world.spawn(1)
+    machines = (AGENTS[0], Machine(-2, "node1", 2, frozenset({1, 3})))
+    answers: list[Mapping[str, Any]] = []
+    request = Request({"command": "drain", "host": "node1", "within": 60}, answers.append)
+    drain, notice, prepare, _ = world.control.answer(request, machines, 100.0)
+    assert drain == DrainAgent(-2, 60.0, "")
+    assert isinstance(notice, Record) and notice.kind == "notice"
+    about = {name: notice.fields[name] for name in ("host", "ranks", "deadline", "from")}
+    assert about == {"host": "node1", "ranks": [1, 3], "deadline": 60.0, "from": "ctl"}
+    assert isinstance(prepare, Broadcast) and isinstance(prepare.message, Prepare)
+    assert world.protocol.leaving == (1,) and world.gone == [3], "who is no member has nothing that could be lost"
+
+
+@pytest.mark.parametrize(
+    ("host", "within", "why"),
+    [
+        ("node0", None, "the controller runs there"),
+        ("node9", None, "'node9' is no machine of the run"),
+        (None, None, "None is no machine of the run"),
+        ("node2", 0, "0 seconds are no deadline"),
+        ("node2", "soon", "'soon' seconds are no deadline"),
+        ("node2", True, "True seconds are no deadline"),
+        ("node1", None, "1 workers would stay"),
+    ],
+    ids=str,
+)
+def test_machines_that_cannot_be_drained(make: Callable[..., World], host: object, within: object, why: str) -> None:
+    world = make(min_workers=2)
+    world.start()
+    world.machines = AGENTS
+    assert why in world.refusal(command="drain", host=host, within=within)
+    assert not world.notices.is_waiting and world.protocol.leaving == ()
 
 
 def test_nobody_is_added_beyond_max_workers(make: Callable[..., World]) -> None:
@@ -532,7 +579,17 @@ def test_what_is_no_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("run",), ("run", "stop"), ("run", "add"), ("run", "add", "x"), ("run", "drain")]
+    "words",
+    [
+        (),
+        ("run",),
+        ("run", "stop"),
+        ("run", "add"),
+        ("run", "add", "x"),
+        ("run", "drain"),
+        ("run", "drain", "1", "--host", "b"),
+        ("run", "drain", "1", "--within", "9"),
+    ],
 )
 def test_the_shape_of_the_command(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from elaswave_spmd.conf.schema import ElasticSettings
-from elaswave_spmd.controller.events import Action, AdmitAgent, Record, RefuseAgent, Spawn
+from elaswave_spmd.controller.events import Action, AdmitAgent, GiveUpAgent, Record, RefuseAgent, Spawn
 from elaswave_spmd.controller.machines import Machines
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.roster import Roster
@@ -135,3 +135,25 @@ def test_the_places_of_an_agent_that_is_lost_again_are_not_used() -> None:
     world.protocol.started = True
     assert not world.machines.has_arrivals
     assert states(world.machines.gone(AgentGone(-6, "b", 2, False, "its data differ"))) == ["refused"]
+
+
+def test_an_agent_all_of_whose_workers_fall_silent_is_given_up() -> None:
+    world = World()
+    b, c = Machine(-2, "b", 2, frozenset({1, 2})), Machine(-3, "c", 2, frozenset({3}))
+    machines = [Machine(None, "a", None), b, c]
+    world.lose(1)
+    assert world.machines.fallen_silent([1], machines) == [], "worker 2 lives there"
+    world.lose(2)
+    (given_up,) = world.machines.fallen_silent([2], machines)
+    assert isinstance(given_up, GiveUpAgent) and given_up.peer == -2 and "timeouts.suspect" in given_up.reason
+    world.lose(0)
+    assert world.machines.fallen_silent([0], [machines[0], c]) == [], "it is here, and -2 is gone"
+
+
+def test_an_agent_that_reports_the_end_of_a_silent_worker_stays() -> None:
+    world = World()
+    world.lose(1)
+    assert world.machines.fallen_silent([1], [Machine(-2, "b", 2, frozenset({1, 2}))]) == []
+    world.lose(2)
+    assert world.machines.fallen_silent([], [Machine(-2, "b", 2, frozenset({2}))]) == [], "killed, and not silent"
+    assert world.machines.fallen_silent([3], [Machine(-2, "b", 2, frozenset({2, 3}))]) == []

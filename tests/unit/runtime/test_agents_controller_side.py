@@ -12,12 +12,20 @@ import pytest
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.errors import ConfigError, DataError, RunError
 from elaswave_spmd.runtime.processes import agent_messages as am
-from elaswave_spmd.runtime.processes.agents import AgentCame, AgentGone, AgentNews, AgentReady, Agents, RemoteExited
+from elaswave_spmd.runtime.processes.agents import (
+    AgentCame,
+    AgentGone,
+    AgentNews,
+    AgentNotice,
+    AgentReady,
+    Agents,
+    RemoteExited,
+)
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.processes.rendezvous import find_controller
 from elaswave_spmd.runtime.transport.credentials import RunKeys, RunToken
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
-from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed
 
 SECRET = b"a secret of some bytes"
 
@@ -51,12 +59,13 @@ class Remote:
         torch: str = "",
         address: str = "",
         *,
+        before: tuple[int, ...] = (),
         format_version: int = FORMAT_VERSION,
     ) -> Remote:
         import torch as library
 
         version = torch or str(library.__version__)
-        self.send(am.Hello(format_version, address or self.links.address, host, capacity, version))
+        self.send(am.Hello(format_version, address or self.links.address, host, capacity, version, before))
         return self
 
     def receive(self) -> am.AgentMessage:
@@ -194,10 +203,8 @@ def test_an_agent_that_cannot_be_reached_is_named(agents: Agents, remote: Make) 
 
 def news_of(agents: Agents) -> AgentNews:
     """The next news."""
-    found: list[AgentNews] = []
-    settle(agents, lambda: found or found.extend(agents.take_news()) or found)
-    (one,) = found
-    return one
+    settle(agents, lambda: agents._news)
+    return agents._news.pop(0)
 
 
 def test_a_late_agent_asks_prepares_and_is_ready(agents: Agents, remote: Make) -> None:
@@ -257,6 +264,65 @@ def test_a_late_agent_whose_data_differ_is_news_with_the_reason(agents: Agents, 
     agents.request_exits()  # raises nothing
 
 
+def test_an_agent_that_is_given_up_is_told_and_its_workers_are_lost(agents: Agents, remote: Make) -> None:
+    _, there = prepared(agents, remote)
+    agents.spawn(next(iter(agents)), 5, {})
+    there.receive()
+    agents.give_up(-3, "no answer")
+    assert agents.poll() == [RemoteExited(5, 0, None, 9, "b", "no answer")]
+    assert news_of(agents) == AgentGone(-3, "b", 2, True, "no answer") and len(list(agents)) == 1
+    assert there.receive() == am.JoinAgain(-3, "no answer")
+    again = remote().hello("b", before=(-3,))
+    assert news_of(agents) == AgentCame(-4, "b", 2)
+    again.send(am.WorkerExited(5, 7, None, 9))
+    agents.give_up(-3, "once")
+    assert not agents.poll() and not agents.take_news()
+
+
+def test_an_agent_that_joins_again_is_lost_before_its_connection_closes(agents: Agents, remote: Make) -> None:
+    _, there = prepared(agents, remote)
+    agents.spawn(next(iter(agents)), 5, {})
+    remote().hello("b", before=(-3,))
+    exits = some_exits(agents)
+    assert exits == [RemoteExited(5, 0, None, 9, "b", "it has joined again")] and there.links.peers
+    assert agents.take_news() == [AgentGone(-3, "b", 2, True, "it has joined again"), AgentCame(-4, "b", 2)]
+
+
+def test_an_agent_to_which_only_the_connection_has_ended_is_told_to_join_again(agents: Agents, remote: Make) -> None:
+    """It lives, and its own connection to the controller goes on: it would wait for orders for ever."""
+    _, there = prepared(agents, remote)
+    link = agents._links._links[-3]
+    link.close()
+    agents._mailbox.put(PeerClosed(-3))
+    assert news_of(agents) == AgentGone(-3, "b", 2, True, "its connection closed")
+    assert there.receive() == am.JoinAgain(-3, "the connection to it closed") and there.links.peers
+
+
+def test_an_agent_that_is_asked_to_end_is_drained_and_let_go(agents: Agents, remote: Make) -> None:
+    _, there = prepared(agents, remote)
+    agents.spawn(next(iter(agents)), 5, {})
+    there.receive()
+    there.send(am.Notice(30.0))
+    assert news_of(agents) == AgentNotice(-3, "b", 30.0)
+    agents.drain(-3, 30.0, "")
+    assert there.receive() == am.Drain(30.0, "") and next(iter(agents)).leaving
+    there.send(am.WorkerExited(5, 7, 0, None))
+    some_exits(agents)
+    agents.let_go(-3, "nothing was lost")
+    assert there.receive() == am.LetGo("nothing was lost") and len(list(agents)) == 1
+    there.links.close()
+    agents.request_exits()
+    assert not agents.poll() and not agents.take_news(), "it is no loss"
+
+
+def test_an_agent_that_is_asked_to_end_before_the_run_begins_is_let_go(agents: Agents, remote: Make) -> None:
+    early = remote().hello("a")
+    settle(agents, lambda: list(agents))
+    early.send(am.Notice(30.0))
+    settle(agents, lambda: not list(agents))
+    assert early.receive() == am.LetGo("no worker was here")
+
+
 def test_an_agent_that_comes_while_the_first_prepare_waits_for_the_run(agents: Agents, remote: Make) -> None:
     first, second, third = remote().hello("a"), remote().hello("b"), remote()
     agents.wait_for_all(10)
@@ -292,14 +358,19 @@ def test_nobody_waits_for_a_late_agent_that_prepares(port: int) -> None:
 
 def test_who_asks_when_the_run_ends_is_refused(agents: Agents, remote: Make) -> None:
     prepared(agents, remote)
-    early = remote().hello("d")
-    news_of(agents)
+    early, back = remote().hello("d"), remote().hello("b", before=(-9,))
+    for _ in range(2):
+        news_of(agents)
     agents.end(0.0)
-    late = remote().hello("e")
-    settle(agents, lambda: [news for news in agents.take_news() if isinstance(news, AgentGone)])
+    late, back_late = remote().hello("e"), remote().hello("b", before=(-9,))
+    gone: list[AgentNews] = []
+    settle(agents, lambda: gone.extend(agents.take_news()) or len(gone) == 2)
     for each in (early, late):
         refused = each.receive()
         assert isinstance(refused, am.Refused) and "is ending" in refused.problem.what
+    for each in (back, back_late):
+        over = each.receive()
+        assert isinstance(over, am.LetGo) and "is ending" in over.says, "its run is over, which is no error"
 
 
 def test_keys_of_another_run_are_counted(agents: Agents, remote: Make) -> None:

@@ -205,15 +205,16 @@ def test_a_newcomer_goes_to_the_machine_that_was_asked_for() -> None:
     assert fork_server.asked == [("spawn", 3, {}), ("spawn", 4, {})]
 
 
-def test_nobody_is_placed_on_an_agent_that_still_prepares() -> None:
+@pytest.mark.parametrize("leaving", [False, True], ids=["prepares", "leaves"])
+def test_nobody_is_placed_on_an_agent_that_still_prepares_or_leaves(leaving: bool) -> None:
     launcher, _, agents = launcher_of(4, 2)
-    agents.all[0].prepared = False
+    agents.all[0].prepared, agents.all[0].leaving = leaving, leaving
     for rank in range(3):
         launcher.spawn(rank, {})
     assert [launcher.host_of(rank) for rank in range(3)] == ["b", "b", socket.gethostname()]
     own, a, b = launcher.machines
     assert (own.agent, own.host, own.places, own.free) == (None, socket.gethostname(), None, 0)
-    assert (a.host, a.places, a.ranks, a.is_ready, a.free) == ("a", 4, frozenset(), False, 0)
+    assert (a.host, a.places, a.ranks, a.is_ready, a.free) == ("a", 4, frozenset(), leaving, 0)
     assert (b.host, b.places, b.ranks, b.is_ready, b.free) == ("b", 2, {0, 1}, True, 0)
     assert Launcher(cast(ForkServerClient, FakeForkServer())).machines == ()
 
