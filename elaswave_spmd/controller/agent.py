@@ -71,9 +71,9 @@ def main(arguments: Sequence[str], program: str) -> int:
     # Started first: it imports what workers need while this process looks for the controller.
     fork_server = start_fork_server(WorkerStart(), scratch.path, _ORPHAN_GRACE_S, here=True)
     try:
-        found = find_controller(host, port, secret, options.timeout)
-        before: tuple[int, ...] = ()
         with StopSignals(_OF_TERMINALS) as signals, StopSignals((signal.SIGTERM,)) as terms:
+            found = find_controller(host, port, secret, options.timeout)
+            before: tuple[int, ...] = ()
             while True:
                 try:
                     # Ctrl-C in a terminal reaches the command beside it too, whose run then saves its state.
@@ -327,8 +327,10 @@ class Agent:
         if self._is_late:
             raise _DeadlineError
         self._report_refusals()
-        # After the order to end nothing counts: the end of the controller's link may have come right behind it.
-        if any(self._handle(item) for item in self._mailbox.take_all()):
+        # The end of the connection last, whenever it came: orders come by another one. After the order to end nothing
+        # counts any more.
+        items = sorted(self._mailbox.take_all(), key=lambda item: isinstance(item, PeerClosed))
+        if any(self._handle(item) for item in items):
             return True
         self._report_exits(self._fork_server.poll())
         return False

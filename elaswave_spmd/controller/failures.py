@@ -235,7 +235,8 @@ class FailureHandler:
         self._roster.remove(rank)
         self._links.forget(rank)
         change = self._protocol.lost(rank, reason, spare=self._replacements.lost(rank))
-        return [RemoveMember(rank, lost=True), *change, *self.replace_lost(now)]
+        ended = [] if RemoveMember(rank, lost=True) in change else [RemoveMember(rank, lost=True)]
+        return [*ended, *change, *self.replace_lost(now)]
 
     def suspected(self, suspects: Sequence[Suspect], now: float) -> list[Action]:
         """Workers live, as far as is known, and hang, or are not ready in time. They are lost."""

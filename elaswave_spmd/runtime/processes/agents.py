@@ -424,6 +424,8 @@ class Agents:
     def _report_lost(self, agent: Agent, reason: str) -> None:
         for rank in sorted(agent.ranks):
             self._exits.append(RemoteExited(rank, 0, None, int(signal.SIGKILL), agent.host, reason))
+        if agent.ranks:
+            self._mailbox.interrupt("workers are lost")  # `poll` has something to return
         agent.ranks.clear()
 
     def _tell_lost(self, agent: Agent) -> None:

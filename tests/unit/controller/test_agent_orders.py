@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,7 +16,7 @@ from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.transport.links import CONTROLLER
-from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed, SelectableMailbox
 
 REPORTS = (
     am.Hello(2, "tcp://127.0.0.1:1", "b", 2, "2.0"),
@@ -94,6 +96,21 @@ def test_the_last_order_may_follow_the_end_of_the_connection(order: am.AgentMess
         return
     with pytest.raises(module._ConnectionClosedError if order is None else ConfigError):
         agent._handle(PeerClosed(CONTROLLER))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_order_to_end_counts_also_if_the_end_of_the_connection_was_filed_before_it(is_first: bool) -> None:
+    mailbox, (read, write) = SelectableMailbox(), os.pipe()
+    fork_server = SimpleNamespace(fileno=lambda: read, stop=lambda _: [], poll=list)
+    links = SimpleNamespace(rejected={}, send=lambda *_: True)
+    agent = Agent(cast(Any, links), mailbox, cast(Any, fork_server), cast(Any, None), {})
+    items = [Envelope(CONTROLLER, am.encode(am.Stop(0.0))), PeerClosed(CONTROLLER)]
+    for item in items if is_first else reversed(items):
+        mailbox.put(item)
+    assert agent._turn() is True
+    mailbox.close()
+    for fd in (read, write):
+        os.close(fd)
 
 
 class FakeForkServer:
