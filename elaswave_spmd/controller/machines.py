@@ -100,7 +100,11 @@ class Machines:
             event = self._arrived.popleft()
             free = sum(machine.free for machine in machines if machine.agent == event.peer)
             number = min(free, self._aim - self.num_workers - starts)
-            if number < 1 or not fits_fd_limit(len(self._roster) + starts + number):
+            if number < 1:
+                continue
+            if not fits_fd_limit(len(self._roster) + starts + number):
+                why = f"{number} more beside {len(self._roster) + starts} workers exceed the limit of open files"
+                actions.append(_record(event, "unused", f"{event.host} is not used: {why} (ulimit -n)", why))
                 continue
             starts += number
             ranks = self._roster.allocate(number)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from elaswave_spmd.conf.schema import ElasticSettings
+from elaswave_spmd.controller import machines as module
 from elaswave_spmd.controller.events import Action, AdmitAgent, GiveUpAgent, Record, RefuseAgent, Spawn
 from elaswave_spmd.controller.machines import Machines
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
@@ -115,6 +116,15 @@ def test_a_place_that_a_replacement_is_due_for_is_left_to_it() -> None:
 def test_a_run_grows_up_to_max_workers() -> None:
     world = World(max_workers=7)
     assert world.come(2) == [(4, 5)] and world.come(2, peer=-6) == [(6,)]
+
+
+def test_places_that_cannot_be_used_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    world.lose(1)
+    monkeypatch.setattr(module, "fits_fd_limit", lambda workers: workers < 4)
+    world.machines.ready(AgentReady(-5, "b", 2))
+    (record,) = world.machines.use_places([Machine(-5, "b", 2)])
+    assert isinstance(record, Record) and record.fields["state"] == "unused" and "ulimit -n" in str(record.fields)
 
 
 def test_before_the_first_step_places_wait() -> None:
