@@ -229,16 +229,20 @@ class LetAgentGo:
 
 
 @dataclass(frozen=True)
-class UsePlaces:
-    """Start workers on agents that have come, as far as they are to be used, once what was decided before is done."""
-
-
-@dataclass(frozen=True)
 class RefuseAgent:
     """Have an agent that has asked to join end, with this error."""
 
     peer: int
     error: UserError
+
+
+AgentOrder: TypeAlias = AdmitAgent | RefuseAgent | DrainAgent | LetAgentGo | GiveUpAgent
+"""What is decided about one agent. An order to one that has gone meanwhile is void."""
+
+
+@dataclass(frozen=True)
+class UsePlaces:
+    """Start workers on agents that have come, as far as they are to be used, once what was decided before is done."""
 
 
 @dataclass(frozen=True)
@@ -349,11 +353,7 @@ class End:
 Action: TypeAlias = (
     protocol_actions.ProtocolAction
     | Spawn
-    | AdmitAgent
-    | RefuseAgent
-    | GiveUpAgent
-    | DrainAgent
-    | LetAgentGo
+    | AgentOrder
     | UsePlaces
     | Connect
     | RecordLostWorker

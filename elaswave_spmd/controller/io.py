@@ -26,12 +26,18 @@ from elaswave_spmd.controller.admin_client import SOCKET
 from elaswave_spmd.controller.admin_server import ControlSocket
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.events import (
+    AdmitAgent,
+    AgentOrder,
     CheckpointFound,
+    DrainAgent,
     Event,
     ExitsReported,
+    GiveUpAgent,
+    LetAgentGo,
     LinkEnded,
     ManifestWritten,
     Received,
+    RefuseAgent,
     Rejected,
     SavedState,
     StopRequested,
@@ -116,24 +122,8 @@ class ControllerIO(Protocol):
         """The machines of the run as they are now; none if it cannot have others than this one."""
         ...
 
-    def admit_agent(self, peer: int) -> None:
-        """Have an agent that has asked prepare; AgentReady or AgentGone is among later events. Never waits."""
-        ...
-
-    def refuse_agent(self, peer: int, error: UserError) -> None:
-        """Have an agent that has asked end. Never waits."""
-        ...
-
-    def drain_agent(self, peer: int, within_s: float | None, says: str) -> None:
-        """Start nobody on an agent any more, whose workers leave. Never waits."""
-        ...
-
-    def let_agent_go(self, peer: int, says: str) -> None:
-        """Have an agent end, whose workers have left. Never waits."""
-        ...
-
-    def give_up_agent(self, peer: int, reason: str) -> None:
-        """Treat an agent as lost, and have it join again when it hears of that. Never waits."""
+    def order_agent(self, order: AgentOrder) -> None:
+        """Carry out a decision about an agent; one that has gone meanwhile is ignored. Never waits."""
         ...
 
     def kill(self, rank: int) -> None:
@@ -324,25 +314,20 @@ class ProcessIO:
     def machines(self) -> tuple[Machine, ...]:
         return self._launcher.machines if isinstance(self._launcher, Launcher) else ()
 
-    def admit_agent(self, peer: int) -> None:
-        if (agents := self._agents) is not None:
-            agents.admit(peer)
-
-    def refuse_agent(self, peer: int, error: UserError) -> None:
-        if (agents := self._agents) is not None:
-            agents.refuse(peer, error)
-
-    def drain_agent(self, peer: int, within_s: float | None, says: str) -> None:
-        if (agents := self._agents) is not None:
-            agents.drain(peer, within_s, says)
-
-    def let_agent_go(self, peer: int, says: str) -> None:
-        if (agents := self._agents) is not None:
-            agents.let_go(peer, says)
-
-    def give_up_agent(self, peer: int, reason: str) -> None:
-        if (agents := self._agents) is not None:
-            agents.give_up(peer, reason)
+    def order_agent(self, order: AgentOrder) -> None:
+        if (agents := self._agents) is None:
+            return
+        match order:
+            case AdmitAgent(peer):
+                agents.admit(peer)
+            case RefuseAgent(peer, error):
+                agents.refuse(peer, error)
+            case DrainAgent(peer, within_s, says):
+                agents.drain(peer, within_s, says)
+            case LetAgentGo(peer, says):
+                agents.let_go(peer, says)
+            case GiveUpAgent(peer, reason):
+                agents.give_up(peer, reason)
 
     @property
     def _agents(self) -> Agents | None:

@@ -407,18 +407,10 @@ class Controller:
                         io.send(rank, header)
             case Spawn(ranks, newcomers, host):
                 self._spawn(ranks, newcomers, host)
-            case DrainAgent(peer, within_s, says):
-                io.drain_agent(peer, within_s, says)
-            case LetAgentGo(peer, says):
-                io.let_agent_go(peer, says)
-            case GiveUpAgent(peer, reason):
-                io.give_up_agent(peer, reason)
+            case AdmitAgent() | RefuseAgent() | DrainAgent() | LetAgentGo() | GiveUpAgent():
+                io.order_agent(action)
             case UsePlaces():
                 return self._machines.use_places(io.machines())
-            case AdmitAgent(peer):
-                io.admit_agent(peer)
-            case RefuseAgent(peer, error):
-                io.refuse_agent(peer, error)
             case Connect(rank, address, holds_mutex):
                 io.connect(rank, address, holds_mutex=holds_mutex)
             case RemoveMember(rank, lost):

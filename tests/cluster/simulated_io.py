@@ -27,6 +27,7 @@ from elaswave_spmd.conf.schema import (
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.events import (
     Action,
+    AgentOrder,
     CheckpointFound,
     Event,
     ExitsReported,
@@ -40,7 +41,6 @@ from elaswave_spmd.controller.io import Spawned
 from elaswave_spmd.controller.resume import ResumePoint
 from elaswave_spmd.controller.run_log import RunLog
 from elaswave_spmd.data import PreparedData
-from elaswave_spmd.errors import UserError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast, EpochBegun, Save, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import Policy
@@ -244,15 +244,7 @@ class SimulatedIO:
     def machines(self) -> tuple[Machine, ...]:
         return ()
 
-    def admit_agent(self, peer: int) -> None: ...
-
-    def refuse_agent(self, peer: int, error: UserError) -> None: ...
-
-    def drain_agent(self, peer: int, within_s: float | None, says: str) -> None: ...
-
-    def let_agent_go(self, peer: int, says: str) -> None: ...
-
-    def give_up_agent(self, peer: int, reason: str) -> None: ...
+    def order_agent(self, order: AgentOrder) -> None: ...
 
     def kill(self, rank: int) -> None:
         self._cluster.kill_for_certain(rank)

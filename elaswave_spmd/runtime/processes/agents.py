@@ -80,6 +80,11 @@ class Agent:
     def __str__(self) -> str:
         return f"the agent on {self.host}"
 
+    @property
+    def is_preparing_late(self) -> bool:
+        """True if it has no workers and may be busy for minutes: nobody waits for an answer of it."""
+        return self.late and not self.prepared
+
 
 @dataclass(frozen=True, slots=True)
 class AgentCame:
@@ -265,10 +270,11 @@ class Agents:
         """Collect the exits of all workers that have ended by now, for `poll`; waits up to 2 seconds for agents."""
         self._reported.clear()
         for agent in self:
-            if agent.prepared:  # else it has no workers, and may be busy for minutes
+            if not agent.is_preparing_late:
                 self._send(agent, am.ReportExits())
         self._wait_until(
-            lambda: all(agent.peer in self._reported for agent in self if agent.prepared), _REQUEST_TIMEOUT_S
+            lambda: all(agent.peer in self._reported for agent in self if not agent.is_preparing_late),
+            _REQUEST_TIMEOUT_S,
         )
 
     def fileno(self) -> int:
@@ -296,9 +302,7 @@ class Agents:
         A late agent that still prepares has no workers, and is not waited for.
         """
         self._problem = None
-        self._wait_until(
-            lambda: not any(agent.prepared or not agent.late for agent in self), timeout_s, raise_problem=False
-        )
+        self._wait_until(lambda: all(agent.is_preparing_late for agent in self), timeout_s, raise_problem=False)
         self._links.close(100)
         self._rendezvous.close()
         self._mailbox.close()
