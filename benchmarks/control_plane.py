@@ -32,7 +32,7 @@ from rich.console import Console
 from benchmarks.harness import Result, parser, say
 from elaswave_spmd.conf.schema import MeshSettings, ModelSettings, PageSettings, Settings, TrainSettings
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
-from elaswave_spmd.controller.events import Event, ManifestWritten, Received, Rejected, Tick, WorkerEnded
+from elaswave_spmd.controller.events import AgentOrder, Event, ManifestWritten, Received, Rejected, Tick, WorkerEnded
 from elaswave_spmd.controller.io import Spawned
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.planning import PlanRequest
@@ -47,6 +47,7 @@ from elaswave_spmd.recovery.worker_protocol import Apply, SendVote, WorkerProtoc
 from elaswave_spmd.run_dir import RunDir, RunObserver
 from elaswave_spmd.run_dir.display import PlainDisplay
 from elaswave_spmd.run_dir.manifest import Manifest
+from elaswave_spmd.runtime.processes.launcher import Machine
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.split_backward import SplitBackward
 from elaswave_spmd.scheduling.step_time import Assignment
@@ -140,12 +141,16 @@ class CountingIO:
         if rank == self.witness:
             self.kept.append(message)
 
-    def spawn(self, rank: int) -> Spawned:
+    def spawn(self, rank: int, host: str | None = None) -> Spawned:
         return Spawned()
+
+    def machines(self) -> tuple[Machine, ...]:
+        return ()
 
     def stop_requested(self, number: int) -> None: ...
     def connect(self, rank: int, address: str, *, holds_mutex: bool) -> None: ...
     def disconnect(self, rank: int) -> None: ...
+    def order_agent(self, order: AgentOrder) -> None: ...
     def kill(self, rank: int) -> None: ...
     def report_exits(self) -> None: ...
     def journal(self, prepare: m.Prepare) -> None: ...

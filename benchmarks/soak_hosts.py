@@ -165,7 +165,7 @@ class HostRun:
         train = [sys.executable, "train.py", "run.tensorboard=false", *self._place.words(), *several]
         run = stack.enter_context(self._program(0, train))
         agent = [sys.executable, "-m", "elaswave_spmd", "agent", meeting, "--token-file", str(token)]
-        agent += ["--workers", "2", "--name"]
+        agent += ["--timeout", "60", "--workers", "2", "--name"]
         agents = [stack.enter_context(self._program(n, [*agent, f"host{n}"])) for n in (1, 2)]
         return run, agents
 

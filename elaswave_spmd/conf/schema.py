@@ -370,8 +370,9 @@ class RuntimeSettings(Section, group="runtime"):
     `collectives`: while a stage has a process group of the device's library (NCCL, HCCL; gloo on the CPU), new
     parameters go through it, and over links otherwise. The bits are the same.
 
-    Several machines: the controller listens at `rendezvous`, where agents find it. `local_workers` run beside the
-    controller, the others are assigned to the agents. `token_file` holds the secret that all of them share.
+    Several machines: the controller listens at `rendezvous`, where agents find it, `agents` of them before the run
+    begins (with 0 it begins alone) and others at any time later. `local_workers` run beside the controller, the others
+    are assigned to the agents. `token_file` holds the secret that all of them share.
 
     `launcher`: docs/engines.md says which variables of torchrun are followed, and when. It belongs to one command: a
     run that is resumed does not inherit it.
@@ -392,7 +393,9 @@ class RuntimeSettings(Section, group="runtime"):
     collectives: str = setting(LINKS, "how new parameters get to a stage's other workers", choices=COLLECTIVES)
     host: str | None = setting(None, "address on which links listen; null: 127.0.0.1, or that of the rendezvous")
     rendezvous: str | None = setting(None, "HOST:PORT of the controller for agents; null: one machine")
-    agents: int = setting(0, "agents to wait for before the start", at_least=0)
+    agents: int | None = setting(
+        None, "agents to wait for before the start; more may join later. To be given with rendezvous", at_least=0
+    )
     agents_timeout: float = setting(300.0, "seconds to wait for them", above=0)
     local_workers: int | None = setting(
         None, "workers on the controller's machine; null: those that the agents have no place for", at_least=0
@@ -410,6 +413,11 @@ class RuntimeSettings(Section, group="runtime"):
             self._check_one_machine()
         else:
             self._check_several_machines(self.rendezvous)
+
+    @property
+    def has_agents(self) -> bool:
+        """True if workers may run on other machines, now or later."""
+        return self.rendezvous is not None
 
     def _check_one_machine(self) -> None:
         given = {
@@ -435,9 +443,10 @@ class RuntimeSettings(Section, group="runtime"):
         where = checks.override("runtime.rendezvous", rendezvous)
         if self.transport != "tcp":
             raise _must_be_tcp(where, self.transport)
-        if not self.agents:
-            rule, fix = "a rendezvous is where agents meet the controller", "runtime.agents=1"
-            raise ConfigError(f"{where} is given without agents (runtime.agents=0)", rule=rule, where=where, fix=fix)
+        if self.agents is None:
+            rule = "agents meet the controller at the rendezvous, so many before the run begins"
+            fix = "runtime.agents=1; or 0, if the run is to begin on this machine alone"
+            raise ConfigError(f"{where} is given without runtime.agents", rule=rule, where=where, fix=fix)
         if self.token_file is None:
             fix = "runtime.token_file=FILE; make one by: (umask 077; openssl rand -hex 32 > FILE)"
             rule = "machines that meet share a secret"
@@ -530,10 +539,16 @@ class ElasticSettings(Section, group="elastic"):
 
     `min_workers` counts members. A worker that is being started in place of a lost one is none yet, so with as many as
     the mesh has, the first loss for which no spare is ready stops the run, with its state saved.
+
+    `max_workers`: on a machine that comes, or comes back, workers are started until the run has so many again, as far
+    as the machine has places. Spares are not counted.
     """
 
     enabled: bool = setting(True, "false: the first loss of a worker ends the run")
     min_workers: int = setting(1, "with fewer workers the run writes a checkpoint and stops", at_least=1)
+    max_workers: int | None = setting(
+        None, "workers up to which the run grows; null: the mesh's, and `ctl add` as many as it says", at_least=1
+    )
     replace: bool = setting(False, "start a new worker for each one that was lost")
     spares: int = setting(0, "workers beside the mesh, ready to take the place of a lost one at once", at_least=0)
     replacements_per_minute: int = setting(20, "new workers in place of lost ones, within a minute", at_least=1)
@@ -542,7 +557,7 @@ class ElasticSettings(Section, group="elastic"):
     )
 
     def check_rules(self) -> None:
-        for name in ("replace", "spares", "evict_slower_than"):
+        for name in ("max_workers", "replace", "spares", "evict_slower_than"):
             if (value := getattr(self, name)) and not self.enabled:
                 given = checks.override(f"elastic.{name}", value)
                 raise ConfigError(
@@ -795,7 +810,7 @@ class ScheduleSettings(Section, group="schedule"):
     f_changes: int = setting(8, "most changes of a device's frequency in a step; below 2: none", at_least=0)
     f_change_ms: float = setting(5.0, "milliseconds that a change takes; an emulated device takes them", at_least=0)
 
-    def check_device(self, device: str, agents: int) -> None:
+    def check_device(self, device: str, *, has_agents: bool) -> None:
         """Check that the frequencies of the devices that workers run on can be set by this backend, and from here.
 
         Raises:
@@ -807,11 +822,11 @@ class ScheduleSettings(Section, group="schedule"):
         what = f"{given} cannot set the frequencies of runtime.device={device}"
         rule = f"it sets those of runtime.device={_DEVICE_OF_FREQUENCY[self.frequency]}"
         if _DEVICE_OF_FREQUENCY[self.frequency] == device:
-            if not agents:
+            if not has_agents:
                 return
-            what = f"{given} is given with runtime.agents={agents}"
+            what = f"{given} is given with runtime.rendezvous"
             rule = "frequencies are set on the controller's machine only"
-        fits = [name for name, its_device in _DEVICE_OF_FREQUENCY.items() if its_device == device and not agents]
+        fits = [name for name, its_device in _DEVICE_OF_FREQUENCY.items() if its_device == device and not has_agents]
         raise ConfigError(
             what,
             rule=rule,
@@ -909,7 +924,7 @@ class Settings(Section):
     emulated: EmulatedSettings = field(default_factory=EmulatedSettings)
 
     def check_rules(self) -> None:
-        self.schedule.check_device(self.runtime.device, self.runtime.agents)
+        self.schedule.check_device(self.runtime.device, has_agents=self.runtime.has_agents)
         self.optim.check_decay(self.train.steps)
         least, workers = self.elastic.min_workers, self.mesh.shape.num_workers
         if least > workers:
@@ -918,6 +933,14 @@ class Settings(Section):
                 rule="a run begins with at least elastic.min_workers",
                 where=f"elastic.min_workers={least}",
                 fix=f"elastic.min_workers={workers}, or a larger mesh",
+            )
+        most = self.elastic.max_workers
+        if most is not None and most < workers:
+            raise ConfigError(
+                f"elastic.max_workers={most} is less than the {workers} workers of the mesh",
+                rule="a run begins with at most elastic.max_workers",
+                where=f"elastic.max_workers={most}",
+                fix=f"elastic.max_workers={workers}, or a smaller mesh",
             )
         if self.verify.action == "rollback":
             self._check_rollback()

@@ -41,9 +41,9 @@ def main(arguments: Sequence[str], program: str) -> int:
     options = _parse(arguments, program)
     request: dict[str, object] = {"command": options.command}
     if options.command == "add":
-        request["count"] = options.count
+        request |= {"count": options.count} | ({"host": options.host} if options.host else {})
     elif options.command == "drain":
-        request["ranks"] = options.ranks
+        request |= _drain_request(options)
     answer = ask(options.run, request)
     if options.json:
         print(json.dumps(answer, ensure_ascii=False))
@@ -52,8 +52,17 @@ def main(arguments: Sequence[str], program: str) -> int:
     elif options.command == "add":
         print(f"{_workers(answer['added'])} will join; training goes on meanwhile")
     else:
-        print(f"{_workers(answer['leaving'])} will leave, between two steps")
+        leaving = f"{_workers(answer['leaving'])} will leave, between two steps" if answer["leaving"] else ""
+        host = f"{answer['host']} leaves the run, and its agent ends then" if "host" in answer else ""
+        print("; ".join(part for part in (leaving, host) if part))
     return 0
+
+
+def _drain_request(options: argparse.Namespace) -> dict[str, object]:
+    """The part of a request to drain that says who."""
+    if options.host is None:
+        return {"ranks": options.ranks}
+    return {"host": options.host} | ({"within": options.within} if options.within is not None else {})
 
 
 def ask(run: str, request: Mapping[str, object], timeout_s: float = ANSWER_S) -> dict[str, Any]:
@@ -132,6 +141,12 @@ def status_rows(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows += [("newcomers", ", ".join(_worker(rank, pids) for rank in newcomers[:_SHOWN]))] if newcomers else []
     spares = [f"{_worker(w['rank'], pids)}{'' if w['ready'] else ', starting'}" for w in answer["spares"][:_SHOWN]]
     rows += [("spares", "; ".join(spares))] if spares else []
+    for host in answer.get("hosts", ()):
+        places = "" if host["places"] is None else f", {count(host['places'], 'place')}"
+        ranks = f"workers {format_ints(host['ranks'])}" if host["ranks"] else "no workers"
+        rows.append(
+            ("host", f"{host['host']}: {ranks}{places}" + ("" if host["state"] == "ready" else f", {host['state']}"))
+        )
     rows += [(name, format_ints(answer[name])) for name in ("leaving", "learners") if answer[name]]
     rows += [("losses", answer["unsurvived"])] if answer["unsurvived"] else []
     return rows + [("event" if not i else "", event["text"]) for i, event in enumerate(answer["events"])]
@@ -177,6 +192,17 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     commands.add_parser("status", parents=[answers], help="how far it is, its workers, its last events")
     add = commands.add_parser("add", parents=[answers], help="start N more workers")
     add.add_argument("count", type=int, metavar="N")
+    add.add_argument("--host", metavar="NAME", help="on this machine; default: where agents have most room, else here")
     drain = commands.add_parser("drain", parents=[answers], help="let workers go; nothing is computed again")
-    drain.add_argument("ranks", type=int, nargs="+", metavar="RANK")
-    return parser.parse_args(arguments)
+    drain.add_argument("ranks", type=int, nargs="*", metavar="RANK")
+    drain.add_argument("--host", metavar="NAME", help="in place of RANK: all workers of this machine; its agent ends")
+    drain.add_argument(
+        "--within", type=float, metavar="SECONDS", help="of --host: then it ends, whoever is still there"
+    )
+    options = parser.parse_args(arguments)
+    if options.command == "drain":
+        if bool(options.ranks) == (options.host is not None):
+            drain.error("either RANK ... or --host NAME")
+        if options.within is not None and options.host is None:
+            drain.error("--within SECONDS is for --host NAME")
+    return options

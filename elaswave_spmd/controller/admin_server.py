@@ -14,19 +14,22 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 from elaswave_spmd.conf.schema import ElasticSettings
 from elaswave_spmd.controller.admin_client import ANSWER_S, SOCKET
 from elaswave_spmd.controller.events import Action, Reply, Spawn
+from elaswave_spmd.controller.machines import Machines
+from elaswave_spmd.controller.notices import Notices
 from elaswave_spmd.controller.replacements import Replacements
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import ControlError
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.run_dir import RunObserver
 from elaswave_spmd.runtime.processes.fd_limit import fits_fd_limit
+from elaswave_spmd.runtime.processes.launcher import Machine
 from elaswave_spmd.runtime.transport.mailbox import Mailbox, Request
 from elaswave_spmd.sharding.replicas import all_replica_sets, unsurvived_text
 
@@ -50,31 +53,63 @@ class Administration:
         protocol: ControllerProtocol,
         roster: Roster,
         replacements: Replacements,
+        machines: Machines,
+        notices: Notices,
         observer: RunObserver,
         elastic: ElasticSettings,
     ) -> None:
         self._protocol = protocol
         self._roster = roster
         self._replacements = replacements
+        self._machines = machines
+        self._notices = notices
         self._observer = observer
         self._elastic = elastic
 
-    def answer(self, request: Request) -> list[Action]:
-        """Decide about a request. Returns the actions that follow from it, and the reply to it as the last one."""
+    def answer(self, request: Request, machines: Sequence[Machine] = (), now: float = 0.0) -> list[Action]:
+        """Decide about a request. Returns the actions that follow from it, and the reply to it as the last one.
+
+        Args:
+            machines: of the run, as they are now; none: it is on one machine, and has no others.
+        """
         try:
-            actions, answer = self._decide(request.body)
+            actions, answer = self._decide(request.body, machines, now)
         except ControlError as error:
             actions, answer = [], _error(error)
         return [*actions, Reply(request, answer)]
 
-    def _decide(self, body: Mapping[str, Any]) -> tuple[list[Action], dict[str, object]]:
+    def _decide(
+        self, body: Mapping[str, Any], machines: Sequence[Machine], now: float
+    ) -> tuple[list[Action], dict[str, object]]:
         command = body.get("command")
         if command == "status":
-            return [], self.status()
+            return [], self.status() | self._of_machines(machines)
         if command not in _COMMANDS:
             raise ControlError(f"the request has no known command: {command!r}", exists=", ".join(_COMMANDS))
         self._refuse_changes()
-        return self._add(body.get("count")) if command == "add" else self._drain(body.get("ranks"))
+        if command == "add":
+            return self._add(body.get("count"), body.get("host"), machines)
+        if "host" in body:
+            return self._drain_host(body["host"], body.get("within"), machines, now)
+        return self._drain(body.get("ranks"))
+
+    def _of_machines(self, machines: Sequence[Machine]) -> dict[str, object]:
+        """The part of the status that is about machines, which a run without agents has not."""
+        if not machines:
+            return {}
+        elsewhere = {rank for machine in machines for rank in machine.ranks}
+        rows: list[dict[str, object]] = []
+        for machine in machines:
+            here = machine.ranks if machine.agent is not None else self._roster.pids.keys() - elsewhere
+            rows.append(
+                {
+                    "host": machine.host,
+                    "places": machine.places,
+                    "ranks": sorted(here & self._roster.pids.keys()),
+                    "state": "leaving" if machine.is_leaving else "ready" if machine.is_ready else "preparing",
+                }
+            )
+        return {"hosts": rows}
 
     def status(self) -> dict[str, object]:
         """The progress of the run and its workers, JSON-ready; docs/run_files.md lists the fields."""
@@ -131,7 +166,7 @@ class Administration:
                 rule="the workers of a run change before its last step",
             )
 
-    def _add(self, number: object) -> tuple[list[Action], dict[str, object]]:
+    def _add(self, number: object, host: object, machines: Sequence[Machine]) -> tuple[list[Action], dict[str, object]]:
         if not _is_whole(number) or number < 1:
             raise ControlError(
                 f"{number!r} workers cannot be added", rule="at least 1 worker is added", fix="ctl RUN add 1"
@@ -142,8 +177,20 @@ class Administration:
                 rule="every worker has a link to every other, within its limit of open files",
                 fix="a higher `ulimit -n` before the run starts",
             )
+        most, workers = self._elastic.max_workers, self._machines.num_workers
+        if most is not None and workers + number > most:
+            raise ControlError(
+                f"{number} more beside {workers} workers exceed elastic.max_workers={most}",
+                rule="a run has at most elastic.max_workers workers",
+                fix=f"ctl RUN add {most - workers}"
+                if most > workers
+                else "another elastic.max_workers, when it is resumed",
+            )
+        if host is not None:
+            _check_room(host, number, machines)
         newcomers = self._roster.allocate(number)
-        return [Spawn(newcomers)], {"added": list(newcomers)}
+        actions: list[Action] = [Spawn(newcomers, host=None if host is None else str(host))]
+        return actions, {"added": list(newcomers)}
 
     def _drain(self, ranks: object) -> tuple[list[Action], dict[str, object]]:
         protocol = self._protocol
@@ -158,6 +205,45 @@ class Administration:
                 rule="only a member of the mesh can leave it",
                 exists=f"workers {', '.join(map(str, sorted(protocol.members)))}",
             )
+        self._check_who_stays(ranks)
+        actions: list[Action] = [action for rank in ranks for action in protocol.drain(rank, "drained by ctl")]
+        return actions, {"leaving": list(protocol.leaving)}
+
+    def _drain_host(
+        self, host: object, within: object, machines: Sequence[Machine], now: float
+    ) -> tuple[list[Action], dict[str, object]]:
+        if within is not None and (isinstance(within, bool) or not isinstance(within, int | float) or not within > 0):
+            raise ControlError(
+                f"{within!r} seconds are no deadline",
+                rule="a deadline is a number of seconds above 0",
+                fix="ctl RUN drain --host NAME --within 60",
+            )
+        named = [machine for machine in machines if machine.host == host]
+        if not named or any(machine.agent is None for machine in named):
+            here = "the controller runs there" if named else f"{host!r} is no machine of the run"
+            raise ControlError(
+                f"{host} cannot be drained: {here}" if named else here,
+                rule="a machine that is drained is that of an agent",
+                exists=", ".join(machine.host for machine in machines if machine.agent is not None)
+                or ("no agents" if machines else "the run is on one machine, without runtime.rendezvous"),
+                fix="ctl RUN drain RANK ..., or Ctrl-C, which saves the state of the run"
+                if named
+                else "ctl RUN status",
+            )
+        members = set(self._protocol.members)
+        ranks = [rank for machine in named for rank in sorted(machine.ranks) if rank in members]
+        if ranks:
+            self._check_who_stays(ranks)
+        actions = self._notices.begin(named, None if within is None else float(within), "ctl", now)
+        return actions, {"host": host, "leaving": list(self._protocol.leaving)}
+
+    def _check_who_stays(self, ranks: Sequence[int]) -> None:
+        """Check that the run has enough workers without these.
+
+        Raises:
+            ControlError: it has not.
+        """
+        protocol = self._protocol
         stay = set(protocol.members) - set(protocol.leaving) - set(ranks)
         if len(stay) < self._elastic.min_workers:
             least = self._elastic.min_workers
@@ -167,8 +253,38 @@ class Administration:
                 exists=f"{len(protocol.members)} workers, elastic.min_workers={least}",
                 fix="ctl RUN add 1, and wait until it has joined",
             )
-        actions: list[Action] = [action for rank in ranks for action in protocol.drain(rank, "drained by ctl")]
-        return actions, {"leaving": list(protocol.leaving)}
+
+
+def _check_room(host: object, number: int, machines: Sequence[Machine]) -> None:
+    """Check that a machine has places for so many workers.
+
+    Raises:
+        ControlError: it has not, or the run has no machine of this name.
+    """
+    named = [machine for machine in machines if machine.host == host]
+    known = ", ".join(
+        f"{m.host}{'' if m.places is None else f' ({m.free} of {m.places} places free)'}" for m in machines
+    )
+    if not named:
+        raise ControlError(
+            f"{host!r} is no machine of the run",
+            rule="workers are added on the controller's machine, or on that of an agent",
+            exists=known or "the run is on one machine, without runtime.rendezvous",
+            fix="an agent there: python -m elaswave_spmd agent HOST:PORT",
+        )
+    if any(machine.places is None for machine in named):
+        return
+    if (free := sum(machine.free for machine in named)) < number:
+        state = "" if any(machine.is_ready for machine in named) else ", as its agent is still preparing"
+        state = ", as it is about to leave" if all(machine.is_leaving for machine in named) else state
+        raise ControlError(
+            f"{host} has {free} free places for {number} more workers{state}",
+            rule="an agent takes as many workers as it has places (its option --workers)",
+            exists=known,
+            fix="try again in a few seconds"
+            if "preparing" in state
+            else "fewer workers, or ctl RUN add N without --host",
+        )
 
 
 class _Client:

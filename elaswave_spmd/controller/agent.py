@@ -1,8 +1,10 @@
 """An agent: `python -m elaswave_spmd agent HOST:PORT --token-file FILE`, once on each further machine of a run.
 
 It offers places for workers to the controller that it finds at HOST:PORT, prepares the data here as the controller did
-there, starts workers when the controller orders it, and reports how they end. It ends with the run, and when the
-controller is gone.
+there, starts workers when the controller orders it, and reports how they end. It ends with the run. If its link to the
+controller is lost, its workers end, and it looks for the controller again, for --timeout seconds, and joins as a new
+agent: nothing of the one before counts any more but its peer ids, which it tells. At SIGTERM its workers leave the run
+first, and by a deadline it ends in any case.
 
 The agent is no relay: its workers have links of their own to the controller and to all others. It exists because only a
 process of a machine can start and kill processes there, and be the first to see how they end.
@@ -32,9 +34,9 @@ from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
-from elaswave_spmd.runtime.processes.rendezvous import find_controller, read_secret, resolve_address
+from elaswave_spmd.runtime.processes.rendezvous import Found, find_controller, read_secret, resolve_address
 from elaswave_spmd.runtime.processes.scratch import Scratch
-from elaswave_spmd.runtime.processes.stop_signals import StopSignals, signal_name
+from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals, signal_name
 from elaswave_spmd.runtime.transport.agent_links import AgentLinks
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, SelectableMailbox
@@ -42,8 +44,12 @@ from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, 
 _CONNECT_TIMEOUT_S = 10.0
 _ORPHAN_GRACE_S = 10.0  # until the run's own is known
 _FAREWELL_MS = 2000
+_LAST_ORDER_S = 1.0  # in which an order may follow the end of the connection
+_RESERVE_S = 3.0  # of the deadline, for the end itself; or a fourth of it
+_DEADLINE_LOOK_S = 0.1
+_RELEASE_S = 0.2
 _LOOK_S = 5.0  # between two looks at what the links have refused
-_OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)  # SIGTERM is meant for this process alone, and ends it
+_OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)  # SIGTERM is meant for this process alone: a machine that is to leave
 # The fields that identify the data; the others are paths and names of this machine.
 _SAME_DATA = ("corpus", "sha256", "num_tokens", "vocab_size", "seq_len", "num_train_samples", "num_validation_samples")
 
@@ -59,29 +65,109 @@ def main(arguments: Sequence[str], program: str) -> int:
     host, port = endpoint("HOST:PORT", options.rendezvous)
     secret = read_secret(options.token_file, where=f"--token-file {options.token_file}")
     address = None if options.host is None else resolve_address(options.host, where=f"--host {options.host}")
+    name = options.name or socket.gethostname()
+    offer = Offer(name, options.workers, options.rendezvous, address, options.drain)
     scratch = Scratch()
     # Started first: it imports what workers need while this process looks for the controller.
     fork_server = start_fork_server(WorkerStart(), scratch.path, _ORPHAN_GRACE_S, here=True)
     try:
-        found = find_controller(host, port, secret, options.timeout)
-        address = address or found.local_host
-        mailbox = SelectableMailbox()
-        links = AgentLinks(found.peer, mailbox, credentials=found.credentials, host=address)
-        try:
-            links.connect(CONTROLLER, found.address)
-            if links.wait_connected([CONTROLLER], _CONNECT_TIMEOUT_S):
-                raise RunError(f"the controller cannot be reached at {found.address} (its runtime.host)")
-            agent = Agent(links, mailbox, fork_server, scratch, {"host": address, "death_watch": None})
-            # Ctrl-C in a terminal reaches the command beside it too, whose run then saves its state.
-            with StopSignals(_OF_TERMINALS) as signals, signals.as_events(_tell, count=1):
-                agent.serve(options.name or socket.gethostname(), options.workers, options.rendezvous)
-        finally:
-            links.close(_FAREWELL_MS)
-            mailbox.close()
+        with StopSignals(_OF_TERMINALS) as signals, StopSignals((signal.SIGTERM,)) as terms:
+            found = find_controller(host, port, secret, options.timeout)
+            before: tuple[int, ...] = ()
+            while True:
+                try:
+                    # Ctrl-C in a terminal reaches the command beside it too, whose run then saves its state.
+                    with (
+                        _Joined(offer, found, fork_server, scratch, terms) as agent,
+                        signals.as_events(_tell, count=1),
+                        terms.as_events(agent.terminate, count=1),
+                    ):
+                        try:
+                            agent.serve(offer, before)
+                        finally:
+                            fork_server = agent.fork_server  # it may have been started again
+                    return 0
+                except _LostControllerError as lost:
+                    print(f"{lost}: looking for it at {offer.rendezvous} for {options.timeout:g} s", flush=True)
+                    scratch.make_again()
+                    fork_server = start_fork_server(WorkerStart(), scratch.path, _ORPHAN_GRACE_S)
+                    again = _find_again(offer, (host, port), secret, options.timeout)
+                    # Ids are those of one run; another one, at the same place, has given them to others.
+                    before = (*before, found.peer) if again.credentials == found.credentials else ()
+                    found = again
     finally:
         fork_server.stop(0.0)
         scratch.remove()
-    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Offer:
+    """What an agent offers, to whom.
+
+    Args:
+        name: of the machine.
+        capacity: places for workers.
+        rendezvous: HOST:PORT.
+        address: of this machine for links; None: the one that reaches the rendezvous.
+        drain_s: after SIGTERM, until it ends whatever has become of its workers.
+    """
+
+    name: str
+    capacity: int
+    rendezvous: str
+    address: str | None
+    drain_s: float
+
+
+class _Joined:
+    """The links to a controller that was found, and the agent that serves by them. A context manager.
+
+    Raises:
+        RunError: on entry: the controller cannot be reached.
+    """
+
+    def __init__(
+        self, offer: Offer, found: Found, fork_server: ForkServerClient, scratch: Scratch, terms: StopSignals
+    ) -> None:
+        address = offer.address or found.local_host
+        self._found = found
+        self._mailbox = SelectableMailbox()
+        self._links = AgentLinks(found.peer, self._mailbox, credentials=found.credentials, host=address)
+        own: dict[str, Any] = {"host": address, "death_watch": None}
+        self._agent = Agent(self._links, self._mailbox, fork_server, scratch, own, terms, offer.drain_s)
+
+    def __enter__(self) -> Agent:
+        try:
+            self._links.connect(CONTROLLER, self._found.address)
+            if self._links.wait_connected([CONTROLLER], _CONNECT_TIMEOUT_S):
+                raise RunError(f"the controller cannot be reached at {self._found.address} (its runtime.host)")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self._agent
+
+    def __exit__(self, *_: object) -> None:
+        self._links.close(_FAREWELL_MS)
+        self._mailbox.close()
+
+
+def _find_again(offer: Offer, endpoint: tuple[str, int], secret: bytes, timeout_s: float) -> Found:
+    """The controller, once it is there again, or that of another run at the same place.
+
+    Raises:
+        RunError: nobody is there within `timeout_s` seconds.
+    """
+    host, port = endpoint
+    try:
+        return find_controller(host, port, secret, timeout_s)
+    except RunError as error:
+        raise RunError(
+            f"the connection to the controller of the run at {offer.rendezvous} was lost: the controller was killed, "
+            "or its machine or the network in between has failed; nobody answered there again within "
+            f"{timeout_s:g} s (--timeout). No worker is left here; they had time to write their state\n"
+            "  a run that goes on has counted them as lost; it takes this agent again, and so does one that is resumed "
+            "there"
+        ) from error
 
 
 def _tell(number: int) -> None:
@@ -98,6 +184,8 @@ class Agent:
         scratch: the directory of the fork server's sockets.
         own: the keys that replace those of the controller in the specification of each worker here: `host`, later
             `data`; and `death_watch`, None, as a robust mutex is shared memory of one machine.
+        terms: SIGTERM, which interrupts what the agent prepares, and is told by `terminate` otherwise.
+        drain_s: after SIGTERM, until it ends whatever has become of its workers.
     """
 
     def __init__(
@@ -107,6 +195,8 @@ class Agent:
         fork_server: ForkServerClient,
         scratch: Scratch,
         own: dict[str, Any],
+        terms: StopSignals | None = None,
+        drain_s: float = 30.0,
     ) -> None:
         self._links = links
         self._mailbox = mailbox
@@ -114,30 +204,106 @@ class Agent:
         self._scratch = scratch
         self._own = own
         self._refused: dict[str, int] = {}
+        self._terms = terms or StopSignals(())
+        self._drain_s = drain_s
+        self._ranks: set[int] = set()  # workers whose end has not been reported
+        self._end_by: float | None = None  # the deadline; None: there is none
+        self._within_s = 0.0  # of the deadline, when it was set
+        self._is_leaving = False  # it does not join again
+        self._is_told = False  # the controller knows of SIGTERM
+        self._orphans_s = 2 * _ORPHAN_GRACE_S
 
-    def serve(self, name: str, capacity: int, rendezvous: str) -> None:
-        """Offers `capacity` places on machine `name` and serves until the run is over. Leaves no worker.
+    @property
+    def fork_server(self) -> ForkServerClient:
+        return self._fork_server
+
+    def serve(self, offer: Offer, before: tuple[int, ...] = ()) -> None:
+        """Offers places and serves until the run is over. Leaves no worker.
+
+        Args:
+            before: the peer ids that this process has had in the run.
 
         Raises:
             UserError: what the controller did not like, or this machine's data.
-            RunError: the controller is gone, or workers cannot be made here.
+            RunError: workers cannot be made here.
+            _LostControllerError: the controller is gone, or has given up this agent; no worker is left.
         """
         import torch
 
-        self._send(am.Hello(FORMAT_VERSION, self._links.address, name, capacity, str(torch.__version__)))
-        print(f"agent on {name}: places for {capacity} workers of the run at {rendezvous}", flush=True)
+        version = str(torch.__version__)
+        self._send(am.Hello(FORMAT_VERSION, self._links.address, offer.name, offer.capacity, version, before))
+        print(
+            f"agent on {offer.name}: places for {offer.capacity} workers of the run at {offer.rendezvous}", flush=True
+        )
         try:
             while not self._turn():
                 pass
-        except _ControllerLostError:
+        except _LeavesError:
+            self._fork_server.stop(0.0)
+            self._send(am.AgentFailed(am.Problem("", "it was asked to end by SIGTERM")))
+            self._wait_for_stop()
+            print("nothing was lost: no worker was here", flush=True)
+        except _DeadlineError:
+            self._end_at_deadline()
+        except _GivenUpError as error:
+            self._fork_server.stop(0.0)  # its workers are lost to the run, which goes on without them
+            if self._is_leaving:
+                raise RunError(f"the run had given this agent up before its workers had left ({error})") from None
+            raise _LostControllerError(f"the run goes on without this agent ({error})") from None
+        except _ConnectionClosedError:
             # Not killed: the workers have lost the controller too, and may be writing their state (save_if_orphaned).
-            self._fork_server.release()
-            raise _lost_controller(rendezvous) from None
+            self._release()
+            if self._is_leaving:
+                what = "the connection to the controller was lost while the workers of this machine were to leave"
+                raise RunError(f"{what}; no worker is left here, and they had time to write their state") from None
+            raise _LostControllerError("the connection to the controller was lost") from None
         except BaseException as error:
             self._fork_server.stop(0.0)
             self._send(am.AgentFailed(am.Problem.from_error(error, _report(error))))
             self._wait_for_stop()
             raise
+
+    def terminate(self, number: int) -> None:
+        """SIGTERM: the workers are to leave, and then this agent ends. Called by the signal's handler."""
+        self._is_leaving = True
+        self._set_deadline(self._drain_s)
+        self._mailbox.interrupt(signal_name(number))
+
+    def _set_deadline(self, within_s: float) -> None:
+        end_by = time.monotonic() + within_s
+        if self._end_by is None or end_by < self._end_by:
+            self._end_by, self._within_s = end_by, within_s
+
+    @property
+    def _is_late(self) -> bool:
+        """True when the deadline is so near that what is left has to end now."""
+        reserve = min(_RESERVE_S, self._within_s / 4)
+        return self._end_by is not None and time.monotonic() >= self._end_by - reserve
+
+    def _end_at_deadline(self) -> None:
+        """The deadline has come: whoever is still here ends, as if it were killed.
+
+        Raises:
+            RunError: workers were lost.
+        """
+        lost = sorted(self._ranks)
+        self._fork_server.stop(0.0)
+        self._send(am.AgentFailed(am.Problem("", f"its deadline of {self._within_s:g} s was over")))
+        if not lost:
+            print("the deadline is over; no worker was left here", flush=True)
+            return
+        who = f"worker{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+        raise RunError(
+            f"the deadline of {self._within_s:g} s was over before {who} had left: lost, as if killed\n"
+            "  the run goes on without them if their state has replicas on other machines, else from its checkpoint"
+        )
+
+    def _release(self) -> None:
+        """Let the workers end that have lost the controller, too; until the deadline, if there is one."""
+        until = time.monotonic() + self._orphans_s
+        while self._fork_server.releasing(_RELEASE_S) and time.monotonic() < until and not self._is_late:
+            pass
+        self._fork_server.end_release()
 
     def _wait_for_stop(self) -> None:
         """Wait until the controller has received this agent's last message, which it answers by Stop or Refused.
@@ -152,9 +318,19 @@ class Agent:
 
     def _turn(self) -> bool:
         """Wait for messages and for ends of workers, and handle them. Returns True when the run is over."""
-        select.select([self._mailbox, self._fork_server], [], [], _LOOK_S)
+        until_s = _LOOK_S if self._end_by is None else _DEADLINE_LOOK_S
+        select.select([self._mailbox, self._fork_server], [], [], until_s)
+        if self._end_by is not None and not self._is_told and self._terms.first is not None:
+            self._is_told = True
+            print(f"SIGTERM: workers leave the run, and the agent ends within {self._drain_s:g} s", flush=True)
+            self._send(am.Notice(self._drain_s))
+        if self._is_late:
+            raise _DeadlineError
         self._report_refusals()
-        if any([self._handle(item) for item in self._mailbox.take_all()]):  # a list: all of them are handled
+        # The end of the connection last, whenever it came: orders come by another one. After the order to end nothing
+        # counts any more.
+        items = sorted(self._mailbox.take_all(), key=lambda item: isinstance(item, PeerClosed))
+        if any(self._handle(item) for item in items):
             return True
         self._report_exits(self._fork_server.poll())
         return False
@@ -162,11 +338,24 @@ class Agent:
     def _handle(self, item: Item) -> bool:
         """Carry out an order. Returns True if it ends the run."""
         if isinstance(item, PeerClosed):
-            raise _ControllerLostError
+            return self._handle_last_orders()
         match self._order_in(item):
+            case am.JoinAgain(peer, reason):
+                if peer == self._links.me:  # else it was meant for another agent, which had this address before
+                    raise _GivenUpError(reason)
             case am.PrepareRun(num_workers, settings, data):
                 self._prepare(num_workers, Settings.from_dict(settings), PreparedData.from_dict(data))
+            case am.Drain(within_s, says):
+                self._is_leaving = True
+                if within_s is not None:
+                    self._set_deadline(within_s)
+                print(says or "the workers of this machine leave the run", flush=True)
+            case am.LetGo(says):
+                self._fork_server.stop(0.0)
+                print(says, flush=True)
+                return True
             case am.Spawn(rank, spec):
+                self._ranks.add(rank)
                 self._fork_server.spawn(rank, spec | self._own | {"directory": self._scratch.path})
             case am.Signal(rank, number):
                 self._fork_server.signal(rank, number)
@@ -186,6 +375,21 @@ class Agent:
                 self._links.reject(am.UNEXPECTED)
         return False
 
+    def _handle_last_orders(self) -> bool:
+        """The connection to the controller has ended. Its last order came by another one, and may be right behind.
+
+        Returns True if that ends the run.
+
+        Raises:
+            _ConnectionClosedError: it does not.
+        """
+        deadline = time.monotonic() + _LAST_ORDER_S
+        while (left := deadline - time.monotonic()) > 0:
+            item = self._mailbox.get(left)
+            if isinstance(self._order_in(item), am.Stop | am.LetGo | am.Refused | am.JoinAgain) and item is not None:
+                return self._handle(item)
+        raise _ConnectionClosedError
+
     def _order_in(self, item: Item | None) -> am.AnyAgentMessage | None:
         """The controller's message in an item of the mailbox; None if it is something else, which is counted."""
         if not isinstance(item, Envelope):
@@ -197,6 +401,17 @@ class Agent:
         return None
 
     def _prepare(self, num_workers: int, settings: Settings, theirs: PreparedData) -> None:
+        try:
+            with self._terms.raising():
+                self._prepare_run(num_workers, settings, theirs)
+        except Signalled as signalled:
+            if signalled.number != signal.SIGTERM:
+                raise
+            raise _LeavesError from None
+        self._send(am.Prepared())
+
+    def _prepare_run(self, num_workers: int, settings: Settings, theirs: PreparedData) -> None:
+        self._orphans_s = settings.timeouts.orphan_grace + _ORPHAN_GRACE_S
         raise_fd_limit(num_workers)
         self._restart_fork_server(worker_start(settings), settings.timeouts.orphan_grace)
         if hasattr(resource, "prlimit"):  # Linux; the fork server runs already, and its children inherit its limits
@@ -207,7 +422,6 @@ class Agent:
         self._own["data"] = dataclasses.replace(ours, attributes=theirs.attributes).to_dict()
         self._fork_server.ready()
         self._fork_server.set_orphan_grace(settings.timeouts.orphan_grace)
-        self._send(am.Prepared())
 
     def _restart_fork_server(self, start: WorkerStart, orphan_grace_s: float) -> None:
         """Start the fork server again with the variables and modules of the run's device, if that has any.
@@ -222,6 +436,7 @@ class Agent:
 
     def _report_exits(self, exits: Sequence[Exited]) -> None:
         for exited in exits:
+            self._ranks.discard(exited.rank)
             self._send(am.WorkerExited(exited.rank, exited.pid, exited.code, exited.signal))
 
     def _report_refusals(self) -> None:
@@ -234,17 +449,24 @@ class Agent:
         self._links.send(CONTROLLER, am.encode(message))
 
 
-class _ControllerLostError(Exception):
-    pass
+class _LostControllerError(Exception):
+    """The controller is to be looked for again, for a reason in words. No worker is left."""
 
 
-def _lost_controller(rendezvous: str) -> RunError:
-    """The error of an agent whose connection to the controller has ended without an order to end."""
-    return RunError(
-        f"the connection to the controller of the run at {rendezvous} was lost: the controller was killed, or its "
-        "machine or the network in between has failed. No worker is left here; they had time to write their state\n"
-        "  a run that goes on has counted them as lost; one that has ended is resumed there, and takes this agent again"
-    )
+class _ConnectionClosedError(Exception):
+    """The connection to the controller has ended without an order to end."""
+
+
+class _LeavesError(Exception):
+    """SIGTERM has come while nothing was to be saved here."""
+
+
+class _DeadlineError(Exception):
+    """The deadline has come."""
+
+
+class _GivenUpError(Exception):
+    """The controller has given up this agent, for a reason in words."""
 
 
 def check_same_data(ours: PreparedData, theirs: PreparedData) -> None:
@@ -283,9 +505,22 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
         "--name", help="failure domain: agents that fail together have the same; default: the host name"
     )
     parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="SECONDS", help="to wait for the controller (default 300)"
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="to look for the controller, at first and when the connection to it is lost (default 300)",
+    )
+    parser.add_argument(
+        "--drain",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="after SIGTERM: its workers leave the run, and it ends within so long (default 30)",
     )
     options = parser.parse_args(arguments)
+    if not options.drain > 0:
+        raise ConfigError(f"--drain {options.drain:g} is no deadline", rule="seconds above 0")
     if options.workers < 1:
         raise ConfigError(
             f"--workers {options.workers} leaves no place for a worker",

@@ -19,6 +19,7 @@ from elaswave_spmd.recovery import actions as protocol_actions
 from elaswave_spmd.recovery.messages import AnyMessage
 from elaswave_spmd.recovery.reconfiguration import Goal
 from elaswave_spmd.run_dir.manifest import Manifest
+from elaswave_spmd.runtime.processes.agents import AgentCame, AgentGone, AgentNotice, AgentReady
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.transport.mailbox import Request
 
@@ -130,6 +131,10 @@ Event: TypeAlias = (
     | MoveRequested
     | Rejected
     | StopRequested
+    | AgentCame
+    | AgentReady
+    | AgentGone
+    | AgentNotice
     | Tick
 )
 
@@ -177,10 +182,69 @@ Outcome: TypeAlias = RunFinished | RunStopped | RestartFrom
 
 @dataclass(frozen=True)
 class Spawn:
-    """Start these workers. Each sends Ready when it can be given work."""
+    """Start these workers. Each sends Ready when it can be given work.
+
+    Args:
+        host: of newcomers, the machine that was asked for; None: where there is most room.
+    """
 
     ranks: tuple[int, ...]
     newcomers: bool = True
+    host: str | None = None
+
+
+@dataclass(frozen=True)
+class AdmitAgent:
+    """Have an agent that has asked to join prepare for the run."""
+
+    peer: int
+
+
+@dataclass(frozen=True)
+class GiveUpAgent:
+    """An agent is lost with all of its workers, though its connection is not: it joins again when it hears of that."""
+
+    peer: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class DrainAgent:
+    """The workers of an agent are about to leave: none is started there any more, and the agent hears of it.
+
+    Args:
+        within_s: seconds after which it ends whatever has become of them; None: it waits.
+        says: what it prints.
+    """
+
+    peer: int
+    within_s: float | None
+    says: str
+
+
+@dataclass(frozen=True)
+class LetAgentGo:
+    """The workers of an agent have left: it ends, and prints what it `says`."""
+
+    peer: int
+    says: str
+
+
+@dataclass(frozen=True)
+class RefuseAgent:
+    """Have an agent that has asked to join end, with this error."""
+
+    peer: int
+    error: UserError
+
+
+AgentOrder: TypeAlias = AdmitAgent | RefuseAgent | DrainAgent | LetAgentGo | GiveUpAgent
+"""What is decided about one agent. An order to one that has gone meanwhile is void."""
+
+
+@dataclass(frozen=True)
+class UsePlaces:
+    """Start workers on agents that have come, as far as they are to be used, once what was decided before is done."""
 
 
 @dataclass(frozen=True)
@@ -298,6 +362,8 @@ class End:
 Action: TypeAlias = (
     protocol_actions.ProtocolAction
     | Spawn
+    | AgentOrder
+    | UsePlaces
     | Connect
     | RecordLostWorker
     | Kill

@@ -230,6 +230,14 @@ class FailureHandler:
                 return end
         return self._declare_lost(event.rank, event.reason, event.at)
 
+    def withdrawn(self, rank: int, reason: str, now: float) -> list[Action]:
+        """A worker that is no member goes with its machine, and no state with it. Another one may get its place."""
+        self._roster.remove(rank)
+        self._links.forget(rank)
+        change = self._protocol.lost(rank, reason, spare=self._replacements.lost(rank))
+        ended = [] if RemoveMember(rank, lost=True) in change else [RemoveMember(rank, lost=True)]
+        return [*ended, *change, *self.replace_lost(now)]
+
     def suspected(self, suspects: Sequence[Suspect], now: float) -> list[Action]:
         """Workers live, as far as is known, and hang, or are not ready in time. They are lost."""
         actions: list[Action] = []

@@ -26,12 +26,18 @@ from elaswave_spmd.controller.admin_client import SOCKET
 from elaswave_spmd.controller.admin_server import ControlSocket
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.events import (
+    AdmitAgent,
+    AgentOrder,
     CheckpointFound,
+    DrainAgent,
     Event,
     ExitsReported,
+    GiveUpAgent,
+    LetAgentGo,
     LinkEnded,
     ManifestWritten,
     Received,
+    RefuseAgent,
     Rejected,
     SavedState,
     StopRequested,
@@ -50,8 +56,9 @@ from elaswave_spmd.run_dir.journal import Journal
 from elaswave_spmd.run_dir.manifest import Manifest
 from elaswave_spmd.runtime.devices.group_store import GroupStore, group_host
 from elaswave_spmd.runtime.processes import death_watch
+from elaswave_spmd.runtime.processes.agents import AgentNews, Agents
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
-from elaswave_spmd.runtime.processes.launcher import Launcher
+from elaswave_spmd.runtime.processes.launcher import Launcher, Machine
 from elaswave_spmd.runtime.processes.rendezvous import is_loopback, resolve_address
 from elaswave_spmd.runtime.processes.scratch import remove_with
 from elaswave_spmd.runtime.processes.stop_signals import signal_name
@@ -108,8 +115,16 @@ class ControllerIO(Protocol):
         """Close the link to a worker at once."""
         ...
 
-    def spawn(self, rank: int) -> Spawned:
-        """Start a worker."""
+    def spawn(self, rank: int, host: str | None = None) -> Spawned:
+        """Start a worker; `host`: of a newcomer, the machine that was asked for."""
+        ...
+
+    def machines(self) -> tuple[Machine, ...]:
+        """The machines of the run as they are now; none if it cannot have others than this one."""
+        ...
+
+    def order_agent(self, order: AgentOrder) -> None:
+        """Carry out a decision about an agent; one that has gone meanwhile is ignored. Never waits."""
         ...
 
     def kill(self, rank: int) -> None:
@@ -297,10 +312,34 @@ class ProcessIO:
     def disconnect(self, rank: int) -> None:
         self._links.drop(rank)
 
-    def spawn(self, rank: int) -> Spawned:
-        pid = self._launcher.spawn(rank, WorkerSpec(rank, self._spec, self._mutex_of(rank)).to_dict())
-        domain = self._launcher.domain_of(rank) if isinstance(self._launcher, Launcher) else None
-        return Spawned(pid, domain)
+    def spawn(self, rank: int, host: str | None = None) -> Spawned:
+        spec = WorkerSpec(rank, self._spec, self._mutex_of(rank)).to_dict()
+        if not isinstance(self._launcher, Launcher):
+            return Spawned(self._launcher.spawn(rank, spec))
+        pid = self._launcher.spawn(rank, spec, host)
+        return Spawned(pid, self._launcher.domain_of(rank))
+
+    def machines(self) -> tuple[Machine, ...]:
+        return self._launcher.machines if isinstance(self._launcher, Launcher) else ()
+
+    def order_agent(self, order: AgentOrder) -> None:
+        if (agents := self._agents) is None:
+            return
+        match order:
+            case AdmitAgent(peer):
+                agents.admit(peer)
+            case RefuseAgent(peer, error):
+                agents.refuse(peer, error)
+            case DrainAgent(peer, within_s, says):
+                agents.drain(peer, within_s, says)
+            case LetAgentGo(peer, says):
+                agents.let_go(peer, says)
+            case GiveUpAgent(peer, reason):
+                agents.give_up(peer, reason)
+
+    @property
+    def _agents(self) -> Agents | None:
+        return self._launcher.agents if isinstance(self._launcher, Launcher) else None
 
     def kill(self, rank: int) -> None:
         self._launcher.signal(rank, signal.SIGKILL)
@@ -309,8 +348,8 @@ class ProcessIO:
         self._links.reject(reason)
 
     def last_rejections(self) -> list[Rejected]:
-        if isinstance(self._launcher, Launcher) and self._launcher.agents is not None:
-            self._launcher.agents.request_exits()  # with which they tell their refusals
+        if (agents := self._agents) is not None:
+            agents.request_exits()  # with which they tell their refusals
         self._look_at = 0.0
         return self._rejections()
 
@@ -373,12 +412,13 @@ class ProcessIO:
         """Signals that have come since the last call."""
         return [self._stops.popleft() for _ in range(len(self._stops))]
 
-    def _ended(self) -> list[WorkerEnded]:
-        """Ends of processes that were noticed since the last call."""
+    def _ended(self) -> list[WorkerEnded | AgentNews]:
+        """Ends of processes that were noticed since the last call, and news of agents."""
         now = time.monotonic()
         exits = self._launcher.poll() if select.select([self._launcher], [], [], 0)[0] else []
         found = [self._deaths.popleft() for _ in range(len(self._deaths))]
-        return found + [WorkerEnded(exited.rank, str(exited), now, exited) for exited in exits]
+        news = self._agents.take_news() if self._agents is not None else []
+        return [*found, *(WorkerEnded(exited.rank, str(exited), now, exited) for exited in exits), *news]
 
     def _decode(self, envelope: Envelope) -> Received | None:
         """The message; None if it is none, which is counted."""
@@ -393,7 +433,7 @@ class ProcessIO:
         if (now := time.monotonic()) < self._look_at:
             return []
         self._look_at = now + _LOOK_S
-        agents = self._launcher.agents if isinstance(self._launcher, Launcher) else None
+        agents = self._agents
         counts = Counter(self._links.rejected) + Counter(agents.rejected if agents is not None else {})
         if counts == self._rejected:
             return []

@@ -22,13 +22,21 @@ from elaswave_spmd.controller.checkpoints import CheckpointCoordinator, Checkpoi
 from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.events import (
     Action,
+    AdmitAgent,
+    AgentCame,
+    AgentGone,
+    AgentNotice,
+    AgentReady,
     Connect,
+    DrainAgent,
     End,
     Event,
     EvictWorker,
     FindCheckpoint,
+    GiveUpAgent,
     GoBack,
     Kill,
+    LetAgentGo,
     LinkEnded,
     ManifestWritten,
     MoveRequested,
@@ -37,6 +45,7 @@ from elaswave_spmd.controller.events import (
     Received,
     Record,
     RecordLostWorker,
+    RefuseAgent,
     Rejected,
     Reply,
     ReportExits,
@@ -45,12 +54,15 @@ from elaswave_spmd.controller.events import (
     Spawn,
     StopRequested,
     Tick,
+    UsePlaces,
     WorkerEnded,
     WriteManifest,
 )
 from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, Stopping
 from elaswave_spmd.controller.io import ControllerIO
+from elaswave_spmd.controller.machines import Machines
 from elaswave_spmd.controller.model_checks import ModelChecks, split_of_emulated
+from elaswave_spmd.controller.notices import Notices
 from elaswave_spmd.controller.planning import Planned
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.replica_verification import ReplicaVerifier
@@ -149,6 +161,13 @@ class Controller:
         )
         self._supervision = Supervision(settings.timeouts, now)
         self._replacements = Replacements(ReplacementPolicy.from_settings(settings.elastic), self._roster)
+        self._machines = Machines(
+            settings.elastic,
+            self.protocol,
+            self._roster,
+            self._replacements,
+            plan.placement.mesh.num_workers,
+        )
         self._failures = FailureHandler(
             FailurePolicy.from_settings(settings),
             self.protocol,
@@ -157,6 +176,7 @@ class Controller:
             log.observer.run_dir.path,
         )
         self._model_checks = model_checks or ModelChecks(plan)
+        self._notices = Notices(settings.elastic, self.protocol, self._roster, self._failures)
         self._checkpoints = CheckpointCoordinator(checkpoints, compares=plan.job.compares_at(0))
         self._replicas = ReplicaVerifier(settings, self.protocol, plan.job.compares_at, self._checkpoints, verdicts)
         self._stopping = Stopping(self.protocol, self._checkpoints, self._failures, settings.timeouts.shutdown)
@@ -165,7 +185,15 @@ class Controller:
         self._worker_states = WorkerStates(self.protocol, self._roster, self._replacements, self._rescheduler)
         self._keeps_best = settings.checkpoint.keep_best > 0
         self._done_by: float | None = None  # all is trained, and checkpoints are waited for until this time
-        self._admin = Administration(self.protocol, self._roster, self._replacements, log.observer, settings.elastic)
+        self._admin = Administration(
+            self.protocol,
+            self._roster,
+            self._replacements,
+            self._machines,
+            self._notices,
+            log.observer,
+            settings.elastic,
+        )
 
     def run(self) -> Outcome:
         """Run until the job has finished, has stopped, or must begin again.
@@ -253,8 +281,18 @@ class Controller:
                 # No loss by itself: mostly the worker's process ended too, which comes as WorkerEnded. If its
                 # heartbeats go on, the link alone was lost (BrokenLinks).
                 self._failures.link_closed(peer)
+            case AgentCame():
+                return self._machines.came(event)
+            case AgentReady():
+                # Those who are missing come first. Their starts are carried out before places are counted.
+                return [*self._machines.ready(event), *self._failures.replace_lost(now), UsePlaces()]
+            case AgentGone():
+                return self._machines.gone(event)
+            case AgentNotice(peer, _, within_s):
+                here = [machine for machine in self._io.machines() if machine.agent == peer]
+                return self._notices.begin(here, within_s, "SIGTERM", now) if here else []
             case Request():
-                return self._admin.answer(event)
+                return self._admin.answer(event, self._io.machines(), now)
             case MoveRequested(goal):
                 return self.protocol.rebalance(goal)
             case Planned():
@@ -336,8 +374,14 @@ class Controller:
         """Deadlines: workers that hang or do not start, a last checkpoint. Workers that are started by now."""
         free = self.protocol.free_to_leave if self._supervision.has_leavers else ()
         suspects = self._supervision.tick(now, self.protocol.unanswered, free)
-        actions = self._failures.suspected(suspects, now)
-        return [*actions, *self._failures.replace_lost(now), *self._stopping.check(now), *self._end_if_saved(now)]
+        actions = [*self._failures.suspected(suspects, now), *self._failures.replace_lost(now)]
+        if self._machines.has_arrivals:
+            actions.append(UsePlaces())
+        if silent := [suspect.rank for suspect in suspects if suspect.is_silent]:
+            actions += self._machines.fallen_silent(silent, self._io.machines())
+        if self._notices.is_waiting:
+            actions += self._notices.check(self._io.machines(), now)
+        return [*actions, *self._stopping.check(now), *self._end_if_saved(now)]
 
     # ---- carrying actions out
 
@@ -365,8 +409,12 @@ class Controller:
                 for receivers, header in self._packer.encoded(ranks, message):
                     for rank in receivers:
                         io.send(rank, header)
-            case Spawn(ranks, newcomers):
-                self._spawn(ranks, newcomers)
+            case Spawn(ranks, newcomers, host):
+                self._spawn(ranks, newcomers, host)
+            case AdmitAgent() | RefuseAgent() | DrainAgent() | LetAgentGo() | GiveUpAgent():
+                io.order_agent(action)
+            case UsePlaces():
+                return self._machines.use_places(io.machines())
             case Connect(rank, address, holds_mutex):
                 io.connect(rank, address, holds_mutex=holds_mutex)
             case RemoveMember(rank, lost):
@@ -451,10 +499,10 @@ class Controller:
         known = [self._verifier.trusted, self._sum_verifier.trusted, agreed]
         return min((version for version in known if version is not None), default=None)
 
-    def _spawn(self, ranks: Iterable[int], newcomers: bool) -> None:
+    def _spawn(self, ranks: Iterable[int], newcomers: bool, host: str | None) -> None:
         for rank in ranks:
             self._supervision.expect(rank, joins=self.protocol.started)
-            spawned = self._io.spawn(rank)
+            spawned = self._io.spawn(rank, host)
             self._roster.add(rank, spawned.pid)
             if newcomers:
                 self.protocol.expect(rank, spawned.domain)
@@ -463,6 +511,7 @@ class Controller:
         """A worker is no member any more: nothing that it sends or does counts from now on."""
         self._supervision.forget(rank)
         self._failures.worker_removed(rank)
+        self._notices.removed(rank, lost=lost)
         self._worker_states.removed(rank, lost=lost)
         self._roster.remove(rank)
         if lost:

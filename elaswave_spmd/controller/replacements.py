@@ -67,6 +67,11 @@ class Replacements:
         starting = sorted(self._starting)[self._places :] if self._policy.spares else []
         return MappingProxyType(dict.fromkeys(self._waiting, True) | dict.fromkeys(starting, False))
 
+    @property
+    def num_unfilled(self) -> int:
+        """The places that are empty and for which no worker has been started yet."""
+        return max(0, self._places - len(self._starting))
+
     def ready(self, message: Ready) -> bool:
         """A worker is ready. Returns True if it waits as a spare: the mesh does not hear of it."""
         if message.rank not in self._starting:

@@ -525,7 +525,7 @@ def start_launcher(
         if agents is not None:
             undo.callback(agents.close, 0.0)
         # Before the fork server: workers inherit the limit from it.
-        raise_fd_limit(settings.mesh.shape.num_workers + settings.elastic.spares + settings.runtime.agents)
+        raise_fd_limit(_most_workers(settings) + settings.elastic.spares + (settings.runtime.agents or 0))
         streams = {} if captured is None else captured.streams
         grace_s = settings.timeouts.orphan_grace
         start = worker_start(settings)
@@ -566,7 +566,7 @@ def start_fork_server(
 
 
 def gather(launcher: Launcher, settings: Settings, data: PreparedData) -> Topology | None:
-    """Wait for the agents, assign the workers to machines, and have the agents prepare the same data.
+    """Wait for the first agents, assign the workers to machines, and have the agents prepare the same data.
 
     Returns:
         The failure domain of each rank, which is its machine; None if the run has no agents.
@@ -578,15 +578,21 @@ def gather(launcher: Launcher, settings: Settings, data: PreparedData) -> Topolo
     agents, runtime = launcher.agents, settings.runtime
     if agents is None:
         return None
-    print(f"waiting for {runtime.agents} agents at {runtime.rendezvous}", flush=True)
-    agents.wait_for_all(runtime.agents_timeout)
+    if runtime.agents:
+        print(f"waiting for {runtime.agents} agents at {runtime.rendezvous}", flush=True)
+        agents.wait_for_all(runtime.agents_timeout)
     ranks = range(settings.mesh.shape.num_workers)
     launcher.assign(ranks, runtime.local_workers)
     hosts = {rank: launcher.host_of(rank) for rank in ranks}
     counts = Counter(hosts.values())
     print("workers: " + ", ".join(f"{number} on {host}" for host, number in counts.items()), flush=True)
-    agents.prepare(len(ranks), settings.to_dict(), data.to_dict())
+    agents.prepare(_most_workers(settings), settings.to_dict(), data.to_dict())
     return Topology.of({rank: (host,) for rank, host in hosts.items()})
+
+
+def _most_workers(settings: Settings) -> int:
+    """The workers that a run may have beside spares, as far as its settings say."""
+    return settings.elastic.max_workers or settings.mesh.shape.num_workers
 
 
 def _open(settings: Settings) -> Agents | None:
@@ -605,4 +611,4 @@ def _open(settings: Settings) -> Agents | None:
     secret = read_secret(runtime.token_file, where=checks.override("runtime.token_file", runtime.token_file))
     credentials = credentials_of(runtime)
     assert credentials is not None, "agents are for runtime.transport=tcp"
-    return Agents(endpoint("runtime.rendezvous", runtime.rendezvous), secret, credentials, host, runtime.agents)
+    return Agents(endpoint("runtime.rendezvous", runtime.rendezvous), secret, credentials, host, runtime.agents or 0)

@@ -17,10 +17,11 @@ from elaswave_spmd.conf.schema import Timeouts
 
 @dataclass(frozen=True)
 class Suspect:
-    """Worker `rank` is taken to hang, for a `reason` in words."""
+    """Worker `rank` is taken to hang, for a `reason` in words; `is_silent`: since nothing is heard of it."""
 
     rank: int
     reason: str
+    is_silent: bool = False
 
 
 @dataclass
@@ -180,7 +181,8 @@ class Liveness:
             deadline, reason = self._next_deadline(worker, usual)
             if deadline <= self._clock:
                 worker.suspected = True
-                suspects.append(Suspect(rank, reason))
+                is_silent = self._clock - worker.heard >= self._timeouts.suspect
+                suspects.append(Suspect(rank, reason, is_silent))
             else:
                 heapq.heappush(self._deadlines, (deadline, rank))
         return sorted(suspects, key=lambda suspect: suspect.rank)

@@ -315,7 +315,7 @@ def check_given_weights(plan: RunPlan) -> None:
 
 def given_digests(plan: RunPlan) -> tuple[Row, ...]:
     """Digests of all weights that the run begins with, where workers on other machines read files of their own."""
-    if not (begins_with_given_weights(plan.settings) and plan.settings.runtime.agents):
+    if not (begins_with_given_weights(plan.settings) and plan.settings.runtime.has_agents):
         return ()
     given = GivenWeights(plan.settings.model, _model_of(plan))
     found = tuple(given.digests(layer.name for layer in plan.description.layout.layers))
@@ -355,7 +355,7 @@ def digests_of(plan: RunPlan, rank: int, model: LocalModel, *, begins: bool) -> 
     if model.given is None:
         return digests(modules, model.made, of_values)
     # On one machine all workers read the same files.
-    given = model.given.digests(of_values) if plan.settings.runtime.agents else ()
+    given = model.given.digests(of_values) if plan.settings.runtime.has_agents else ()
     return (*digests(modules), *given)
 
 

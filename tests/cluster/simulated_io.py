@@ -27,6 +27,7 @@ from elaswave_spmd.conf.schema import (
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.events import (
     Action,
+    AgentOrder,
     CheckpointFound,
     Event,
     ExitsReported,
@@ -48,6 +49,7 @@ from elaswave_spmd.run_dir import RunObserver
 from elaswave_spmd.run_dir.display import Pace
 from elaswave_spmd.run_dir.faults import FaultCount
 from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint
+from elaswave_spmd.runtime.processes.launcher import Machine
 from elaswave_spmd.runtime.processes.stop_signals import signal_name
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.worker.checkpoint_writer import MASTER, CheckpointOrders
@@ -236,9 +238,14 @@ class SimulatedIO:
 
     def disconnect(self, rank: int) -> None: ...
 
-    def spawn(self, rank: int) -> Spawned:
+    def spawn(self, rank: int, host: str | None = None) -> Spawned:
         self._cluster.spawn(rank)
         return Spawned(None, domain_of(self._cluster.first_mesh, rank))
+
+    def machines(self) -> tuple[Machine, ...]:
+        return ()
+
+    def order_agent(self, order: AgentOrder) -> None: ...
 
     def kill(self, rank: int) -> None:
         self._cluster.kill_for_certain(rank)

@@ -255,11 +255,16 @@ def test_spares_are_spread_over_machines(site: Site, undisturbed: Path) -> None:
 
 def test_the_death_of_the_controller_ends_agents_and_their_workers(site: Site) -> None:
     # Longer than the test waits: fork servers kill no worker, so all of them end by themselves.
-    with site.run(*ENDLESS, f"timeouts.shutdown={10 * PATIENCE_S}") as (run, agent):
-        run.wait_for_steps(2)
-        run.process.kill()
-        of_agent = end_of(agent)
-        run.finish()
+    patient = f"timeouts.shutdown={10 * PATIENCE_S}"
+    with launch(site.here, *ENDLESS, *site.several, patient, mark=site.mark) as run:
+        assert run.process.stdout is not None
+        while not run.process.stdout.readline().startswith("waiting for 1 agents"):
+            assert run.process.poll() is None
+        with site.agent("--timeout", "10") as agent:  # so long it looks for the controller, at first and again
+            run.wait_for_steps(2)
+            run.process.kill()
+            of_agent = end_of(agent)
+            run.finish()
     lost = f"error: the connection to the controller of the run at 127.0.0.1:{site.port} was lost: "
     assert of_agent.code == 1 and of_agent.err.startswith(lost) and "No worker is left here" in of_agent.err
 

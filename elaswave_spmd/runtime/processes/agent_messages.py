@@ -51,17 +51,28 @@ class Problem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(AgentMessage, frozen=True):
-    """An agent listens at `address` and has room for `capacity` workers on machine `host`."""
+    """An agent listens at `address` and has room for `capacity` workers on machine `host`.
+
+    An agent that has lost its link to the controller and joins the same run again says so: the peers of `before` are
+    gone.
+    """
 
     format: int  # `FORMAT_VERSION` of the agent; first, so that it can be read whatever follows
     address: str
     host: str
     capacity: int
     torch: str  # version: other versions may give other bits
+    before: tuple[int, ...] = ()  # the peer ids that this agent has had in this run
 
 
 class Prepared(AgentMessage, frozen=True):
     """The data exists and equals the controller's; workers can be spawned."""
+
+
+class Notice(AgentMessage, frozen=True):
+    """The agent was asked to end (SIGTERM), and will within so many seconds: its workers are to leave before."""
+
+    within_s: float
 
 
 class WorkerExited(AgentMessage, frozen=True):
@@ -96,6 +107,29 @@ class Refused(AgentMessage, frozen=True):
     """The run does not accept this agent."""
 
     problem: Problem
+
+
+class JoinAgain(AgentMessage, frozen=True):
+    """The run has given up the agent of peer id `peer`, and its workers. It may join again, as a new one."""
+
+    peer: int
+    reason: str
+
+
+class Drain(AgentMessage, frozen=True):
+    """The workers of the agent are about to leave the run, and LetGo follows when they have.
+
+    If it has not come within `within_s` seconds (None: without a limit) the agent ends all the same.
+    """
+
+    within_s: float | None
+    says: str  # to who looks at the agent; may be empty
+
+
+class LetGo(AgentMessage, frozen=True):
+    """Nothing of the run is on the agent any more: it ends."""
+
+    says: str
 
 
 class PrepareRun(AgentMessage, frozen=True):
@@ -133,11 +167,15 @@ class Stop(AgentMessage, frozen=True):
 AnyAgentMessage: TypeAlias = (
     Hello
     | Prepared
+    | Notice
     | WorkerExited
     | ExitsReported
     | Refusals
     | AgentFailed
     | Refused
+    | JoinAgain
+    | Drain
+    | LetGo
     | PrepareRun
     | Spawn
     | Signal

@@ -2,19 +2,24 @@
 
 Orders are sent without waiting for an answer, so a stopped agent blocks no other; only `request_exits` waits, and not
 for long.
+
+The first agents are waited for, and prepare before the run begins: the loss of one ends the start. A *late* agent comes
+after that. It asks, is admitted or refused by the controller, and prepares beside the run, which never waits for it:
+what becomes of it is news (`take_news`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from elaswave_spmd.conf.format_version import version_mismatch
-from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.errors import ConfigError, RunError, UserError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.processes.rendezvous import Rendezvous, is_loopback, resolve_address
@@ -27,6 +32,7 @@ _CONNECT_TIMEOUT_S = 5.0
 _MOST_REFUSED = 100  # agents whose refusals are told
 _REQUEST_TIMEOUT_S = 2.0  # a silent machine must not delay the end of a run that has another reason to end
 _GOODBYE_TIMEOUT_S = 10.0
+_NO_WORKER = "no worker was here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +56,80 @@ class RemoteExited(Exited):
 
 @dataclass
 class Agent:
-    """One agent; `ranks` are its workers that have not ended."""
+    """One agent.
+
+    Args:
+        address: at which its links listen.
+        prepared: it has the run's data, and makes workers.
+        leaving: its workers leave, and nobody is started on it.
+        returned: it was in the run before, and comes back by itself.
+        late: it came when the first agents were all there: the run neither waits for it nor ends with it.
+        ranks: its workers whose end has not been reported.
+    """
 
     peer: int
     host: str
     capacity: int
+    address: str = ""
     prepared: bool = False
+    late: bool = False
+    leaving: bool = False
+    returned: bool = False
     ranks: set[int] = field(default_factory=set)
 
     def __str__(self) -> str:
         return f"the agent on {self.host}"
+
+    @property
+    def is_preparing_late(self) -> bool:
+        """True if it has no workers and may be busy for minutes: nobody waits for an answer of it."""
+        return self.late and not self.prepared
+
+
+@dataclass(frozen=True, slots=True)
+class AgentCame:
+    """An agent asks to join, with so many places for workers. It waits to be admitted or refused."""
+
+    peer: int
+    host: str
+    places: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReady:
+    """A late agent has prepared: workers can be started on it."""
+
+    peer: int
+    host: str
+    places: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgentGone:
+    """An agent is lost or has failed, and its workers with it; or it did not get in.
+
+    Args:
+        joined: workers could have been started on it.
+        reason: in words.
+    """
+
+    peer: int
+    host: str
+    places: int
+    joined: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentNotice:
+    """An agent was asked to end by SIGTERM, and ends within so many seconds, whatever becomes of its workers."""
+
+    peer: int
+    host: str
+    within_s: float
+
+
+AgentNews: TypeAlias = AgentCame | AgentReady | AgentGone | AgentNotice
 
 
 class Agents:
@@ -70,7 +140,7 @@ class Agents:
         secret: shared with the agents.
         credentials: of the run's links.
         host: address of this machine on which links listen.
-        wanted: number of agents of the run; later ones are refused.
+        wanted: number of agents that the run waits for before it begins.
 
     Raises:
         ConfigError: the address is in use, or is not one of this machine.
@@ -86,14 +156,17 @@ class Agents:
         self._wanted = wanted
         self._where = ":".join(map(str, rendezvous))
         self._agents: dict[int, Agent] = {}
+        self._asking: dict[int, Agent] = {}  # late ones that are neither admitted nor refused yet
+        self._order: am.PrepareRun | None = None  # to agents that join, once the run is known
+        self._news: list[AgentNews] = []
         self._refused: list[str] = []
         self._exits: list[Exited] = []
         self._refusals: dict[int, Counter[str]] = {}  # peer -> what it has refused
         self._reported: set[int] = set()  # peers that have answered `request_exits`
         self._problem: Exception | None = None
-        # While agents prepare, the loss of one ends the start of the run; later it is a loss of workers.
+        # While the first agents prepare, the loss of one ends the start of the run; later it is a loss of workers.
         self._preparing = False
-        self._started = False
+        self._ending = False
         self._mailbox = SelectableMailbox()
         self._rendezvous = Rendezvous(_listening_address(*rendezvous, host), rendezvous[1], secret)
         try:
@@ -104,8 +177,13 @@ class Agents:
         self._rendezvous.announce(self._links.address, credentials)
 
     def __iter__(self) -> Iterator[Agent]:
-        """The living agents, by host and then in the order in which they came."""
+        """The living agents of the run, by host and then in the order in which they came."""
         return iter(sorted(self._agents.values(), key=lambda agent: (agent.host, -agent.peer)))
+
+    def take_news(self) -> list[AgentNews]:
+        """What has become of agents since the last call, beside the ends of their workers."""
+        news, self._news = self._news, []
+        return news
 
     @property
     def rejected(self) -> Mapping[str, int]:
@@ -118,7 +196,7 @@ class Agents:
         Raises:
             RunError: not within `timeout_s` seconds.
         """
-        if self._wait_until(lambda: len(self._agents) == self._wanted, timeout_s):
+        if self._wait_until(lambda: len(self._agents) >= self._wanted, timeout_s):
             return
         refused = [*self._refused, *(f"{number} x {reason}" for reason, number in sorted(self.rejected.items()))]
         raise RunError(
@@ -127,18 +205,31 @@ class Agents:
         )
 
     def prepare(self, num_workers: int, settings: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-        """Order all agents to prepare their data, and wait until they have, however long it takes.
+        """Order the first agents to prepare their data, and wait until they have, however long it takes.
 
         Raises:
             UserError: an agent's data is missing or differs.
             RunError: an agent failed or was lost.
         """
         self._preparing = True
+        self._order = am.PrepareRun(num_workers, dict(settings), dict(data))
         for agent in self:
-            self._send(agent, am.PrepareRun(num_workers, dict(settings), dict(data)))
+            self._send(agent, self._order)
         self._wait_until(lambda: all(agent.prepared for agent in self), float("inf"))
         self._preparing = False
-        self._started = True
+
+    def admit(self, peer: int) -> None:
+        """Have an agent that has asked prepare for the run; `AgentReady` or `AgentGone` follows. Never waits."""
+        assert self._order is not None, "nothing is decided about agents before the run is known"
+        if (agent := self._asking.pop(peer, None)) is not None:  # else it has gone meanwhile
+            self._agents[peer] = agent
+            self._send(agent, self._order)
+
+    def refuse(self, peer: int, error: UserError) -> None:
+        """Have an agent that has asked end, with this error. One that was in the run before ends as the others do."""
+        if (agent := self._asking.pop(peer, None)) is not None:
+            problem = am.Problem.from_error(error)
+            self._send(agent, am.LetGo(error.what) if agent.returned else am.Refused(problem))
 
     def spawn(self, agent: Agent, rank: int, spec: Mapping[str, Any]) -> None:
         """Order `agent` to start a worker. A failure is reported by `poll`."""
@@ -154,12 +245,37 @@ class Agents:
         self._send(agent, am.Signal(rank, number))
         return True
 
+    def drain(self, peer: int, within_s: float | None, says: str) -> None:
+        """The workers of an agent are about to leave: from now on none is started there. Never waits."""
+        if (agent := self._agents.get(peer)) is not None:
+            agent.leaving = True
+            self._send(agent, am.Drain(within_s, says))
+
+    def let_go(self, peer: int, says: str) -> None:
+        """Have an agent end: it has no worker any more, or none that matters. It is no loss. Never waits."""
+        if (agent := self._agents.pop(peer, None)) is not None:
+            self._send(agent, am.LetGo(says))
+            self._report_lost(agent, "its machine has left")
+
+    def give_up(self, peer: int, reason: str) -> None:
+        """An agent is lost though its connection is not closed. When the order reaches it, it joins again. Never waits.
+
+        Its workers are lost with it.
+        """
+        if (agent := self._agents.pop(peer, None)) is not None:
+            self._send(agent, am.JoinAgain(peer, reason))
+            self._lose(agent, reason)
+
     def request_exits(self) -> None:
         """Collect the exits of all workers that have ended by now, for `poll`; waits up to 2 seconds for agents."""
         self._reported.clear()
         for agent in self:
-            self._send(agent, am.ReportExits())
-        self._wait_until(lambda: self._reported >= self._agents.keys(), _REQUEST_TIMEOUT_S)
+            if not agent.is_preparing_late:
+                self._send(agent, am.ReportExits())
+        self._wait_until(
+            lambda: all(agent.peer in self._reported for agent in self if not agent.is_preparing_late),
+            _REQUEST_TIMEOUT_S,
+        )
 
     def fileno(self) -> int:
         """The descriptor that is readable when `poll` may have something to return."""
@@ -173,14 +289,20 @@ class Agents:
         return exits
 
     def end(self, grace_s: float) -> None:
-        """Order all agents to end their workers and themselves."""
+        """Order all agents to end their workers and themselves. Who asks to join from now on is refused."""
+        self._ending = True
+        for peer in [*self._asking]:
+            self.refuse(peer, self._is_ending())
         for agent in self:
             self._send(agent, am.Stop(grace_s))
 
     def close(self, timeout_s: float = _GOODBYE_TIMEOUT_S) -> list[Exited]:
-        """Wait until all agents have ended, after `end`, and close all. Returns the exits that `poll` has not."""
+        """Wait until all agents have ended, after `end`, and close all. Returns the exits that `poll` has not.
+
+        A late agent that still prepares has no workers, and is not waited for.
+        """
         self._problem = None
-        self._wait_until(lambda: not self._agents, timeout_s, raise_problem=False)
+        self._wait_until(lambda: all(agent.is_preparing_late for agent in self), timeout_s, raise_problem=False)
         self._links.close(100)
         self._rendezvous.close()
         self._mailbox.close()
@@ -206,8 +328,13 @@ class Agents:
 
     def _handle(self, item: Item) -> None:
         if isinstance(item, PeerClosed):
+            self._links.drop(item.peer)  # it is closed; nothing is kept of it
             if (agent := self._agents.pop(item.peer, None)) is not None:
                 self._lose(agent, "its connection closed")
+                self._tell_lost(agent)
+            elif (agent := self._asking.pop(item.peer, None)) is not None:
+                reason = "its connection closed before it had an answer"
+                self._news.append(AgentGone(agent.peer, agent.host, agent.capacity, False, reason))
             return
         if not isinstance(item, Envelope):
             return
@@ -215,6 +342,8 @@ class Agents:
         agent = self._agents.get(item.sender)
         if agent is not None:
             self._handle_message(agent, message)
+        elif isinstance(message, am.Notice) and item.sender in self._asking:
+            self._send(self._asking.pop(item.sender), am.LetGo(_NO_WORKER))
         elif isinstance(message, am.Hello) and item.sender < CONTROLLER and message.capacity > 0:
             self._accept_or_refuse(item.sender, message)
         elif message is None or isinstance(message, am.Hello):
@@ -224,8 +353,16 @@ class Agents:
     def _handle_message(self, agent: Agent, message: am.AnyAgentMessage | None) -> None:
         """Handle a message of an agent of the run; None: one that could not be decoded."""
         match message:
-            case am.Prepared() if self._preparing:
+            case am.Prepared() if self._order is not None and not agent.prepared:
                 agent.prepared = True
+                if agent.late:
+                    self._news.append(AgentReady(agent.peer, agent.host, agent.capacity))
+            case am.Notice(within_s) if self._order is not None and not self._preparing:
+                self._news.append(AgentNotice(agent.peer, agent.host, within_s))
+            case am.Notice():  # nothing has begun
+                del self._agents[agent.peer]
+                self._send(agent, am.LetGo(_NO_WORKER))
+                self._lose(agent, "it was asked to end by SIGTERM")
             case am.Refusals(counts):
                 self._refusals[agent.peer] = Counter(counts)
             case am.ExitsReported():
@@ -247,16 +384,17 @@ class Agents:
         except RunError:
             self._links.reject(am.UNEXPECTED)  # the address is none
             return
-        full = self._preparing or self._started or len(self._agents) == self._wanted
-        if not full and self._links.wait_connected([peer], _CONNECT_TIMEOUT_S):
+        for former in hello.before:  # it knows that they are gone, perhaps before a closed connection shows it here
+            if (lost := self._agents.pop(former, None) or self._asking.pop(former, None)) is not None:
+                self._lose(lost, "it has joined again")
+        late = self._order is not None or len(self._agents) >= self._wanted
+        # The run does not wait for a late one: if it cannot be reached, its link closes.
+        if not late and self._links.wait_connected([peer], _CONNECT_TIMEOUT_S):
             # There is no link on which to refuse it.
             self._refused.append(f"{hello.host}, which cannot be reached at {hello.address} (its option --host)")
             return
-        if full:
-            refusal = ConfigError(
-                f"the run at {self._where} has all its agents already (runtime.agents={self._wanted})",
-                where=self._where,
-            )
+        if self._ending:
+            refusal = self._is_ending()
         elif mismatch := version_mismatch(hello.format):
             refusal = ConfigError(
                 f"the agent on {hello.host} {mismatch}",
@@ -271,19 +409,51 @@ class Agents:
                 where=hello.host,
                 fix=f"pip install torch=={self._torch} on {hello.host}",
             )
-        else:
-            self._agents[peer] = Agent(peer, hello.host, hello.capacity)
+        elif late:
+            returned = bool(hello.before)
+            self._asking[peer] = Agent(peer, hello.host, hello.capacity, hello.address, late=True, returned=returned)
+            self._news.append(AgentCame(peer, hello.host, hello.capacity))
             return
-        if len(self._refused) < _MOST_REFUSED:
+        else:
+            self._agents[peer] = Agent(peer, hello.host, hello.capacity, hello.address)
+            return
+        if late:
+            self._news.append(AgentGone(peer, hello.host, hello.capacity, False, refusal.what))
+        elif len(self._refused) < _MOST_REFUSED:
             self._refused.append(refusal.what)
-        self._links.send(peer, am.encode(am.Refused(am.Problem.from_error(refusal))))
+        is_over = self._ending and hello.before
+        answer = am.LetGo(refusal.what) if is_over else am.Refused(am.Problem.from_error(refusal))
+        self._links.send(peer, am.encode(answer))
+
+    def _report_lost(self, agent: Agent, reason: str) -> None:
+        for rank in sorted(agent.ranks):
+            self._exits.append(RemoteExited(rank, 0, None, int(signal.SIGKILL), agent.host, reason))
+        if agent.ranks:
+            self._mailbox.interrupt("workers are lost")  # `poll` has something to return
+        agent.ranks.clear()
+
+    def _tell_lost(self, agent: Agent) -> None:
+        """Tell an agent that it is lost to the run, if it lives: of two connections only that to it may have ended."""
+        if self._ending or self._order is None:
+            return
+        with contextlib.suppress(RunError):  # the links are closed
+            self._links.connect(agent.peer, agent.address)
+            self._send(agent, am.JoinAgain(agent.peer, "the connection to it closed"))
+
+    def _is_ending(self) -> ConfigError:
+        return ConfigError(
+            f"the run at {self._where} is ending",
+            rule="an agent joins a run that goes on",
+            where=self._where,
+            fix="the agent again, when the run is resumed",
+        )
 
     def _lose(self, agent: Agent, reason: str, problem: Exception | None = None) -> None:
         """Report the workers of a lost agent as lost. While agents prepare, its loss ends the start of the run."""
-        for rank in sorted(agent.ranks):
-            self._exits.append(RemoteExited(rank, 0, None, int(signal.SIGKILL), agent.host, reason))
-        agent.ranks.clear()
-        if self._preparing and self._problem is None:
+        self._report_lost(agent, reason)
+        if self._order is not None:
+            self._news.append(AgentGone(agent.peer, agent.host, agent.capacity, agent.prepared, reason))
+        if self._preparing and not agent.late and self._problem is None:
             self._problem = problem or RunError(f"{agent} was lost: {reason}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
@@ -87,6 +86,7 @@ class ForkServerClient:
         self._notice_buffer = b""
         self._ready = False
         self._stopped = False
+        self._is_releasing = False
         self.num_threads = 0  # of the fork server; known once it is ready
 
     @classmethod
@@ -255,14 +255,29 @@ class ForkServerClient:
 
         Workers see the end of the life pipe and have `orphan_grace_s` to end by themselves.
         """
-        if self._stopped:
-            return
-        self._stopped = True
-        self._orders.close()
-        os.close(self._life)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs: killed now, and its children with it
-            self._process.wait(self._orphan_grace_s + _ORDER_TIMEOUT_S)
-        self._kill_and_clean_up()
+        while self.releasing(self._orphan_grace_s + _ORDER_TIMEOUT_S):
+            self.end_release()  # it hangs: killed now, and its children with it
+
+    def releasing(self, seconds: float) -> bool:
+        """Begin what `release` does, or go on with it, for so many seconds. True if processes are left."""
+        if not self._stopped:
+            self._stopped = self._is_releasing = True
+            self._orders.close()
+            os.close(self._life)
+        if not self._is_releasing:
+            return False
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return True
+        self.end_release()
+        return False
+
+    def end_release(self) -> None:
+        """Kill what is left after `releasing`."""
+        if self._is_releasing:
+            self._is_releasing = False
+            self._kill_and_clean_up()
 
     def __enter__(self) -> ForkServerClient:
         return self

@@ -6,6 +6,7 @@ import heapq
 import selectors
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,34 @@ from typing import Any
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.processes.agents import Agent, Agents
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine of a run, by what it offers: the controller's own, or an agent's.
+
+    Args:
+        agent: peer id of its agent; None: the controller's machine.
+        host: its name, which is its failure domain. Agents that fail together have the same.
+        places: for workers; None: no limit.
+        ranks: the workers there whose end has not been reported; of the controller's machine none are listed.
+        is_ready: workers can be started there.
+        is_leaving: its workers leave, and none is started there any more.
+    """
+
+    agent: int | None
+    host: str
+    places: int | None
+    ranks: frozenset[int] = frozenset()
+    is_ready: bool = True
+    is_leaving: bool = False
+
+    @property
+    def free(self) -> int:
+        """The places that no worker has; of a machine without a limit 0."""
+        if self.places is None or not self.is_ready or self.is_leaving:
+            return 0
+        return max(0, self.places - len(self.ranks))
 
 
 class Launcher:
@@ -75,13 +104,42 @@ class Launcher:
         """The failure domain of `rank`: its machine. None without agents, when there is one machine."""
         return None if self._agents is None else (self.host_of(rank),)
 
-    def _assign_newcomer(self, rank: int) -> None:
-        """Assign a machine to a joining worker: the agent used to the smallest fraction of its capacity, else this."""
-        used = {agent.peer: 0 for agent in self._agents or ()}
-        for agent in self._hosts.values():
+    @property
+    def machines(self) -> tuple[Machine, ...]:
+        """This machine, and those of all agents that have been admitted; none if the run cannot have agents."""
+        if self._agents is None:
+            return ()
+        own = Machine(None, socket.gethostname(), None)
+        used = self._used()
+        agents = (
+            Machine(agent.peer, agent.host, agent.capacity, frozenset(used[agent.peer]), agent.prepared, agent.leaving)
+            for agent in self._agents
+        )
+        return (own, *agents)
+
+    def _used(self) -> dict[int, set[int]]:
+        """The workers of each agent, by its peer id."""
+        used: dict[int, set[int]] = {agent.peer: set() for agent in self._agents or ()}
+        for rank, agent in self._hosts.items():
             if agent is not None:
-                used[agent.peer] = used.get(agent.peer, 0) + 1
-        free = [agent for agent in self._agents or () if used[agent.peer] < agent.capacity]
+                used.setdefault(agent.peer, set()).add(rank)
+        return used
+
+    def _assign_newcomer(self, rank: int, host: str | None) -> None:
+        """Assign a machine to a joining worker.
+
+        Args:
+            host: the name of the one that was asked for, whose newest agent comes first: an older one of this name may
+                be one that is lost, which nobody has noticed yet. None: the agent used to the smallest fraction of its
+                capacity. Either way this machine, where no agent has a place.
+        """
+        used = {peer: len(ranks) for peer, ranks in self._used().items()}
+        serving = [agent for agent in self._agents or () if agent.prepared and not agent.leaving]
+        free = [agent for agent in serving if used[agent.peer] < agent.capacity]
+        if host is not None:
+            named = [agent for agent in free if agent.host == host]
+            self._hosts[rank] = min(named, key=lambda agent: agent.peer, default=None)
+            return
         self._hosts[rank] = min(free, key=lambda agent: Fraction(used[agent.peer] + 1, agent.capacity), default=None)
 
     def ready(self) -> None:
@@ -96,17 +154,18 @@ class Launcher:
         """Share the lock of a file as long as a worker of this machine lives, whatever becomes of this process."""
         self._fork_server.hold(lock)
 
-    def spawn(self, rank: int, spec: Mapping[str, Any]) -> int | None:
+    def spawn(self, rank: int, spec: Mapping[str, Any], host: str | None = None) -> int | None:
         """Start worker `rank` on its machine, which is assigned now for a newcomer.
 
         Args:
             spec: plain JSON data for the worker's main function.
+            host: of a newcomer, the machine that was asked for.
 
         Returns:
             Its process id if it runs on this machine, else None.
         """
         if self._agents is not None and rank not in self._hosts:
-            self._assign_newcomer(rank)
+            self._assign_newcomer(rank, host)
         agent = self._hosts.get(rank)
         if agent is None:
             return self._fork_server.spawn(rank, spec)

@@ -37,6 +37,7 @@ from elaswave_spmd.runtime.transport.links import HANDSHAKE_MS, REJECTED_CONNECT
 _SHORTEST_SECRET = 16  # bytes
 _ANSWER_TIMEOUT_S = 30.0
 _RETRY_S = 0.25
+_CONNECT_S = 2.0  # of one attempt to connect
 _REFUSALS = 3  # failed handshakes in a row: one may be the end of a controller, or a machine that is too busy
 _LARGEST_BYTES = 4096  # of a frame in either direction
 _BAD_QUESTION = "question that is none, at the rendezvous"
@@ -291,6 +292,8 @@ class _Inquiry:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer = _new_socket(self._context, zmq.DEALER)
         self._dealer.setsockopt(zmq.RECONNECT_IVL, int(1e3 * _RETRY_S))
+        # While the network is cut the kernel would try more and more seldom, and find it again a minute too late.
+        self._dealer.setsockopt(zmq.CONNECT_TIMEOUT, int(1e3 * _CONNECT_S))
         keys.secure_client(self._dealer)
         events = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED_HANDSHAKES
         self._monitor = self._dealer.get_monitor_socket(events, _MONITOR)

@@ -94,6 +94,12 @@ class StopSignals:
             yield
 
     @contextlib.contextmanager
+    def raising(self) -> Iterator[None]:
+        """A `with` that the next signal interrupts, also where signals are told around it."""
+        with self._holding(len(self._numbers), None):
+            yield
+
+    @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """A `with` that no signal interrupts. `check` afterwards raises what has come."""
         with self._holding(_ALL, None):

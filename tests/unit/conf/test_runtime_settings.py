@@ -22,7 +22,7 @@ def test_several_machines() -> None:
     ("change", "where", "fix"),
     [
         ({"transport": "ipc"}, "runtime.rendezvous=node0:29400", "runtime.transport=tcp"),
-        ({"agents": 0}, "runtime.rendezvous=node0:29400", "runtime.agents=1"),
+        ({"agents": None}, "runtime.rendezvous=node0:29400", "runtime.agents=1"),
         ({"token_file": None}, "runtime.rendezvous=node0:29400", "openssl rand"),
         ({"rendezvous": None}, "runtime.agents=2", "runtime.rendezvous=HOST:PORT"),
         ({"rendezvous": None, "agents": 0}, "runtime.token_file=~/token", "runtime.rendezvous=HOST:PORT"),

@@ -96,7 +96,7 @@ BAD = [
     ("run.trackers", ["tensorboard"]), ("run.trackers", ["wandb", "wandb"]),
     ("generate.prompt", ""), ("generate.tokens", 0), ("generate.temperature", -0.5), ("generate.seed", -1),
     ("elastic.enabled", "yes"), ("elastic.min_workers", 0), ("elastic.min_workers", 2), ("elastic.replace", 1),
-    ("elastic.spares", -1), ("elastic.replacements_per_minute", 0),
+    ("elastic.max_workers", 0), ("elastic.spares", -1), ("elastic.replacements_per_minute", 0),
     ("mirror.count", -1), ("mirror.scatter", 0.5), ("mirror.verify_every", None),
     ("verify.rate", -0.1), ("verify.rate", 1.5), ("verify.rate", "all"), ("verify.action", "ignore"),
     ("checkpoint.every", -1), ("checkpoint.keep", 0), ("checkpoint.keep_best", -1),

@@ -21,7 +21,9 @@ from elaswave_spmd.conf.schema import ElasticSettings
 from elaswave_spmd.controller import admin_client
 from elaswave_spmd.controller import admin_server as module
 from elaswave_spmd.controller.admin_server import Administration, ControlSocket
-from elaswave_spmd.controller.events import Action, Reply, Spawn
+from elaswave_spmd.controller.events import Action, DrainAgent, Record, Reply, Spawn
+from elaswave_spmd.controller.machines import Machines
+from elaswave_spmd.controller.notices import Notices
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import ControlError
@@ -30,6 +32,7 @@ from elaswave_spmd.recovery import ControllerProtocol
 from elaswave_spmd.recovery.actions import Broadcast, RemoveMember
 from elaswave_spmd.recovery.messages import Applied, Prepare, Ready
 from elaswave_spmd.run_dir import MetricsLine, RunDir, RunInfo, RunObserver
+from elaswave_spmd.runtime.processes.launcher import Machine
 from elaswave_spmd.runtime.transport.mailbox import Mailbox, Request
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
@@ -63,8 +66,19 @@ class World:
         self.observer = RunObserver(RunDir.create(self.folder, "", model="m", mesh="x"), board=False)
         self.observer.on_start(RunInfo("m", "x", "", 9, 9, 3))
         self.replacements = Replacements(ReplacementPolicy.from_settings(elastic), self.roster)
-        self.control = Administration(self.protocol, self.roster, self.replacements, self.observer, elastic)
+        machines = Machines(elastic, self.protocol, self.roster, self.replacements, len(mesh.members))
+        self.machines: tuple[Machine, ...] = ()
+        self.gone: list[int] = []
+        self.notices = Notices(elastic, self.protocol, self.roster, cast(Any, self))
+        self.control = Administration(
+            self.protocol, self.roster, self.replacements, machines, self.notices, self.observer, elastic
+        )
         self.socket: ControlSocket | None = None
+
+    # In the place of the handler of failures.
+    def withdrawn(self, rank: int, reason: str, now: float) -> list[Action]:
+        self.gone.append(rank)
+        return []
 
     @property
     def workers(self) -> Mapping[int, int | None]:
@@ -76,7 +90,7 @@ class World:
 
     def answer(self, request: Request) -> None:
         """Carry actions out as the controller does."""
-        for action in self.control.answer(request):
+        for action in self.control.answer(request, self.machines):
             match action:
                 case Reply(asked, answer):
                     asked.reply(answer)
@@ -188,6 +202,101 @@ def test_lost_members_no_longer_count(world: World) -> None:
     assert status["members"][0] == {"rank": 0, "stage": 0, "pid": None} and status["changing"] == [1, 2]
     assert status["unsurvived"] == "1 of 1 pairs of simultaneous losses lose some page"
     assert "exists: workers 1, 2" in world.refusal(command="drain", ranks=[0])
+
+
+AGENTS = (
+    Machine(None, "node0", None),
+    Machine(-2, "node1", 2, frozenset({1, 2})),
+    Machine(-3, "node2", 3),
+    Machine(-4, "node3", 4, is_ready=False),
+)
+
+
+def test_add_starts_newcomers_on_the_machine_that_is_named(world: World) -> None:
+    world.machines = AGENTS
+    request = Request({"command": "add", "count": 3, "host": "node2"}, lambda _: None)
+    assert world.control.answer(request, AGENTS)[0] == Spawn((3, 4, 5), host="node2")
+    assert world.ask(command="add", count=9, host="node0")["added"] == list(range(6, 15)), "which has no limit"
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        ("node1", "node1 has 0 free places for 1 more"),
+        ("node3", "still preparing"),
+        ("node9", "is no machine of the run"),
+        (7, "is no machine of the run"),
+        (["node2"], "is no machine of the run"),
+    ],
+    ids=str,
+)
+def test_nobody_is_added_where_there_is_no_room(world: World, host: object, why: str) -> None:
+    world.machines = AGENTS
+    refusal = world.refusal(command="add", count=1, host=host)
+    assert why in refusal and "node2 (3 of 3 places free)" in refusal
+    world.machines = ()
+    assert "the run is on one machine" in world.refusal(command="add", count=1, host=host)
+
+
+def test_a_machine_is_drained_as_its_workers_are(world: World) -> None:
+    machines = (AGENTS[0], Machine(-2, "node1", 2, frozenset({1})), *AGENTS[2:])
+    world.machines = machines
+    world.spawn(1)
+    machines = (AGENTS[0], Machine(-2, "node1", 2, frozenset({1, 3})))
+    answers: list[Mapping[str, Any]] = []
+    request = Request({"command": "drain", "host": "node1", "within": 60}, answers.append)
+    drain, notice, prepare, _ = world.control.answer(request, machines, 100.0)
+    assert drain == DrainAgent(-2, 60.0, "")
+    assert isinstance(notice, Record) and notice.kind == "notice"
+    about = {name: notice.fields[name] for name in ("host", "ranks", "deadline", "from")}
+    assert about == {"host": "node1", "ranks": [1, 3], "deadline": 60.0, "from": "ctl"}
+    assert isinstance(prepare, Broadcast) and isinstance(prepare.message, Prepare)
+    assert world.protocol.leaving == (1,) and world.gone == [3], "who is no member has nothing that could be lost"
+
+
+@pytest.mark.parametrize(
+    ("host", "within", "why"),
+    [
+        ("node0", None, "the controller runs there"),
+        ("node9", None, "'node9' is no machine of the run"),
+        (None, None, "None is no machine of the run"),
+        ("node2", 0, "0 seconds are no deadline"),
+        ("node2", "soon", "'soon' seconds are no deadline"),
+        ("node2", True, "True seconds are no deadline"),
+        ("node1", None, "1 workers would stay"),
+    ],
+    ids=str,
+)
+def test_machines_that_cannot_be_drained(make: Callable[..., World], host: object, within: object, why: str) -> None:
+    world = make(min_workers=2)
+    world.start()
+    world.machines = AGENTS
+    assert why in world.refusal(command="drain", host=host, within=within)
+    assert not world.notices.is_waiting and world.protocol.leaving == ()
+
+
+def test_nobody_is_added_beyond_max_workers(make: Callable[..., World]) -> None:
+    world = make(max_workers=5)
+    world.start()
+    refusal = world.refusal(command="add", count=3)
+    assert "exceed elastic.max_workers=5" in refusal and "ctl RUN add 2" in refusal
+    assert world.ask(command="add", count=2) == {"added": [3, 4]}
+    assert "another elastic.max_workers" in world.refusal(command="add", count=1)
+
+
+def test_status_has_the_machines(world: World) -> None:
+    assert "hosts" not in world.ask(command="status"), "of a run on one machine"
+    world.machines = AGENTS
+    status = world.ask(command="status")
+    assert [tuple(row.values()) for row in status["hosts"]] == [
+        ("node0", None, [0], "ready"),
+        ("node1", 2, [1, 2], "ready"),
+        ("node2", 3, [], "ready"),
+        ("node3", 4, [], "preparing"),
+    ]
+    rows = [text for name, text in admin_client.status_rows(status) if name == "host"]
+    assert rows[:2] == ["node0: workers 0", "node1: workers 1 2, 2 places"]
+    assert rows[3] == "node3: no workers, 4 places, preparing"
 
 
 def test_add_starts_newcomers(world: World) -> None:
@@ -470,7 +579,17 @@ def test_what_is_no_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("run",), ("run", "stop"), ("run", "add"), ("run", "add", "x"), ("run", "drain")]
+    "words",
+    [
+        (),
+        ("run",),
+        ("run", "stop"),
+        ("run", "add"),
+        ("run", "add", "x"),
+        ("run", "drain"),
+        ("run", "drain", "1", "--host", "b"),
+        ("run", "drain", "1", "--within", "9"),
+    ],
 )
 def test_the_shape_of_the_command(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elaswave_spmd.controller import agent as module
 from elaswave_spmd.controller.agent import Agent
+from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.transport.links import CONTROLLER
-from elaswave_spmd.runtime.transport.mailbox import Envelope
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed, SelectableMailbox
 
 REPORTS = (
     am.Hello(2, "tcp://127.0.0.1:1", "b", 2, "2.0"),
     am.Prepared(),
+    am.Notice(30.0),
     am.WorkerExited(1, 2, None, 9),
     am.ExitsReported(),
     am.Refusals({"a": 1}),
     am.AgentFailed(am.Problem("DataError", "x", {"rule": "y"})),
 )
-ORDERS = (am.Refused(am.Problem("", "x")), am.PrepareRun(2, {}, {}), am.Spawn(1, {}), am.Signal(1, 9), am.Stop(1.0))
+ORDERS = (
+    am.Refused(am.Problem("", "x")),
+    am.JoinAgain(-2, "x"),
+    am.PrepareRun(2, {}, {}),
+    am.Spawn(1, {}),
+    am.Signal(1, 9),
+    am.Stop(1.0),
+)
 
 
 class Counting:
@@ -29,6 +42,8 @@ class Counting:
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
+
+    me = -7
 
     def reject(self, reason: str) -> None:
         self.reasons.append(reason)
@@ -59,6 +74,50 @@ def test_ten_thousand_messages_that_are_none_are_counted(drawn: list[bytes], dat
         for wrong in (header, cut, cut + header[:1] * 40):
             if am.try_decode(wrong) is None:
                 assert handled(CONTROLLER, wrong) == [am.UNEXPECTED]
+
+
+def test_an_order_to_join_again_that_was_meant_for_another_agent_ends_nothing() -> None:
+    """Which had the same address before."""
+    assert handled(CONTROLLER, am.encode(am.JoinAgain(-6, "no answer"))) == []
+    with pytest.raises(module._GivenUpError, match="no answer"):
+        handled(CONTROLLER, am.encode(am.JoinAgain(-7, "no answer")))
+
+
+@pytest.mark.parametrize("order", [am.Stop(0.0), am.Refused(am.Problem("ConfigError", "late")), None], ids=str)
+def test_the_last_order_may_follow_the_end_of_the_connection(order: am.AgentMessage | None) -> None:
+    """They come by two connections."""
+    mailbox = Mailbox()
+    agent = Agent(cast(Any, Counting()), cast(Any, mailbox), cast(Any, FakeForkServer()), cast(Any, None), {})
+    mailbox.put(Envelope(CONTROLLER, am.encode(am.Signal(1, 9))))
+    if order is not None:
+        mailbox.put(Envelope(CONTROLLER, am.encode(order)))
+    if isinstance(order, am.Stop):
+        assert agent._handle(PeerClosed(CONTROLLER)) is True
+        return
+    with pytest.raises(module._ConnectionClosedError if order is None else ConfigError):
+        agent._handle(PeerClosed(CONTROLLER))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_order_to_end_counts_also_if_the_end_of_the_connection_was_filed_before_it(is_first: bool) -> None:
+    mailbox, (read, write) = SelectableMailbox(), os.pipe()
+    fork_server = SimpleNamespace(fileno=lambda: read, stop=lambda _: [], poll=list)
+    links = SimpleNamespace(rejected={}, send=lambda *_: True)
+    agent = Agent(cast(Any, links), mailbox, cast(Any, fork_server), cast(Any, None), {})
+    items = [Envelope(CONTROLLER, am.encode(am.Stop(0.0))), PeerClosed(CONTROLLER)]
+    for item in items if is_first else reversed(items):
+        mailbox.put(item)
+    assert agent._turn() is True
+    mailbox.close()
+    for fd in (read, write):
+        os.close(fd)
+
+
+class FakeForkServer:
+    """One that has no worker."""
+
+    def stop(self, grace_s: float) -> list[Exited]:
+        return []
 
 
 class Told:

@@ -559,3 +559,21 @@ def test_a_run_whose_workers_are_all_lost_at_each_start_does_not_begin_again(sta
         return
     with pytest.raises(RunError, match="the run cannot go on: no worker is left"):
         world.do(world.losses.end(end, world.now))
+
+
+def test_a_spare_that_goes_with_its_machine_is_no_failure_and_another_one_is_started() -> None:
+    world = World(spares=1)
+    spares_of(world, 3)
+    world.do(world.losses.withdrawn(3, "its machine leaves", world.now))
+    assert world.actions.count(RemoveMember(3, lost=True)) == 1 and 3 not in world.roster
+    assert world.spawned == [3, 4] and world.replacements.spares == {4: False} and world.spares_used == []
+    assert not [action for action in world.actions if isinstance(action, Record)]
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_the_place_of_a_newcomer_that_goes_with_its_machine_is_filled_where_places_are(replace: bool) -> None:
+    world = World(replace=replace)
+    world.do(world.losses.withdrawn(2, "its machine leaves", world.now))
+    assert world.told == [(2, "its machine leaves")] and world.spawned == ([3] if replace else [])
+    world.exits(2, signal=9)
+    assert world.reported == [] and len(world.told) == 1, "it is known"

@@ -35,7 +35,7 @@ def ticks_until_suspect(liveness: Liveness, limit: int = 1000, **beat: object) -
 def test_silence_is_suspect_after_its_time_and_said_once() -> None:
     liveness = watching(3)
     count, suspect = ticks_until_suspect(liveness)
-    assert count * BEAT == T.suspect and suspect == Suspect(3, "no heartbeat for 1.0 s, timeouts.suspect")
+    assert count * BEAT == T.suspect and suspect == Suspect(3, "no heartbeat for 1.0 s, timeouts.suspect", True)
     assert all(liveness.tick(BEAT) == [] for _ in range(50))
 
 
@@ -69,7 +69,8 @@ def test_a_rank_that_is_watched_again_starts_anew() -> None:
     ticks_until_suspect(liveness)
     liveness.forget(1)
     liveness.watch(1)
-    assert ticks_until_suspect(liveness) == (T.suspect / BEAT, Suspect(1, "no heartbeat for 1.0 s, timeouts.suspect"))
+    silent = Suspect(1, "no heartbeat for 1.0 s, timeouts.suspect", True)
+    assert ticks_until_suspect(liveness) == (T.suspect / BEAT, silent)
 
 
 def test_no_progress_is_suspect_and_says_where() -> None:

@@ -12,12 +12,20 @@ import pytest
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.errors import ConfigError, DataError, RunError
 from elaswave_spmd.runtime.processes import agent_messages as am
-from elaswave_spmd.runtime.processes.agents import Agents, RemoteExited
+from elaswave_spmd.runtime.processes.agents import (
+    AgentCame,
+    AgentGone,
+    AgentNews,
+    AgentNotice,
+    AgentReady,
+    Agents,
+    RemoteExited,
+)
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.processes.rendezvous import find_controller
 from elaswave_spmd.runtime.transport.credentials import RunKeys, RunToken
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
-from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed
 
 SECRET = b"a secret of some bytes"
 
@@ -51,12 +59,13 @@ class Remote:
         torch: str = "",
         address: str = "",
         *,
+        before: tuple[int, ...] = (),
         format_version: int = FORMAT_VERSION,
     ) -> Remote:
         import torch as library
 
         version = torch or str(library.__version__)
-        self.send(am.Hello(format_version, address or self.links.address, host, capacity, version))
+        self.send(am.Hello(format_version, address or self.links.address, host, capacity, version, before))
         return self
 
     def receive(self) -> am.AgentMessage:
@@ -192,12 +201,176 @@ def test_an_agent_that_cannot_be_reached_is_named(agents: Agents, remote: Make) 
         agents.wait_for_all(0.1)
 
 
-def test_one_agent_too_many_is_refused(agents: Agents, remote: Make) -> None:
+def news_of(agents: Agents) -> AgentNews:
+    """The next news."""
+    settle(agents, lambda: agents._news)
+    return agents._news.pop(0)
+
+
+def test_a_late_agent_asks_prepares_and_is_ready(agents: Agents, remote: Make) -> None:
     prepared(agents, remote)
-    late = remote().hello()
-    late.answer_next(am.Refused)
-    settle(agents, lambda: not late.links.peers)
+    late = remote().hello("d", 3)
+    assert news_of(agents) == AgentCame(-4, "d", 3) and len(list(agents)) == 2
+    agents.admit(-4)
+    assert late.receive() == am.PrepareRun(3, {"seed": 0}, {"corpus": "text"}), "as the first agents got"
+    assert [(agent.host, agent.prepared) for agent in agents] == [("b", True), ("c", True), ("d", False)]
+    late.send(am.Prepared())
+    assert news_of(agents) == AgentReady(-4, "d", 3) and all(agent.prepared for agent in agents)
+    late.send(am.Prepared())
+    settle(agents, lambda: agents.rejected.get(am.UNEXPECTED) == 1)
+
+
+def test_a_late_agent_that_is_refused_gets_the_error(agents: Agents, remote: Make) -> None:
+    prepared(agents, remote)
+    late = remote().hello("d")
+    news_of(agents)
+    agents.refuse(-4, ConfigError("the run is about to stop", rule="a rule"))
+    refused = late.receive()
+    assert isinstance(refused, am.Refused) and refused.problem.what == "the run is about to stop"
+    agents.admit(-4)
+    assert len(list(agents)) == 2, "once"
+
+
+def test_a_late_agent_that_cannot_compute_the_same_bits_is_refused_at_once(agents: Agents, remote: Make) -> None:
+    prepared(agents, remote)
+    late = remote().hello("d", torch="1.0")
+    news = news_of(agents)
+    assert isinstance(news, AgentGone) and not news.joined and "has torch 1.0" in news.reason
+    assert isinstance(late.receive(), am.Refused)
+
+
+@pytest.mark.parametrize("is_admitted", [True, False])
+def test_a_late_agent_that_goes_is_news_and_ends_nothing(agents: Agents, remote: Make, is_admitted: bool) -> None:
+    prepared(agents, remote)
+    late = remote().hello("d")
+    news_of(agents)
+    if is_admitted:
+        agents.admit(-4)
+        late.receive()
+    late.links.close()
+    news = news_of(agents)
+    assert isinstance(news, AgentGone) and not news.joined and news.reason.startswith("its connection closed")
+    agents.admit(-4)
     assert len(list(agents)) == 2
+
+
+def test_a_late_agent_whose_data_differ_is_news_with_the_reason(agents: Agents, remote: Make) -> None:
+    prepared(agents, remote)
+    late = remote().hello("d")
+    news_of(agents)
+    agents.admit(-4)
+    late.answer_next(am.PrepareRun, am.AgentFailed(am.Problem("DataError", "its text differs", {"rule": "a"})))
+    assert news_of(agents) == AgentGone(-4, "d", 2, False, "its text differs")
+    agents.request_exits()  # raises nothing
+
+
+def test_an_agent_that_is_given_up_is_told_and_its_workers_are_lost(agents: Agents, remote: Make) -> None:
+    _, there = prepared(agents, remote)
+    agents.spawn(next(iter(agents)), 5, {})
+    there.receive()
+    agents.give_up(-3, "no answer")
+    assert agents.poll() == [RemoteExited(5, 0, None, 9, "b", "no answer")]
+    assert news_of(agents) == AgentGone(-3, "b", 2, True, "no answer") and len(list(agents)) == 1
+    assert there.receive() == am.JoinAgain(-3, "no answer")
+    again = remote().hello("b", before=(-3,))
+    assert news_of(agents) == AgentCame(-4, "b", 2)
+    again.send(am.WorkerExited(5, 7, None, 9))
+    agents.give_up(-3, "once")
+    assert not agents.poll() and not agents.take_news()
+
+
+def test_an_agent_that_joins_again_is_lost_before_its_connection_closes(agents: Agents, remote: Make) -> None:
+    _, there = prepared(agents, remote)
+    agents.spawn(next(iter(agents)), 5, {})
+    remote().hello("b", before=(-3,))
+    exits = some_exits(agents)
+    assert exits == [RemoteExited(5, 0, None, 9, "b", "it has joined again")] and there.links.peers
+    assert agents.take_news() == [AgentGone(-3, "b", 2, True, "it has joined again"), AgentCame(-4, "b", 2)]
+
+
+def test_an_agent_to_which_only_the_connection_has_ended_is_told_to_join_again(agents: Agents, remote: Make) -> None:
+    """It lives, and its own connection to the controller goes on: it would wait for orders for ever."""
+    _, there = prepared(agents, remote)
+    link = agents._links._links[-3]
+    link.close()
+    agents._mailbox.put(PeerClosed(-3))
+    assert news_of(agents) == AgentGone(-3, "b", 2, True, "its connection closed")
+    assert there.receive() == am.JoinAgain(-3, "the connection to it closed") and there.links.peers
+
+
+def test_an_agent_that_is_asked_to_end_is_drained_and_let_go(agents: Agents, remote: Make) -> None:
+    _, there = prepared(agents, remote)
+    agents.spawn(next(iter(agents)), 5, {})
+    there.receive()
+    there.send(am.Notice(30.0))
+    assert news_of(agents) == AgentNotice(-3, "b", 30.0)
+    agents.drain(-3, 30.0, "")
+    assert there.receive() == am.Drain(30.0, "") and next(iter(agents)).leaving
+    there.send(am.WorkerExited(5, 7, 0, None))
+    some_exits(agents)
+    agents.let_go(-3, "nothing was lost")
+    assert there.receive() == am.LetGo("nothing was lost") and len(list(agents)) == 1
+    there.links.close()
+    agents.request_exits()
+    assert not agents.poll() and not agents.take_news(), "it is no loss"
+
+
+def test_an_agent_that_is_asked_to_end_before_the_run_begins_is_let_go(agents: Agents, remote: Make) -> None:
+    early = remote().hello("a")
+    settle(agents, lambda: list(agents))
+    early.send(am.Notice(30.0))
+    settle(agents, lambda: not list(agents))
+    assert early.receive() == am.LetGo("no worker was here")
+
+
+def test_an_agent_that_comes_while_the_first_prepare_waits_for_the_run(agents: Agents, remote: Make) -> None:
+    first, second, third = remote().hello("a"), remote().hello("b"), remote()
+    agents.wait_for_all(10)
+    third.hello("c")
+    settle(agents, lambda: agents._asking)
+    third.links.close()  # which is not the end of the start, as it would be of one of the first
+    for each in (first, second):
+        each.answer_next(am.PrepareRun, am.Prepared())
+    agents.prepare(3, {}, {})
+    assert [agent.host for agent in agents] == ["a", "b"]
+
+
+def test_nobody_waits_for_a_late_agent_that_prepares(port: int) -> None:
+    """It stands still: neither requests for exits nor the end of the run wait."""
+    agents = Agents(("127.0.0.1", port), SECRET, RunKeys.make(), "127.0.0.1", wanted=1)
+    first = Remote(port).hello("b")
+    agents.wait_for_all(10)
+    first.answer_next(am.PrepareRun, am.Prepared())
+    agents.prepare(3, {}, {})
+    late = Remote(port).hello("d")
+    news_of(agents)
+    agents.admit(-3)
+    first.answer_next(am.ReportExits, am.ExitsReported())
+    agents.request_exits()
+    assert agents._reported == {-2}
+    first.answer_next(am.Stop)
+    agents.end(0.0)
+    agents.close(1e6)
+    assert isinstance(late.receive(), am.PrepareRun), "and it has read nothing until now"
+    for each in (first, late):
+        each.close()
+
+
+def test_who_asks_when_the_run_ends_is_refused(agents: Agents, remote: Make) -> None:
+    prepared(agents, remote)
+    early, back = remote().hello("d"), remote().hello("b", before=(-9,))
+    for _ in range(2):
+        news_of(agents)
+    agents.end(0.0)
+    late, back_late = remote().hello("e"), remote().hello("b", before=(-9,))
+    gone: list[AgentNews] = []
+    settle(agents, lambda: gone.extend(agents.take_news()) or len(gone) == 2)
+    for each in (early, late):
+        refused = each.receive()
+        assert isinstance(refused, am.Refused) and "is ending" in refused.problem.what
+    for each in (back, back_late):
+        over = each.receive()
+        assert isinstance(over, am.LetGo) and "is ending" in over.says, "its run is over, which is no error"
 
 
 def test_keys_of_another_run_are_counted(agents: Agents, remote: Make) -> None:

@@ -57,7 +57,7 @@ class FakeAgents(FakeForkServer):
 
     def __init__(self, *capacities: int) -> None:
         super().__init__()
-        self.all = [Agent(-2 - i, "abcdef"[i], capacity) for i, capacity in enumerate(capacities)]
+        self.all = [Agent(-2 - i, "abcdef"[i], capacity, prepared=True) for i, capacity in enumerate(capacities)]
 
     def __iter__(self) -> Iterator[Agent]:
         return iter(self.all)
@@ -192,6 +192,31 @@ def test_newcomers_go_where_the_largest_share_is_free() -> None:
     hosts = [launcher.host_of(rank) for rank in range(7)]
     assert hosts[:3] == ["a", "a", "b"] and Counter(hosts[:6]) == {"a": 4, "b": 2}
     assert hosts[6] == socket.gethostname()
+
+
+def test_a_newcomer_goes_to_the_machine_that_was_asked_for() -> None:
+    launcher, fork_server, agents = launcher_of(4, 2)
+    agents.all.append(Agent(-9, "b", 1, prepared=True))
+    for rank in range(4):
+        launcher.spawn(rank, {}, "b")
+    assert [launcher.host_of(rank) for rank in range(4)] == ["b", "b", "b", socket.gethostname()], "as it is full"
+    assert (agents.all[1].ranks, agents.all[2].ranks) == ({1, 2}, {0}), "the newest agent of that name first"
+    launcher.spawn(4, {}, socket.gethostname())
+    assert fork_server.asked == [("spawn", 3, {}), ("spawn", 4, {})]
+
+
+@pytest.mark.parametrize("leaving", [False, True], ids=["prepares", "leaves"])
+def test_nobody_is_placed_on_an_agent_that_still_prepares_or_leaves(leaving: bool) -> None:
+    launcher, _, agents = launcher_of(4, 2)
+    agents.all[0].prepared, agents.all[0].leaving = leaving, leaving
+    for rank in range(3):
+        launcher.spawn(rank, {})
+    assert [launcher.host_of(rank) for rank in range(3)] == ["b", "b", socket.gethostname()]
+    own, a, b = launcher.machines
+    assert (own.agent, own.host, own.places, own.free) == (None, socket.gethostname(), None, 0)
+    assert (a.host, a.places, a.ranks, a.is_ready, a.free) == ("a", 4, frozenset(), leaving, 0)
+    assert (b.host, b.places, b.ranks, b.is_ready, b.free) == ("b", 2, {0, 1}, True, 0)
+    assert Launcher(cast(ForkServerClient, FakeForkServer())).machines == ()
 
 
 def test_both_descriptors_wake_a_select_loop() -> None:

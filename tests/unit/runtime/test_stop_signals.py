@@ -50,6 +50,17 @@ def test_two_signals_are_events_and_a_third_one_is_not() -> None:
         assert told == [signal.SIGTERM, signal.SIGINT]
 
 
+@pytest.mark.parametrize("num_told", [0, 1])
+def test_a_signal_raises_again_in_what_it_may_cut_short(num_told: int) -> None:
+    told: list[int] = []
+    with StopSignals([signal.SIGTERM]) as signals, signals.as_events(told.append):
+        for _ in range(num_told):
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Signalled, match="SIGTERM"), signals.raising():
+            signal.raise_signal(signal.SIGTERM)
+        assert told == [signal.SIGTERM] * num_told
+
+
 def test_a_signal_that_was_held_is_raised_later() -> None:
     with StopSignals() as signals:
         with signals.held():

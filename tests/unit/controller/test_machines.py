@@ -1,0 +1,169 @@
+"""Agents that come while a run goes on: who gets in, and how many workers are started on them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from elaswave_spmd.conf.schema import ElasticSettings
+from elaswave_spmd.controller import machines as module
+from elaswave_spmd.controller.events import Action, AdmitAgent, GiveUpAgent, Record, RefuseAgent, Spawn
+from elaswave_spmd.controller.machines import Machines
+from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
+from elaswave_spmd.controller.roster import Roster
+from elaswave_spmd.recovery.messages import Ready
+from elaswave_spmd.runtime.processes.agents import AgentCame, AgentGone, AgentReady
+from elaswave_spmd.runtime.processes.launcher import Machine
+
+
+class World:
+    """A run that was started with workers 0 to 3."""
+
+    def __init__(self, **elastic: Any) -> None:
+        settings = ElasticSettings(**elastic)
+        self.protocol = SimpleNamespace(started=True, stops=False, version=3, steps=9, leaving=())
+        self.roster = Roster(range(4))
+        for rank in range(4):
+            self.roster.add(rank, None)
+        self.replacements = Replacements(ReplacementPolicy.from_settings(settings), self.roster)
+        self.machines = Machines(settings, cast(Any, self.protocol), self.roster, self.replacements, 4)
+
+    def lose(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.roster.remove(rank)
+            self.replacements.lost(rank)
+
+    def come(self, places: int, *, used: int = 0, peer: int = -5) -> list[tuple[int, ...]]:
+        """An agent on host b is ready. Returns the ranks that are started there, by the order."""
+        (record,) = self.machines.ready(AgentReady(peer, "b", places))
+        assert isinstance(record, Record) and record.fields["state"] == "joined"
+        return self.use(Machine(peer, "b", places, frozenset(range(100, 100 + used))))
+
+    def use(self, *machines: Machine) -> list[tuple[int, ...]]:
+        found: list[tuple[int, ...]] = []
+        for action in self.machines.use_places([Machine(None, "a", None), *machines]):
+            if isinstance(action, Spawn):
+                assert action.host == "b" and action.newcomers
+                found.append(action.ranks)
+                for rank in action.ranks:
+                    self.roster.add(rank, None)
+            else:
+                assert isinstance(action, Record) and action.fields["ranks"] == list(found[-1])
+        return found
+
+
+def states(actions: list[Action]) -> list[object]:
+    return [action.fields["state"] for action in actions if isinstance(action, Record)]
+
+
+def test_who_asks_is_admitted() -> None:
+    assert World().machines.came(AgentCame(-4, "b", 2)) == [AdmitAgent(-4)]
+
+
+@pytest.mark.parametrize(
+    ("elastic", "facts", "why"),
+    [
+        ({"enabled": False}, {}, "elastic.enabled=false"),
+        ({}, {"stops": True}, "about to stop"),
+        ({}, {"version": 9}, "its last step, 9"),
+    ],
+    ids=str,
+)
+def test_a_run_that_ends_or_is_not_elastic_refuses_with_the_reason(
+    elastic: dict[str, Any], facts: dict[str, Any], why: str
+) -> None:
+    world = World(**elastic)
+    vars(world.protocol).update(facts)
+    refuse, record = world.machines.came(AgentCame(-4, "b", 2))
+    assert isinstance(refuse, RefuseAgent) and refuse.peer == -4 and why in refuse.error.what
+    assert isinstance(record, Record) and record.fields["state"] == "refused" and why in str(record.fields["reason"])
+
+
+def test_a_machine_that_comes_back_brings_the_run_to_the_size_it_began_with() -> None:
+    world = World()
+    world.lose(1, 2)
+    assert world.come(4) == [(4, 5)], "and not more"
+    assert world.come(4, peer=-6) == []
+
+
+def test_a_machine_gives_no_more_than_it_has() -> None:
+    world = World()
+    world.lose(0, 1, 2)
+    assert world.come(2) == [(4, 5)]
+    assert world.come(3, used=2, peer=-6) == [(6,)]
+
+
+def test_who_leaves_and_who_waits_beside_the_mesh_does_not_count() -> None:
+    world = World(spares=1)
+    (spare,), _ = world.replacements.due(0.0, spares=True)
+    world.roster.add(spare, None)
+    assert world.replacements.ready(Ready(spare, "x")) and world.come(4) == []
+    world.protocol.leaving = (3,)
+    assert world.come(4, peer=-6) == [(5,)]
+
+
+def test_a_place_that_a_replacement_is_due_for_is_left_to_it() -> None:
+    world = World(replace=True, replacements_per_minute=1)
+    world.lose(1, 2)
+    ranks, _ = world.replacements.due(0.0, spares=True)
+    assert ranks == (4,)
+    world.roster.add(4, None)
+    assert world.machines.num_workers == 4 and world.come(4) == [], "one starts, the other one is held back"
+
+
+def test_a_run_grows_up_to_max_workers() -> None:
+    world = World(max_workers=7)
+    assert world.come(2) == [(4, 5)] and world.come(2, peer=-6) == [(6,)]
+
+
+def test_places_that_cannot_be_used_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    world.lose(1)
+    monkeypatch.setattr(module, "fits_fd_limit", lambda workers: workers < 4)
+    world.machines.ready(AgentReady(-5, "b", 2))
+    (record,) = world.machines.use_places([Machine(-5, "b", 2)])
+    assert isinstance(record, Record) and record.fields["state"] == "unused" and "ulimit -n" in str(record.fields)
+
+
+def test_before_the_first_step_places_wait() -> None:
+    world = World()
+    world.protocol.started = False
+    world.lose(1)
+    assert world.come(2) == [] and world.machines.has_arrivals
+    world.protocol.started = True
+    assert world.use(Machine(-5, "b", 2)) == [(4,)] and not world.machines.has_arrivals
+
+
+def test_the_places_of_an_agent_that_is_lost_again_are_not_used() -> None:
+    world = World()
+    world.protocol.started = False
+    world.lose(1)
+    world.come(2)
+    assert states(world.machines.gone(AgentGone(-5, "b", 2, True, "its connection closed"))) == ["lost"]
+    world.protocol.started = True
+    assert not world.machines.has_arrivals
+    assert states(world.machines.gone(AgentGone(-6, "b", 2, False, "its data differ"))) == ["refused"]
+
+
+def test_an_agent_all_of_whose_workers_fall_silent_is_given_up() -> None:
+    world = World()
+    b, c = Machine(-2, "b", 2, frozenset({1, 2})), Machine(-3, "c", 2, frozenset({3}))
+    machines = [Machine(None, "a", None), b, c]
+    world.lose(1)
+    assert world.machines.fallen_silent([1], machines) == [], "worker 2 lives there"
+    world.lose(2)
+    (given_up,) = world.machines.fallen_silent([2], machines)
+    assert isinstance(given_up, GiveUpAgent) and given_up.peer == -2 and "timeouts.suspect" in given_up.reason
+    world.lose(0)
+    assert world.machines.fallen_silent([0], [machines[0], c]) == [], "it is here, and -2 is gone"
+
+
+def test_an_agent_that_reports_the_end_of_a_silent_worker_stays() -> None:
+    world = World()
+    world.lose(1)
+    assert world.machines.fallen_silent([1], [Machine(-2, "b", 2, frozenset({1, 2}))]) == []
+    world.lose(2)
+    assert world.machines.fallen_silent([], [Machine(-2, "b", 2, frozenset({2}))]) == [], "killed, and not silent"
+    assert world.machines.fallen_silent([3], [Machine(-2, "b", 2, frozenset({2, 3}))]) == []
