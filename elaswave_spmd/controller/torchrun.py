@@ -21,6 +21,9 @@ PORT = 29600
 """Where the controller listens, on the machine of MASTER_ADDR: MASTER_PORT is torchrun's own, and 29400 and 29500 are
 the ports at which torchruns themselves meet. The next one where MASTER_PORT is this one."""
 
+_DRAIN_S = 25
+"""Seconds in which an agent's workers leave after SIGTERM: torchrun kills what it has passed that on to 5 later."""
+
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT")
@@ -126,7 +129,7 @@ def start_of(words: Sequence[str], environment: Mapping[str, str]) -> Start:
     return Serve(
         (
             *(runtime.rendezvous, "--token-file", runtime.token_file, "--workers", str(runtime.agent_workers)),
-            *("--timeout", f"{runtime.agents_timeout:g}"),
+            *("--timeout", f"{runtime.agents_timeout:g}", "--drain", str(_DRAIN_S)),
         ),
         f"torchrun: rank {place.rank} of {place.num_nodes} nodes, an agent of the run at {runtime.rendezvous}",
     )

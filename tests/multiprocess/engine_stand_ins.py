@@ -6,7 +6,6 @@ again. Each does what the real one is documented to do as far as the scripts dep
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import socket
@@ -20,17 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.processes import processes_with
-from elaswave_spmd.conf.schema import ElasticSettings
 from elaswave_spmd.run_dir import read_metrics, read_summary
 from tests.multiprocess import patient_model
 from tests.multiprocess.real_runs import SMALL, Done, train, write_text
 from tests.waiting import PATIENCE_S, eventually
 
 ROOT = Path(__file__).parents[2]
-JOINS = "max_workers" in {field.name for field in dataclasses.fields(ElasticSettings)}
-"""True if agents join a run that goes on, and drain. Until then the tests of that are skipped."""
-
-DRAIN = "120" if JOINS else ""
+DRAIN = "120"
 """Seconds that an agent may take to drain on a busy machine."""
 
 WORDS = [*(word for word in SMALL if not word.startswith("run.dir=")), "train.steps=30", "train.validate_every=0"]

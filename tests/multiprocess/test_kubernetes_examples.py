@@ -20,7 +20,6 @@ from elaswave_spmd.run_dir import read_metrics
 from elaswave_spmd.runtime.processes.rendezvous import read_secret
 from tests.multiprocess.engine_stand_ins import (
     DRAIN,
-    JOINS,
     ROOT,
     Engine,
     alone,
@@ -102,9 +101,8 @@ def test_what_is_said_twice_agrees() -> None:
 
 
 def test_the_settings_are_good_and_pods_have_time_to_end() -> None:
-    words = [word for word in container("controller")["args"] if JOINS or not word.startswith("elastic.max_workers=")]
     several = ["runtime.rendezvous=a:1", "runtime.agents=1", "runtime.transport=tcp", "runtime.token_file=a"]
-    settings = settings_from([*words, *several])
+    settings = settings_from([*container("controller")["args"], *several])
     agents, controller = of_kind("StatefulSet")["spec"], POD["controller"]["spec"]
     places = agents["replicas"] * int(variables("agent")["WORKERS"])
     assert settings.runtime.local_workers == 0 and settings.mesh.shape.num_workers == places
@@ -181,7 +179,7 @@ def test_the_snippets_start_a_run_that_goes_on_without_an_agent_and_resumes(
                 eventually(lambda: pod.process.poll() is not None)  # a child that nobody waits for is there still
                 assert hook.end().code == 0, hook.log.read_text()
             end = pod.end()
-            assert end.code == (0 if JOINS else -signal.SIGTERM), end.out
+            assert end.code == 0, end.out
             assert "on pod-a: places for 1 workers" in end.out
         holds(first, lambda: read_metrics(run_dir)[-1].workers == 1)
         first.signal_shell(signal.SIGTERM)  # the controller itself: the snippet has become it

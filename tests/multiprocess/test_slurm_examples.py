@@ -12,7 +12,6 @@ import pytest
 from elaswave_spmd.run_dir import read_metrics
 from tests.multiprocess.engine_stand_ins import (
     DRAIN,
-    JOINS,
     ROOT,
     Engine,
     Script,
@@ -114,7 +113,6 @@ def test_a_run_goes_on_without_an_agent_that_is_preempted(engine: Engine, wanted
     assert_same_bits(run_dir, wanted)
 
 
-@pytest.mark.skipif(not JOINS, reason="agents of this version do not join a run that goes on")
 def test_agents_that_are_preempted_join_the_run_again(engine: Engine, wanted: Path) -> None:
     shared = {"SHARED": str(engine.folder / "shared"), "PAUSE": "0.1", "DRAIN": DRAIN}
     run_dir = engine.folder / "shared" / "run"

@@ -53,7 +53,7 @@ def test_rank_0_is_the_controller_and_other_nodes_are_its_agents() -> None:
     second = start_of(TWO, variables(1, 2))
     assert isinstance(second, Serve)
     assert second.arguments == (
-        *(f"node0:{PORT}", "--token-file", "/home/me/token", "--workers", "2", "--timeout", "300"),
+        *(f"node0:{PORT}", "--token-file", "/home/me/token", "--workers", "2", "--timeout", "300", "--drain", "25"),
     )
 
 
