@@ -224,10 +224,15 @@ class DrainAgent:
 
 @dataclass(frozen=True)
 class LetAgentGo:
-    """The workers of an agent have left: it ends, and prints what it `says`."""
+    """The workers of an agent have left: it ends, and prints what it `says`.
+
+    Args:
+        lost: some were lost before they had left, which the agent's exit code tells.
+    """
 
     peer: int
     says: str
+    lost: bool = False
 
 
 @dataclass(frozen=True)

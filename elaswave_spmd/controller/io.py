@@ -332,8 +332,8 @@ class ProcessIO:
                 agents.refuse(peer, error)
             case DrainAgent(peer, within_s, says):
                 agents.drain(peer, within_s, says)
-            case LetAgentGo(peer, says):
-                agents.let_go(peer, says)
+            case LetAgentGo(peer, says, lost):
+                agents.let_go(peer, says, lost=lost)
             case GiveUpAgent(peer, reason):
                 agents.give_up(peer, reason)
 

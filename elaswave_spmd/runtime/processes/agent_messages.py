@@ -127,9 +127,15 @@ class Drain(AgentMessage, frozen=True):
 
 
 class LetGo(AgentMessage, frozen=True):
-    """Nothing of the run is on the agent any more: it ends."""
+    """Nothing of the run is on the agent any more: it ends.
+
+    Args:
+        says: what it prints.
+        lost: workers were lost before they had left. It ends with exit code 1 then.
+    """
 
     says: str
+    lost: bool = False
 
 
 class PrepareRun(AgentMessage, frozen=True):

@@ -251,10 +251,14 @@ class Agents:
             agent.leaving = True
             self._send(agent, am.Drain(within_s, says))
 
-    def let_go(self, peer: int, says: str) -> None:
-        """Have an agent end: it has no worker any more, or none that matters. It is no loss. Never waits."""
+    def let_go(self, peer: int, says: str, *, lost: bool) -> None:
+        """Have an agent end: it has no worker any more, or none that matters. It is no loss. Never waits.
+
+        Args:
+            lost: workers of it were lost before they had left.
+        """
         if (agent := self._agents.pop(peer, None)) is not None:
-            self._send(agent, am.LetGo(says))
+            self._send(agent, am.LetGo(says, lost))
             self._report_lost(agent, "its machine has left")
 
     def give_up(self, peer: int, reason: str) -> None:
