@@ -551,7 +551,9 @@ class ElasticSettings(Section, group="elastic"):
     )
     replace: bool = setting(False, "start a new worker for each one that was lost")
     spares: int = setting(0, "workers beside the mesh, ready to take the place of a lost one at once", at_least=0)
-    replacements_per_minute: int = setting(20, "new workers in place of lost ones, within a minute", at_least=1)
+    replacements_per_minute: int = setting(
+        20, "new workers in place of lost ones and on machines that come, in a minute", at_least=1
+    )
     evict_slower_than: float = setting(
         0.0, "remove a worker that stays slower than this share of the median speed; 0: none", at_least=0, below=1
     )

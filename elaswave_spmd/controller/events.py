@@ -201,6 +201,14 @@ class AdmitAgent:
 
 
 @dataclass(frozen=True)
+class DoubtAgent:
+    """These workers of an agent fell silent: none is started there until the agent has reported their ends."""
+
+    peer: int
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
 class GiveUpAgent:
     """An agent is lost with all of its workers, though its connection is not: it joins again when it hears of that."""
 
@@ -243,7 +251,7 @@ class RefuseAgent:
     error: UserError
 
 
-AgentOrder: TypeAlias = AdmitAgent | RefuseAgent | DrainAgent | LetAgentGo | GiveUpAgent
+AgentOrder: TypeAlias = AdmitAgent | RefuseAgent | DrainAgent | LetAgentGo | DoubtAgent | GiveUpAgent
 """What is decided about one agent. An order to one that has gone meanwhile is void."""
 
 

@@ -29,6 +29,7 @@ from elaswave_spmd.controller.events import (
     AdmitAgent,
     AgentOrder,
     CheckpointFound,
+    DoubtAgent,
     DrainAgent,
     Event,
     ExitsReported,
@@ -334,6 +335,8 @@ class ProcessIO:
                 agents.drain(peer, within_s, says)
             case LetAgentGo(peer, says, lost):
                 agents.let_go(peer, says, lost=lost)
+            case DoubtAgent(peer, ranks):
+                agents.doubt(peer, ranks)
             case GiveUpAgent(peer, reason):
                 agents.give_up(peer, reason)
 

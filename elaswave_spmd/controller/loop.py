@@ -28,6 +28,7 @@ from elaswave_spmd.controller.events import (
     AgentNotice,
     AgentReady,
     Connect,
+    DoubtAgent,
     DrainAgent,
     End,
     Event,
@@ -374,11 +375,14 @@ class Controller:
         """Deadlines: workers that hang or do not start, a last checkpoint. Workers that are started by now."""
         free = self.protocol.free_to_leave if self._supervision.has_leavers else ()
         suspects = self._supervision.tick(now, self.protocol.unanswered, free)
-        actions = [*self._failures.suspected(suspects, now), *self._failures.replace_lost(now)]
+        lost = self._failures.suspected(suspects, now)
+        actions: list[Action] = []
+        if silent := [suspect.rank for suspect in suspects if suspect.is_silent]:
+            # First: nobody is to be started in their place on a machine that is given up, or may soon be.
+            actions += self._machines.fallen_silent(silent, self._io.machines(), self._ready)
+        actions += [*lost, *self._failures.replace_lost(now)]
         if self._machines.has_arrivals:
             actions.append(UsePlaces())
-        if silent := [suspect.rank for suspect in suspects if suspect.is_silent]:
-            actions += self._machines.fallen_silent(silent, self._io.machines())
         if self._notices.is_waiting:
             actions += self._notices.check(self._io.machines(), now)
         return [*actions, *self._stopping.check(now), *self._end_if_saved(now)]
@@ -411,10 +415,10 @@ class Controller:
                         io.send(rank, header)
             case Spawn(ranks, newcomers, host):
                 self._spawn(ranks, newcomers, host)
-            case AdmitAgent() | RefuseAgent() | DrainAgent() | LetAgentGo() | GiveUpAgent():
+            case AdmitAgent() | RefuseAgent() | DrainAgent() | LetAgentGo() | DoubtAgent() | GiveUpAgent():
                 io.order_agent(action)
             case UsePlaces():
-                return self._machines.use_places(io.machines())
+                return self._machines.use_places(io.machines(), now)
             case Connect(rank, address, holds_mutex):
                 io.connect(rank, address, holds_mutex=holds_mutex)
             case RemoveMember(rank, lost):

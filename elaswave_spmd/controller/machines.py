@@ -11,10 +11,13 @@ order:
    lost later is a loss like any other.
 3. The places that are left serve for later replacements and spares, and for `ctl add`.
 
-A machine that is cut off loses its workers by their silence, long before its agent's connection ends, which may even
-outlive the cut. So an agent all of whose workers have fallen silent is given up with them: when it hears of that, it
-joins again as a new one. Of an agent with one worker nobody can tell whether the worker hangs or the machine is gone;
-it is given up as well.
+All of these starts count in the limit of elastic.replacements_per_minute; what it holds back waits.
+
+A machine that is cut off or stands still loses its workers by their silence, long before its agent's connection ends,
+which may even outlive the cut. So an agent none of whose workers is heard any more is given up with them: when it hears
+of that, it joins again as a new one. Workers that are still starting tell nothing of their machine until they should
+have been ready, and go with it. Of an agent with one worker nobody can tell whether the worker hangs or the machine is
+gone; it is given up as well. Until that is known, nobody is started where a worker has fallen silent.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 
 from elaswave_spmd.conf.schema import ElasticSettings
-from elaswave_spmd.controller.events import Action, AdmitAgent, GiveUpAgent, Record, RefuseAgent, Spawn
+from elaswave_spmd.controller.events import Action, AdmitAgent, DoubtAgent, GiveUpAgent, Record, RefuseAgent, Spawn
 from elaswave_spmd.controller.replacements import Replacements
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import ConfigError
@@ -58,7 +61,6 @@ class Machines:
         self._replacements = replacements
         self._aim = elastic.max_workers or num_workers
         self._arrived: deque[AgentReady] = deque()  # agents whose places have not been looked at
-        self._silent: set[int] = set()  # workers that were lost by their silence, and whose end is not reported
 
     def came(self, event: AgentCame) -> list[Action]:
         """An agent asks to join."""
@@ -86,8 +88,10 @@ class Machines:
         """True if `use_places` may have something to do."""
         return bool(self._arrived)
 
-    def use_places(self, machines: Sequence[Machine]) -> list[Action]:
+    def use_places(self, machines: Sequence[Machine], now: float) -> list[Action]:
         """Start workers on the agents that are ready since the last call. Before the first step they wait.
+
+        They also wait while the limit on starts holds workers back.
 
         Args:
             machines: of the run, as they are now.
@@ -106,27 +110,44 @@ class Machines:
                 why = f"{number} more beside {len(self._roster) + starts} workers exceed the limit of open files"
                 actions.append(_record(event, "unused", f"{event.host} is not used: {why} (ulimit -n)", why))
                 continue
-            starts += number
-            ranks = self._roster.allocate(number)
-            who = f"worker{'s' * (number > 1)} {', '.join(map(str, ranks))}"
-            message = f"{event.host} starts {who}, for the {self._aim} that the run is to have"
-            actions += [Spawn(ranks, host=event.host), _record(event, "used", message, ranks=ranks)]
+            allowed, held_back = self._replacements.allow(number, now)
+            if allowed:
+                starts += allowed
+                ranks = self._roster.allocate(allowed)
+                who = f"worker{'s' * (allowed > 1)} {', '.join(map(str, ranks))}"
+                message = f"{event.host} starts {who}, for the {self._aim} that the run is to have"
+                actions += [Spawn(ranks, host=event.host), _record(event, "used", message, ranks=ranks)]
+            actions += held_back
+            if allowed < number:
+                self._arrived.appendleft(event)
+                break
         return actions
 
-    def fallen_silent(self, ranks: Collection[int], machines: Sequence[Machine]) -> list[Action]:
+    def fallen_silent(
+        self, ranks: Collection[int], machines: Sequence[Machine], ready: Collection[int]
+    ) -> list[Action]:
         """These workers are lost, as nothing is heard of them. Their machines may be cut off, or stand still.
+
+        The actions come before those that start workers in their place.
 
         Args:
             machines: of the run, as they are now.
+            ready: all workers that have ever been ready: since then their silence, or their life, tells something.
         """
-        reported = self._silent.difference(*(machine.ranks for machine in machines))
-        self._silent = (self._silent - reported) | set(ranks)
-        reason = "all of its workers fell silent (timeouts.suspect)"
-        return [
-            GiveUpAgent(machine.agent, reason)
-            for machine in machines
-            if machine.agent is not None and not machine.ranks.isdisjoint(ranks) and machine.ranks <= self._silent
-        ]
+        if not self._elastic.enabled:
+            return []  # the run ends with its workers
+        actions: list[Action] = []
+        reason = "none of its workers is heard any more (timeouts.suspect)"
+        for machine in machines:
+            silent = machine.ranks.intersection(ranks)
+            if machine.agent is None or not silent:
+                continue
+            watched, living = machine.ranks.intersection(ready), machine.ranks & self._roster.pids.keys()
+            if living and (not watched or living & watched):  # one lives, or nobody can tell yet
+                actions.append(DoubtAgent(machine.agent, silent))
+            else:
+                actions.append(GiveUpAgent(machine.agent, reason))
+        return actions
 
     @property
     def num_workers(self) -> int:

@@ -5,6 +5,9 @@ mostly has a deadline. Members leave as after `ctl RUN drain RANK`: their state 
 have none, and end at once. When the last one has gone, and every page of state has its replicas again, the agent is let
 go: nothing was lost. The deadline is kept by the agent. What has not left by then ends with it, as if it were killed.
 
+Before the first step nobody has state that would have to move, so the machine goes at once, and workers that start
+there are lost. If the run begins before that is done, they leave like all others.
+
 Decides on the controller's thread, from facts.
 """
 
@@ -24,6 +27,7 @@ from elaswave_spmd.sharding.replicas import all_replica_sets
 
 NOTICE = "notice"
 """The event of a notice."""
+_NO_WORKER = "nothing was lost, no worker of the mesh was there"
 _RESERVE_S = 4.0  # of the deadline, in which new replicas are not waited for any more; or half of it
 
 
@@ -32,13 +36,17 @@ class _Notice:
     """A notice to one agent.
 
     Args:
+        source: who wants it.
         until: the time from which new replicas are not waited for any more; None: there is no deadline.
+        carried_out: the workers have been asked to leave, or the run to stop.
         members: the workers that are to leave.
         lost: those of them that were lost before they had left.
     """
 
     host: str
-    until: float | None
+    source: str
+    until: float | None = None
+    carried_out: bool = False
     members: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
 
@@ -72,32 +80,43 @@ class Notices:
             within_s: seconds until their agents end whatever has become of their workers; None: they wait.
             source: who wants it: "ctl", or the name of a signal.
         """
-        protocol, host = self._protocol, machines[0].host
-        ranks = sorted(self._roster.pids.keys() & {rank for machine in machines for rank in machine.ranks})
-        members = [rank for rank in ranks if rank in protocol.members]
-        reason = f"its machine {host} leaves, {source}"
-        says = self._why_stop(members)
+        host, ranks = machines[0].host, self._workers(machines)
+        says = self._why_stop(ranks)
         actions: list[Action] = []
         for machine in machines:
             assert machine.agent is not None
             until = None if within_s is None else now + within_s - min(_RESERVE_S, within_s / 2)
-            notice = self._notices.setdefault(machine.agent, _Notice(host, until))
-            notice.until = until if notice.until is None or until is None else min(until, notice.until)
-            notice.members |= {rank for rank in members if rank in machine.ranks}
+            notice = self._notices.setdefault(machine.agent, _Notice(host, source))
+            notice.until = min((time for time in (until, notice.until) if time is not None), default=None)
             actions.append(DrainAgent(machine.agent, within_s, says))
         when = "" if within_s is None else f" within {within_s:g} s"
-        who = f"; worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} leave{'s' * (len(ranks) == 1)}"
+        who = f"; {_named(ranks)} leave{'s' * (len(ranks) == 1)}"
         message = f"{host} is to leave{when} ({source}){who if ranks else ''}{'; ' if says else ''}{says}"
         about = {"host": host, "ranks": ranks, "deadline": within_s, "from": source}
         actions.append(Record(NOTICE, {**about, "message": message}))
-        if not protocol.started:
-            return actions  # nobody has state, so nobody has to move it: `check` lets the machine go
+        return [*actions, *(self._carry_out(machines, source, now) if self._protocol.started else ())]
+
+    def _carry_out(self, machines: Sequence[Machine], source: str, now: float) -> list[Action]:
+        """Have the workers leave, or the run stop, once it has begun."""
+        protocol, ranks = self._protocol, self._workers(machines)
+        members = [rank for rank in ranks if rank in protocol.members]
+        reason = f"its machine {machines[0].host} leaves, {source}"
+        for machine in machines:
+            if machine.agent is not None:
+                notice = self._notices[machine.agent]
+                notice.carried_out = True
+                notice.members |= machine.ranks.intersection(members)
+        actions: list[Action] = []
         for rank in ranks:
             if rank not in members:
                 actions += self._failures.withdrawn(rank, reason, now)
         if not self._elastic.enabled:
             return [*actions, *(protocol.stop(f"{reason}, and elastic.enabled is false") if members else [])]
         return [*actions, *(action for rank in members for action in protocol.drain(rank, reason))]
+
+    def _workers(self, machines: Sequence[Machine]) -> list[int]:
+        """The living workers of machines."""
+        return sorted(self._roster.pids.keys() & {rank for machine in machines for rank in machine.ranks})
 
     def removed(self, rank: int, *, lost: bool) -> None:
         """A worker is no member any more: it has left, or was lost."""
@@ -117,50 +136,73 @@ class Notices:
             machine = known.get(peer)
             if machine is None:  # it has ended, or is lost
                 del self._notices[peer]
+            elif self._protocol.started and not notice.carried_out:  # it came just before the first step
+                actions += self._carry_out([machine], notice.source, now)
             elif self._protocol.started and (machine.ranks or self._waits(notice, now)):
                 continue
             else:
                 del self._notices[peer]
-                says = self._proof(notice)
-                about = {
-                    "host": notice.host,
-                    "places": machine.places,
-                    "state": "left",
-                    "ranks": sorted(notice.members),
-                }
-                actions.append(LetAgentGo(peer, says))
-                actions.append(Record(AGENT, {**about, "reason": "", "message": f"{notice.host} has left: {says}"}))
+                actions += self._let_go(peer, machine, notice)
         return actions
+
+    def _let_go(self, peer: int, machine: Machine, notice: _Notice) -> list[Action]:
+        """The end of an agent. The event is written first: who sees the agent end finds it."""
+        if self._protocol.started:
+            lost, says = sorted(notice.lost), self._proof(notice)
+        else:
+            lost = self._workers([machine])
+            says = self._proof_at_start(lost)
+        left = sorted(notice.members - notice.lost)
+        about = {"host": notice.host, "places": machine.places, "state": "left", "ranks": left, "reason": ""}
+        return [
+            Record(AGENT, {**about, "message": f"{notice.host} has left: {says}"}),
+            LetAgentGo(peer, says, lost=bool(lost)),
+        ]
 
     def _waits(self, notice: _Notice, now: float) -> bool:
         """True while new replicas are made, in place of those that have gone, and the deadline allows to wait."""
         return not self._protocol.settled and (notice.until is None or now < notice.until)
 
-    def _why_stop(self, members: Sequence[int]) -> str:
-        """What becomes of a run whose workers cannot all leave, in words; empty if they can."""
+    def _why_stop(self, ranks: Sequence[int]) -> str:
+        """What becomes of a run whose workers cannot all leave, in words; empty if they can. By the protocol's rule.
+
+        Args:
+            ranks: of the workers that are to leave, members or not.
+        """
         protocol = self._protocol
+        members = [rank for rank in ranks if rank in protocol.members]
         if not members or not protocol.started:
             return ""
+        if protocol.version >= protocol.steps:
+            return "the run has done its last step, and ends"
         if protocol.stops:
             return "the run is about to stop"
         if not self._elastic.enabled:
             return "the run saves its state and stops, since elastic.enabled is false"
-        stay, least = set(protocol.members) - set(protocol.leaving) - set(members), max(1, self._elastic.min_workers)
+        stay = {*protocol.members, *protocol.joining} - set(protocol.leaving) - set(ranks)
+        least = max(1, self._elastic.min_workers)
         if len(stay) >= least:
             return ""
         return f"the run saves its state and stops, since {len(stay)} workers would stay, elastic.min_workers={least}"
 
+    def _proof_at_start(self, lost: Sequence[int]) -> str:
+        """What is lost with a machine that goes before the first step, or that nothing is, in words."""
+        if not lost:
+            return _NO_WORKER
+        state = "" if self._elastic.enabled else ". The run ends, since elastic.enabled is false"
+        return f"{_named(lost)} {_was(lost)} lost before the first step, when no worker had state{state}"
+
     def _proof(self, notice: _Notice) -> str:
         """What was lost, or that nothing was, in words."""
         protocol = self._protocol
-        if not protocol.started or not notice.members:
-            return "nothing was lost, no worker of the mesh was there"
+        if not notice.members:
+            return _NO_WORKER
         lost, left = sorted(notice.lost), sorted(notice.members - notice.lost)
         parts = []
         if left:
-            parts.append(f"worker{'s' * (len(left) > 1)} {', '.join(map(str, left))} left between two steps")
+            parts.append(f"{_named(left)} left between two steps")
         if lost:
-            parts.append(f"worker{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} was lost before it could leave")
+            parts.append(f"{_named(lost)} {_was(lost)} lost before {'they' if len(lost) > 1 else 'it'} could leave")
         sets = list(all_replica_sets(protocol.placement.replica_map(protocol.layout)))
         fewest = min(len(pages.replicas) for pages in sets)
         state = f"state version {protocol.version} is on {len(protocol.members)} workers"
@@ -170,3 +212,11 @@ class Notices:
             learning = sum(bool(pages.learners) for pages in sets)
             state += f", {fewest} or more replicas of each page, and more are still made of {learning} page ranges"
         return f"{'' if lost else 'nothing was lost: '}{'; '.join(parts)}; {state}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _was(ranks: Sequence[int]) -> str:
+    return "were" if len(ranks) > 1 else "was"

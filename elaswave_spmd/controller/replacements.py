@@ -6,7 +6,9 @@ the next worker that gets ready. What is started for a place and what is started
 of worker: which of the two it becomes is decided when it is ready.
 
 The number of starts in a minute is limited: a worker that dies in every start must not take the processors from those
-that train. `elastic.replace` and `elastic.spares` differ only in the number of workers that are started ahead.
+that train. Starts on machines that come count as well (machines.py): one that is given up and comes back for ever must
+not change the mesh for ever. `elastic.replace` and `elastic.spares` differ only in the number of workers that are
+started ahead.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class ReplacementPolicy:
     Args:
         replaces: places that are left empty are filled (elastic.replace, or spares).
         spares: workers that wait beside the mesh (elastic.spares).
-        per_minute: workers that are started in place of others within a minute (elastic.replacements_per_minute).
+        per_minute: workers that are started in place of others, and on machines that come, within a minute
+            (elastic.replacements_per_minute).
     """
 
     replaces: bool = False
@@ -58,7 +61,7 @@ class Replacements:
         self._waiting: dict[int, Ready] = {}  # spares that are ready, in the order in which they came
         self._first_spares = policy.spares  # that have not been started yet: they replace nobody, and are not limited
         self._starts: deque[float] = deque()  # times of the starts within the last minute
-        self._reported = False  # that the limit holds starts back; until nothing is held back any more
+        self._reported: set[str] = set()  # of whom it was told that the limit holds them back; until it does not
 
     @property
     def spares(self) -> Mapping[int, bool]:
@@ -103,30 +106,43 @@ class Replacements:
         Returns:
             The ranks that are started, and the actions that start them and report what the limit holds back.
         """
-        while self._starts and now - self._starts[0] >= _MINUTE_S:
-            self._starts.popleft()
         first, self._first_spares = (self._first_spares, 0) if spares else (0, self._first_spares)
         wanted = self._places + (self._policy.spares if spares else 0)
         missing = wanted - len(self._waiting) - len(self._starting) - first
-        number = max(0, min(missing, self._policy.per_minute - len(self._starts)))
-        self._starts.extend([now] * number)
-        held_back = self._held_back(missing - number, now)
+        number = self._allow(missing, now)
+        held_back = self._held_back(missing - number, "lost", "replaced", now)
         if not first + number:
             return (), held_back
         ranks = self._roster.allocate(first + number)
         self._starting.update(ranks)
         return ranks, [Spawn(ranks), *held_back]
 
-    def _held_back(self, number: int, now: float) -> list[Action]:
-        """The event that workers are not replaced for now, once until all are."""
+    def allow(self, number: int, now: float) -> tuple[int, list[Action]]:
+        """So many workers are to be started on machines that have come, now or as soon as the limit allows.
+
+        Returns:
+            The number of those that may be started now, and are counted; and the actions that report the others.
+        """
+        allowed = self._allow(number, now)
+        return allowed, self._held_back(number - allowed, "further", "started", now)
+
+    def _allow(self, number: int, now: float) -> int:
+        while self._starts and now - self._starts[0] >= _MINUTE_S:
+            self._starts.popleft()
+        allowed = max(0, min(number, self._policy.per_minute - len(self._starts)))
+        self._starts.extend([now] * allowed)
+        return allowed
+
+    def _held_back(self, number: int, which: str, done: str, now: float) -> list[Action]:
+        """The event that workers are not replaced, or not started, for now: once until all are."""
         if number <= 0:
-            self._reported = False
+            self._reported.discard(which)
             return []
-        if self._reported:
+        if which in self._reported:
             return []
-        self._reported = True
+        self._reported.add(which)
         limit, seconds = self._policy.per_minute, _MINUTE_S - (now - self._starts[0])
-        lost = f"{number} lost worker{'s are' if number > 1 else ' is'} not replaced for now"
+        lost = f"{number} {which} worker{'s are' if number > 1 else ' is'} not {done} for now"
         started = f"{limit} {'has' if limit == 1 else 'have'} been started within a minute"
         message = f"{lost}: {started} (elastic.replacements_per_minute={limit}); the next one in {seconds:.0f} s"
         about = {"missing": number, "per_minute": limit, "seconds": round(seconds, 3), "message": message}

@@ -317,6 +317,11 @@ class ControllerProtocol:
         return tuple(sorted(self._pending.leaving))
 
     @property
+    def joining(self) -> tuple[int, ...]:
+        """Newcomers that are ready, and come into the mesh with its next change."""
+        return tuple(self._pending.newcomers)
+
+    @property
     def learners(self) -> frozenset[int]:
         """Members that are being sent state: their copies of some pages are not complete."""
         return self._plan.learners if self._plan is not None else frozenset()

@@ -17,7 +17,11 @@ from elaswave_spmd.conf.schema import Timeouts
 
 @dataclass(frozen=True)
 class Suspect:
-    """Worker `rank` is taken to hang, for a `reason` in words; `is_silent`: since nothing is heard of it."""
+    """Worker `rank` is taken to hang, for a `reason` in words.
+
+    Args:
+        is_silent: since nothing is heard of it: no heartbeats, or of a worker that starts, not that it is ready.
+    """
 
     rank: int
     reason: str
@@ -190,7 +194,8 @@ class Liveness:
     def _late_starters(self) -> list[Suspect]:
         """Workers that are given up before they are ready; nothing is expected of them any more."""
         late = [rank for rank, starting in self._starting.items() if self._clock - starting.since >= starting.seconds]
-        return [Suspect(rank, f"not ready after {self._clock - self._starting.pop(rank).since:.1f} s") for rank in late]
+        seconds = {rank: self._clock - self._starting.pop(rank).since for rank in late}
+        return [Suspect(rank, f"not ready after {late_s:.1f} s", is_silent=True) for rank, late_s in seconds.items()]
 
     def _usual_limit(self) -> float:
         """Seconds that an action may take, by the mean of those that the watched workers have finished."""

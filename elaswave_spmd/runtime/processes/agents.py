@@ -14,7 +14,7 @@ import contextlib
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -65,6 +65,7 @@ class Agent:
         returned: it was in the run before, and comes back by itself.
         late: it came when the first agents were all there: the run neither waits for it nor ends with it.
         ranks: its workers whose end has not been reported.
+        silent: those of its workers that were lost since nothing was heard of them.
     """
 
     peer: int
@@ -76,9 +77,15 @@ class Agent:
     leaving: bool = False
     returned: bool = False
     ranks: set[int] = field(default_factory=set)
+    silent: set[int] = field(default_factory=set)
 
     def __str__(self) -> str:
         return f"the agent on {self.host}"
+
+    @property
+    def is_doubtful(self) -> bool:
+        """True while it has not reported the end of a silent worker: its machine may stand still, or be cut off."""
+        return not self.silent.isdisjoint(self.ranks)
 
     @property
     def is_preparing_late(self) -> bool:
@@ -157,6 +164,7 @@ class Agents:
         self._where = ":".join(map(str, rendezvous))
         self._agents: dict[int, Agent] = {}
         self._asking: dict[int, Agent] = {}  # late ones that are neither admitted nor refused yet
+        self._given_up: dict[int, tuple[Agent, str]] = {}  # and why, until their links have closed
         self._order: am.PrepareRun | None = None  # to agents that join, once the run is known
         self._news: list[AgentNews] = []
         self._refused: list[str] = []
@@ -234,9 +242,10 @@ class Agents:
     def spawn(self, agent: Agent, rank: int, spec: Mapping[str, Any]) -> None:
         """Order `agent` to start a worker. A failure is reported by `poll`."""
         agent.ranks.add(rank)
-        if agent.peer not in self._agents:  # lost after the launcher chose it; `poll` reports the worker as lost
-            self._lose(agent, "it was lost before")
-        self._send(agent, am.Spawn(rank, dict(spec)))
+        if agent.peer in self._agents:
+            self._send(agent, am.Spawn(rank, dict(spec)))
+        else:  # lost after the launcher chose it, which was told; `poll` reports the worker as lost
+            self._report_lost(agent, "it was lost before")
 
     def signal(self, agent: Agent, rank: int, number: int) -> bool:
         """Order `agent` to send a signal; False if the worker is known to have ended."""
@@ -261,12 +270,18 @@ class Agents:
             self._send(agent, am.LetGo(says, lost))
             self._report_lost(agent, "its machine has left")
 
+    def doubt(self, peer: int, ranks: Collection[int]) -> None:
+        """Workers of an agent fell silent: none is started there until the ends of all of them are reported."""
+        if (agent := self._agents.get(peer)) is not None:
+            agent.silent |= agent.ranks.intersection(ranks)
+
     def give_up(self, peer: int, reason: str) -> None:
         """An agent is lost though its connection is not closed. When the order reaches it, it joins again. Never waits.
 
-        Its workers are lost with it.
+        Its workers are lost with it. The order may still be queued when the connection ends: then it is sent again.
         """
         if (agent := self._agents.pop(peer, None)) is not None:
+            self._given_up[peer] = agent, reason
             self._send(agent, am.JoinAgain(peer, reason))
             self._lose(agent, reason)
 
@@ -335,7 +350,9 @@ class Agents:
             self._links.drop(item.peer)  # it is closed; nothing is kept of it
             if (agent := self._agents.pop(item.peer, None)) is not None:
                 self._lose(agent, "its connection closed")
-                self._tell_lost(agent)
+                self._tell_lost(agent, "the connection to it closed")
+            elif (given_up := self._given_up.pop(item.peer, None)) is not None:
+                self._tell_lost(*given_up)
             elif (agent := self._asking.pop(item.peer, None)) is not None:
                 reason = "its connection closed before it had an answer"
                 self._news.append(AgentGone(agent.peer, agent.host, agent.capacity, False, reason))
@@ -389,6 +406,7 @@ class Agents:
             self._links.reject(am.UNEXPECTED)  # the address is none
             return
         for former in hello.before:  # it knows that they are gone, perhaps before a closed connection shows it here
+            self._given_up.pop(former, None)
             if (lost := self._agents.pop(former, None) or self._asking.pop(former, None)) is not None:
                 self._lose(lost, "it has joined again")
         late = self._order is not None or len(self._agents) >= self._wanted
@@ -436,13 +454,13 @@ class Agents:
             self._mailbox.interrupt("workers are lost")  # `poll` has something to return
         agent.ranks.clear()
 
-    def _tell_lost(self, agent: Agent) -> None:
+    def _tell_lost(self, agent: Agent, reason: str) -> None:
         """Tell an agent that it is lost to the run, if it lives: of two connections only that to it may have ended."""
         if self._ending or self._order is None:
             return
         with contextlib.suppress(RunError):  # the links are closed
             self._links.connect(agent.peer, agent.address)
-            self._send(agent, am.JoinAgain(agent.peer, "the connection to it closed"))
+            self._send(agent, am.JoinAgain(agent.peer, reason))
 
     def _is_ending(self) -> ConfigError:
         return ConfigError(

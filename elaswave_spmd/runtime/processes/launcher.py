@@ -27,6 +27,7 @@ class Machine:
         ranks: the workers there whose end has not been reported; of the controller's machine none are listed.
         is_ready: workers can be started there.
         is_leaving: its workers leave, and none is started there any more.
+        is_doubtful: a worker there fell silent and its end is not reported: none is started there until it is.
     """
 
     agent: int | None
@@ -35,11 +36,12 @@ class Machine:
     ranks: frozenset[int] = frozenset()
     is_ready: bool = True
     is_leaving: bool = False
+    is_doubtful: bool = False
 
     @property
     def free(self) -> int:
         """The places that no worker has; of a machine without a limit 0."""
-        if self.places is None or not self.is_ready or self.is_leaving:
+        if self.places is None or not self.is_ready or self.is_leaving or self.is_doubtful:
             return 0
         return max(0, self.places - len(self.ranks))
 
@@ -112,7 +114,15 @@ class Launcher:
         own = Machine(None, socket.gethostname(), None)
         used = self._used()
         agents = (
-            Machine(agent.peer, agent.host, agent.capacity, frozenset(used[agent.peer]), agent.prepared, agent.leaving)
+            Machine(
+                agent.peer,
+                agent.host,
+                agent.capacity,
+                frozenset(used[agent.peer]),
+                is_ready=agent.prepared,
+                is_leaving=agent.leaving,
+                is_doubtful=agent.is_doubtful,
+            )
             for agent in self._agents
         )
         return (own, *agents)
@@ -126,7 +136,7 @@ class Launcher:
         return used
 
     def _assign_newcomer(self, rank: int, host: str | None) -> None:
-        """Assign a machine to a joining worker.
+        """Assign a machine to a joining worker: none that leaves, or of which nobody knows whether it stands still.
 
         Args:
             host: the name of the one that was asked for, whose newest agent comes first: an older one of this name may
@@ -134,7 +144,7 @@ class Launcher:
                 capacity. Either way this machine, where no agent has a place.
         """
         used = {peer: len(ranks) for peer, ranks in self._used().items()}
-        serving = [agent for agent in self._agents or () if agent.prepared and not agent.leaving]
+        serving = [a for a in self._agents or () if a.prepared and not (a.leaving or a.is_doubtful)]
         free = [agent for agent in serving if used[agent.peer] < agent.capacity]
         if host is not None:
             named = [agent for agent in free if agent.host == host]

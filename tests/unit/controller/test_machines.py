@@ -9,7 +9,7 @@ import pytest
 
 from elaswave_spmd.conf.schema import ElasticSettings
 from elaswave_spmd.controller import machines as module
-from elaswave_spmd.controller.events import Action, AdmitAgent, GiveUpAgent, Record, RefuseAgent, Spawn
+from elaswave_spmd.controller.events import Action, AdmitAgent, DoubtAgent, GiveUpAgent, Record, RefuseAgent, Spawn
 from elaswave_spmd.controller.machines import Machines
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.roster import Roster
@@ -43,7 +43,7 @@ class World:
 
     def use(self, *machines: Machine) -> list[tuple[int, ...]]:
         found: list[tuple[int, ...]] = []
-        for action in self.machines.use_places([Machine(None, "a", None), *machines]):
+        for action in self.machines.use_places([Machine(None, "a", None), *machines], 0.0):
             if isinstance(action, Spawn):
                 assert action.host == "b" and action.newcomers
                 found.append(action.ranks)
@@ -123,7 +123,7 @@ def test_places_that_cannot_be_used_are_told(monkeypatch: pytest.MonkeyPatch) ->
     world.lose(1)
     monkeypatch.setattr(module, "fits_fd_limit", lambda workers: workers < 4)
     world.machines.ready(AgentReady(-5, "b", 2))
-    (record,) = world.machines.use_places([Machine(-5, "b", 2)])
+    (record,) = world.machines.use_places([Machine(-5, "b", 2)], 0.0)
     assert isinstance(record, Record) and record.fields["state"] == "unused" and "ulimit -n" in str(record.fields)
 
 
@@ -147,23 +147,114 @@ def test_the_places_of_an_agent_that_is_lost_again_are_not_used() -> None:
     assert states(world.machines.gone(AgentGone(-6, "b", 2, False, "its data differ"))) == ["refused"]
 
 
+def test_an_agent_that_comes_back_for_ever_gets_no_more_workers_than_the_limit_allows() -> None:
+    world = World(replacements_per_minute=2)
+    found: list[Action] = []
+    for turn in range(4):  # its one worker hangs each time, it is given up, and joins again
+        world.lose(3 + turn)
+        world.machines.gone(AgentGone(-5 - turn, "b", 1, True, "given up"))
+        world.machines.ready(AgentReady(-6 - turn, "b", 1))
+        found = world.machines.use_places([Machine(-6 - turn, "b", 1)], 10.0 * turn)
+        for action in found:
+            if isinstance(action, Spawn):
+                world.roster.add(*action.ranks, None)
+        if turn == 2:
+            (record,) = found
+            assert isinstance(record, Record) and record.kind == "replacements" and record.fields["missing"] == 1
+            assert str(record.fields["message"]) == (
+                "1 further worker is not started for now: 2 have been started within a minute "
+                "(elastic.replacements_per_minute=2); the next one in 40 s"
+            )
+    last = [Machine(-9, "b", 1)]
+    assert found == [] and world.machines.use_places(last, 59.9) == [], "once"
+    assert world.machines.has_arrivals and world.replacements.due(59.9, spares=True) == ((), []), "which is another"
+    (spawn, _) = world.machines.use_places(last, 60.0)
+    assert spawn == Spawn((6,), host="b") and not world.machines.has_arrivals
+
+
+def test_starts_on_machines_that_come_and_replacements_have_one_limit() -> None:
+    world = World(replace=True, replacements_per_minute=3, max_workers=6)
+    world.lose(1)
+    assert len(world.replacements.due(0.0, spares=True)[0]) == 1
+    world.roster.add(4, None)
+    assert world.come(8) == [(5, 6)], "the two that max_workers allows, and the limit"
+    world.lose(2)
+    ranks, (record,) = world.replacements.due(0.0, spares=True)
+    assert ranks == () and isinstance(record, Record) and "lost worker is not replaced" in str(record.fields["message"])
+
+
+def test_places_beyond_the_limit_are_used_when_the_minute_has_passed() -> None:
+    world = World(replacements_per_minute=2)
+    world.lose(0, 1, 2)
+    world.machines.ready(AgentReady(-5, "b", 4))
+    spawn, used, held_back = world.machines.use_places([Machine(-5, "b", 4)], 0.0)
+    assert spawn == Spawn((4, 5), host="b") and states([used]) == ["used"]
+    assert isinstance(held_back, Record) and held_back.kind == "replacements" and held_back.fields["missing"] == 1
+    world.roster.add(4, None)
+    world.roster.add(5, None)
+    here = [Machine(-5, "b", 4, frozenset({4, 5}))]
+    assert world.machines.use_places(here, 59.0) == []
+    assert world.machines.use_places(here, 60.0)[0] == Spawn((6,), host="b")
+
+
+EVERYBODY = range(4)
+
+
+def silent(world: World, machines: list[Machine], *ranks: int, ready: Any = EVERYBODY) -> list[Action]:
+    """Workers are lost by their silence. Returns what becomes of their machines."""
+    world.lose(*ranks)
+    return world.machines.fallen_silent(ranks, machines, ready)
+
+
+def given_up(actions: list[Action]) -> list[int]:
+    return [action.peer for action in actions if isinstance(action, GiveUpAgent)]
+
+
 def test_an_agent_all_of_whose_workers_fall_silent_is_given_up() -> None:
     world = World()
     b, c = Machine(-2, "b", 2, frozenset({1, 2})), Machine(-3, "c", 2, frozenset({3}))
     machines = [Machine(None, "a", None), b, c]
-    world.lose(1)
-    assert world.machines.fallen_silent([1], machines) == [], "worker 2 lives there"
-    world.lose(2)
-    (given_up,) = world.machines.fallen_silent([2], machines)
-    assert isinstance(given_up, GiveUpAgent) and given_up.peer == -2 and "timeouts.suspect" in given_up.reason
-    world.lose(0)
-    assert world.machines.fallen_silent([0], [machines[0], c]) == [], "it is here, and -2 is gone"
+    assert silent(world, machines, 1) == [DoubtAgent(-2, frozenset({1}))], "worker 2 lives there"
+    (action,) = silent(world, machines, 2)
+    assert isinstance(action, GiveUpAgent) and action.peer == -2 and "timeouts.suspect" in action.reason
+    assert silent(world, [machines[0], c], 0) == [], "it is here, and -2 is gone"
 
 
-def test_an_agent_that_reports_the_end_of_a_silent_worker_stays() -> None:
+def test_an_agent_that_reports_the_end_of_a_silent_worker_stays_while_another_lives() -> None:
     world = World()
-    world.lose(1)
-    assert world.machines.fallen_silent([1], [Machine(-2, "b", 2, frozenset({1, 2}))]) == []
+    assert not given_up(silent(world, [Machine(-2, "b", 2, frozenset({1, 2}))], 1))
+    world.lose(2)  # killed, and not silent
+    assert world.machines.fallen_silent([], [Machine(-2, "b", 2, frozenset({2}))], EVERYBODY) == []
+    assert not given_up(silent(world, [Machine(-2, "b", 3, frozenset({0, 2, 3}))], 3)), "worker 0 lives there"
+
+
+def test_a_worker_that_was_lost_otherwise_does_not_speak_for_its_machine() -> None:
+    """It had been asked for its state, and was lost since it did not answer, before it counted as silent."""
+    world = World()
     world.lose(2)
-    assert world.machines.fallen_silent([], [Machine(-2, "b", 2, frozenset({2}))]) == [], "killed, and not silent"
-    assert world.machines.fallen_silent([3], [Machine(-2, "b", 2, frozenset({2, 3}))]) == []
+    assert given_up(silent(world, [Machine(-2, "b", 4, frozenset({2, 3}))], 3)) == [-2]
+
+
+def test_workers_that_start_go_with_their_machine() -> None:
+    """A replacement on the frozen machine itself, or workers that an administrator has added there."""
+    world = World()
+    world.roster.add(4, None)
+    machines = [Machine(-2, "b", 4, frozenset({2, 3, 4}))]
+    assert silent(world, machines, 2) == [DoubtAgent(-2, frozenset({2}))]
+    assert given_up(silent(world, machines, 3)) == [-2]
+
+
+def test_workers_that_are_not_ready_in_time_count_as_silent() -> None:
+    """And while nobody there has ever been ready, one that is not late yet is waited for."""
+    world = World()
+    for rank in (4, 5):
+        world.roster.add(rank, None)
+    machines = [Machine(-2, "b", 4, frozenset({4, 5}))]
+    assert silent(world, machines, 4) == [DoubtAgent(-2, frozenset({4}))]
+    assert given_up(silent(world, machines, 5)) == [-2]
+    world.roster.add(6, None)
+    assert not given_up(silent(world, [Machine(-3, "c", 4, frozenset({3, 6}))], 6)), "worker 3 lives there"
+
+
+def test_a_run_that_is_not_elastic_gives_no_machine_up() -> None:
+    assert silent(World(enabled=False), [Machine(-2, "b", 2, frozenset({3}))], 3) == []

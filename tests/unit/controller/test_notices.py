@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ class World:
         self.replicas = (ReplicaSet(0, 0, 1, 0, frozenset({0, 1})),)
         self.protocol = SimpleNamespace(
             **{"started": True, "stops": False, "version": 7, "steps": 9, "leaving": (), "members": (0, 1, 2, 3)},
+            joining=(),
             settled=True,
             layout=None,
             placement=SimpleNamespace(replica_map=lambda _: {0: self.replicas}),
@@ -55,14 +57,20 @@ class World:
         self.protocol.members = tuple(rank for rank in self.protocol.members if rank not in ranks)
         self.machine = Machine(-2, "b", 4, self.machine.ranks - set(ranks))
 
-    def check(self, now: float = 101.0) -> str:
-        """What the agent is told when it is let go; empty if it is not."""
+    def check(self, now: float = 101.0, *, left: Sequence[int] = (2, 3), lost: bool = False) -> str:
+        """What the agent is told when it is let go; empty if it is not.
+
+        Args:
+            left: the workers that have left, by the event.
+            lost: what else the agent is told.
+        """
         actions = self.notices.check([self.machine], now)
         if not actions:
             return ""
-        go, record = actions
-        assert isinstance(go, LetAgentGo) and isinstance(record, Record) and go.peer == -2
+        record, go = actions
+        assert isinstance(go, LetAgentGo) and isinstance(record, Record) and (go.peer, go.lost) == (-2, lost)
         assert record.fields["state"] == "left" and not self.notices.is_waiting
+        assert record.fields["ranks"] == list(left) and go.says in str(record.fields["message"])
         return go.says
 
 
@@ -114,8 +122,12 @@ def test_a_worker_that_is_lost_before_it_has_left_is_told() -> None:
     world.notice()
     world.leave(2)
     world.leave(3, lost=True)
-    says = world.check()
-    assert not says.startswith("nothing was lost") and "worker 3 was lost before it could leave" in says
+    says = world.check(left=[2], lost=True)
+    assert says.startswith("worker 2 left between two steps; worker 3 was lost before it could leave; state version")
+    world = World()
+    world.notice()
+    world.leave(2, 3, lost=True)
+    assert world.check(left=[], lost=True).startswith("workers 2, 3 were lost before they could leave; state version")
 
 
 @pytest.mark.parametrize(
@@ -135,18 +147,62 @@ def test_a_run_that_cannot_do_without_a_machine_saves_its_state(
     assert says.startswith("the run saves its state and stops") and why in says and world.asked == asked
 
 
-def test_before_the_first_step_the_machine_goes_at_once() -> None:
-    world = World()
+@pytest.mark.parametrize("is_elastic", [True, False])
+def test_before_the_first_step_the_machine_goes_at_once_and_its_workers_are_lost(is_elastic: bool) -> None:
+    world = World(enabled=is_elastic)
     world.protocol.started = False
     world.notice()
-    assert world.asked == [] and "nothing was lost" in world.check()
+    says = world.check(left=[], lost=True)
+    ends = "" if is_elastic else ". The run ends, since elastic.enabled is false"
+    assert says == f"workers 2, 3 were lost before the first step, when no worker had state{ends}"
+    assert world.asked == []
+
+
+def test_before_the_first_step_a_machine_without_workers_goes_without_a_loss() -> None:
+    world = World()
+    world.protocol.started = False
+    world.machine = Machine(-2, "b", 4)
+    world.notice()
+    assert world.check(left=[]) == "nothing was lost, no worker of the mesh was there"
+
+
+@pytest.mark.parametrize("is_elastic", [True, False])
+def test_a_notice_just_before_the_first_step_is_carried_out_after_it(is_elastic: bool) -> None:
+    """The last worker gets ready before the tick that would have let the machine go."""
+    world = World(enabled=is_elastic)
+    world.protocol.started = False
+    world.notice()
+    world.protocol.started = True
+    for _ in range(2):
+        assert world.check() == "" and world.asked == ([("drain", 2), ("drain", 3)] if is_elastic else ["stop"])
+    world.leave(2, 3)
+    assert world.check().startswith("nothing was lost: workers 2, 3 left between two steps")
+
+
+def test_newcomers_that_are_ready_count_among_those_who_stay() -> None:
+    """As in the protocol's own rule. Those of the machine itself do not."""
+    world = World(min_workers=3)
+    world.protocol.joining = (4,)
+    assert world.notice()[0] == ""
+    world = World(min_workers=3)
+    world.roster.add(4, None)
+    world.machine = Machine(-2, "b", 4, frozenset({2, 3, 4}))
+    world.protocol.joining = (4,)
+    assert "2 workers would stay, elastic.min_workers=3" in world.notice()[0]
+
+
+@pytest.mark.parametrize("elastic", [{"enabled": False}, {"min_workers": 3}], ids=str)
+def test_after_the_last_step_nothing_is_saved_and_nothing_stops(elastic: dict[str, Any]) -> None:
+    world = World(**elastic)
+    world.protocol.version = world.protocol.steps
+    assert world.notice()[0] == "the run has done its last step, and ends"
 
 
 def test_an_agent_without_workers_goes_at_once() -> None:
     world = World()
     world.machine = Machine(-2, "b", 4)
     world.notice()
-    assert world.check() == "nothing was lost, no worker of the mesh was there"
+    assert world.check(left=[]) == "nothing was lost, no worker of the mesh was there"
 
 
 def test_of_two_deadlines_the_earlier_one_counts_and_of_an_agent_that_ends_nothing_is_left() -> None:
@@ -157,6 +213,12 @@ def test_of_two_deadlines_the_earlier_one_counts_and_of_an_agent_that_ends_nothi
     world.leave(2, 3)
     world.protocol.settled = False
     assert world.check(115.9) == "" and world.check(116.1) != ""
+    world = World()
+    world.notice(within_s=20.0)
+    world.notice(within_s=None)
+    world.leave(2, 3)
+    world.protocol.settled = False
+    assert world.check(115.9) == "" and world.check(116.1) != "", "one without a deadline takes none back"
     world = World()
     world.notice()
     assert world.notices.check([], 101.0) == [] and not world.notices.is_waiting

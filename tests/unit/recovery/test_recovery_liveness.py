@@ -263,7 +263,7 @@ def test_a_newcomer_that_is_not_ready_is_given_up_and_said_once() -> None:
     liveness.expect(4, W.join)
     for _ in range(11):
         assert liveness.tick(BEAT) == []
-    assert liveness.tick(BEAT) == [Suspect(4, "not ready after 3.0 s"), Suspect(5, "not ready after 3.0 s")]
+    assert liveness.tick(BEAT) == [Suspect(rank, "not ready after 3.0 s", True) for rank in (4, 5)]
     assert all(liveness.tick(BEAT) == [] for _ in range(20))
 
 

@@ -298,6 +298,47 @@ def test_an_agent_to_which_only_the_connection_has_ended_is_told_to_join_again(a
     assert there.receive() == am.JoinAgain(-3, "the connection to it closed") and there.links.peers
 
 
+def test_an_agent_that_is_given_up_is_told_though_the_connection_ends_before_the_order_has_left(
+    agents: Agents, remote: Make
+) -> None:
+    """Its own connection goes on, so it would keep its workers, and wait for orders for ever."""
+    _, there = prepared(agents, remote)
+    agents._links._links[-3].close()  # what is queued on it goes nowhere
+    agents.give_up(-3, "no answer")
+    agents._mailbox.put(PeerClosed(-3))
+    agents.poll()
+    assert there.receive() == am.JoinAgain(-3, "no answer") and there.links.peers
+    agents._mailbox.put(PeerClosed(-3))
+    agents.poll()
+    assert -3 not in agents._links._links, "once: whoever cannot be reached is not asked for ever"
+
+
+def test_an_agent_that_has_heard_that_it_is_given_up_is_not_told_again(agents: Agents, remote: Make) -> None:
+    _, there = prepared(agents, remote)
+    agents.give_up(-3, "no answer")
+    assert there.receive() == am.JoinAgain(-3, "no answer")
+    remote().hello("b", before=(-3,))
+    assert [news_of(agents), news_of(agents)] == [AgentGone(-3, "b", 2, True, "no answer"), AgentCame(-4, "b", 2)]
+    there.links.close()
+    settle(agents, lambda: -3 not in agents._links._links)
+
+
+def test_a_silent_worker_makes_its_agent_doubtful_until_its_end_is_reported(agents: Agents, remote: Make) -> None:
+    _, there = prepared(agents, remote)
+    agent = next(iter(agents))
+    for rank in (5, 6):
+        agents.spawn(agent, rank, {})
+    agents.doubt(-3, {5, 9})
+    assert agent.is_doubtful and agent.silent == {5}
+    there.send(am.WorkerExited(6, 7, None, 9))
+    some_exits(agents)
+    assert agent.is_doubtful
+    there.send(am.WorkerExited(5, 7, None, 9))
+    some_exits(agents)
+    assert not agent.is_doubtful
+    agents.doubt(-99, {5})
+
+
 def test_an_agent_that_is_asked_to_end_is_drained_and_let_go(agents: Agents, remote: Make) -> None:
     _, there = prepared(agents, remote)
     agents.spawn(next(iter(agents)), 5, {})
@@ -308,7 +349,7 @@ def test_an_agent_that_is_asked_to_end_is_drained_and_let_go(agents: Agents, rem
     assert there.receive() == am.Drain(30.0, "") and next(iter(agents)).leaving
     there.send(am.WorkerExited(5, 7, 0, None))
     some_exits(agents)
-    agents.let_go(-3, "nothing was lost")
+    agents.let_go(-3, "nothing was lost", lost=False)
     assert there.receive() == am.LetGo("nothing was lost") and len(list(agents)) == 1
     there.links.close()
     agents.request_exits()
@@ -472,8 +513,11 @@ def test_a_lost_agent_is_the_loss_of_its_workers(agents: Agents, remote: Make) -
     exits = some_exits(agents)
     reason = "its connection closed"
     assert exits == [RemoteExited(rank, 0, None, 9, "b", reason) for rank in (2, 4)]
-    agents.spawn(agent, 6, {})
-    assert agents.poll() == [RemoteExited(6, 0, None, 9, "b", "it was lost before")]
+    assert agents.take_news() == [AgentGone(-3, "b", 2, True, reason)]
+    for rank in (6, 7):
+        agents.spawn(agent, rank, {})
+        assert agents.poll() == [RemoteExited(rank, 0, None, 9, "b", "it was lost before")]
+    assert agents.take_news() == [], "that it is lost is told once"
     assert other.links.peers, "the other agent goes on"
 
 

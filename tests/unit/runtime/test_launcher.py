@@ -219,6 +219,26 @@ def test_nobody_is_placed_on_an_agent_that_still_prepares_or_leaves(leaving: boo
     assert Launcher(cast(ForkServerClient, FakeForkServer())).machines == ()
 
 
+def test_nobody_is_placed_on_an_agent_with_a_silent_worker_until_its_end_is_reported() -> None:
+    """Its machine may stand still: a replacement there would be lost as well."""
+    launcher, _, agents = launcher_of(4, 1)
+    launcher.assign(range(1), 0)
+    launcher.spawn(0, {})
+    agents.all[0].silent = {0}
+    launcher.spawn(1, {})
+    launcher.spawn(2, {})
+    launcher.spawn(3, {}, "a")
+    here = socket.gethostname()
+    assert [launcher.host_of(rank) for rank in range(4)] == ["a", "b", here, here]
+    _, a, _ = launcher.machines
+    assert (a.is_doubtful, a.is_ready, a.free) == (True, True, 0)
+    agents.all[0].ranks.discard(0)
+    agents.exits = [exit_of(0, "a")]
+    launcher.poll()
+    launcher.spawn(4, {})
+    assert launcher.host_of(4) == "a" and launcher.machines[1].free == 3
+
+
 def test_both_descriptors_wake_a_select_loop() -> None:
     for which in (0, 1):
         launcher, *sources = launcher_of(1)
