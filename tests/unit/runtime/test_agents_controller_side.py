@@ -308,7 +308,7 @@ def test_an_agent_that_is_asked_to_end_is_drained_and_let_go(agents: Agents, rem
     assert there.receive() == am.Drain(30.0, "") and next(iter(agents)).leaving
     there.send(am.WorkerExited(5, 7, 0, None))
     some_exits(agents)
-    agents.let_go(-3, "nothing was lost")
+    agents.let_go(-3, "nothing was lost", lost=False)
     assert there.receive() == am.LetGo("nothing was lost") and len(list(agents)) == 1
     there.links.close()
     agents.request_exits()
