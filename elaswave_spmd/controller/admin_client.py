@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -205,4 +206,6 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
             drain.error("either RANK ... or --host NAME")
         if options.within is not None and options.host is None:
             drain.error("--within SECONDS is for --host NAME")
+        if options.within is not None and not (options.within > 0 and math.isfinite(options.within)):
+            drain.error(f"--within {options.within:g} is no deadline: a number of seconds above 0")
     return options

@@ -12,6 +12,7 @@ import os
 import queue
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -212,7 +213,12 @@ class Administration:
     def _drain_host(
         self, host: object, within: object, machines: Sequence[Machine], now: float
     ) -> tuple[list[Action], dict[str, object]]:
-        if within is not None and (isinstance(within, bool) or not isinstance(within, int | float) or not within > 0):
+        if within is not None and (
+            isinstance(within, bool)
+            or not isinstance(within, int | float)
+            # JSON as Python reads it has Infinity, and integers that no float holds.
+            or not 0 < within <= sys.float_info.max
+        ):
             raise ControlError(
                 f"{within!r} seconds are no deadline",
                 rule="a deadline is a number of seconds above 0",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
 import os
 import resource
 import select
@@ -33,8 +34,14 @@ from elaswave_spmd.errors import ConfigError, DataError, RunError, UserError
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
-from elaswave_spmd.runtime.processes.rendezvous import Found, find_controller, read_secret, resolve_address
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError
+from elaswave_spmd.runtime.processes.rendezvous import (
+    Found,
+    NoRunYetError,
+    find_controller,
+    read_secret,
+    resolve_address,
+)
 from elaswave_spmd.runtime.processes.scratch import Scratch
 from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals, signal_name
 from elaswave_spmd.runtime.transport.agent_links import AgentLinks
@@ -43,7 +50,8 @@ from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, 
 
 _CONNECT_TIMEOUT_S = 10.0
 _ORPHAN_GRACE_S = 10.0  # until the run's own is known
-_FAREWELL_MS = 2000
+_FAREWELL_S = 2.0
+_LOOK_AGAIN_S = 0.5  # between two attempts to join again
 _LAST_ORDER_S = 1.0  # in which an order may follow the end of the connection
 _RESERVE_S = 3.0  # of the deadline, for the end itself; or a fourth of it
 _DEADLINE_LOOK_S = 0.1
@@ -74,6 +82,7 @@ def main(arguments: Sequence[str], program: str) -> int:
         with StopSignals(_OF_TERMINALS) as signals, StopSignals((signal.SIGTERM,)) as terms:
             found = find_controller(host, port, secret, options.timeout)
             before: tuple[int, ...] = ()
+            joins_again, until = False, 0.0  # the time from which it does not try any more
             while True:
                 try:
                     # Ctrl-C in a terminal reaches the command beside it too, whose run then saves its state.
@@ -87,14 +96,20 @@ def main(arguments: Sequence[str], program: str) -> int:
                         finally:
                             fork_server = agent.fork_server  # it may have been started again
                     return 0
+                except _UnreachableError as unreachable:
+                    if not joins_again or time.monotonic() >= until:
+                        raise
+                    print(f"{unreachable}: looking for it again", flush=True)
+                    time.sleep(_LOOK_AGAIN_S)
                 except _LostControllerError as lost:
+                    joins_again, until = True, time.monotonic() + options.timeout
                     print(f"{lost}: looking for it at {offer.rendezvous} for {options.timeout:g} s", flush=True)
                     scratch.make_again()
                     fork_server = start_fork_server(WorkerStart(), scratch.path, _ORPHAN_GRACE_S)
-                    again = _find_again(offer, (host, port), secret, options.timeout)
-                    # Ids are those of one run; another one, at the same place, has given them to others.
-                    before = (*before, found.peer) if again.credentials == found.credentials else ()
-                    found = again
+                again = _find_again(offer, (host, port), secret, until, options.timeout)
+                # Ids are those of one run; another one, at the same place, has given them to others.
+                before = (*before, found.peer) if again.credentials == found.credentials else ()
+                found = again
     finally:
         fork_server.stop(0.0)
         scratch.remove()
@@ -123,7 +138,7 @@ class _Joined:
     """The links to a controller that was found, and the agent that serves by them. A context manager.
 
     Raises:
-        RunError: on entry: the controller cannot be reached.
+        _UnreachableError: on entry: the controller cannot be reached.
     """
 
     def __init__(
@@ -140,34 +155,47 @@ class _Joined:
         try:
             self._links.connect(CONTROLLER, self._found.address)
             if self._links.wait_connected([CONTROLLER], _CONNECT_TIMEOUT_S):
-                raise RunError(f"the controller cannot be reached at {self._found.address} (its runtime.host)")
+                raise _UnreachableError(f"the controller cannot be reached at {self._found.address} (its runtime.host)")
         except BaseException:
             self.__exit__()
             raise
         return self._agent
 
     def __exit__(self, *_: object) -> None:
-        self._links.close(_FAREWELL_MS)
+        self._links.close(int(1e3 * self._agent.farewell_s))
         self._mailbox.close()
 
 
-def _find_again(offer: Offer, endpoint: tuple[str, int], secret: bytes, timeout_s: float) -> Found:
+def _find_again(offer: Offer, endpoint: tuple[str, int], secret: bytes, until: float, timeout_s: float) -> Found:
     """The controller, once it is there again, or that of another run at the same place.
 
+    A process there that does not answer, or ends each connection, may be a controller that ends, or the network has
+    failed once more: that is looked at again. What it refuses stays refused.
+
+    Args:
+        until: the time at which it is given up, `timeout_s` seconds after the loss.
+
     Raises:
-        RunError: nobody is there within `timeout_s` seconds.
+        RunError: nobody is there until then.
+        ConfigError: the controller refuses the secret or the format.
     """
     host, port = endpoint
-    try:
-        return find_controller(host, port, secret, timeout_s)
-    except RunError as error:
-        raise RunError(
-            f"the connection to the controller of the run at {offer.rendezvous} was lost: the controller was killed, "
-            "or its machine or the network in between has failed; nobody answered there again within "
-            f"{timeout_s:g} s (--timeout). No worker is left here; they had time to write their state\n"
-            "  a run that goes on has counted them as lost; it takes this agent again, and so does one that is resumed "
-            "there"
-        ) from error
+    while True:
+        try:
+            return find_controller(host, port, secret, max(0.0, until - time.monotonic()))
+        except (RunError, NoRunYetError) as error:
+            cause = error
+        if time.monotonic() >= until:
+            break
+        time.sleep(_LOOK_AGAIN_S)
+    why = f" ({cause.what})" if isinstance(cause, NoRunYetError) else ""
+    raise RunError(
+        f"the connection to the controller of the run at {offer.rendezvous} was lost: the controller was killed, "
+        "or its machine or the network in between has failed; nobody answered there again within "
+        f"{timeout_s:g} s (--timeout){why}. No worker is left here; they had time to write their state\n"
+        "  a run that goes on has counted them as lost; it takes this agent again, and so does one that is resumed "
+        "there"
+    ) from cause
 
 
 def _tell(number: int) -> None:
@@ -207,6 +235,9 @@ class Agent:
         self._terms = terms or StopSignals(())
         self._drain_s = drain_s
         self._ranks: set[int] = set()  # workers whose end has not been reported
+        self._signalled: set[int] = set()  # workers that the controller had a signal sent to
+        # Who has ended otherwise than in order (exit code 0) since it was to leave: perhaps its state had not moved.
+        self._failed: dict[int, Exited] = {}
         self._end_by: float | None = None  # the deadline; None: there is none
         self._within_s = 0.0  # of the deadline, when it was set
         self._is_leaving = False  # it does not join again
@@ -225,7 +256,7 @@ class Agent:
 
         Raises:
             UserError: what the controller did not like, or this machine's data.
-            RunError: workers cannot be made here.
+            RunError: workers cannot be made here, or were lost while they were to leave.
             _LostControllerError: the controller is gone, or has given up this agent; no worker is left.
         """
         import torch
@@ -236,8 +267,7 @@ class Agent:
             f"agent on {offer.name}: places for {offer.capacity} workers of the run at {offer.rendezvous}", flush=True
         )
         try:
-            while not self._turn():
-                pass
+            self._serve_orders()
         except _LeavesError:
             self._fork_server.stop(0.0)
             self._send(am.AgentFailed(am.Problem("", "it was asked to end by SIGTERM")))
@@ -245,6 +275,8 @@ class Agent:
             print("nothing was lost: no worker was here", flush=True)
         except _DeadlineError:
             self._end_at_deadline()
+        except _WorkersLostError as lost:
+            raise RunError(str(lost)) from None
         except _GivenUpError as error:
             self._fork_server.stop(0.0)  # its workers are lost to the run, which goes on without them
             if self._is_leaving:
@@ -252,15 +284,27 @@ class Agent:
             raise _LostControllerError(f"the run goes on without this agent ({error})") from None
         except _ConnectionClosedError:
             # Not killed: the workers have lost the controller too, and may be writing their state (save_if_orphaned).
-            self._release()
+            had_time = self._release()
             if self._is_leaving:
                 what = "the connection to the controller was lost while the workers of this machine were to leave"
-                raise RunError(f"{what}; no worker is left here, and they had time to write their state") from None
+                saved = "they had time to write their state" if had_time else "not all had time to write their state"
+                raise RunError(f"{what}; no worker is left here, and {saved}") from None
             raise _LostControllerError("the connection to the controller was lost") from None
         except BaseException as error:
-            self._fork_server.stop(0.0)
+            # Who has sent a second signal waits for no answer of a fork server that may hang.
+            _ = self._fork_server.kill() if isinstance(error, Signalled) else self._fork_server.stop(0.0)
             self._send(am.AgentFailed(am.Problem.from_error(error, _report(error))))
             self._wait_for_stop()
+            raise
+
+    def _serve_orders(self) -> None:
+        """Turn until the run is over."""
+        try:
+            while not self._turn():
+                pass
+        except NoAnswerError:
+            if self._is_late:  # the fork server hangs, and the deadline does not wait for it
+                raise _DeadlineError from None
             raise
 
     def terminate(self, number: int) -> None:
@@ -273,12 +317,23 @@ class Agent:
         end_by = time.monotonic() + within_s
         if self._end_by is None or end_by < self._end_by:
             self._end_by, self._within_s = end_by, within_s
+            self._fork_server.wait_at_most_until(self._late_from)
+
+    @property
+    def _late_from(self) -> float:
+        """The time from which the deadline is so near that what is left has to end."""
+        return math.inf if self._end_by is None else self._end_by - min(_RESERVE_S, self._within_s / 4)
 
     @property
     def _is_late(self) -> bool:
-        """True when the deadline is so near that what is left has to end now."""
-        reserve = min(_RESERVE_S, self._within_s / 4)
-        return self._end_by is not None and time.monotonic() >= self._end_by - reserve
+        return time.monotonic() >= self._late_from
+
+    @property
+    def farewell_s(self) -> float:
+        """How long a last message may take: its sending, or the wait for the answer. The deadline is kept."""
+        if self._end_by is None:
+            return _FAREWELL_S
+        return max(0.0, min(_FAREWELL_S, (self._end_by - time.monotonic()) * 2 / 3))
 
     def _end_at_deadline(self) -> None:
         """The deadline has come: whoever is still here ends, as if it were killed.
@@ -286,32 +341,58 @@ class Agent:
         Raises:
             RunError: workers were lost.
         """
-        lost = sorted(self._ranks)
-        self._fork_server.stop(0.0)
+        self._report_exits(self._fork_server.kill())
         self._send(am.AgentFailed(am.Problem("", f"its deadline of {self._within_s:g} s was over")))
-        if not lost:
-            print("the deadline is over; no worker was left here", flush=True)
+        self._wait_for_stop()
+        what = f"the deadline of {self._within_s:g} s was over"
+        if lost := sorted(self._ranks):
+            what += f" before worker{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} had left: lost, as if killed"
+        elif not self._failed:
+            print(f"{what}; no worker was left here, and none had ended otherwise than in order", flush=True)
             return
-        who = f"worker{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+        if self._failed:
+            what += f"; {self._failures()}"
         raise RunError(
-            f"the deadline of {self._within_s:g} s was over before {who} had left: lost, as if killed\n"
+            f"{what}\n"
             "  the run goes on without them if their state has replicas on other machines, else from its checkpoint"
         )
 
-    def _release(self) -> None:
-        """Let the workers end that have lost the controller, too; until the deadline, if there is one."""
+    def _failures(self) -> str:
+        """Who has ended otherwise than in order since it was to leave, in words."""
+        return "; ".join(
+            f"{exited}{' (the controller had sent it a signal)' * (rank in self._signalled)}"
+            for rank, exited in sorted(self._failed.items())
+        )
+
+    def _tell_stopped(self) -> None:
+        """The run has ended before the controller let this agent go, so nobody has said what became of its state.
+
+        Raises:
+            _WorkersLostError: workers have ended otherwise than in order, and not because the controller wanted it.
+        """
+        says = "the controller has ended the run; whether its state is saved is told there, not here"
+        if self._failed.keys() - self._signalled:
+            raise _WorkersLostError(f"{self._failures()}, before it had left\n  {says}")
+        print(says, flush=True)
+
+    def _release(self) -> bool:
+        """Let the workers end that have lost the controller, too; until the deadline, if there is one.
+
+        Returns True if all have ended by themselves.
+        """
         until = time.monotonic() + self._orphans_s
-        while self._fork_server.releasing(_RELEASE_S) and time.monotonic() < until and not self._is_late:
+        while (is_left := self._fork_server.releasing(_RELEASE_S)) and time.monotonic() < until and not self._is_late:
             pass
         self._fork_server.end_release()
+        return not is_left
 
     def _wait_for_stop(self) -> None:
         """Wait until the controller has received this agent's last message, which it answers by Stop or Refused.
 
         Another thread of the controller sees the end of the connection: without a wait it might be handled first.
         """
-        deadline = time.monotonic() + _FAREWELL_MS / 1000
-        while (left := deadline - time.monotonic()) > 0:
+        deadline = time.monotonic() + self.farewell_s
+        while (left := min(self.farewell_s, deadline - time.monotonic())) > 0:  # SIGTERM may come meanwhile
             item = self._mailbox.get(left)
             if isinstance(item, PeerClosed) or isinstance(self._order_in(item), (am.Stop, am.Refused)):
                 return
@@ -324,8 +405,6 @@ class Agent:
             self._is_told = True
             print(f"SIGTERM: workers leave the run, and the agent ends within {self._drain_s:g} s", flush=True)
             self._send(am.Notice(self._drain_s))
-        if self._is_late:
-            raise _DeadlineError
         self._report_refusals()
         # The end of the connection last, whenever it came: orders come by another one. After the order to end nothing
         # counts any more.
@@ -333,6 +412,8 @@ class Agent:
         if any(self._handle(item) for item in items):
             return True
         self._report_exits(self._fork_server.poll())
+        if self._is_late:  # last: after a pause, what had come in time counts
+            raise _DeadlineError
         return False
 
     def _handle(self, item: Item) -> bool:
@@ -350,14 +431,17 @@ class Agent:
                 if within_s is not None:
                     self._set_deadline(within_s)
                 print(says or "the workers of this machine leave the run", flush=True)
-            case am.LetGo(says):
+            case am.LetGo(says, lost):
                 self._fork_server.stop(0.0)
+                if lost:
+                    raise _WorkersLostError(says)
                 print(says, flush=True)
                 return True
             case am.Spawn(rank, spec):
                 self._ranks.add(rank)
                 self._fork_server.spawn(rank, spec | self._own | {"directory": self._scratch.path})
             case am.Signal(rank, number):
+                self._signalled.add(rank)
                 self._fork_server.signal(rank, number)
             case am.ReportExits():
                 self._report_refusals()
@@ -367,7 +451,9 @@ class Agent:
             case am.Refused(problem):
                 raise problem.to_error("the controller")
             case am.Stop(grace_s):
-                self._report_exits(self._fork_server.stop(grace_s))
+                self._report_exits(self._fork_server.stop(grace_s), are_stopped=True)
+                if self._is_leaving:
+                    self._tell_stopped()
                 return True
             case None:
                 pass
@@ -384,10 +470,11 @@ class Agent:
             _ConnectionClosedError: it does not.
         """
         deadline = time.monotonic() + _LAST_ORDER_S
-        while (left := deadline - time.monotonic()) > 0:
-            item = self._mailbox.get(left)
-            if isinstance(self._order_in(item), am.Stop | am.LetGo | am.Refused | am.JoinAgain) and item is not None:
-                return self._handle(item)
+        while (item := self._mailbox.get(max(0.0, min(deadline, self._late_from) - time.monotonic()))) is not None:
+            # One to join again may be meant for another agent, and ends nothing.
+            order = self._order_in(item)
+            if isinstance(order, am.Stop | am.LetGo | am.Refused | am.JoinAgain) and self._handle(item):
+                return True
         raise _ConnectionClosedError
 
     def _order_in(self, item: Item | None) -> am.AnyAgentMessage | None:
@@ -403,6 +490,8 @@ class Agent:
     def _prepare(self, num_workers: int, settings: Settings, theirs: PreparedData) -> None:
         try:
             with self._terms.raising():
+                if self._is_leaving:  # the signal came before, and only the next one would interrupt this
+                    raise _LeavesError
                 self._prepare_run(num_workers, settings, theirs)
         except Signalled as signalled:
             if signalled.number != signal.SIGTERM:
@@ -434,9 +523,16 @@ class Agent:
         self._scratch.make_again()
         self._fork_server = start_fork_server(start, self._scratch.path, orphan_grace_s)
 
-    def _report_exits(self, exits: Sequence[Exited]) -> None:
+    def _report_exits(self, exits: Sequence[Exited], *, are_stopped: bool = False) -> None:
+        """Report ends of workers.
+
+        Args:
+            are_stopped: they have ended because the run has.
+        """
         for exited in exits:
             self._ranks.discard(exited.rank)
+            if self._is_leaving and not are_stopped and exited.code != 0:
+                self._failed[exited.rank] = exited
             self._send(am.WorkerExited(exited.rank, exited.pid, exited.code, exited.signal))
 
     def _report_refusals(self) -> None:
@@ -451,6 +547,14 @@ class Agent:
 
 class _LostControllerError(Exception):
     """The controller is to be looked for again, for a reason in words. No worker is left."""
+
+
+class _UnreachableError(RunError):
+    """The controller has answered at the rendezvous, and its links cannot be reached."""
+
+
+class _WorkersLostError(Exception):
+    """Workers were lost before they had left, in words. None is left here."""
 
 
 class _ConnectionClosedError(Exception):
@@ -519,8 +623,8 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
         help="after SIGTERM: its workers leave the run, and it ends within so long (default 30)",
     )
     options = parser.parse_args(arguments)
-    if not options.drain > 0:
-        raise ConfigError(f"--drain {options.drain:g} is no deadline", rule="seconds above 0")
+    if not options.drain > 0 or not math.isfinite(options.drain):
+        raise ConfigError(f"--drain {options.drain:g} is no deadline", rule="a number of seconds above 0")
     if options.workers < 1:
         raise ConfigError(
             f"--workers {options.workers} leaves no place for a worker",

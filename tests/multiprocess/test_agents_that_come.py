@@ -156,10 +156,18 @@ def test_an_agent_that_hangs_or_dies_while_it_prepares_holds_up_nobody(site: Sit
         assert run.process.returncode == 0 and read_summary(site.here / "run")["steps"] == 40
         (site.there / "hold").unlink()
         agent.send_signal(signal.SIGCONT)
-        # The order to end and the end of the controller come by two connections.
         of_agent = end_of(agent)
-        ends = {signal.SIGSTOP: (0, 1), signal.SIGKILL: (-number,), signal.SIGTERM: (0,)}
-        assert of_agent.code in ends[number] and "Traceback" not in of_agent.err, of_agent
+        assert "Traceback" not in of_agent.err, of_agent
+        if number == signal.SIGSTOP:
+            # Nobody waits for it, so the controller gives its order to end a tenth of a second, and the order may not
+            # get out on a busy machine. With the order it ends in order, without it looks for a controller in vain.
+            ways = {
+                0: "looking for it" not in of_agent.out,
+                1: "nobody answered there again within 10 s" in of_agent.err,
+            }
+            assert ways.get(of_agent.code), of_agent
+        else:
+            assert of_agent.code == {signal.SIGKILL: -number, signal.SIGTERM: 0}[number], of_agent
         assert run.finish().err == ""
     assert not events_of(site, "fail") and not told(site, "joined")
 

@@ -12,7 +12,7 @@ from elaswave_spmd.controller.admin_client import ask
 from elaswave_spmd.errors import ControlError
 from elaswave_spmd.run_dir import read_metrics
 from tests.multiprocess.real_runs import eventually
-from tests.multiprocess.test_agents import ENDLESS, HOST, Site, assert_same_bits, end_of
+from tests.multiprocess.test_agents import ENDLESS, HOST, Site, assert_same_bits, end_of, remote_worker
 from tests.multiprocess.test_agents import site as site
 from tests.multiprocess.test_agents import undisturbed as undisturbed
 from tests.multiprocess.test_agents_that_come import events_of, patient, told
@@ -54,9 +54,12 @@ def test_a_machine_leaves_between_two_steps_and_its_agent_proves_that_nothing_wa
 
 
 def test_what_has_not_left_by_the_deadline_is_lost_as_if_killed(site: Site, undisturbed: Path) -> None:
-    """A worker beside the controller stands still, so no step ends, and nobody can leave."""
+    """A worker beside the controller stands still, so no step ends, and nobody can leave.
+
+    The agent keeps 3 seconds of the deadline for its end, two of which its last words have to reach the controller.
+    """
     go, words = patient(site)
-    options = ("--name", "elsewhere", "--drain", "1")
+    options = ("--name", "elsewhere", "--drain", "12")
     with site.run(*words, *PATIENT_WITH_SILENCE, options=options) as (run, agent):
         run.wait_for_steps(2)
         (stands_still,) = run.workers()
@@ -67,12 +70,38 @@ def test_what_has_not_left_by_the_deadline_is_lost_as_if_killed(site: Site, undi
         go.touch()
         of_run = run.finish()
     assert of_run.code == 0, of_run.err
-    assert of_agent.code == 1 and "the deadline of 1 s was over before worker 1 had left: lost" in of_agent.err, (
+    assert of_agent.code == 1 and "the deadline of 12 s was over before worker 1 had left: lost" in of_agent.err, (
         of_agent
     )
     assert_same_bits(site.here / "run", undisturbed)
     (fail,) = events_of(site, "fail")
-    assert fail["ranks"] == [1] and "its deadline of 1 s was over" in fail["reason"]
+    assert fail["ranks"] == [1] and "its deadline of 12 s was over" in fail["reason"]
+
+
+def test_the_deadline_does_not_wait_for_a_fork_server_that_hangs(site: Site, undisturbed: Path) -> None:
+    """Its workers end with it. It would be waited for for a minute, and the run for the agent's workers."""
+    go, words = patient(site)
+    options = ("--name", "elsewhere", "--drain", "12")
+    with site.run(*words, *PATIENT_WITH_SILENCE, options=options) as (run, agent):
+        run.wait_for_steps(2)
+        worker = remote_worker(run, agent)
+        fork_server = run.processes()[worker]
+        (stands_still,) = run.workers()
+        os.kill(stands_still, signal.SIGSTOP)
+        os.kill(fork_server, signal.SIGSTOP)
+        agent.send_signal(signal.SIGTERM)
+        of_agent = end_of(agent)
+        eventually(lambda: not {worker, fork_server} & run.processes().keys(), run.process)
+        os.kill(stands_still, signal.SIGCONT)
+        go.touch()
+        of_run = run.finish()
+    assert of_run.code == 0, of_run.err
+    assert of_agent.code == 1 and "the deadline of 12 s was over before worker 1 had left: lost" in of_agent.err, (
+        of_agent
+    )
+    assert_same_bits(site.here / "run", undisturbed)
+    (fail,) = events_of(site, "fail")
+    assert fail["ranks"] == [1] and "its deadline of 12 s was over" in fail["reason"]
 
 
 def test_a_run_all_of_whose_workers_are_on_the_machine_saves_its_state_first(site: Site) -> None:
@@ -84,6 +113,7 @@ def test_a_run_all_of_whose_workers_are_on_the_machine_saves_its_state_first(sit
         agent.send_signal(signal.SIGTERM)
         of_agent, of_run = end_of(agent), run.finish()
     assert of_agent.code == 0 and "the run saves its state and stops, since 0 workers would stay" in of_agent.out
+    assert of_agent.out.splitlines()[-1].endswith("whether its state is saved is told there, not here"), of_agent.out
     steps = len(read_metrics(site.here / "run"))
     assert of_run.code == 1 and f"Its state after step {steps} is in " in of_run.err, of_run
     assert not events_of(site, "fail")

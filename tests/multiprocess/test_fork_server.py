@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 
 from elaswave_spmd.by_value import ByValue
 from elaswave_spmd.errors import ConfigError, RunError
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError
 from tests.multiprocess.forks_itself import exits
 from tests.waiting import PATIENCE_S
 
@@ -115,6 +116,35 @@ def test_every_way_to_end_is_reported(start: ResumePoint, method: str, capfd: py
     errors = capfd.readouterr().err
     assert errors.count("ValueError: told once") == 1
     assert "a message" in errors
+
+
+@methods
+def test_a_fork_server_that_hangs_is_killed_with_its_workers_and_not_waited_for(
+    start: ResumePoint, method: str, tmp_path: Path
+) -> None:
+    fork_server = start(method=method)
+    workers = [fork_server.spawn(0, {"stubborn": str(tmp_path / "there"), "sleep": 600}), fork_server.spawn(1, {})]
+    # The answer that a worker has ended follows the notice of that.
+    assert eventually((tmp_path / "there").exists) and eventually(lambda: not fork_server.signal(1, 0))
+    os.kill(fork_server.pid, signal.SIGSTOP)
+    # While it waits for the answer, as when SIGTERM comes then.
+    threading.Timer(0.2, lambda: fork_server.wait_at_most_until(time.monotonic())).start()
+    with pytest.raises(NoAnswerError, match="until the deadline of this machine"):
+        fork_server.signal(0, signal.SIGTERM)
+    with pytest.raises(NoAnswerError):
+        fork_server.spawn(2, {"large": "x" * (4 << 20)})
+    assert fork_server.kill() == [Exited(1, workers[1], 0, None)]
+    assert gone(fork_server.pid) and eventually(lambda: gone(workers[0]))
+    assert fork_server.kill() == fork_server.stop() == []
+
+
+def test_a_fork_server_that_hangs_while_it_imports_is_not_waited_for(start: ResumePoint) -> None:
+    fork_server = start()
+    os.kill(fork_server.pid, signal.SIGSTOP)
+    fork_server.wait_at_most_until(time.monotonic())
+    with pytest.raises(NoAnswerError):
+        fork_server.ready()
+    assert fork_server.kill() == [] and gone(fork_server.pid)
 
 
 def test_exits_read_well():

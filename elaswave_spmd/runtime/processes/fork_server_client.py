@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import shutil
@@ -31,6 +32,7 @@ PRELOAD = ("numpy", "torch", "torch.fx.experimental.symbolic_shapes", "zmq")
 Method = Literal["fork", "spawn"]
 _READY_TIMEOUT_S = 300.0
 _ORDER_TIMEOUT_S = 60.0
+_LOOK_S = 0.1  # between two looks at whether an answer may still be waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,10 @@ class Exited:
         except ValueError:
             name = "unknown signal"
         return f"worker {self.rank} (pid {self.pid}) was ended by signal {self.signal} ({name})"
+
+
+class NoAnswerError(RunError):
+    """The fork server did not answer in time: it hangs."""
 
 
 class ForkServerClient:
@@ -87,6 +93,7 @@ class ForkServerClient:
         self._ready = False
         self._stopped = False
         self._is_releasing = False
+        self._wait_until = math.inf
         self.num_threads = 0  # of the fork server; known once it is ready
 
     @classmethod
@@ -155,6 +162,13 @@ class ForkServerClient:
     def pid(self) -> int:
         """Process id of the fork server itself."""
         return self._process.pid
+
+    def wait_at_most_until(self, when: float) -> None:
+        """From `when` (time.monotonic) on no answer is waited for: orders raise, and `stop` kills at once.
+
+        A signal handler may call it, also while an answer is waited for.
+        """
+        self._wait_until = min(self._wait_until, when)
 
     def ready(self, timeout_s: float = _READY_TIMEOUT_S) -> None:
         """Wait until the fork server has imported everything.
@@ -243,9 +257,23 @@ class ForkServerClient:
         try:
             self._send({"stop": grace_s})
             self._receive(grace_s + _ORDER_TIMEOUT_S)
-            self._process.wait(_ORDER_TIMEOUT_S)
+            self._process.wait(max(0.0, min(_ORDER_TIMEOUT_S, self._wait_until - time.monotonic())))
         except (RunError, subprocess.TimeoutExpired):
             pass  # it has died, or hangs and is killed below: then the kernel kills its children with it
+        exits, _ = self._read_exits()
+        self._abandon()
+        return exits
+
+    def kill(self) -> list[Exited]:
+        """Kill the fork server, and by that all workers, without an order and without a wait for an answer; idempotent.
+
+        The kernel kills the children of a fork server that dies (Linux); elsewhere they see the end of the life pipe.
+
+        Returns the exits that `poll` has not reported yet. Workers that end here are not among them.
+        """
+        if self._stopped:
+            self.end_release()
+            return []
         exits, _ = self._read_exits()
         self._abandon()
         return exits
@@ -316,8 +344,14 @@ class ForkServerClient:
         return answer
 
     def _send(self, message: dict[str, Any]) -> None:
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        deadline = time.monotonic() + _ORDER_TIMEOUT_S
         try:
-            self._orders.sendall(json.dumps(message).encode() + b"\n")
+            while data:
+                try:  # first, also if there is no time: an order to stop is sent, and not waited for
+                    data = data[self._orders.send(data, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:  # a large order, and a fork server that does not read
+                    self._wait_for([], [self._orders], deadline, _ORDER_TIMEOUT_S)
         except OSError as error:
             raise self._died() from error
 
@@ -325,9 +359,7 @@ class ForkServerClient:
         """Wait for the next answer."""
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._answer_buffer:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._orders], [], [], left)[0]:
-                raise RunError(f"the fork server (pid {self.pid}) did not answer within {timeout_s:g} s")
+            self._wait_for([self._orders], [], deadline, timeout_s)
             try:
                 data = self._orders.recv(65536)
             except ConnectionError:
@@ -337,6 +369,22 @@ class ForkServerClient:
             self._answer_buffer += data
         line, _, self._answer_buffer = self._answer_buffer.partition(b"\n")
         return json.loads(line)
+
+    def _wait_for(
+        self, readable: list[socket.socket], writable: list[socket.socket], deadline: float, timeout_s: float
+    ) -> None:
+        """Wait until a socket is readable or writable.
+
+        Raises:
+            NoAnswerError: not until `deadline`, `timeout_s` seconds after the begin, nor `wait_at_most_until`.
+        """
+        while (left := min(deadline, self._wait_until) - time.monotonic()) > 0:
+            if any(select.select(readable, writable, [], min(left, _LOOK_S))):
+                return
+        if any(select.select(readable, writable, [], 0.0)):
+            return
+        cut = "until the deadline of this machine" if self._wait_until < deadline else f"within {timeout_s:g} s"
+        raise NoAnswerError(f"the fork server (pid {self.pid}) did not answer {cut}")
 
 
 def _start_process(

@@ -62,6 +62,14 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     credentials: dict[str, str] = {}
 
 
+class NoRunYetError(ConfigError):
+    """What listens at the rendezvous gives no answer, or ends each connection.
+
+    For who looks for a run for the first time it is no controller, or has another secret. But a controller that ends,
+    and one that is cut off, look the same: who has been in the run before may look again.
+    """
+
+
 @dataclass(frozen=True)
 class Found:
     """The result of `find_controller`.
@@ -260,7 +268,8 @@ def find_controller(host: str, port: int, secret: bytes, timeout_s: float) -> Fo
 
     Raises:
         RunError: no process listens there within `timeout_s` seconds.
-        ConfigError: the process has another secret or format version, or is no controller.
+        NoRunYetError: the process does not answer, or ends each connection.
+        ConfigError: the process refuses the secret, has another format version, or is no controller.
     """
     where = f"{host}:{port}"
     require_curve(f"the rendezvous {where}", "a run on one machine")
@@ -340,14 +349,15 @@ class _Inquiry:
             # A connection that only ends may have met the end of a controller, or a machine that is too busy.
             refusals += 1 if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else _REFUSALS
             if refusals >= _REFUSALS:
-                raise ConfigError(
+                is_final = event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+                raise (ConfigError if is_final else NoRunYetError)(
                     f"the process that listens at {where} has another secret, or is no controller of elaswave_spmd",
                     rule="agents and controller have the same secret",
                     where=f"the token file; {where}",
                     fix="copy the controller's runtime.token_file to this machine",
                 )
         if listens:
-            raise _no_controller(where, f"no answer within {_ANSWER_TIMEOUT_S:g} s")
+            raise _no_controller(where, f"no answer within {_ANSWER_TIMEOUT_S:g} s", NoRunYetError)
         raise RunError(f"no controller at {where} within {timeout_s:g} s: nothing listens there")
 
     def _decode(self, where: str) -> Answer:
@@ -376,8 +386,8 @@ def _addresses_of(host: str, port: int, deadline: float, timeout_s: float) -> tu
             time.sleep(_RETRY_S)
 
 
-def _no_controller(where: str, why: str) -> ConfigError:
-    return ConfigError(
+def _no_controller(where: str, why: str, kind: type[ConfigError] = ConfigError) -> ConfigError:
+    return kind(
         f"no run is announced at {where}, though a process listens there ({why})",
         rule="an agent joins the controller of a run at its runtime.rendezvous",
         where=where,

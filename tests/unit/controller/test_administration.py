@@ -261,6 +261,9 @@ def test_a_machine_is_drained_as_its_workers_are(world: World) -> None:
         ("node9", None, "'node9' is no machine of the run"),
         (None, None, "None is no machine of the run"),
         ("node2", 0, "0 seconds are no deadline"),
+        ("node2", float("inf"), "inf seconds are no deadline"),
+        ("node2", float("nan"), "nan seconds are no deadline"),
+        ("node2", 10**400, "seconds are no deadline"),
         ("node2", "soon", "'soon' seconds are no deadline"),
         ("node2", True, "True seconds are no deadline"),
         ("node1", None, "1 workers would stay"),
@@ -546,6 +549,15 @@ def test_a_controller_that_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 # ---- the command
+
+
+@pytest.mark.parametrize("within", ["inf", "nan", "0"])
+def test_the_command_takes_no_deadline_that_never_comes(
+    served: World, capsys: pytest.CaptureFixture[str], within: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_main(capsys, served.folder, "drain", "--host", "node1", "--within", within)
+    assert caught.value.code == 2 and f"--within {within} is no deadline" in capsys.readouterr().err
 
 
 def run_main(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> str:

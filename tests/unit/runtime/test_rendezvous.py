@@ -16,7 +16,13 @@ from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.errors import ConfigError, DataError, RunError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes import rendezvous as module
-from elaswave_spmd.runtime.processes.rendezvous import Rendezvous, find_controller, read_secret, resolve_address
+from elaswave_spmd.runtime.processes.rendezvous import (
+    NoRunYetError,
+    Rendezvous,
+    find_controller,
+    read_secret,
+    resolve_address,
+)
 from elaswave_spmd.runtime.transport.credentials import RunKeys, RunToken
 from tests.waiting import eventually
 
@@ -152,6 +158,7 @@ def test_another_format_version_is_refused_with_both_named(
     monkeypatch.setattr(module, "FORMAT_VERSION", FORMAT_VERSION + 1)
     with pytest.raises(ConfigError) as caught:
         find_controller("127.0.0.1", port, SECRET, 5.0)
+    assert not isinstance(caught.value, NoRunYetError), "it stays refused"
     assert f"format version {FORMAT_VERSION + 1}," in caught.value.what
     assert caught.value.what.endswith(f"format version {FORMAT_VERSION}")
 
@@ -163,9 +170,21 @@ def test_a_missing_controller_is_reported_after_the_timeout(port: int) -> None:
 
 def test_a_listener_that_never_answers_is_not_a_controller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ANSWER_TIMEOUT_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ConfigError) as caught:
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(NoRunYetError) as caught:
         find_controller("127.0.0.1", silent.getsockname()[1], SECRET, 5.0)
     assert caught.value.what.startswith("no run is announced at 127.0.0.1:")
+
+
+def test_who_ends_each_connection_may_be_a_controller_later() -> None:
+    def end_each(server: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                server.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=end_each, args=[server], daemon=True).start()
+        with pytest.raises(NoRunYetError, match="has another secret, or is no controller"):
+            find_controller("127.0.0.1", server.getsockname()[1], SECRET, 60.0)
 
 
 def test_a_controller_that_ends_before_it_answers_makes_room_for_the_next(
