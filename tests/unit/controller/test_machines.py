@@ -157,7 +157,8 @@ def test_an_agent_that_comes_back_for_ever_gets_no_more_workers_than_the_limit_a
         found = world.machines.use_places([Machine(-6 - turn, "b", 1)], 10.0 * turn)
         for action in found:
             if isinstance(action, Spawn):
-                world.roster.add(*action.ranks, None)
+                (rank,) = action.ranks
+                world.roster.add(rank, None)
         if turn == 2:
             (record,) = found
             assert isinstance(record, Record) and record.kind == "replacements" and record.fields["missing"] == 1
