@@ -105,7 +105,7 @@ class Bytes:
 
 @cache
 def bytes_of_case() -> Bytes:
-    """Those of the model with 10 M parameters on two workers with ZeRO-0."""
+    """Bytes of the model with 10 M parameters on two workers with ZeRO-0."""
     from elaswave_spmd.conf.schema import Settings
     from elaswave_spmd.controller.startup import data_spec
     from elaswave_spmd.data import prepare_data

@@ -31,6 +31,7 @@ from elaswave_spmd.conf.schema import Settings, endpoint
 from elaswave_spmd.controller.startup import data_spec, start_fork_server
 from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.errors import ConfigError, DataError, RunError, UserError
+from elaswave_spmd.mesh.mesh import named_workers
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
@@ -117,7 +118,7 @@ def main(arguments: Sequence[str], program: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """What an agent offers, to whom.
+    """An offer says how many workers a machine has places for, and which run they are for.
 
     Args:
         name: of the machine.
@@ -292,7 +293,10 @@ class Agent:
             raise _LostControllerError("the connection to the controller was lost") from None
         except BaseException as error:
             # Who has sent a second signal waits for no answer of a fork server that may hang.
-            _ = self._fork_server.kill() if isinstance(error, Signalled) else self._fork_server.stop(0.0)
+            if isinstance(error, Signalled):
+                self._fork_server.kill()
+            else:
+                self._fork_server.stop(0.0)
             self._send(am.AgentFailed(am.Problem.from_error(error, _report(error))))
             self._wait_for_stop()
             raise
@@ -336,7 +340,7 @@ class Agent:
         return max(0.0, min(_FAREWELL_S, (self._end_by - time.monotonic()) * 2 / 3))
 
     def _end_at_deadline(self) -> None:
-        """The deadline has come: whoever is still here ends, as if it were killed.
+        """End who is still here as if it were killed, since the deadline has come.
 
         Raises:
             RunError: workers were lost.
@@ -346,7 +350,7 @@ class Agent:
         self._wait_for_stop()
         what = f"the deadline of {self._within_s:g} s was over"
         if lost := sorted(self._ranks):
-            what += f" before worker{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} had left: lost, as if killed"
+            what += f" before {named_workers(lost)} had left: lost, as if killed"
         elif not self._failed:
             print(f"{what}; no worker was left here, and none had ended otherwise than in order", flush=True)
             return
@@ -358,7 +362,7 @@ class Agent:
         )
 
     def _failures(self) -> str:
-        """Who has ended otherwise than in order since it was to leave, in words."""
+        """Name the workers that have ended otherwise than in order since they were to leave."""
         return "; ".join(
             f"{exited}{' (the controller had sent it a signal)' * (rank in self._signalled)}"
             for rank, exited in sorted(self._failed.items())

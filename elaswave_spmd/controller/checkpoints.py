@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,8 +127,8 @@ class CheckpointCoordinator:
     @property
     def awaits_newest(self) -> bool:
         """True if the newest checkpoint that is due will still come. Older ones, if they come, come before it."""
-        due = (step for step in range(self._committed, self._incomplete, -1) if self._spec.orders.is_due(step))
-        return any(self.awaits(step) for step in islice(due, 1))
+        newest = self._spec.orders.newest_due(self._committed)
+        return newest > self._incomplete and self.awaits(newest)
 
     def worker_lost(self) -> None:
         """A worker is lost: what it had not written yet of checkpoints until now will not come."""

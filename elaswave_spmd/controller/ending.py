@@ -24,7 +24,7 @@ from elaswave_spmd.runtime.processes.stop_signals import Signalled
 _OF_NODES = (
     *("runtime.rendezvous", "runtime.agents", "runtime.local_workers", "runtime.agent_workers", "runtime.launcher"),
 )
-"""What a command that torchrun starts on all nodes does not take from the run that it resumes."""
+"""A command that torchrun starts on all nodes does not take these from the run that it resumes."""
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ class RefuseAgent:
 
 
 AgentOrder: TypeAlias = AdmitAgent | RefuseAgent | DrainAgent | LetAgentGo | DoubtAgent | GiveUpAgent
-"""What is decided about one agent. An order to one that has gone meanwhile is void."""
+"""An order carries out a decision about one agent. It is void if the agent has gone meanwhile."""
 
 
 @dataclass(frozen=True)

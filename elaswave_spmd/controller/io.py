@@ -223,7 +223,7 @@ class ProcessIO:
         self._rejected: Counter[str] = Counter()
         self._look_at = 0.0
         self._deaths: deque[WorkerEnded] = deque()  # filled by the death watch's threads; a deque needs no lock
-        agents = launcher.agents if isinstance(launcher, Launcher) else None
+        agents = self._agents
         host, transport = listen_host(settings.runtime), cast(Transport, settings.runtime.transport)
         credentials = agents.credentials if agents is not None else credentials_of(settings.runtime)
         payloads = payload_limits(plan)

@@ -30,6 +30,7 @@ from elaswave_spmd.controller.events import Action, AdmitAgent, DoubtAgent, Give
 from elaswave_spmd.controller.replacements import Replacements
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.mesh.mesh import named_workers
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.runtime.processes.agents import AgentCame, AgentGone, AgentReady
 from elaswave_spmd.runtime.processes.fd_limit import fits_fd_limit
@@ -114,8 +115,7 @@ class Machines:
             if allowed:
                 starts += allowed
                 ranks = self._roster.allocate(allowed)
-                who = f"worker{'s' * (allowed > 1)} {', '.join(map(str, ranks))}"
-                message = f"{event.host} starts {who}, for the {self._aim} that the run is to have"
+                message = f"{event.host} starts {named_workers(ranks)}, for the {self._aim} that the run is to have"
                 actions += [Spawn(ranks, host=event.host), _record(event, "used", message, ranks=ranks)]
             actions += held_back
             if allowed < number:

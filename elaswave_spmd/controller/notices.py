@@ -21,6 +21,7 @@ from elaswave_spmd.controller.events import Action, DrainAgent, LetAgentGo, Reco
 from elaswave_spmd.controller.failures import FailureHandler
 from elaswave_spmd.controller.machines import AGENT
 from elaswave_spmd.controller.roster import Roster
+from elaswave_spmd.mesh.mesh import named_workers
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.runtime.processes.launcher import Machine
 from elaswave_spmd.sharding.replicas import all_replica_sets
@@ -90,7 +91,7 @@ class Notices:
             notice.until = min((time for time in (until, notice.until) if time is not None), default=None)
             actions.append(DrainAgent(machine.agent, within_s, says))
         when = "" if within_s is None else f" within {within_s:g} s"
-        who = f"; {_named(ranks)} leave{'s' * (len(ranks) == 1)}"
+        who = f"; {named_workers(ranks)} leave{'s' * (len(ranks) == 1)}"
         message = f"{host} is to leave{when} ({source}){who if ranks else ''}{'; ' if says else ''}{says}"
         about = {"host": host, "ranks": ranks, "deadline": within_s, "from": source}
         actions.append(Record(NOTICE, {**about, "message": message}))
@@ -164,7 +165,7 @@ class Notices:
         return not self._protocol.settled and (notice.until is None or now < notice.until)
 
     def _why_stop(self, ranks: Sequence[int]) -> str:
-        """What becomes of a run whose workers cannot all leave, in words; empty if they can. By the protocol's rule.
+        """Say what becomes of a run whose workers cannot all leave, by the protocol's rule; empty if they can.
 
         Args:
             ranks: of the workers that are to leave, members or not.
@@ -186,23 +187,25 @@ class Notices:
         return f"the run saves its state and stops, since {len(stay)} workers would stay, elastic.min_workers={least}"
 
     def _proof_at_start(self, lost: Sequence[int]) -> str:
-        """What is lost with a machine that goes before the first step, or that nothing is, in words."""
+        """Say what is lost with a machine that goes before the first step, or that nothing is."""
         if not lost:
             return _NO_WORKER
         state = "" if self._elastic.enabled else ". The run ends, since elastic.enabled is false"
-        return f"{_named(lost)} {_was(lost)} lost before the first step, when no worker had state{state}"
+        return f"{named_workers(lost)} {_was(lost)} lost before the first step, when no worker had state{state}"
 
     def _proof(self, notice: _Notice) -> str:
-        """What was lost, or that nothing was, in words."""
+        """Say what was lost, or that nothing was."""
         protocol = self._protocol
         if not notice.members:
             return _NO_WORKER
         lost, left = sorted(notice.lost), sorted(notice.members - notice.lost)
         parts = []
         if left:
-            parts.append(f"{_named(left)} left between two steps")
+            parts.append(f"{named_workers(left)} left between two steps")
         if lost:
-            parts.append(f"{_named(lost)} {_was(lost)} lost before {'they' if len(lost) > 1 else 'it'} could leave")
+            parts.append(
+                f"{named_workers(lost)} {_was(lost)} lost before {'they' if len(lost) > 1 else 'it'} could leave"
+            )
         sets = list(all_replica_sets(protocol.placement.replica_map(protocol.layout)))
         fewest = min(len(pages.replicas) for pages in sets)
         state = f"state version {protocol.version} is on {len(protocol.members)} workers"
@@ -212,10 +215,6 @@ class Notices:
             learning = sum(bool(pages.learners) for pages in sets)
             state += f", {fewest} or more replicas of each page, and more are still made of {learning} page ranges"
         return f"{'' if lost else 'nothing was lost: '}{'; '.join(parts)}; {state}"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _was(ranks: Sequence[int]) -> str:

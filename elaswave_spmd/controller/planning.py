@@ -24,7 +24,7 @@ from elaswave_spmd.sharding.layout import ModelLayout
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is made of, as for `plan_change`.
+    """A request has what a plan is made of, as for `plan_change`.
 
     Args:
         key: requests with equal keys have answers that do not differ by anything that counts.

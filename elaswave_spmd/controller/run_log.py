@@ -24,6 +24,7 @@ from elaswave_spmd.controller.supervision import Sign
 from elaswave_spmd.controller.validations import Validations
 from elaswave_spmd.errors import FilesError
 from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.mesh.mesh import named_workers
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast, Committed, EpochBegun, RemoveMember, ValidationDone
 from elaswave_spmd.recovery.messages import Applied, Damaged, Measured, Ready
@@ -203,7 +204,7 @@ class EpochEvents:
 
 def _text(kind: str, ranks: list[int], reasons: list[str], epoch: EpochBegun) -> str:
     mesh = epoch.placement.mesh
-    who = f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "state"
+    who = named_workers(ranks) if ranks else "state"
     words = {"fail": "lost", "leave": "left", "join": "joined", "link": "linked again"}
     what = words.get(kind, "lies where it belongs")
     if epoch.why and not ranks:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller.events import Action, End, EvictWorker, GoBack, Record, RunStopped
 from elaswave_spmd.errors import RunError
+from elaswave_spmd.mesh.mesh import named_workers
 from elaswave_spmd.mesh.topology import Topology
 from elaswave_spmd.recovery.actions import EpochBegun, Send
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
@@ -86,7 +87,7 @@ class Verdicts:
             self._protocol.trust()
             return [*records, case.accept]
         if self._action == "stop":
-            what = f"worker{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} computed wrongly: {case}"
+            what = f"{named_workers(wrong)} computed wrongly: {case}"
             return [*records, End(RunStopped(RunError(f"the run stops (verify.action=stop): {what}")))]
         newest = min(self._right_until(case, rank) for rank in wrong)
         unsure = [newest + 1, case.step - 1] if newest + 1 < case.step else []
@@ -108,7 +109,7 @@ class Verdicts:
             unsure: the first and the last step that may be wrong; empty: none.
         """
         if self._action == "rollback" and unsure:
-            who = f"worker{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))}: {reason}"
+            who = f"{named_workers(wrong)}: {reason}"
             may = f"steps {unsure[0]} to {unsure[1]} may be wrong"
             return [GoBack(f"{who}; {may} (verify.action=rollback)", newest, tuple(wrong))]
         return [EvictWorker(rank, reason) for rank in wrong]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
@@ -133,6 +133,11 @@ class Mesh:
 
     def __str__(self) -> str:
         return f"mesh {self.shape}, epoch {self.epoch}, {self.num_workers} workers: {self._shown()}"
+
+
+def named_workers(ranks: Collection[int]) -> str:
+    """Workers in words, all of them: "worker 2", "workers 2, 3"."""
+    return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def format_ints(values: Iterable[int]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from elaswave_spmd.mesh.mesh import named_workers
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.mesh.topology import Path
 from elaswave_spmd.recovery.messages import PartialStep, Recompute, Reconfigure, StepReport
@@ -296,6 +297,6 @@ def why_too_few(num_staying: int, leaving: list[int], least: int) -> str:
     """The reason for which a run stops when so many members stay, in words; empty if they are enough."""
     if num_staying >= least:
         return ""
-    who = f"worker{'s' * (len(leaving) > 1)} {', '.join(map(str, leaving))} leave{'s' * (len(leaving) == 1)}, "
+    who = f"{named_workers(leaving)} leave{'s' * (len(leaving) == 1)}, "
     stay = f"{who}{num_staying} stay" if leaving else f"{num_staying} workers are left"
     return f"{stay}, elastic.min_workers is {least}"

@@ -48,6 +48,11 @@ class CheckpointOrders:
         is_validated = self.validate_every > 0 and step % self.validate_every == 0
         return (is_validated or (self.every > 0 and step % self.every == 0)) and step < self.steps
 
+    def newest_due(self, step: int) -> int:
+        """The newest step, up to this one, after which the state is to be written; 0: there is none."""
+        last = min(step, self.steps - 1)
+        return max((last - last % every for every in (self.every, self.validate_every) if every > 0), default=0)
+
     def reader(self, rank: int, layout: ModelLayout, replicas: ReplicaMap) -> Callable[[PageRange, str], Tensor] | None:
         """Opens the checkpoint that the run begins with, and plans what this worker reads of it.
 

@@ -289,9 +289,8 @@ class ForkServerClient:
     def releasing(self, seconds: float) -> bool:
         """Begin what `release` does, or go on with it, for so many seconds. True if processes are left."""
         if not self._stopped:
-            self._stopped = self._is_releasing = True
-            self._orders.close()
-            os.close(self._life)
+            self._is_releasing = True
+            self._close_our_ends()
         if not self._is_releasing:
             return False
         try:
@@ -315,10 +314,13 @@ class ForkServerClient:
 
     def _abandon(self) -> None:
         """Kill the fork server if it still runs, and close our ends."""
+        self._close_our_ends()
+        self._kill_and_clean_up()
+
+    def _close_our_ends(self) -> None:
         self._stopped = True
         self._orders.close()
         os.close(self._life)
-        self._kill_and_clean_up()
 
     def _kill_and_clean_up(self) -> None:
         self._process.kill()

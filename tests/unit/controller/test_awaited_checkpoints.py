@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator
 from elaswave_spmd.controller.events import ManifestWritten, WriteManifest
+from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from tests.unit.controller.test_compared_checkpoints import coordinator, write
 
 
@@ -41,3 +44,11 @@ def test_one_that_failed_or_that_a_lost_worker_had_a_part_of_is_not() -> None:
     assert not found.awaits_newest
     found.committed(15)
     assert found.awaits_newest, "the others write all of it"
+
+
+@pytest.mark.parametrize(("every", "validate_every"), [(0, 0), (5, 0), (0, 3), (5, 3), (30, 7), (1, 1)])
+def test_the_newest_due_step_is_the_last_one_that_is_due(every: int, validate_every: int) -> None:
+    orders = CheckpointOrders("run", "made up", 1, every, 20, validate_every=validate_every)
+    for step in range(22):
+        due = [each for each in range(1, step + 1) if orders.is_due(each)]
+        assert orders.newest_due(step) == max(due, default=0)
