@@ -18,7 +18,7 @@ from statistics import fmean
 from benchmarks.harness import Result, parser, say
 from benchmarks.modelled import finish, publish
 from benchmarks.modelled_96 import scenario
-from elaswave_spmd.simulator.engine import FREE, execute
+from elaswave_spmd.simulator.engine import SHARED, execute
 from elaswave_spmd.simulator.policies import Case, Ours
 from elaswave_spmd.simulator.report import Cell, Table
 from elaswave_spmd.simulator.tables import cases_of
@@ -32,8 +32,8 @@ def seconds(case: Case) -> tuple[float, float]:
     decision = Ours().answer(case).decision
     assert decision is not None, case.change
     work = Work.from_assignment(decision.last.assignment)
-    barrier_s = execute(work, case.after, wires=FREE).step_s
-    by_stage = execute(work, case.after, wires=FREE, steps=_STEPS, by_stage=True).seconds[1:]
+    barrier_s = execute(work, case.after, wires=SHARED).step_s
+    by_stage = execute(work, case.after, wires=SHARED, steps=_STEPS, by_stage=True).seconds[1:]
     return barrier_s, fmean(by_stage)
 
 

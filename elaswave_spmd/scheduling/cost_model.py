@@ -212,7 +212,11 @@ class CostModel:
 
     def message_s(self, layer: int) -> float:
         """Seconds until a micro-batch's output of a layer, or the gradient of the output, has crossed a link."""
-        return self.latency_s + self.layers[layer].boundary_bytes / self.bandwidth
+        return self.latency_s + self.link_s(layer)
+
+    def link_s(self, layer: int) -> float:
+        """The part of `message_s` for which the message uses the sender's link, so that others wait for it."""
+        return self.layers[layer].boundary_bytes / self.bandwidth
 
     # ---- JSON
 
@@ -297,6 +301,10 @@ class MemoryRule:
         Sharded gradients are sent as soon as their layer is done, so that only one worker's part stays.
         """
         return 1.0 / size if self.shardings.grads.splits_workers else 1.0
+
+    def mirrors(self, size: int, workers: int) -> int:
+        """The mirrors of each page in a stage of `size` workers, of so many in all."""
+        return min(self.mirror_count, (size if size > 1 else workers) - 1) if self.state_is_sharded else size - 1
 
     def stage_bytes(self, costs: CostModel, *, size: int, microbatches: int, in_flight: int) -> np.ndarray:
         """float64 [layers + 1, layers + 1]: bytes of a worker of a stage with layers [row, column).

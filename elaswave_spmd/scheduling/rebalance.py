@@ -79,7 +79,8 @@ _MOST_SHIFTS = 16
 _SEARCHED_WORKERS = 64  # up to this number all is tried: cuts shifted by a layer, workers parked or left out
 _TIMED_WORKERS = 256  # up to this number, even groupings into all numbers of stages are timed
 _UNEVEN = 1.1  # the least that even stages take is seldom more than this part of what uneven ones take
-_MOST_REGROUPED, _MOST_OF_A_NUMBER = 96, 8  # groupings that are timed, and of these into the same number of stages
+_MOST_REGROUPED = 192  # groupings that are timed
+_MOST_OF_A_NUMBER, _FEW_OF_A_NUMBER = 32, 4  # and of these into the same number of stages, on small meshes and others
 _MOST_SEARCHED = 6  # numbers of stages for which uneven stages are searched for, on meshes that are not small
 _MOST_REFINED = 4  # of the groupings that were timed
 _SETTLED_ACTIONS, _MOST_SETTLED = 65_536, 12  # a plan is decided on by steps of so many actions, of so many candidates
@@ -407,7 +408,7 @@ class _Planner:
                 if least * self.remaining_steps >= room * total or len(found) >= _MOST_REGROUPED:
                     break
                 choices = groupings.of_number(number, total if searches else 0.0)
-                for choice in choices[: _MOST_OF_A_NUMBER if small else _MOST_OF_A_NUMBER // 2]:
+                for choice in choices[: _MOST_OF_A_NUMBER if small else _FEW_OF_A_NUMBER]:
                     # Their lower bounds come in ascending order: from some one on none can be better.
                     if groupings.total(choice) >= room * total:
                         break

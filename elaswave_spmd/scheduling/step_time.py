@@ -6,8 +6,9 @@ once for each kind of group; and where that too would take long, those groups wi
 one. `StepTime.how` says which it was.
 
 The reduction of gradients overlaps with compute, so that its bytes count where they take longer (a roofline), and as
-far as it goes on after the last backward. Not modelled here: messages that share a link at the same time, and the
-optimizer update. The simulator's engine models these.
+far as it goes on after the last backward (`reduction_time`; where parts of a step are simulated, `reduction_tail_s`).
+Activations and their gradients leave a worker one after another. Not modelled here: sums that wait for them on a link,
+and the optimizer update. The simulator's engine models these.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ from elaswave_spmd.scheduling.pipeline import (
     turns_of_ways,
 )
 from elaswave_spmd.scheduling.placement import CONTIGUOUS, TIME_MAJOR, Placement, workers_of_microbatches
+from elaswave_spmd.scheduling.reduction_time import StageGradients, nodes_of, reduced_at
 from elaswave_spmd.sharding import P, Shardings
 
 MOST_ACTIONS = 8192
 """Up to this many actions are simulated; more would make planning slow. A backward in two parts counts as one."""
+
+_MOST_PIECES = 256
+"""With more groups of workers, of equal ones only the first is looked at for its tree nodes."""
 
 EXACT, PART, ESTIMATE = "executed order", "executed order of a part", "lower bound"
 
@@ -244,7 +249,10 @@ def step_time_below(
     traffic_s = max(_traffic_s(assignment, costs, rule, s) for s in range(assignment.num_stages))
     if max(bound_s + tail_s, traffic_s) >= seconds:
         return None
-    pipeline_s, how = _simulated(assignment, costs, counts, speeds, most_actions) if most_actions else (0.0, ESTIMATE)
+    pipeline_s, how = 0.0, ESTIMATE
+    if most_actions:
+        pipeline_s, how, executed_tail_s = _simulated(assignment, costs, rule, counts, speeds, most_actions)
+        tail_s = executed_tail_s if how == EXACT else tail_s
     if how != EXACT:
         pipeline_s = max(pipeline_s, bound_s)
     return StepTime(
@@ -353,30 +361,75 @@ def _reduced_bytes(gradient_bytes: float, rule: MemoryRule, size: int, nodes: in
 def _simulated(
     assignment: Assignment,
     costs: CostModel,
+    rule: MemoryRule,
     counts: Sequence[np.ndarray],
     speeds: Sequence[np.ndarray],
     most_actions: int,
-) -> tuple[float, str]:
-    """The end of the last action, and EXACT or PART."""
+) -> tuple[float, str, float]:
+    """The end of the last action, EXACT or PART, and if EXACT, for how long the reduction then goes on."""
     pieces: dict[object, list[slice]] = {}
+    every: list[tuple[object, list[slice]]] = []
     for key, piece in _pieces(assignment, counts, speeds):
         pieces.setdefault(key, piece)
+        if len(every) <= _MOST_PIECES:
+            every.append((key, piece))
     sizes = [2 * assignment.num_stages * int(counts[0][piece[0]].sum()) for piece in pieces.values()]
     if sum(sizes) <= most_actions:
-        return max(_piece_s(assignment, costs, piece) for piece in pieces.values()), EXACT
+        run = {key: _piece_s(assignment, costs, piece) for key, piece in pieces.items()}
+        end_s = max(seconds for seconds, _ in run.values())
+        made = [(piece, run[key][1]) for key, piece in (every if len(every) <= _MOST_PIECES else pieces.items())]
+        return end_s, EXACT, _tail_s(assignment, costs, rule, speeds, made, end_s)
     layer_s = [sum(costs.stage_s(a, b)) for a, b in pairwise(assignment.layer_cuts)]
     busy = [c * each / v for c, each, v in zip(counts, layer_s, speeds, strict=True)]
     longest = [max(float(b[where].max()) for b, where in zip(busy, piece, strict=True)) for piece in pieces.values()]
     found, left = 0.0, most_actions
     for _, size, piece in sorted(zip(longest, sizes, pieces.values(), strict=True), key=lambda of: of[0], reverse=True):
         if size <= left:
-            found = max(found, _piece_s(assignment, costs, piece))
+            found = max(found, _piece_s(assignment, costs, piece)[0])
         elif left == most_actions:  # one that is too large by itself
             found = _section_s(assignment, costs, piece, busy, left)
         left -= size
         if left <= 0:
             break
-    return found, PART
+    return found, PART, 0.0
+
+
+def _tail_s(
+    assignment: Assignment,
+    costs: CostModel,
+    rule: MemoryRule,
+    speeds: Sequence[np.ndarray],
+    made: Sequence[tuple[list[slice], tuple[tuple[float, ...], ...]]],
+    end_s: float,
+) -> float:
+    """Seconds from the last action until all workers have all votes.
+
+    Args:
+        speeds: per stage, float64 [workers].
+        made: groups of workers, and of each, per stage, when the gradients of each of its micro-batches are there.
+    """
+    if sum(map(len, assignment.stages)) == 1:
+        return 0.0
+    number, found = assignment.num_microbatches, end_s
+    for s, counts in enumerate(assignment.microbatch_counts):
+        nodes: list[tuple[float, ...]] = []
+        for piece, made_s in made:
+            of_piece = counts[piece[s]]
+            if assignment.microbatch_order == CONTIGUOUS:
+                nodes += nodes_of(made_s[s], sum(counts[: piece[s].start]), of_piece, number)
+            else:
+                owners = workers_of_microbatches(range(len(of_piece)), of_piece, TIME_MAJOR)
+                by_worker: list[list[float]] = [[] for _ in of_piece]
+                for worker, time in zip(owners, made_s[s], strict=True):
+                    by_worker[worker].append(time)
+                nodes += map(tuple, by_worker)
+        span = assignment.layer_cuts[s], assignment.layer_cuts[s + 1]
+        splits = bool(assignment.put_off and assignment.put_off[s])
+        which = np.concatenate([speeds[s][piece[s]] for piece, _ in made])
+        mirrors = rule.mirrors(len(counts), sum(map(len, assignment.stages)))
+        stage = StageGradients(span, len(counts), mirrors, splits, tuple(nodes), which)
+        found = max(found, reduced_at(stage, costs))
+    return found + costs.latency_s - end_s
 
 
 def _pieces(
@@ -411,8 +464,10 @@ def _pieces(
         yield key, [part[s] for s in kind_of]
 
 
-def _piece_s(assignment: Assignment, costs: CostModel, piece: Sequence[slice]) -> float:
-    """The step time of one group of workers."""
+def _piece_s(
+    assignment: Assignment, costs: CostModel, piece: Sequence[slice]
+) -> tuple[float, tuple[tuple[float, ...], ...]]:
+    """The step time of one group of workers, and per stage when the gradients of its micro-batches are there."""
     counts = tuple(of_stage[where] for of_stage, where in zip(assignment.microbatch_counts, piece, strict=True))
     return _counts_s(assignment, costs, piece, counts)
 
@@ -436,10 +491,10 @@ def _section_s(
         position = int(busy[s][piece[s]].argmax())
         middle = int(counts[s][:position].sum()) + int(counts[s][position]) // 2
         first = min(max(0, middle - length // 2), number - length)
-        return _counts_s(assignment, costs, piece, _within(counts, first, first + length))
+        return _counts_s(assignment, costs, piece, _within(counts, first, first + length))[0]
     half = max(1, length // 2)
     part_s, half_s = (
-        _counts_s(assignment, costs, piece, _first_turns(counts, some)) for some in (max(length, half + 1), half)
+        _counts_s(assignment, costs, piece, _first_turns(counts, some))[0] for some in (max(length, half + 1), half)
     )
     return part_s + max(0.0, part_s - half_s) * (number - length) / max(1, length - half)
 
@@ -465,8 +520,8 @@ def _first_turns(counts: Sequence[np.ndarray], number: int) -> tuple[tuple[int, 
 
 def _counts_s(
     assignment: Assignment, costs: CostModel, piece: Sequence[slice], counts: tuple[tuple[int, ...], ...]
-) -> float:
-    """The end of the last action of these workers with so many micro-batches each."""
+) -> tuple[float, tuple[tuple[float, ...], ...]]:
+    """The end of the last action of these workers with so many micro-batches each, and when gradients are there."""
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
     members = [of_stage[where] for of_stage, where in zip(assignment.stages, piece, strict=True)]
     speeds = costs.speeds_of([rank for of_stage in members for rank in of_stage])
@@ -475,7 +530,8 @@ def _counts_s(
     forward_s, backward_s, weights_s = (tuple((seconds[stage] / speeds).tolist()) for seconds in kinds)
     late = (weights_s, assignment.put_off) if assignment.put_off else ((), ())
     order, limits = assignment.microbatch_order, assignment.limits
-    return _executed_s(counts, order, limits, forward_s, backward_s, tuple(delays), *late)
+    links_s = tuple(costs.link_s(cut - 1) for cut in assignment.layer_cuts[1:-1])
+    return _executed_s(counts, order, limits, forward_s, backward_s, tuple(delays), links_s, *late)
 
 
 @lru_cache(maxsize=1024)
@@ -486,11 +542,13 @@ def _executed_s(
     forward_s: tuple[float, ...],
     backward_s: tuple[float, ...],
     delays: tuple[float, ...],
+    links_s: tuple[float, ...],
     weights_s: tuple[float, ...],
     put_off: tuple[int, ...],
-) -> float:
+) -> tuple[float, tuple[tuple[float, ...], ...]]:
     owners, order = _owners(counts, microbatch_order)
-    return execute(owners, order, limits, forward_s, backward_s, delays, weights_s, put_off)[0]
+    run = execute(owners, order, limits, forward_s, backward_s, delays, weights_s, put_off, links_s)
+    return run.seconds, tuple(map(tuple, run.made_s))
 
 
 @lru_cache(maxsize=64)
@@ -506,7 +564,10 @@ def _owners(
 
 
 def executed_lists(assignment: Assignment, costs: CostModel) -> Schedule:
-    """The actions of every worker, in the order in which these costs make it execute them."""
+    """The actions of every worker, in the order in which these costs make it execute them.
+
+    Frequencies are planned by it, as if each message had a link for itself: in `timed_graph` none waits for another.
+    """
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
     forward_s, backward_s, weights_s = (
         {

@@ -10,10 +10,11 @@ from itertools import count
 from typing import Any
 
 from elaswave_spmd.scheduling.cost_model import CostModel
+from elaswave_spmd.scheduling.pipeline import SAME_S
 
 
 class Clock:
-    """A queue of calls in the order of virtual time; calls at equal times run in the order in which they were made."""
+    """A queue of calls in the order of virtual time."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -25,11 +26,11 @@ class Clock:
         heapq.heappush(self._heap, (time, next(self._numbers), do, args))
 
     def advance(self) -> bool:
-        """Runs all calls of the next time in the queue. Returns False when the queue is empty."""
+        """Runs all calls of the next moment in the queue. Returns False when the queue is empty."""
         if not self._heap:
             return False
         self.now = self._heap[0][0]
-        while self._heap and self._heap[0][0] == self.now:
+        while self._heap and self._heap[0][0] <= self.now + SAME_S:
             _, _, do, args = heapq.heappop(self._heap)
             do(*args)
         return True

@@ -27,7 +27,7 @@ from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
 from elaswave_spmd.scheduling.step_time import Assignment, step_time
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.simulator.changes import Change, remaining_share
-from elaswave_spmd.simulator.engine import FREE, execute
+from elaswave_spmd.simulator.engine import SHARED, execute
 from elaswave_spmd.simulator.recompute import recompute_step
 from elaswave_spmd.simulator.work import Work
 
@@ -222,7 +222,7 @@ def mean_recompute_s(healthy: Assignment, costs: CostModel, gone: Collection[int
     Args:
         now_s: seconds of a step that runs on the workers that are left from its start.
     """
-    whole = execute(Work.from_assignment(healthy), costs, wires=FREE)
+    whole = execute(Work.from_assignment(healthy), costs, wires=SHARED)
     whole_s, found = whole.step_s, []
     for moment in _MOMENTS:
         step = recompute_step(healthy, costs, gone, moment * whole_s, whole)

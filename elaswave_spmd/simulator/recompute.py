@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS, PipelineAction, in_flight_limits
 from elaswave_spmd.scheduling.step_time import Assignment
-from elaswave_spmd.simulator.engine import FREE, Run, execute
+from elaswave_spmd.simulator.engine import SHARED, Run, execute
 from elaswave_spmd.simulator.work import Span, Work
 
 
@@ -52,7 +52,7 @@ def recompute_step(
     if not all(stages):
         return None
     work = Work.from_assignment(assignment)
-    whole = undisturbed or execute(work, costs, wires=FREE)
+    whole = undisturbed or execute(work, costs, wires=SHARED)
     kept = tuple(span for span in whole.spans if span.stop <= at)
     done = frozenset(span.action for span in kept if span.worker not in lost)
     owners = tuple(
@@ -64,7 +64,7 @@ def recompute_step(
     left = replace(work, stages=stages, owners=owners, done=done, limits=limits, turns=())
     if not any(left.left().values()):
         return RecomputedStep(whole.step_s, kept, (), max(at, whole.step_s))
-    run = execute(left, costs, wires=FREE)
+    run = execute(left, costs, wires=SHARED)
     rest = tuple(span._replace(start=at + span.start, stop=at + span.stop) for span in run.spans)
     return RecomputedStep(whole.step_s, kept, rest, at + run.step_s)
 

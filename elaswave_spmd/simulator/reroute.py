@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.step_time import Assignment, reduction_tail_s, traffic_bytes
-from elaswave_spmd.simulator.engine import FREE, execute
+from elaswave_spmd.simulator.engine import SHARED, execute
 from elaswave_spmd.simulator.policies import Case, Outcome
 from elaswave_spmd.simulator.work import Work, owners_of
 
@@ -46,10 +46,10 @@ class Reroute:
             return Outcome(self.name, math.inf, 0, recovery_s, "a stage has lost all its workers")
         sizes = [len(members) for members in work.stages]
         tail_s = reduction_tail_s(work.layer_cuts, sizes, (), case.after, replace(case.rule, mirror_count=0))
-        orders = [execute(work, case.after, wires=FREE).step_s + tail_s]  # no optimizer is staggered here
+        orders = [execute(work, case.after, wires=SHARED).step_s + tail_s]  # no optimizer is staggered here
         if self.split:
             halves = replace(work, limits=_room(case, work), weight_share=0.5)
-            orders.append(execute(halves, case.after, wires=FREE, steps=2, by_stage=True).step_s)
+            orders.append(execute(halves, case.after, wires=SHARED, steps=2, by_stage=True).step_s)
         # Without losses it runs plain 1F1B, so its decoupled step must not count as faster than before the change.
         seconds = max(case.before_s, min(orders), _traffic_s(case, work))
         more = sum(rank in lost for of_stage in owners_of(case.healthy) for rank in of_stage)

@@ -44,6 +44,7 @@ class Sums:
         self._node_of: dict[tuple[int, int], int] = {}  # (stage, micro-batch) -> number of the tree node
         self._microbatches_of: list[int] = []
         self._nodes = [0] * work.num_stages
+        self._num_workers = sum(map(len, work.stages))
         for stage, owners in enumerate(work.owners):
             self._split(stage, owners, microbatch_order)
         self._missing: dict[tuple[int, int], int] = {}  # (step, node) -> micro-batches
@@ -95,7 +96,7 @@ class Sums:
         if left:
             return
         members = self._work.stages[stage]
-        mirrors = self._mirrors(len(members))
+        mirrors = self._rule.mirrors(len(members), self._num_workers)
         if not mirrors:
             self._layer_known(step)
             return
@@ -103,13 +104,6 @@ class Sums:
         for rank in members:
             num_bytes = self._costs.layers[layer].gradient_bytes / len(members) * mirrors
             self._links[rank].send(num_bytes, self._gradient_arrived, step, layer)
-
-    def _mirrors(self, size: int) -> int:
-        """The number of mirrors of a page."""
-        if not self._rule.state_is_sharded:
-            return size - 1
-        workers = sum(map(len, self._work.stages))
-        return min(self._rule.mirror_count, (size if size > 1 else workers) - 1)
 
     def _gradient_arrived(self, step: int, layer: int) -> None:
         self._sends_left[step, layer] -= 1
@@ -133,7 +127,8 @@ class Sums:
         for stage, members in enumerate(self._work.stages):
             size, time = len(members), self._clock.now
             # Mirrors apply the step themselves, so only the other members are sent parameters.
-            receivers = size - 1 - self._mirrors(size) if size > 1 and self._rule.state_is_sharded else 0
+            mirrors = self._rule.mirrors(size, self._num_workers)
+            receivers = size - 1 - mirrors if size > 1 and self._rule.state_is_sharded else 0
             for layer in range(*self._work.layer_cuts[stage : stage + 2]):
                 num_bytes = self._costs.layers[layer].value_bytes / size * receivers
                 if num_bytes:

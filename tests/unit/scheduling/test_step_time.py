@@ -88,8 +88,10 @@ def test_parts_stand_for_all_and_nothing_is_below_the_bound(case):
     graph = timed_graph(assignment, costs)
     whole = graph.makespan()
     found = step_time(assignment, costs)
-    assert found.how == EXACT and found.pipeline_s == pytest.approx(whole)
-    assert found.bottleneck_s <= found.bound_s * (1 + 1e-9) and found.bound_s <= whole * (1 + 1e-9)
+    assert found.how == EXACT
+    if not costs.layers[0].boundary_bytes:  # else messages wait for each other, as test_sim_engine.py has it
+        assert found.pipeline_s == pytest.approx(whole)
+    assert found.bottleneck_s <= found.bound_s * (1 + 1e-9) and found.bound_s <= found.pipeline_s * (1 + 1e-9)
     assert found.seconds == found.pipeline_s + found.tail_s
     assert found.tail_s <= 3 * costs.latency_s + 1e-9, "only messages wait where gradients have no bytes"
     loads = {
@@ -100,7 +102,7 @@ def test_parts_stand_for_all_and_nothing_is_below_the_bound(case):
     assert found.bottleneck_s == pytest.approx(max(loads.values()))
     assert loads[found.worker] == pytest.approx(found.bottleneck_s)
     estimate = step_time(assignment, costs, most_actions=0)
-    assert estimate.how == "lower bound" and estimate.seconds == estimate.bound_s + found.tail_s
+    assert estimate.how == "lower bound" and estimate.seconds == estimate.bound_s + estimate.tail_s
     assert estimate.bound_s == found.bound_s
     work = graph.work()
     assert work.tolist() == pytest.approx([loads[rank] for rank in graph.ranks])

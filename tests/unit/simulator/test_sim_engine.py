@@ -163,6 +163,20 @@ def test_a_step_takes_as_long_as_its_busiest_wire_and_as_its_actions(case, zero,
     assert idle.step_s == pytest.approx(step_time(assignment, nothing).pipeline_s)
 
 
+@given(assignments(), st.sampled_from([0, 1, 2]), st.integers(0, 2))
+@settings(max_examples=150, deadline=None)
+def test_a_plan_takes_what_is_executed(case, zero, mirrors):
+    """The pipeline with links that boundary tensors share; and the reduction, where no boundary tensor delays a sum."""
+    assignment, costs = case
+    work, rule, order = Work.from_assignment(assignment), rule_of(zero, mirrors), assignment.microbatch_order
+    assert step_time(assignment, costs, rule).pipeline_s == pytest.approx(execute(work, costs).step_s)
+    light = replace(costs, layers=tuple(replace(layer, boundary_bytes=0) for layer in costs.layers))
+    found = step_time(assignment, light, rule)
+    # The first step waits for no parameters of a step before it.
+    first_s = execute(work, light, rule=rule, microbatch_order=order).seconds[0]
+    assert found.pipeline_s + found.tail_s == pytest.approx(first_s)
+
+
 def test_hints_change_seconds_and_keep_to_an_order():
     assignment = assigned([1, 1], 4, costs_of([3.0, 3.0]))
     work, costs = Work.from_assignment(assignment), costs_of([3.0, 3.0])

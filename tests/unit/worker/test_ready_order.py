@@ -278,12 +278,12 @@ def test_the_simulated_step_of_plans_is_what_workers_do(sizes, num_microbatches,
     line.run()
     backward_s = [i + w for i, w in zip(input_s, weights_s, strict=True)]
     late = (weights_s, put_off) if any(put_off) else ((), ())
-    seconds, done = pipeline.execute(owners, turns, in_flight, forward_s, backward_s, delays, *late)
-    found = [[pipeline._kind_of(u, num_microbatches) for u in todo] for todo in done]  # pyright: ignore[reportPrivateUsage]
+    run = pipeline.execute(owners, turns, in_flight, forward_s, backward_s, delays, *late)
+    found = [[pipeline._kind_of(u, num_microbatches) for u in todo] for todo in run.done]  # pyright: ignore[reportPrivateUsage]
     by_rank: dict[int, list[tuple[str, int]]] = {}
     for _, action in line.begun:
         by_rank.setdefault(owners[action.stage][action.microbatch], []).append((action.kind, action.microbatch))
-    assert {rank: todo for rank, todo in enumerate(found) if todo} == by_rank and seconds == line.now
+    assert {rank: todo for rank, todo in enumerate(found) if todo} == by_rank and run.seconds == line.now
 
 
 @pytest.mark.parametrize("shape", ["pp3", "dp2_pp2", "pp4"])
