@@ -343,7 +343,8 @@ def test_limits_are_by_rule_until_costs_are_measured_and_then_those_of_plans() -
     assert max(found.in_flight) > max(by_rule.limits)
     known = priced(world.measured.costs, split)
     assert step_time(found, known).seconds < step_time(by_rule, known).seconds
-    assert plan_change(world.placement, known, 0, split=split).before == step_time(found, known, split.rule)
+    rule = MemoryRule(world.placement.shardings)
+    assert plan_change(world.placement, known, 0, split=split).before == step_time(found, known, rule)
 
 
 def test_limits_are_by_rule_as_long_as_nothing_is_known_to_last() -> None:
