@@ -682,6 +682,13 @@ class Timeouts(Section, group="timeouts"):
         )
 
     @property
+    def silent_link(self) -> float:
+        """Seconds without an acknowledgement after which a link between two workers on different machines counts as
+        lost. Longer than `suspect`, so that a machine that nobody hears is given up by its heartbeats first.
+        """
+        return 2 * self.suspect
+
+    @property
     def orphan_grace(self) -> float:
         """Seconds that workers may live after their controller: they wait for it, then they write a checkpoint."""
         return self.controller + self.shutdown

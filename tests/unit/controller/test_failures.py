@@ -505,7 +505,7 @@ def test_a_link_that_is_lost_between_two_living_workers_is_made_again_once() -> 
     assert not world.relinked
     world.live(0, 1)
     assert world.relinked == [({0, 1}, "the link between workers 0 and 1 was lost")] and not world.told
-    world.losses.link_closed(1, 0)
+    world.losses.link_closed(0, 1)
     world.live(0, 1)
     assert world.told == [(1, "the link between workers 0 and 1 was lost again")] and len(world.relinked) == 1
     assert world.reported == [1]
