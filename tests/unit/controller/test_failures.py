@@ -18,6 +18,7 @@ from elaswave_spmd.controller.events import (
     ExitsReported,
     FindCheckpoint,
     Kill,
+    LinkFailed,
     Received,
     Record,
     RecordLostWorker,
@@ -97,6 +98,8 @@ class World:
                     self.happens(ExitsReported())
                 case FindCheckpoint():
                     self.happens(CheckpointFound(self.checkpoint))
+                case LinkFailed(_, rank, reason):  # of workers on one machine
+                    self.do(self.losses.cannot_reach(rank, reason, self.now))
 
     def happens(self, event: Event) -> None:
         self.do(self.losses.decide_while_ending(event, self.now))
