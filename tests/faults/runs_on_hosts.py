@@ -10,7 +10,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -46,37 +46,37 @@ class RunOnHosts:
     Attributes:
         run: the controller's program, on node0.
         agents: host -> the program of its agent.
+        model: the words that choose the model.
     """
 
-    def __init__(self, network: Hosts, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, network: Hosts, folder: Path, stack: ExitStack, run_dir: Path) -> None:
         self.network = network
         self.folder = folder
+        self.run_dir = run_dir
+        self.watch = Watch(run_dir)
+        self.run: Program
         self.agents: dict[int, Program] = {}
         self._stack = stack
         self._ended: list[Program] = []
+        self._num_programs = 0
         self._token, self._go = folder / "token", folder / "go"
         self._token.touch(0o600)
         self._token.write_text(secrets.token_hex(16))
+        self.model = ["model.target=patient_model.PatientGPT", f"+model.args.go={self._go}"]
         for number in range(len(network)):
-            self._home(number).mkdir()
-            write_text(self._home(number))
-            patient_model.write(self._home(number), self._go)
+            self.home(number).mkdir()
+            write_text(self.home(number))
+            patient_model.write(self.home(number), self._go)
 
-    def _home(self, number: int) -> Path:
+    def home(self, number: int) -> Path:
         """The folder in which a host's programs are started."""
         return self.folder / host_name(number)
 
-    @property
-    def run_dir(self) -> Path:
-        return self._home(0) / "run"
-
     def start(self, *words: str, agents: Sequence[int] = (1, 2)) -> None:
         """Start the controller on node0, and agents on these hosts, which the run waits for."""
-        model = ["model.target=patient_model.PatientGPT", f"+model.args.go={self._go}"]
         several = [f"runtime.rendezvous={host_name(0)}:{PORT}", f"runtime.agents={len(agents)}"]
         several += ["runtime.local_workers=2", "runtime.transport=tcp", f"runtime.token_file={self._token}"]
-        self.run = self._program(0, sys.executable, str(TRAIN), *STEPS, *model, *several, *words)
-        self.watch = Watch(self.run_dir)
+        self.run = self._program(0, self.home(0), sys.executable, str(TRAIN), *STEPS, *self.model, *several, *words)
         for number in agents:
             self.start_agent(number)
 
@@ -84,14 +84,22 @@ class RunOnHosts:
         """Start an agent on a host."""
         agent = [sys.executable, "-m", "elaswave_spmd", "agent", f"{host_name(0)}:{PORT}"]
         agent += ["--token-file", str(self._token), "--workers", "2", *options]
+        self.adopt_agent(number, self._program(number, self.home(number), *agent))
+
+    def adopt_agent(self, number: int, agent: Program) -> None:
+        """An agent was started on a host; one that was there before has ended."""
         if number in self.agents:
             self._ended.append(self.agents[number])
-        self.agents[number] = self._program(number, *agent)
+        self.agents[number] = agent
 
-    def _program(self, number: int, *words: str) -> Program:
-        home = self._home(number)
-        command = self.network.command(number, *words, folder=home)
-        return self._stack.enter_context(program(command, self.folder / f"p{number}-{secrets.token_hex(2)}"))
+    def start_shell(self, number: int, text: str, environment: Mapping[str, str]) -> Program:
+        """Start a shell's commands on a host, in the folder of node0."""
+        return self._program(number, self.home(0), "bash", "-euo", "pipefail", "-c", text, environment=environment)
+
+    def _program(self, number: int, folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> Program:
+        command = self.network.command(number, *words, folder=folder)
+        self._num_programs += 1
+        return self._stack.enter_context(program(command, self.folder / f"p{self._num_programs}", environment))
 
     def wait(self, condition: Any) -> None:
         """Wait until the condition holds, while the run goes on."""
@@ -140,7 +148,11 @@ class RunOnHosts:
 
 
 @contextmanager
-def run_on_hosts() -> Iterator[RunOnHosts]:
-    """Three hosts without a run. All of it is ended at the end."""
+def run_on_hosts(run_dir: str = "run") -> Iterator[RunOnHosts]:
+    """Three hosts without a run. All of it is ended at the end.
+
+    Args:
+        run_dir: the run's directory in the folder of node0.
+    """
     with new_directory("h-") as folder, hosts() as network, ExitStack() as stack:  # its path is short, for sockets
-        yield RunOnHosts(network, folder, stack)
+        yield RunOnHosts(network, folder, stack, folder / host_name(0) / run_dir)

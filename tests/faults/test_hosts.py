@@ -7,8 +7,9 @@ import socket
 import pytest
 
 from benchmarks.bits import Outcome
+from benchmarks.namespaces import why_not
 from benchmarks.processes import new_directory
-from benchmarks.soak_hosts import CUT, CUT_SHORT, STOPPED, HostRun, why_not
+from benchmarks.soak_hosts import CUT, CUT_SHORT, STOPPED, HostRun
 from benchmarks.soak_runs import Place
 from elaswave_spmd.runtime.transport.tcp_retries import bound_retries
 
