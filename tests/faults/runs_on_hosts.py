@@ -31,11 +31,15 @@ IMPATIENT = ["timeouts.suspect=1", "timeouts.status=2", "timeouts.leave=4"]
 LOST = "the connection to the controller was lost"
 
 
-def undisturbed(folder: Path) -> Path:
-    """The directory of the same run on one worker."""
+def undisturbed(folder: Path, *words: str) -> Path:
+    """The directory of the same run on one worker.
+
+    Args:
+        words: beside STEPS.
+    """
     write_text(folder)
     (folder / "go").touch()
-    done = train(folder, *STEPS, "mesh=single", *patient_model.write(folder, folder / "go"))
+    done = train(folder, *STEPS, "mesh=single", *words, *patient_model.write(folder, folder / "go"))
     assert done.code == 0, done.err
     return folder / "run"
 

@@ -22,6 +22,9 @@ from tests.waiting import PATIENCE_S
 
 PAGE = DOCS / "several_machines.md"
 SECTION = "## Three machines, step by step"
+NUM_STEPS = "train.steps=400"
+SHORT_WAITS = ["+model.args.growth=1.05", "+model.args.longest_s=1"]
+"""Of the model: a machine that drains waits for two steps, and has 20 seconds."""
 
 
 def section_of_the_page() -> list[Block]:
@@ -48,7 +51,8 @@ def small_runs(ours: RunOnHosts) -> dict[str, str]:
     """The environment of the commands: where `train` is given the test's model and data."""
     programs = ours.folder / "programs"
     programs.mkdir()
-    words = [word for word in STEPS if not word.startswith("run.dir=")] + ours.model
+    others = [word for word in STEPS if not word.startswith(("run.dir=", "train.steps="))]
+    words = [*others, NUM_STEPS, *ours.model, *SHORT_WAITS]
     code = f"""\
 #!{sys.executable}
 import sys
@@ -66,7 +70,7 @@ def test_three_machines_as_the_page_has_them(tmp_path_factory: pytest.TempPathFa
     """Start, kill one machine, bring it back, drain the other one within 20 seconds, end."""
     if reason := why_not():
         pytest.skip(reason)
-    wanted = runs_on_hosts.undisturbed(tmp_path_factory.mktemp("alone"))
+    wanted = runs_on_hosts.undisturbed(tmp_path_factory.mktemp("alone"), NUM_STEPS)
     blocks = section_of_the_page()
     (_, train), (there, agent), (_, drain) = commands_of(blocks)
     other = 2
