@@ -648,6 +648,7 @@ class Timeouts(Section, group="timeouts"):
     `heartbeat` is also the longest time that one tick of a failure detector counts. `status`: in the middle of an
     action a worker has `progress_factor` times its usual duration, if that is longer. `start` counts from a worker's
     launch, or from the last layer that it compiled, and is also what its first action may take instead of `progress`.
+    Twice `suspect` without an acknowledgement ends a link between two workers over TCP, whose network has failed.
     `leave`: a worker whose leave takes longer counts as failed, unless it holds state that no other worker has.
     """
 

@@ -84,6 +84,11 @@ class RunOnHosts:
         for number in agents:
             self.start_agent(number)
 
+    def resume(self) -> None:
+        """Start a controller again that has ended, on node0."""
+        self._ended.append(self.run)
+        self.run = self._program(0, self.home(0), sys.executable, str(TRAIN), f"train.resume={self.run_dir}")
+
     def start_agent(self, number: int, *options: str) -> None:
         """Start an agent on a host."""
         agent = [sys.executable, "-m", "elaswave_spmd", "agent", f"{host_name(0)}:{PORT}"]
