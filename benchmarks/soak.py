@@ -31,10 +31,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import Result, parser, say
+from benchmarks.namespaces import why_not
 from benchmarks.processes import new_directory, stop_on_signals
 from benchmarks.soak_hosts import FAULTS as HOST_FAULTS
 from benchmarks.soak_hosts import MESHES as HOST_MESHES
-from benchmarks.soak_hosts import HostReport, run_hosts, why_not
+from benchmarks.soak_hosts import HostReport, run_hosts
 from benchmarks.soak_plans import KINDS, MOMENTS, draw
 from benchmarks.soak_runs import SETTINGS, Place, Report, run_plan
 

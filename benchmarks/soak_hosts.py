@@ -1,11 +1,7 @@
-"""Hosts for `soak --hosts`: network namespaces of this machine, joined by a bridge whose ports can be taken off it.
+"""Runs on three hosts for `soak --hosts`: the controller is on the first one, and one of the agents meets a fault.
 
-    controller 10.77.0.1 ---+
-    agent      10.77.0.2 ---+--- bridge, in a namespace of its own
-    agent      10.77.0.3 ---+
-
-A port that is taken off drops every packet and tells neither end: a cable that is cut behind a switch. Needs root, the
-program `ip`, and a kernel with namespaces and bridges; `why_not` says what is missing.
+The hosts are namespaces of this machine (namespaces.py). A link that is cut drops every packet and tells neither end: a
+cable that is cut behind a switch.
 """
 
 from __future__ import annotations
@@ -13,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.bits import Outcome, differences, read_outcome
+from benchmarks.namespaces import Hosts, host_address, hosts
 from benchmarks.processes import Program, new_directory, processes_with, program
 from benchmarks.soak_runs import Place, Watch
 
@@ -59,71 +55,6 @@ class HostReport:
     seconds: float = 0.0
 
 
-class Network:
-    """Three hosts on one bridge. All of it is gone after `close`."""
-
-    def __init__(self) -> None:
-        name = f"soak{secrets.token_hex(3)}"
-        self.hosts = [f"{name}-{number}" for number in range(3)]
-        self._bridge = f"{name}-b"
-        self._made: list[str] = []
-
-    def open(self) -> None:
-        """Makes namespaces, links and the bridge.
-
-        Raises:
-            OSError, subprocess.CalledProcessError: not on this machine.
-        """
-        for name in (self._bridge, *self.hosts):
-            _ip("netns", "add", name)
-            self._made.append(name)
-        _ip("-n", self._bridge, "link", "add", "name", "bridge0", "type", "bridge")
-        _ip("-n", self._bridge, "link", "set", "bridge0", "up")
-        for number, host in enumerate(self.hosts):
-            port = ("name", f"p{number}", "netns", self._bridge)
-            _ip("-n", host, "link", "add", "name", "eth0", "type", "veth", "peer", *port)
-            _ip("-n", host, "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
-            _ip("-n", host, "link", "set", "lo", "up")
-            _ip("-n", host, "link", "set", "eth0", "up")
-            _ip("-n", self._bridge, "link", "set", f"p{number}", "up", "master", "bridge0")
-
-    def address(self, number: int) -> str:
-        return f"10.77.0.{number + 1}"
-
-    def command(self, number: int, *words: str) -> list[str]:
-        """The words that run a command on a host. The process is the command's own."""
-        return ["ip", "netns", "exec", self.hosts[number], *words]
-
-    def cut(self, number: int) -> None:
-        """From now on the host's link drops everything."""
-        _ip("-n", self._bridge, "link", "set", f"p{number}", "nomaster")
-
-    def mend(self, number: int) -> None:
-        _ip("-n", self._bridge, "link", "set", f"p{number}", "master", "bridge0")
-
-    def close(self) -> None:
-        while self._made:
-            with contextlib.suppress(OSError, subprocess.CalledProcessError):
-                _ip("netns", "del", self._made.pop())
-
-
-def why_not() -> str:
-    """The reason why there can be no such hosts on this machine; empty if there can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    if shutil.which("ip") is None:
-        return "the program ip (iproute2) is not installed"
-    network = Network()
-    try:
-        network.open()
-    except (OSError, subprocess.CalledProcessError) as error:
-        told = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
-        return f"no network namespaces or bridges here: {told or error}"
-    finally:
-        network.close()
-    return ""
-
-
 class HostRun:
     """One run over three hosts, of which one meets a fault."""
 
@@ -132,51 +63,48 @@ class HostRun:
         self._place = place
         self._folder = folder
         self._watch = Watch(folder / "run")
-        self._network = Network()
         self._victim = 2
 
     def carry_out(self, standard: Outcome) -> HostReport:
         """Starts controller and agents, strikes a host, waits for all ends, and checks what must hold."""
         began = time.monotonic()
         try:
-            self._network.open()
             with contextlib.ExitStack() as stack:
-                run, agents = self._start(stack)
-                self._strike(run, agents[-1])
+                network = stack.enter_context(hosts())
+                run, agents = self._start(stack, network)
+                self._strike(run, agents[-1], network)
                 self._ends(run, agents)
             self._check(standard)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             self.report.problems.append(str(error))
-        finally:
-            self._network.close()
         self.report.told = Counter(event["event"] for event in self._watch.events)
         self.report.seconds = time.monotonic() - began
         return self.report
 
-    def _start(self, stack: contextlib.ExitStack) -> tuple[Program, list[Program]]:
+    def _start(self, stack: contextlib.ExitStack, network: Hosts) -> tuple[Program, list[Program]]:
         token = self._folder / "token"
         token.touch(0o600)
         token.write_text(secrets.token_hex(16))
-        meeting = f"{self._network.address(0)}:{_PORT}"
+        meeting = f"{host_address(0)}:{_PORT}"
         several = [f"runtime.rendezvous={meeting}", "runtime.agents=2", "runtime.local_workers=2"]
         several += ["runtime.transport=tcp", f"runtime.token_file={token}", f"run.dir={self._watch.run_dir}"]
         several += _PATIENT if self.report.fault == CUT_SHORT else ()
         several += [f"mesh={self.report.mesh}", *MESHES[self.report.mesh], "elastic.replace=true"]
         train = [sys.executable, "train.py", "run.tensorboard=false", *self._place.words(), *several]
-        run = stack.enter_context(self._program(0, train))
+        run = stack.enter_context(self._program(network, 0, train))
         agent = [sys.executable, "-m", "elaswave_spmd", "agent", meeting, "--token-file", str(token)]
-        agent += ["--timeout", "60", "--workers", "2", "--name"]
-        agents = [stack.enter_context(self._program(n, [*agent, f"host{n}"])) for n in (1, 2)]
+        agent += ["--timeout", "60", "--workers", "2"]
+        agents = [stack.enter_context(self._program(network, n, agent)) for n in (1, 2)]
         return run, agents
 
-    def _program(self, number: int, words: Sequence[str]) -> contextlib.AbstractContextManager[Program]:
+    def _program(self, network: Hosts, number: int, words: Sequence[str]) -> contextlib.AbstractContextManager[Program]:
         own = {name: self._folder / f"{name[0].lower()}{number}" for name in ("TMPDIR", "XDG_RUNTIME_DIR")}
         for path in own.values():
             path.mkdir(0o700, parents=True, exist_ok=True)
         environment = {name: str(path) for name, path in own.items()}
-        return program(self._network.command(number, *words), self._folder / f"h{number}", environment)
+        return program(network.command(number, *words), self._folder / f"h{number}", environment)
 
-    def _strike(self, run: Program, agent: Program) -> None:
+    def _strike(self, run: Program, agent: Program, network: Hosts) -> None:
         fault = self.report.fault
         run.wait(lambda: self._watch.step >= _BEGIN_STEP, _START_S)
         if fault == KILLED:
@@ -186,10 +114,10 @@ class HostRun:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP)
         else:
-            self._network.cut(self._victim)
+            network.cut(self._victim)
             if fault in _SECONDS:
                 time.sleep(_SECONDS[fault])
-                self._network.mend(self._victim)
+                network.mend(self._victim)
 
     def _ends(self, run: Program, agents: list[Program]) -> None:
         """Waits for the end of the run, of its agents, and of all their processes."""
@@ -239,7 +167,3 @@ def run_hosts(mesh: str, fault: str, place: Place, standard: Outcome, keep: Path
             with contextlib.suppress(OSError):
                 os.rename(folder, keep / f"hosts-{mesh}-{fault.replace(' ', '-')}-{os.getpid()}")
         return report
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)

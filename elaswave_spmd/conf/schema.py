@@ -648,6 +648,7 @@ class Timeouts(Section, group="timeouts"):
     `heartbeat` is also the longest time that one tick of a failure detector counts. `status`: in the middle of an
     action a worker has `progress_factor` times its usual duration, if that is longer. `start` counts from a worker's
     launch, or from the last layer that it compiled, and is also what its first action may take instead of `progress`.
+    Twice `suspect` without an acknowledgement ends a link between two workers over TCP, whose network has failed.
     `leave`: a worker whose leave takes longer counts as failed, unless it holds state that no other worker has.
     """
 
@@ -680,6 +681,13 @@ class Timeouts(Section, group="timeouts"):
             where=f"timeouts.{upper}={high:g} timeouts.{lower}={low:g}",
             fix=f"timeouts.{upper} of {least:g} or more" if times > 1 else f"timeouts.{upper} above {least:g}",
         )
+
+    @property
+    def silent_link(self) -> float:
+        """Seconds without an acknowledgement after which a link between two workers on different machines counts as
+        lost. Longer than `suspect`, so that a machine that nobody hears is given up by its heartbeats first.
+        """
+        return 2 * self.suspect
 
     @property
     def orphan_grace(self) -> float:

@@ -293,6 +293,19 @@ class EvictWorker:
 
 
 @dataclass(frozen=True)
+class LinkFailed:
+    """Two workers live and cannot reach each other, though their link was made again: one of them has to go.
+
+    Args:
+        rank: the one that goes, unless they are on two machines.
+    """
+
+    ends: frozenset[int]
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class GoBack:
     """The run begins again at a checkpoint, since what was committed after it may be wrong.
 
@@ -381,6 +394,7 @@ Action: TypeAlias = (
     | RecordLostWorker
     | Kill
     | EvictWorker
+    | LinkFailed
     | GoBack
     | Record
     | WriteCosts

@@ -29,6 +29,7 @@ from elaswave_spmd.controller.events import (
     FindCheckpoint,
     GoBack,
     Kill,
+    LinkFailed,
     Received,
     Record,
     RecordLostWorker,
@@ -400,9 +401,15 @@ class FailureHandler:
                 actions += self._protocol.relink(verdict.ends, verdict.reason)
             elif not self._policy.survives:
                 return [*actions, End(RunStopped(RunError(f"worker {verdict.lost}: {verdict.reason}")))]
-            else:
+            elif len(verdict.ends) == 1:
                 actions += self._declare_lost(verdict.lost, verdict.reason, now)
+            else:
+                actions.append(LinkFailed(verdict.ends, verdict.lost, verdict.reason))
         return actions
+
+    def cannot_reach(self, rank: int, reason: str, now: float) -> list[Action]:
+        """A worker and another one that stays cannot reach each other: it is lost."""
+        return self._declare_lost(rank, reason, now)
 
     # ---- the end of a run
 

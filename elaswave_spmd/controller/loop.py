@@ -39,6 +39,7 @@ from elaswave_spmd.controller.events import (
     Kill,
     LetAgentGo,
     LinkEnded,
+    LinkFailed,
     ManifestWritten,
     MoveRequested,
     Outcome,
@@ -286,7 +287,7 @@ class Controller:
                 return self._machines.came(event)
             case AgentReady():
                 # Those who are missing come first. Their starts are carried out before places are counted.
-                return [*self._machines.ready(event), *self._failures.replace_lost(now), UsePlaces()]
+                return [*self._machines.ready(event, now), *self._failures.replace_lost(now), UsePlaces()]
             case AgentGone():
                 return self._machines.gone(event)
             case AgentNotice(peer, _, within_s):
@@ -430,6 +431,11 @@ class Controller:
                 self._log.lost(rank, at, self._supervision.last_sign(rank, io.faulted_at(rank)))
             case EvictWorker(rank, reason):
                 return self._failures.computes_wrongly(rank, reason, now)
+            case LinkFailed(ends, rank, reason):
+                if ends <= self._roster.pids.keys():  # else what was decided before has settled it
+                    if (severed := self._machines.link_failed(action, io.machines(), now)) is not None:
+                        return severed
+                    return self._failures.cannot_reach(rank, reason, now)
             case GoBack():
                 return self._failures.go_back(action)
             case Committed(applied):

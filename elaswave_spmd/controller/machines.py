@@ -18,15 +18,30 @@ which may even outlive the cut. So an agent none of whose workers is heard any m
 of that, it joins again as a new one. Workers that are still starting tell nothing of their machine until they should
 have been ready, and go with it. Of an agent with one worker nobody can tell whether the worker hangs or the machine is
 gone; it is given up as well. Until that is known, nobody is started where a worker has fallen silent.
+
+The network may also fail between two machines that both reach the controller. Their workers cannot work together, so
+one machine has to go, and all of its workers at once: were it one worker after the other, each loss would cost the run
+another wait, and some of both machines might go. Its agent can be heard and joins again within a second. Its places are
+used after a pause, which is twice as long each time: while the network is as it was, each try costs the run a wait.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from elaswave_spmd.conf.schema import ElasticSettings
-from elaswave_spmd.controller.events import Action, AdmitAgent, DoubtAgent, GiveUpAgent, Record, RefuseAgent, Spawn
+from elaswave_spmd.controller.events import (
+    Action,
+    AdmitAgent,
+    DoubtAgent,
+    GiveUpAgent,
+    LinkFailed,
+    Record,
+    RefuseAgent,
+    Spawn,
+)
 from elaswave_spmd.controller.replacements import Replacements
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import ConfigError
@@ -36,8 +51,19 @@ from elaswave_spmd.runtime.processes.agents import AgentCame, AgentGone, AgentRe
 from elaswave_spmd.runtime.processes.fd_limit import fits_fd_limit
 from elaswave_spmd.runtime.processes.launcher import Machine
 
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 3600.0
+
 AGENT = "agent"
 """The event in which a run tells of its agents."""
+
+
+@dataclass(frozen=True)
+class _Pause:
+    """A machine is not used until a time, after so many seconds, for a reason."""
+
+    seconds: float
+    until: float
+    reason: str
 
 
 class Machines:
@@ -62,6 +88,8 @@ class Machines:
         self._replacements = replacements
         self._aim = elastic.max_workers or num_workers
         self._arrived: deque[AgentReady] = deque()  # agents whose places have not been looked at
+        self._paused: dict[str, _Pause] = {}  # by host
+        self._severed: set[int] = set()  # agents that were given up since workers there cannot reach others
 
     def came(self, event: AgentCame) -> list[Action]:
         """An agent asks to join."""
@@ -71,11 +99,15 @@ class Machines:
         error = ConfigError(what, rule=rule, where=f"the agent on {event.host}")
         return [RefuseAgent(event.peer, error), _record(event, "refused", f"{event.host} is refused: {what}", what)]
 
-    def ready(self, event: AgentReady) -> list[Action]:
+    def ready(self, event: AgentReady, now: float) -> list[Action]:
         """An agent has the run's data, and workers can be started there. `use_places` follows."""
         self._arrived.append(event)
         places = f"{event.places} place{'s' * (event.places > 1)}"
-        return [_record(event, "joined", f"{event.host} has joined, with {places} for workers")]
+        records: list[Action] = [_record(event, "joined", f"{event.host} has joined, with {places} for workers")]
+        if (pause := self._paused.get(event.host)) is not None and now < pause.until:
+            message = f"{event.host} is not used for {pause.until - now:.0f} s: {pause.reason}"
+            records.append(_record(event, "unused", message, pause.reason))
+        return records
 
     def gone(self, event: AgentGone) -> list[Action]:
         """An agent is lost, or did not get in. The ends of its workers are events of their own."""
@@ -101,6 +133,9 @@ class Machines:
             return []
         actions: list[Action] = []
         starts = 0
+        paused = [event for event in self._arrived if self._is_paused(event.host, now)]
+        for event in paused:
+            self._arrived.remove(event)
         while self._arrived:
             event = self._arrived.popleft()
             free = sum(machine.free for machine in machines if machine.agent == event.peer)
@@ -121,7 +156,45 @@ class Machines:
             if allowed < number:
                 self._arrived.appendleft(event)
                 break
+        self._arrived.extend(paused)
         return actions
+
+    def _is_paused(self, host: str, now: float) -> bool:
+        return host in self._paused and now < self._paused[host].until
+
+    def link_failed(self, failed: LinkFailed, machines: Sequence[Machine], now: float) -> list[Action] | None:
+        """Two workers cannot reach each other. If they are on two machines, one of these is given up.
+
+        That is an agent's, the one with fewer workers. None: they are on one machine, and so their network is.
+
+        Args:
+            machines: of the run, as they are now.
+        """
+        pids = self._roster.pids
+        own = next((machine for machine in machines if machine.agent is None), None)
+        places = {rank: machine for machine in machines if machine.agent is not None for rank in machine.ranks}
+        # A worker elsewhere that no machine has is one of a machine that was given up: its end is the next event.
+        ends = {rank: places.get(rank) or (None if pids[rank] is None else own) for rank in failed.ends}
+        if own is None or len({*ends.values()}) == 1:
+            return None
+        if None in ends.values() or any(machine and machine.agent in self._severed for machine in ends.values()):
+            return []
+        agents = [
+            (rank, machine) for rank, machine in ends.items() if machine is not None and machine.agent is not None
+        ]
+
+        def worth(end: tuple[int, Machine]) -> tuple[int, bool]:
+            return len(end[1].ranks & pids.keys()), end[0] != failed.rank
+
+        _, machine = min(agents, key=worth)
+        (other,) = {end for end in ends.values() if end is not None and end != machine}
+        assert machine.agent is not None
+        reason = f"its workers and those of {other.host} cannot reach each other ({failed.reason})"
+        before = self._paused.get(machine.host)
+        seconds = _FIRST_PAUSE_S if before is None else min(2 * before.seconds, _LONGEST_PAUSE_S)
+        self._paused[machine.host] = _Pause(seconds, now + seconds, reason)
+        self._severed.add(machine.agent)
+        return [GiveUpAgent(machine.agent, reason)]
 
     def fallen_silent(
         self, ranks: Collection[int], machines: Sequence[Machine], ready: Collection[int]

@@ -263,22 +263,25 @@ class Verdict:
 class BrokenLinks:
     """The links of a run that were reported lost.
 
-    Both directions of a pair may be reported; until the verdict that is one loss.
+    Both directions of a pair may be reported; until the verdict that is one loss. Each of them is made again once: a
+    network that has failed takes both along, and they are noticed one after the other.
     """
 
     def __init__(self) -> None:
         self._beats: dict[frozenset[int], dict[int, int]] = {}  # ends of a lost link -> heartbeats since, by end
-        self._linked_again: set[frozenset[int]] = set()
+        self._reported: dict[frozenset[int], set[tuple[int, ...]]] = {}  # and its directions that were reported
+        self._linked_again: set[tuple[int, ...]] = set()  # directions
 
     def closed(self, *ends: int) -> None:
-        """A link between two workers, or between the controller and one worker, is reported lost."""
+        """A link of one worker to another, or between the controller and one worker, is reported lost."""
         assert ends and len(set(ends)) == len(ends) <= 2, ends
         self._beats.setdefault(frozenset(ends), dict.fromkeys(ends, 0))
+        self._reported.setdefault(frozenset(ends), set()).add(ends)
 
     def forget(self, rank: int) -> None:
         """A worker is lost, or was let go: its links end with it."""
         for ends in [ends for ends in self._beats if rank in ends]:
-            del self._beats[ends]
+            del self._beats[ends], self._reported[ends]
 
     def heartbeat(self, rank: int) -> list[Verdict]:
         """A worker lives. Returns the verdicts on its lost links of which both ends are known to live by now."""
@@ -294,7 +297,8 @@ class BrokenLinks:
         return found
 
     def _judge(self, ends: frozenset[int]) -> Verdict:
-        if len(ends) == 1 or ends in self._linked_again:
+        directions = self._reported.pop(ends)
+        if len(ends) == 1 or directions & self._linked_again:
             return Verdict(ends, max(ends))
-        self._linked_again.add(ends)
+        self._linked_again |= directions
         return Verdict(ends, None)

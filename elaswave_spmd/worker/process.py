@@ -114,6 +114,7 @@ class WorkerProcess:
             host=spec.run.links.host,
             limits=message_limits(spec.run.links.payloads),
             life_fd=spec.life_fd,
+            silence_s=settings.timeouts.silent_link,
         )
         if why := self._links.why_not_shared:
             print(f"links of worker {rank} go over Unix sockets: memory is not shared, since {why}", file=sys.stderr)

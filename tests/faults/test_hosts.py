@@ -7,8 +7,9 @@ import socket
 import pytest
 
 from benchmarks.bits import Outcome
+from benchmarks.namespaces import why_not
 from benchmarks.processes import new_directory
-from benchmarks.soak_hosts import CUT, CUT_SHORT, STOPPED, HostRun, why_not
+from benchmarks.soak_hosts import CUT, CUT_20, CUT_SHORT, STOPPED, HostRun
 from benchmarks.soak_runs import Place
 from elaswave_spmd.runtime.transport.tcp_retries import bound_retries
 
@@ -23,7 +24,7 @@ def undisturbed() -> Outcome:
         return Place(folder, STEPS).undisturbed()
 
 
-@pytest.mark.parametrize(("mesh", "fault"), [("dp6", CUT), ("dp3_pp2", STOPPED)])
+@pytest.mark.parametrize(("mesh", "fault"), [("dp6", CUT), ("dp3_pp2", CUT_20), ("dp3_pp2", STOPPED)])
 def test_a_run_outlives_a_host(undisturbed: Outcome, mesh: str, fault: str) -> None:
     with new_directory("h-") as folder:  # its path is short, for sockets
         run = folder / "run"

@@ -1,26 +1,18 @@
-"""Hosts that are cut off until the run has given them up: network namespaces; their agents join again by themselves."""
+"""Hosts that the run gives up, and that come back: their agents join again by themselves."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
-import sys
+import signal
 from pathlib import Path
 
 import pytest
 
-from benchmarks.processes import new_directory, processes_with, program
-from benchmarks.soak_hosts import Network, why_not
-from benchmarks.soak_runs import Watch
-from tests.multiprocess import patient_model
-from tests.multiprocess.real_runs import SMALL, TRAIN, train, write_text
-from tests.multiprocess.test_agents import assert_same_bits
-from tests.waiting import PATIENCE_S, eventually
+from benchmarks.namespaces import CUT, Way, why_not
+from tests.faults import runs_on_hosts
+from tests.faults.runs_on_hosts import IMPATIENT, LOST, RunOnHosts, run_on_hosts
+from tests.waiting import PATIENCE_S
 
-STEPS = [*SMALL, "train.steps=60", "train.validate_every=0"]
-LOST = "the connection to the controller was lost"
-MEETING = "10.77.0.1:29400"
+CONTROLLERS, THERE, LAST = 0, 1, 2
 
 
 @pytest.fixture(scope="module")
@@ -28,56 +20,84 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of the same run on one worker."""
     if reason := why_not():
         pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("alone")
-    write_text(folder)
-    (folder / "go").touch()
-    done = train(folder, *STEPS, "mesh=single", *patient_model.write(folder, folder / "go"))
-    assert done.code == 0, done.err
-    return folder / "run"
+    return runs_on_hosts.undisturbed(tmp_path_factory.mktemp("alone"))
+
+
+def assert_given_up_and_used_again(ours: RunOnHosts, number: int) -> None:
+    """A host has lost its workers, who were no others, and the run has its size again."""
+    assert ours.ranks("fail") == {2 * number, 2 * number + 1} and ours.ranks("join") == {6, 7}
+    assert ours.agent_states(number) == ["lost", "joined", "used"], ours.watch.events
 
 
 @pytest.mark.parametrize("outlives", [True, False], ids=["the link outlives the cut", "the link is lost"])
 def test_a_host_that_is_cut_off_joins_again_when_the_network_is_back(undisturbed: Path, outlives: bool) -> None:
     """Its workers are given up when they have been silent for timeouts.suspect; TCP has half a minute."""
-    with new_directory("h-") as folder, contextlib.ExitStack() as stack:
-        network = Network()
-        stack.callback(network.close)
-        network.open()
-        token, go = folder / "token", folder / "go"
-        token.touch(0o600)
-        token.write_text(secrets.token_hex(16))
-        places = folder / "here", folder / "there"
-        for place in places:
-            place.mkdir()
-            write_text(place)
-            patient_model.write(place, go)
-        model = ["model.target=patient_model.PatientGPT", f"+model.args.go={go}"]
-        several = [f"runtime.rendezvous={MEETING}", "runtime.agents=1", "runtime.local_workers=2"]
-        several += ["runtime.transport=tcp", f"runtime.token_file={token}"]
-        words = [sys.executable, str(TRAIN), *STEPS, "mesh=dp4", *model, *several]
-        ours = ["env", "-C", str(places[0]), *words]
-        run = stack.enter_context(program(network.command(0, *ours), folder / "r"))
-        theirs = ["env", "-C", str(places[1]), sys.executable, "-m", "elaswave_spmd", "agent", MEETING]
-        theirs += ["--token-file", str(token), "--workers", "2", "--name", "host1"]
-        agent = stack.enter_context(program(network.command(1, *theirs), folder / "a"))
-        watch = Watch(places[0] / "run")
-
-        def ranks(kind: str) -> set[int]:
-            return {rank for event in watch.events if event["event"] == kind for rank in event["ranks"]}
-
-        run.wait(lambda: watch.step >= 2, PATIENCE_S)
-        network.cut(1)
-        run.wait(lambda: ranks("fail") == {2, 3}, PATIENCE_S)
+    with run_on_hosts() as ours:
+        ours.start("mesh=dp6", "sharding=zero3")
+        ours.wait(lambda: ours.watch.step >= 2)
+        ours.network.cut(LAST)
+        ours.wait(lambda: ours.ranks("fail") == {4, 5})
         if not outlives:
-            agent.wait(lambda: LOST in agent.log.read_text(errors="replace"), PATIENCE_S)
-        network.mend(1)
-        run.wait(lambda: ranks("join") == {4, 5}, PATIENCE_S)
-        go.touch()
-        run.finish(PATIENCE_S)
-        assert agent.process.wait(PATIENCE_S) == 0, agent.log.read_text(errors="replace")
-        eventually(lambda: not any(processes_with(each.mark) for each in (run, agent)))
-        assert_same_bits(places[0] / "run", undisturbed)
-        assert ranks("fail") == {2, 3}
-        states = [event["state"] for event in watch.events if event["event"] == "agent"]
-        assert states == ["lost", "joined", "used"], watch.events
-        assert not [path for path in folder.rglob("elaswave-*") if path.is_dir()], os.listdir(folder)
+            ours.wait(lambda: LOST in ours.output_of(LAST))
+        ours.network.mend(LAST)
+        ours.wait(lambda: ours.ranks("join") == {6, 7})
+        ours.finish(undisturbed, {THERE: 0, LAST: 0})
+        assert_given_up_and_used_again(ours, LAST)
+
+
+@pytest.mark.parametrize("way", [(LAST, CONTROLLERS), (CONTROLLERS, LAST)], ids=["is not heard", "hears nothing"])
+def test_a_host_that_is_cut_off_from_the_controller_in_one_direction(undisturbed: Path, way: tuple[int, int]) -> None:
+    """It reaches the third host all the time. Nobody there takes anything of it any more."""
+    with run_on_hosts() as ours:
+        ours.start("mesh=dp6", "sharding=zero3", *IMPATIENT)
+        ours.wait(lambda: ours.watch.step >= 2)
+        ours.network.set_way(*way, CUT)
+        ours.wait(lambda: ours.ranks("fail") == {4, 5})
+        ours.wait(lambda: ours.watch.step >= 6)
+        ours.network.set_way(*way, Way())
+        ours.wait(lambda: ours.ranks("join") == {6, 7})
+        ours.finish(undisturbed, {THERE: 0, LAST: 0})
+        assert_given_up_and_used_again(ours, LAST)
+
+
+def test_a_host_whose_cable_is_pulled_joins_again_when_it_is_plugged_in(undisturbed: Path) -> None:
+    """Its own programs are told that there is no way to the others."""
+    with run_on_hosts() as ours:
+        ours.start("mesh=dp3_pp2", "sharding=zero1", "mirror.count=2", *IMPATIENT)
+        ours.wait(lambda: ours.watch.step >= 2)
+        ours.network.pull_cable(LAST)
+        ours.wait(lambda: ours.ranks("fail") == {4, 5})
+        ours.network.plug_in(LAST)
+        ours.wait(lambda: ours.ranks("join") == {6, 7})
+        ours.finish(undisturbed, {THERE: 0, LAST: 0})
+        assert_given_up_and_used_again(ours, LAST)
+
+
+def test_a_host_that_stood_still_and_goes_on_after_it_was_given_up(undisturbed: Path) -> None:
+    """Its workers go on in the middle of an old step. Whatever they send, or write, counts nowhere."""
+    with run_on_hosts() as ours:
+        ours.start("mesh=dp6", "sharding=zero3", "checkpoint.every=4", *IMPATIENT)
+        ours.wait(lambda: ours.watch.step >= 2)
+        ours.signal(LAST, signal.SIGSTOP)
+        ours.wait(lambda: ours.ranks("fail") == {4, 5})
+        ours.wait(lambda: ours.watch.step >= 6)
+        ours.signal(LAST, signal.SIGCONT)
+        ours.wait(lambda: ours.ranks("join") == {6, 7})
+        ours.finish(undisturbed, {THERE: 0, LAST: 0})
+        assert_given_up_and_used_again(ours, LAST)
+
+
+def test_a_controller_that_is_cut_off_from_all_others_ends_and_gets_its_agents_back_when_it_is_resumed(
+    undisturbed: Path,
+) -> None:
+    """It cannot tell its own network from theirs. They take nothing on: without it, no step is decided."""
+    with run_on_hosts() as ours:
+        ours.start("mesh=dp6", "sharding=zero3", "checkpoint.every=2", *IMPATIENT)
+        ours.wait(lambda: ours.events("checkpoint"))
+        ours.network.cut(CONTROLLERS)
+        assert ours.run.process.wait(PATIENCE_S) == 1
+        assert "the run cannot go on: all replicas of" in ours.run.log.read_text(errors="replace")
+        ours.network.mend(CONTROLLERS)
+        ours.let_go()
+        ours.resume()
+        ours.finish(undisturbed, {THERE: 0, LAST: 0})

@@ -20,22 +20,27 @@ FAST_STEPS, FIRST_S, GROWTH, LONGEST_S = 5, 0.02, 1.3, 5.0
 
 
 class PatientGPT(GPT):
-    """A GPT that waits for the file `go`."""
+    """A GPT that waits for the file `go`.
 
-    def __init__(self, *, go: str, **sizes: Any) -> None:
+    Args:
+        growth: of the waits, from one step to the next.
+        longest_s: the longest of them.
+    """
+
+    def __init__(self, *, go: str, growth: float = GROWTH, longest_s: float = LONGEST_S, **sizes: Any) -> None:
         super().__init__(**sizes)
-        wait_for(next(iter(self.layers)), go)
+        wait_for(next(iter(self.layers)), go, growth, longest_s)
 
 
-def wait_for(layer: nn.Module, go: str) -> None:
+def wait_for(layer: nn.Module, go: str, growth: float = GROWTH, longest_s: float = LONGEST_S) -> None:
     """Let a layer that is given keys wait for the file `go` before its forward."""
-    layer.register_forward_pre_hook(partial(_wait, Path(go)))
+    layer.register_forward_pre_hook(partial(_wait, Path(go), growth, longest_s))
 
 
-def _wait(go: Path, _: nn.Module, given: tuple[Any, ...]) -> None:
+def _wait(go: Path, growth: float, longest_s: float, _: nn.Module, given: tuple[Any, ...]) -> None:
     slow_steps = int(given[1].step) - FAST_STEPS
     if slow_steps > 0 and not go.exists():
-        time.sleep(min(FIRST_S * GROWTH**slow_steps, LONGEST_S))
+        time.sleep(min(FIRST_S * growth**slow_steps, longest_s))
 
 
 def write(folder: Path, go: Path) -> list[str]:

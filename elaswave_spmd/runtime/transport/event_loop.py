@@ -7,6 +7,7 @@ import os
 import selectors
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -33,6 +34,8 @@ class EventLoop:
         life_fd: read end of the controller's life pipe, or None.
         on_controller_lost: called when the life pipe ends.
         others: more descriptors to wait for: what is called when one is readable.
+        look: what is called now and then, or None.
+        look_s: from one look to the next.
 
     All callables run in this thread and must not block.
     """
@@ -47,6 +50,8 @@ class EventLoop:
         life_fd: int | None,
         on_controller_lost: Callable[[], None],
         others: Mapping[int, Callable[[], None]],
+        look: Callable[[], None] | None = None,
+        look_s: float = 1.0,
     ) -> None:
         self._pull = pull
         self._reader = reader
@@ -54,6 +59,9 @@ class EventLoop:
         self._file = file
         self._reject = reject
         self._on_controller_lost = on_controller_lost
+        self._look = look
+        self._look_s = look_s
+        self._next_look = time.monotonic() + look_s
         self._monitors: dict[zmq.Socket[bytes], Callable[[int, int], None]] = {}
         self._pending_work: deque[Callable[[], None]] = deque()
         self._stopping = False
@@ -93,8 +101,9 @@ class EventLoop:
         if self._admission is not None:
             self._admission.answer()
         while not self._stopping:
-            for key, _ in self._selector.select(0 if pending else None):
+            for key, _ in self._selector.select(0 if pending else self._patience_s()):
                 key.data()
+            self._look_if_due()
             while self._pending_work:
                 self._pending_work.popleft()()
             pending = self._drain_pull()
@@ -106,6 +115,15 @@ class EventLoop:
         if self._admission is not None:
             self._admission.close()
         self._selector.close()
+
+    def _patience_s(self) -> float | None:
+        """How long to wait for events; None: for ever."""
+        return None if self._look is None else max(0.0, self._next_look - time.monotonic())
+
+    def _look_if_due(self) -> None:
+        if self._look is not None and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + self._look_s
+            self._look()
 
     def close_wake_pipe(self) -> None:
         """Close the wake pipe, after the thread has ended. Not in the thread: others may be about to write."""

@@ -61,6 +61,7 @@ from elaswave_spmd.runtime.transport.rings import MEMORY_BYTES, Bell, BellRope, 
 from elaswave_spmd.runtime.transport.shared_inbox import SharedInbox
 from elaswave_spmd.runtime.transport.shared_memory import MemoryLocation, SharedMemory, why_unsupported
 from elaswave_spmd.runtime.transport.tcp_retries import bound_retries
+from elaswave_spmd.runtime.transport.tcp_silence import Silence
 
 SOCKETS = "elaswave-"
 """How the names of directories of sockets begin."""
@@ -91,6 +92,7 @@ HANDSHAKE_MS = 10_000
 _MESSAGE, _SHARE, _MAPPED = 0, 0x81, 0x82
 _SHARED_RING = struct.Struct("<iiQQQ")  # pid, descriptor, inode and bytes of the memory, offset of this link's ring
 _MAPPED_LINK = struct.Struct("<Ii")  # number of the link, pid of the receiver
+_LOOKS = 10  # in the time after which a silent link is closed
 _BELL = ".bell"
 # Addresses that peers report. Names of hosts are none: libzmq's thread would wait for a name server, and all links too.
 _IPC_ADDRESS = re.compile(r"ipc:///[^\0]+")
@@ -217,6 +219,8 @@ class _Link:
         self.shared = shared
         self.copies_payloads = False
         self.up = threading.Event()  # set after the handshake, or when the link is closed
+        self.fd: int | None = None  # of the connection, over TCP; of the event-loop thread
+        self.silence = Silence()
         self.bytes_sent = 0
         self.messages_sent = 0
         self._me = me
@@ -315,6 +319,9 @@ class Links:
         host: address that tcp binds and reports to peers.
         limits: of the messages that are taken; others are dropped and counted.
         life_fd: read end of a pipe whose write end only the controller holds; its end files `ControllerLost`.
+        silence_s: of tcp: a link to a worker is closed if it is not connected within so long, or if nothing of what was
+            sent over it has been acknowledged for so long; None: both may take any time. The controller's is not
+            looked at: who is cut off from the controller is given up there.
 
     Raises:
         ConfigError: unknown transport, a directory that is missing, not private or has too long a path, or an address
@@ -337,6 +344,7 @@ class Links:
         host: str = "127.0.0.1",
         limits: MessageLimits = MessageLimits(),  # noqa: B008  (frozen)
         life_fd: int | None = None,
+        silence_s: float | None = None,
     ) -> None:
         _check(transport, directory)
         assert (transport == "tcp") == (credentials is not None), "links over tcp have credentials, others have none"
@@ -345,6 +353,7 @@ class Links:
         self._credentials = credentials
         self._copies_payloads = transport == "shm"
         self._frame_bytes = FRAME_BYTES if transport == "tcp" else None
+        self._silence_s = silence_s if transport == "tcp" else None
         self._limits = limits
         self._rejected: Counter[str] = Counter()
         self._mailbox = mailbox
@@ -378,7 +387,16 @@ class Links:
         lost = ControllerLost()
         others: dict[int, Callable[[], None]] = {} if self._bell is None else {self._bell.fd: self._on_bell}
         self._loop = EventLoop(
-            self._pull, reader, admission, self._file, self._on_rejected, life_fd, lambda: mailbox.put(lost), others
+            self._pull,
+            reader,
+            admission,
+            self._file,
+            self._on_rejected,
+            life_fd,
+            lambda: mailbox.put(lost),
+            others,
+            None if self._silence_s is None else self._close_silent,
+            (self._silence_s or 0.0) / _LOOKS,
         )
         if credentials is not None:
             self._watch_strangers()
@@ -400,6 +418,8 @@ class Links:
                 return
             socket = self._new_socket(zmq.PUSH)
             socket.setsockopt(zmq.RECONNECT_IVL, -1)  # never: see the invariant at the top
+            if self._silence_s is not None and peer != CONTROLLER:
+                socket.setsockopt(zmq.CONNECT_TIMEOUT, int(1e3 * self._silence_s))  # the kernel tries for minutes
             if self._credentials is not None:
                 self._credentials.secure_client(socket)
             self._num_connects += 1
@@ -617,11 +637,27 @@ class Links:
         """Handle an event of a link's monitor. Event-loop thread."""
         if event & zmq.EVENT_CONNECTED:
             if self._credentials is not None:
+                link.fd = value
                 bound_retries(value, self._GIVE_UP_S)
             return
         if event & zmq.EVENT_HANDSHAKE_SUCCEEDED:
             link.up.set()
             return
+        self._end(link)
+
+    def _close_silent(self) -> None:
+        """Close the links to workers that acknowledge nothing any more. Event-loop thread."""
+        assert self._silence_s is not None
+        now = time.monotonic()
+        with self._edit:
+            links = [link for link in self._links.values() if link.peer != CONTROLLER and link.fd is not None]
+        for link in links:
+            if link.fd is not None and link.silence.seconds(link.fd, now) >= self._silence_s:
+                self._end(link)
+
+    def _end(self, link: _Link) -> None:
+        """A link has ended. Event-loop thread."""
+        link.fd = None
         # Closing frees what is queued for the dead; the entry stays, so that send() goes on answering False.
         was_open = link.close()
         with self._edit:

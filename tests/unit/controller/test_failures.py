@@ -18,6 +18,7 @@ from elaswave_spmd.controller.events import (
     ExitsReported,
     FindCheckpoint,
     Kill,
+    LinkFailed,
     Received,
     Record,
     RecordLostWorker,
@@ -97,6 +98,8 @@ class World:
                     self.happens(ExitsReported())
                 case FindCheckpoint():
                     self.happens(CheckpointFound(self.checkpoint))
+                case LinkFailed(_, rank, reason):  # of workers on one machine
+                    self.do(self.losses.cannot_reach(rank, reason, self.now))
 
     def happens(self, event: Event) -> None:
         self.do(self.losses.decide_while_ending(event, self.now))
@@ -505,7 +508,7 @@ def test_a_link_that_is_lost_between_two_living_workers_is_made_again_once() -> 
     assert not world.relinked
     world.live(0, 1)
     assert world.relinked == [({0, 1}, "the link between workers 0 and 1 was lost")] and not world.told
-    world.losses.link_closed(1, 0)
+    world.losses.link_closed(0, 1)
     world.live(0, 1)
     assert world.told == [(1, "the link between workers 0 and 1 was lost again")] and len(world.relinked) == 1
     assert world.reported == [1]

@@ -9,7 +9,16 @@ import pytest
 
 from elaswave_spmd.conf.schema import ElasticSettings
 from elaswave_spmd.controller import machines as module
-from elaswave_spmd.controller.events import Action, AdmitAgent, DoubtAgent, GiveUpAgent, Record, RefuseAgent, Spawn
+from elaswave_spmd.controller.events import (
+    Action,
+    AdmitAgent,
+    DoubtAgent,
+    GiveUpAgent,
+    LinkFailed,
+    Record,
+    RefuseAgent,
+    Spawn,
+)
 from elaswave_spmd.controller.machines import Machines
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.roster import Roster
@@ -37,7 +46,7 @@ class World:
 
     def come(self, places: int, *, used: int = 0, peer: int = -5) -> list[tuple[int, ...]]:
         """An agent on host b is ready. Returns the ranks that are started there, by the order."""
-        (record,) = self.machines.ready(AgentReady(peer, "b", places))
+        (record,) = self.machines.ready(AgentReady(peer, "b", places), 0.0)
         assert isinstance(record, Record) and record.fields["state"] == "joined"
         return self.use(Machine(peer, "b", places, frozenset(range(100, 100 + used))))
 
@@ -122,7 +131,7 @@ def test_places_that_cannot_be_used_are_told(monkeypatch: pytest.MonkeyPatch) ->
     world = World()
     world.lose(1)
     monkeypatch.setattr(module, "fits_fd_limit", lambda workers: workers < 4)
-    world.machines.ready(AgentReady(-5, "b", 2))
+    world.machines.ready(AgentReady(-5, "b", 2), 0.0)
     (record,) = world.machines.use_places([Machine(-5, "b", 2)], 0.0)
     assert isinstance(record, Record) and record.fields["state"] == "unused" and "ulimit -n" in str(record.fields)
 
@@ -153,7 +162,7 @@ def test_an_agent_that_comes_back_for_ever_gets_no_more_workers_than_the_limit_a
     for turn in range(4):  # its one worker hangs each time, it is given up, and joins again
         world.lose(3 + turn)
         world.machines.gone(AgentGone(-5 - turn, "b", 1, True, "given up"))
-        world.machines.ready(AgentReady(-6 - turn, "b", 1))
+        world.machines.ready(AgentReady(-6 - turn, "b", 1), 0.0)
         found = world.machines.use_places([Machine(-6 - turn, "b", 1)], 10.0 * turn)
         for action in found:
             if isinstance(action, Spawn):
@@ -187,7 +196,7 @@ def test_starts_on_machines_that_come_and_replacements_have_one_limit() -> None:
 def test_places_beyond_the_limit_are_used_when_the_minute_has_passed() -> None:
     world = World(replacements_per_minute=2)
     world.lose(0, 1, 2)
-    world.machines.ready(AgentReady(-5, "b", 4))
+    world.machines.ready(AgentReady(-5, "b", 4), 0.0)
     spawn, used, held_back = world.machines.use_places([Machine(-5, "b", 4)], 0.0)
     assert spawn == Spawn((4, 5), host="b") and states([used]) == ["used"]
     assert isinstance(held_back, Record) and held_back.kind == "replacements" and held_back.fields["missing"] == 1
@@ -255,6 +264,80 @@ def test_workers_that_are_not_ready_in_time_count_as_silent() -> None:
     assert given_up(silent(world, machines, 5)) == [-2]
     world.roster.add(6, None)
     assert not given_up(silent(world, [Machine(-3, "c", 4, frozenset({3, 6}))], 6)), "worker 3 lives there"
+
+
+HERE, B, C = (
+    Machine(None, "a", None),
+    Machine(-2, "b", 2, frozenset({1, 2})),
+    Machine(-3, "c", 2, frozenset({3, 4})),
+)
+
+
+def severed(world: World, machines: list[Machine], *ends: int, now: float = 0.0) -> list[Action] | None:
+    """Two workers cannot reach each other. Returns what becomes of their machines."""
+    failed = LinkFailed(frozenset(ends), max(ends), "the link was lost again")
+    return world.machines.link_failed(failed, machines, now)
+
+
+def spread() -> World:
+    """Workers 0 here, 1 and 2 on host b, 3 and 4 on host c."""
+    world = World()
+    world.roster.remove(0)
+    world.roster.add(0, 4711)
+    world.roster.add(4, None)
+    return world
+
+
+def test_of_two_machines_that_cannot_reach_each_other_one_goes() -> None:
+    world = spread()
+    (action,) = severed(world, [HERE, B, C], 1, 4) or []
+    assert isinstance(action, GiveUpAgent) and action.peer == -3
+    assert action.reason == "its workers and those of b cannot reach each other (the link was lost again)"
+    assert severed(world, [HERE, B, C], 2, 3) == [], "before the order is carried out"
+    assert severed(world, [HERE, B], 2, 3) == [], "before the ends of its workers are known"
+
+
+def test_the_machine_with_fewer_workers_goes_and_never_that_of_the_controller() -> None:
+    world = spread()
+    world.lose(1)
+    assert given_up(severed(world, [HERE, B, C], 2, 4) or []) == [-2]
+    world = spread()
+    assert given_up(severed(world, [HERE, B, C], 0, 3) or []) == [-3]
+
+
+def test_workers_of_one_machine_are_judged_by_themselves() -> None:
+    world = spread()
+    assert severed(world, [HERE, B, C], 3, 4) is None and severed(world, [], 1, 3) is None
+    world.roster.add(5, 4712)
+    assert severed(world, [HERE, B, C], 0, 5) is None
+
+
+def test_a_machine_that_was_cut_off_is_used_after_a_pause_that_grows() -> None:
+    world = spread()
+    world.lose(0, 3)
+    for turn, (now, seconds) in enumerate(((0.0, 60.0), (100.0, 120.0), (300.0, 240.0))):
+        last = Machine(-3 - turn, "c", 2, C.ranks)
+        assert given_up(severed(world, [HERE, B, last], 1, 4, now=now) or []) == [last.agent]
+        back = Machine(-4 - turn, "c", 2)
+        joined, unused = world.machines.ready(AgentReady(-4 - turn, "c", 2), now + 1.0)
+        assert states([joined, unused]) == ["joined", "unused"] and isinstance(unused, Record)
+        assert str(unused.fields["message"]).startswith(f"c is not used for {seconds - 1:.0f} s: its workers and those")
+        assert world.machines.use_places([HERE, B, back], now + seconds - 0.1) == [] and world.machines.has_arrivals
+        if turn == 2:
+            spawn, _ = world.machines.use_places([HERE, B, back], now + seconds)
+            assert isinstance(spawn, Spawn) and spawn.host == "c" and not world.machines.has_arrivals
+        else:
+            world.machines.gone(AgentGone(-4 - turn, "c", 2, True, "given up"))
+
+
+def test_other_machines_are_used_meanwhile() -> None:
+    world = spread()
+    world.lose(0, 3)
+    severed(world, [HERE, B, C], 1, 4)
+    world.machines.ready(AgentReady(-4, "c", 2), 1.0)
+    world.machines.ready(AgentReady(-5, "b", 1), 1.0)
+    spawn, _ = world.machines.use_places([HERE, Machine(-4, "c", 2), Machine(-5, "b", 1)], 1.0)
+    assert isinstance(spawn, Spawn) and spawn.host == "b" and world.machines.has_arrivals
 
 
 def test_a_run_that_is_not_elastic_gives_no_machine_up() -> None:

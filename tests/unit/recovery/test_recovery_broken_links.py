@@ -20,7 +20,7 @@ def test_a_pair_is_linked_again_once_and_then_the_higher_rank_goes() -> None:
     assert verdict == Verdict(frozenset((2, 5)), None)
     assert verdict.reason == "the link between workers 2 and 5 was lost"
     assert beats(links, 2, 5, 2, 5, 2, 5) == [], "said once"
-    links.closed(5, 2)
+    links.closed(2, 5)
     (verdict,) = beats(links, 2, 2, 5, 5)
     assert verdict == Verdict(frozenset((2, 5)), 5)
     assert verdict.reason == "the link between workers 2 and 5 was lost again"
@@ -47,6 +47,18 @@ def test_both_directions_are_one_loss() -> None:
     links.heartbeat(0)
     links.closed(1, 0)
     assert len(beats(links, 1, 0, 1, 0, 1)) == 1
+
+
+def test_the_other_direction_may_be_noticed_later_and_is_made_again_as_well() -> None:
+    """A cut between two machines takes both, and each is found silent when its sender has had something to send."""
+    links = BrokenLinks()
+    links.closed(2, 5)
+    assert [verdict.lost for verdict in beats(links, 2, 5, 2, 5)] == [None]
+    links.closed(5, 2)
+    assert [verdict.lost for verdict in beats(links, 2, 5, 2, 5)] == [None]
+    links.closed(2, 5)
+    links.closed(5, 2)
+    assert [verdict.lost for verdict in beats(links, 2, 5, 2, 5)] == [5]
 
 
 def test_pairs_are_counted_apart() -> None:
@@ -76,20 +88,24 @@ def test_nobody_is_judged_without_two_heartbeats_of_each_end(story: list[tuple[s
     """Against the whole history."""
     links = BrokenLinks()
     reported: dict[frozenset[int], list[int]] = {}
-    judged: list[frozenset[int]] = []
+    directions: dict[frozenset[int], set[tuple[int, int]]] = {}
+    judged: set[tuple[int, int]] = set()
     for what, a, b in story:
         if what == "closed" and a != b:
             links.closed(a, b)
             reported.setdefault(frozenset((a, b)), [])
+            directions.setdefault(frozenset((a, b)), set()).add((a, b))
         elif what == "forget":
             links.forget(a)
             reported = {ends: seen for ends, seen in reported.items() if a not in ends}
+            directions = {ends: found for ends, found in directions.items() if a not in ends}
         elif what == "beat":
             for seen in reported.values():
                 seen.append(a)
             for verdict in links.heartbeat(a):
                 seen = reported.pop(verdict.ends)
                 assert all(seen.count(rank) >= 2 for rank in verdict.ends)
-                assert verdict.lost == (max(verdict.ends) if verdict.ends in judged else None)
-                judged.append(verdict.ends)
+                found = directions.pop(verdict.ends)
+                assert verdict.lost == (max(verdict.ends) if found & judged else None)
+                judged |= found
             assert not any(all(seen.count(rank) >= 2 for rank in ends) for ends, seen in reported.items())
