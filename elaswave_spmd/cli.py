@@ -124,9 +124,12 @@ def _train() -> int:
         if not show:
             _first_line()
         with signals.held():  # inside Hydra an exception of ours can turn into another one
-            from elaswave_spmd.controller.torchrun import Run, Serve, start_of, take_out  # imports Hydra
+            from elaswave_spmd.controller.on_ray.job import controller_settings, job_of  # imports Hydra
+            from elaswave_spmd.controller.torchrun import End, Run, Serve, start_of, take_out
 
-            start = start_of(words, os.environ)
+            job = None if show else job_of(words, os.environ, os.getcwd())
+            of_ray = controller_settings(words, os.environ)
+            start = Run(of_ray) if of_ray is not None else End("") if job is not None else start_of(words, os.environ)
         signals.check()
         if show:
             with _reader_may_leave():
@@ -137,7 +140,11 @@ def _train() -> int:
             take_out(os.environ)
         if isinstance(start, Run):
             return _run(start.settings, signals)
-    # Outside the `with`: an agent answers signals in its own way.
+    # Outside the `with`: an agent answers signals in its own way, and so does a command that follows a run on Ray.
+    if job is not None:
+        from elaswave_spmd.controller.on_ray.command import run_on_ray
+
+        return run_on_ray(job)
     return _serve(start.arguments, "elaswave-spmd") if isinstance(start, Serve) else DONE
 
 

@@ -1,0 +1,170 @@
+"""A Ray cluster for a test, and the commands that are typed beside it. Nothing of either is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.processes import processes_with
+from elaswave_spmd.run_dir import read_events
+from tests.multiprocess.real_runs import Done
+from tests.waiting import PATIENCE_S, eventually
+
+ROOT = Path(__file__).parents[2]
+MONITOR, AUTH, TOKEN_PATH = "RAY_memory_monitor_refresh_ms", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"
+
+
+class Raylets:
+    """A cluster whose head takes no agents.
+
+    Args:
+        environment: of the cluster's processes.
+        temporary: a folder with a short path: the names of Ray's sockets are long.
+    """
+
+    def __init__(self, environment: dict[str, str], temporary: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("cluster_process.py")), str(temporary)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(temporary / "stderr").open("w"),
+            text=True,
+            start_new_session=True,
+        )
+        self._errors = temporary / "stderr"
+        self.address = str(self.ask(address=None))
+
+    def ask(self, **order: object) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        while line := self._process.stdout.readline():
+            if line.startswith("{"):  # Ray prints lines of its own
+                answer = json.loads(line)
+                assert "error" not in answer, answer
+                return answer["answer"]
+        raise AssertionError(f"the cluster has ended: {self._errors.read_text()}")
+
+    def add(self, cpus: int = 1) -> str:
+        return self.ask(add=cpus)
+
+    def end(self) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.communicate(timeout=60)
+
+
+class Command:
+    """The command that hands a run to Ray."""
+
+    def __init__(self, process: subprocess.Popen[str], run_dir: Path) -> None:
+        self.process = process
+        self.run_dir = run_dir
+
+    @property
+    def log(self) -> str:
+        log = Path(f"{self.run_dir}.ray/log")
+        return log.read_text() if log.exists() else ""
+
+    def until(self, *lines: str) -> None:
+        """Wait until all of this is in the log."""
+        self._eventually(lambda: all(line in self.log for line in lines))
+
+    def wait_for_steps(self, steps: int) -> None:
+        metrics = self.run_dir / "metrics.jsonl"
+        self._eventually(lambda: metrics.exists() and metrics.read_text().count("\n") >= steps)
+
+    def wait_for(self, kind: str) -> None:
+        """Wait for an event of the run."""
+        self._eventually(lambda: self.events(kind))
+
+    def _eventually(self, condition: Any) -> None:
+        def holds() -> object:
+            assert self.process.poll() is None or condition(), (self.process.communicate(), self.log)
+            return condition()
+
+        try:
+            eventually(holds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log}") from None
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        if not (self.run_dir / "events.jsonl").exists():
+            return []
+        return [event for event in read_events(self.run_dir) if event["event"] == kind]
+
+    def end(self) -> Done:
+        out, err = self.process.communicate(timeout=PATIENCE_S)
+        return Done(self.process.returncode, out, err)
+
+
+class Site:
+    """A folder with a cluster."""
+
+    def __init__(self, folder: Path, raylets: Raylets, environment: dict[str, str]) -> None:
+        self.folder = folder
+        self.raylets = raylets
+        self.environment = environment
+        self.run_dir = folder / "run"
+
+    @contextmanager
+    def train(self, words: Sequence[str]) -> Iterator[Command]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "elaswave_spmd", "train", *words],
+            cwd=self.folder,
+            env=self.environment | {"RAY_ADDRESS": self.raylets.address},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            yield Command(process, self.run_dir)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+@contextmanager
+def site_in(folder: Path, **variables: str | None) -> Iterator[Site]:
+    """A cluster without nodes for agents, in an environment of its own; asserts that no process is left.
+
+    Args:
+        variables: of its processes, beside what they need; None: not set.
+    """
+    mark = f"ELASWAVE_TEST={uuid.uuid4()}"
+    temporary = Path(tempfile.mkdtemp(prefix="ewr", dir="/tmp"))
+    token = temporary / "ray_token"
+    token.touch(0o600)
+    token.write_text(secrets.token_hex(32))
+    name, _, value = mark.partition("=")
+    wanted = {name: value, AUTH: "token", TOKEN_PATH: str(token), MONITOR: "0", "PYTHONPATH": str(ROOT)}
+    wanted |= {"RAY_USAGE_STATS_ENABLED": "0", "XDG_RUNTIME_DIR": str(temporary)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTHONWARN"))}
+    environment |= wanted
+    of_cluster = {name: value for name, value in (environment | variables).items() if value is not None}
+    raylets = None
+    try:
+        raylets = Raylets(of_cluster, temporary)
+        yield Site(folder, raylets, environment)
+        raylets.end()
+        eventually(lambda: not processes_with(mark))
+    finally:
+        for pid in processes_with(mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if raylets is not None:
+            raylets.end()
+        shutil.rmtree(temporary, ignore_errors=True)
