@@ -13,19 +13,18 @@ import sys
 import time
 from typing import Any
 
+from elaswave_spmd.controller.on_ray.vendor import ray_module
+
 OBJECT_STORE_BYTES = 80 * 2**20  # the least that Ray takes; the run uses none of it
 QUICK = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 
 
 class ClusterProcess:
     def __init__(self, folder: str) -> None:
-        import ray
-        from ray.cluster_utils import Cluster
-
-        self._ray = ray
+        self._ray = ray = ray_module()
         head = {"num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
         head |= {"temp_dir": folder, "_system_config": QUICK}
-        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self._cluster = ray_module("cluster_utils").Cluster(initialize_head=True, head_node_args=head)
         self._nodes: dict[str, Any] = {}
         ray.init(
             address=self._cluster.address, namespace="elaswave_spmd", log_to_driver=False, logging_level="CRITICAL"
@@ -54,10 +53,8 @@ class ClusterProcess:
         raise ValueError(order)
 
     def _drain(self, node_id: str, within_s: float) -> bool:
-        from ray.core.generated import autoscaler_pb2
-
-        client = self._ray._raylet.GcsClient(address=self._cluster.gcs_address)
-        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        client = ray_module("_raylet").GcsClient(address=self._cluster.gcs_address)
+        reason = ray_module("core.generated.autoscaler_pb2").DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         return client.drain_node(node_id, reason, "a test", int(1e3 * (time.time() + within_s)))[0]
 
     def end(self) -> None:

@@ -34,16 +34,17 @@ class Raylets:
     """
 
     def __init__(self, environment: dict[str, str], temporary: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("cluster_process.py")), str(temporary)],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(temporary / "stderr").open("w"),
-            text=True,
-            start_new_session=True,
-        )
         self._errors = temporary / "stderr"
+        with self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("cluster_process.py")), str(temporary)],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
         self.address = str(self.ask(address=None))
 
     def ask(self, **order: object) -> Any:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elaswave_spmd.controller.on_ray.decisions import Agent, Node, State
 from elaswave_spmd.controller.on_ray.job import Job
 from elaswave_spmd.controller.on_ray.node import NodeAgent, NodeReport
-
-if TYPE_CHECKING:
-    from ray.util.placement_group import PlacementGroup
+from elaswave_spmd.controller.on_ray.vendor import ray_module
 
 NAMESPACE = "elaswave_spmd"
 _ANSWER_S = 0.3
@@ -36,10 +34,8 @@ class RayCluster:
 
     def _find(self) -> None:
         """The actors that are there already, if this supervisor was started again."""
-        import ray
-        from ray.util import list_named_actors
-
-        for name in list_named_actors():
+        ray = ray_module()
+        for name in ray_module("util").list_named_actors():
             if name.startswith(self._prefix):
                 key, _, home = name.removeprefix(self._prefix).partition("/")
                 self._actors[int(key)] = ray.get_actor(name)
@@ -48,10 +44,9 @@ class RayCluster:
 
     def nodes(self) -> dict[str, Node]:
         """All nodes that Ray knows or has known, by id."""
-        import ray
-        from ray._private.state import state  # which nodes drain is told nowhere else; Ray's own libraries ask it, too
-
-        drains = state.get_draining_nodes()
+        ray = ray_module()
+        # Which nodes drain is told nowhere else; Ray's own libraries ask there, too.
+        drains = ray_module("_private.state").state.get_draining_nodes()
         found = {}
         for node in ray.nodes():
             by = drains.get(node["NodeID"])
@@ -71,11 +66,11 @@ class RayCluster:
 
     def reserve_first(self) -> None:
         """Ask Ray for the resources of the first agents, each on a node of its own, if that was not done."""
-        from ray.util.placement_group import placement_group
-
         if _group(self.first_group) is None:
             bundles = [self._job.resources] * self._job.agents
-            placement_group(bundles, strategy="STRICT_SPREAD", name=self.first_group, lifetime="detached")
+            ray_module("util").placement_group(
+                bundles, strategy="STRICT_SPREAD", name=self.first_group, lifetime="detached"
+            )
 
     def are_reserved(self) -> bool:
         """True once they are there."""
@@ -91,11 +86,9 @@ class RayCluster:
 
     def add(self, node: Node) -> None:
         """Make an actor on this node, as soon as its resources are free there."""
-        from ray.util.placement_group import placement_group
-
         key = max([self._job.agents - 1, *self._actors]) + 1
         name = self._group_on(node.id)
-        group = _group(name) or placement_group(
+        group = _group(name) or ray_module("util").placement_group(
             [self._job.resources],
             strategy="STRICT_PACK",
             name=name,
@@ -104,10 +97,8 @@ class RayCluster:
         )
         self._make(key, node.id, group, 0)
 
-    def _make(self, key: int, home: str, group: PlacementGroup | None, bundle: int) -> None:
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
+    def _make(self, key: int, home: str, group: Any, bundle: int) -> None:
+        ray, strategies = ray_module(), ray_module("util.scheduling_strategies")
         assert group is not None, "reserved before"
         resources = self._job.resources
         rest = {name: need for name, need in resources.items() if name not in ("CPU", "GPU")}
@@ -121,7 +112,7 @@ class RayCluster:
                 num_cpus=resources["CPU"],
                 num_gpus=resources.get("GPU", 0),
                 resources=rest,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group, bundle),
             )
             .remote(self._job)
         )
@@ -134,15 +125,12 @@ class RayCluster:
         Raises:
             ray.exceptions.RayError: one of them does not answer in time.
         """
-        import ray
-
+        ray = ray_module()
         return ray.get([self._actors[key].check.remote() for key in keys], timeout=timeout_s)
 
     def agents(self) -> list[Agent]:
         """All agents of the run, as their actors tell, or told last."""
-        import ray
-        from ray.exceptions import RayError
-
+        ray, errors = ray_module(), ray_module("exceptions")
         for key, actor in self._actors.items():
             if key not in self._asked:
                 self._asked[key] = actor.state.remote()
@@ -154,7 +142,7 @@ class RayCluster:
             del self._asked[key]
             try:
                 found = ray.get(question)
-            except RayError:  # the actor is lost, and is started again where and when that is possible
+            except errors.RayError:  # the actor is lost, and is started again where and when that is possible
                 before = self._states.get(key)
                 self._states[key] = self._placing(key, before.node if before is not None else "")
                 self._starts.pop(key, None)
@@ -182,9 +170,7 @@ class RayCluster:
 
     def answers(self) -> list[tuple[int, NodeReport]]:
         """The answers to `start` that have come since the last call."""
-        import ray
-        from ray.exceptions import RayError
-
+        ray, errors = ray_module(), ray_module("exceptions")
         found = []
         for key, order in [*self._starts.items()]:
             if ray.wait([order], timeout=0)[0]:
@@ -193,7 +179,7 @@ class RayCluster:
                 self._asked.pop(key, None)
                 try:
                     found.append((key, ray.get(order)))
-                except RayError:
+                except errors.RayError:
                     continue  # the actor is lost; its state tells that
         return found
 
@@ -203,8 +189,7 @@ class RayCluster:
 
     def remove(self, key: int) -> None:
         """Remove an actor, and its placement group if it has one of its own."""
-        import ray
-
+        ray = ray_module()
         ray.kill(self._actors.pop(key), no_restart=True)
         for known in (self._asked, self._starts, self._states):
             known.pop(key, None)
@@ -221,18 +206,14 @@ class RayCluster:
         return f"{self._job.name}/on/{node}"
 
 
-def _group(name: str) -> PlacementGroup | None:
+def _group(name: str) -> Any:
     """A placement group by its name; None: there is none."""
-    from ray.util import get_placement_group
-
     try:
-        return get_placement_group(name)
+        return ray_module("util").get_placement_group(name)
     except ValueError:
         return None
 
 
 def _remove(name: str) -> None:
-    from ray.util import remove_placement_group
-
     if (group := _group(name)) is not None:
-        remove_placement_group(group)
+        ray_module("util").remove_placement_group(group)

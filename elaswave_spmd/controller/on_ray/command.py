@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd.controller.on_ray.files import JobFiles
 from elaswave_spmd.controller.on_ray.job import Job
+from elaswave_spmd.controller.on_ray.vendor import ray_module
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.processes.stop_signals import StopSignals, signal_name
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _LOOK_S = 0.2
+_CHECK_S = 120.0
 _ASK_S = 5.0  # between two looks whether the supervisor is there
 
 
@@ -30,13 +32,14 @@ def run_on_ray(job: Job) -> int:
         ConfigError: no Ray, no cluster, another run in the same directory.
         RunError: the cluster is gone.
     """
-    ray = _import_ray()
+    ray = ray_module()
     with _connected(ray):
         files = JobFiles(job)
         supervisor = _find(ray, job)
         if supervisor is None:
             job = job.shared_out([node["Resources"] for node in ray.nodes() if node["Alive"]])
             files.make()
+            _check_nodes(ray, job)
             shown = files.log.stat().st_size
             supervisor = _begin(ray, job)
         else:
@@ -55,24 +58,10 @@ def run_on_ray(job: Job) -> int:
             return _follow(ray, files, supervisor, signals, shown)
 
 
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(
-            f"runtime.launcher=ray needs Ray, which cannot be imported ({error})",
-            rule="Ray is an extra",
-            where="runtime.launcher=ray",
-            fix="pip install 'elaswave-spmd[ray]' (in a checkout: pip install -e '.[ray]'), on all nodes",
-        ) from error
-    return ray
-
-
 @contextlib.contextmanager
 def _connected(ray: Any) -> Iterator[None]:
     """A connection to the cluster that RAY_ADDRESS names, or to that of this machine."""
-    from ray.exceptions import AuthenticationError
-
+    errors = ray_module("exceptions")
     from elaswave_spmd.controller.on_ray.cluster import NAMESPACE
     from elaswave_spmd.controller.on_ray.node import AUTH
 
@@ -86,7 +75,7 @@ def _connected(ray: Any) -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS", "auto")
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, AuthenticationError, RuntimeError) as error:
+    except (ConnectionError, errors.AuthenticationError, RuntimeError) as error:
         raise ConfigError(
             f"no Ray cluster can be reached ({str(error).splitlines()[0]})",
             rule="runtime.launcher=ray hands the run to a cluster that is there",
@@ -105,6 +94,36 @@ def _find(ray: Any, job: Job) -> Any:
         return ray.get_actor(job.name)
     except ValueError:
         return None
+
+
+def _check_nodes(ray: Any, job: Job) -> None:
+    """Check all nodes: the controller may come to each of them.
+
+    Raises:
+        ConfigError: the run cannot use one of them.
+    """
+    errors, strategies = ray_module("exceptions"), ray_module("util.scheduling_strategies")
+    from elaswave_spmd.controller.on_ray.node import check_node
+
+    nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    check = ray.remote(check_node)
+    asked = {}
+    for node in nodes:
+        there = strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        asked[node] = check.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(job)
+    for node, question in asked.items():
+        name = f"{nodes[node]['NodeManagerHostname']}-{node[:8]}"
+        try:
+            problem = ray.get(question, timeout=_CHECK_S).problem
+        except errors.RayError as error:
+            problem = f"it does not answer, or elaswave_spmd cannot be imported there ({str(error).splitlines()[-1]})"
+        if problem:
+            raise ConfigError(
+                f"node {name} of the Ray cluster cannot serve the run: {problem}",
+                rule="the controller may come to any node, so all nodes share the directory of the run, have its "
+                "environment, and let nothing but the run end its processes",
+                where="runtime.launcher=ray",
+            )
 
 
 def _begin(ray: Any, job: Job) -> Any:
@@ -148,13 +167,12 @@ def _check_alive(ray: Any, files: JobFiles, question: Any) -> None:
     Raises:
         RunError: it is gone for good, and has not said how the run has ended.
     """
-    from ray.exceptions import ActorDiedError, ActorUnavailableError
-
+    errors = ray_module("exceptions")
     try:
         ray.get(question)
-    except ActorUnavailableError:
+    except errors.ActorUnavailableError:
         return  # Ray starts it again
-    except ActorDiedError as error:
+    except errors.ActorDiedError as error:
         if files.code is None:
             raise RunError(f"the run's supervisor is gone, and Ray does not start it again: {error}") from error
 

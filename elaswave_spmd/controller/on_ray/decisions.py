@@ -1,4 +1,4 @@
-"""What a run on Ray does when nodes come, are to leave and are lost, and when its controller ends: facts in, actions out.
+"""What a run on Ray does when nodes come, drain and are lost, and when its controller ends: facts in, actions out.
 
 The first agents are in one placement group, which Ray places on different nodes, and places again when a node of them
 is lost and another one has room. Further agents have a group of their own, on one node: they are added while the places
@@ -37,6 +37,11 @@ class Node:
     has_room: bool = True
     drain_by: float | None = None
     reason: str = ""
+
+    @property
+    def stays(self) -> bool:
+        """True if it is there and Ray does not drain it."""
+        return self.alive and self.drain_by is None
 
 
 class State(enum.Enum):
@@ -153,9 +158,8 @@ class Fleet:
                 actions.append(RemoveAgent(agent.key))
             elif agent.state is State.ENDED and agent.serves == rendezvous:
                 actions += self._ended(agent, node)
-            elif agent.state in (State.IDLE, State.ENDED, State.SERVING) and agent.serves != rendezvous:
-                if node is None or node.drain_by is None:
-                    actions.append(StartAgent(agent.key))
+            elif agent.state is not State.PLACING and agent.serves != rendezvous and (node is None or node.stays):
+                actions.append(StartAgent(agent.key))
         return actions if self._moves else [*actions, *self._add(nodes, agents, useful, now)]
 
     def _add(self, nodes: Mapping[str, Node], agents: Sequence[Agent], useful: int, now: float) -> list[Action]:
@@ -170,7 +174,7 @@ class Fleet:
         for node in nodes.values() if now - self._lacks_since >= _SETTLED_S else ():
             if useful * self._places >= self._aim:
                 break
-            if node.alive and node.drain_by is None and node.has_room and node.id not in taken:
+            if node.stays and node.has_room and node.id not in taken:
                 actions += [Tell(f"node {node.name} has room: it gets an agent"), AddAgent(node)]
                 useful += 1
         return actions
@@ -221,7 +225,9 @@ class Fleet:
         self._handled.add((agent.key, agent.process))
         how = f"with exit code {agent.code}" if (agent.code or 0) >= 0 else f"by signal {-(agent.code or 0)}"
         line = f"the agent on node {where} has ended {how}{': ' * bool(agent.said)}{agent.said}"
-        leaves = node is not None and (node.drain_by is not None or not node.alive)
+        leaves = node is not None and not node.stays
+        if agent.code == 0 and not agent.said:
+            return []  # it ends with the run
         if agent.code in (0, 2) or leaves:
             return [Tell(line)]  # it was let go, or what it is refused for stays
         self._failures[agent.key] = failures = self._failures.get(agent.key, 0) + 1

@@ -113,7 +113,8 @@ class Job:
 
     def described(self) -> str:
         """The job in words."""
-        return f"{self.agents} nodes, on each an agent with places for {self.places} workers ({_text(self.resources)})"
+        workers = f"{self.places} worker{'s' * (self.places > 1)}"
+        return f"{self.agents} nodes, on each an agent with places for {workers} ({_text(self.resources)})"
 
     def has_room(self, resources: Mapping[str, float]) -> bool:
         """True if a node with these resources in all can have an agent."""
@@ -124,7 +125,15 @@ def _text(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{need:g} {name}" for name, need in resources.items())
 
 
-def job_of(words: Sequence[str], environment: Mapping[str, str], folder: str) -> Job | None:
+@dataclass(frozen=True)
+class HandOver:
+    """This process hands a run to Ray."""
+
+    job: Job
+    settings: Settings
+
+
+def hand_over(words: Sequence[str], environment: Mapping[str, str], folder: str) -> HandOver | None:
     """The run that these words hand to Ray; None: they do not.
 
     Args:
@@ -165,7 +174,7 @@ def job_of(words: Sequence[str], environment: Mapping[str, str], folder: str) ->
     token_file = os.path.join(folder, os.path.expanduser(str(token))) if token else f"{run_dir}.ray/token"
     settings = settings_from([*words, *_derived(words, "ray:1", 1, token_file)])
     runtime, workers = settings.runtime, settings.mesh.shape.num_workers
-    return Job(
+    job = Job(
         run_dir=os.path.abspath(run_dir),
         words=tuple(words),
         workers=workers,
@@ -181,6 +190,7 @@ def job_of(words: Sequence[str], environment: Mapping[str, str], folder: str) ->
         variables={name: environment.get(name) for name in _TAKEN_ALONG},
         nonce=secrets.token_hex(16),
     )
+    return HandOver(job, settings)
 
 
 def _derived(words: Sequence[str], rendezvous: str, agents: int, token_file: str) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from elaswave_spmd.controller.on_ray import tied
 from elaswave_spmd.controller.on_ray.files import JobFiles
 from elaswave_spmd.controller.on_ray.job import Job, differing, process_environment
+from elaswave_spmd.controller.on_ray.vendor import ray_module
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.processes.rendezvous import read_secret
 
@@ -24,6 +25,7 @@ DRAIN_S = 30
 
 _LEAVES_S = DRAIN_S + 10.0
 _LOOKS_S = 600
+_BEGIN = "agent on "  # what an agent says at its begin, and last if nothing has happened to it
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class AgentReport:
         serves: the rendezvous that the agent was started with; "": none was started.
         process: its process id.
         code: its exit code; None: it lives.
-        said: its last line.
+        said: its last line, if it has said more than that it is there.
         has_workers: workers of the run live there.
     """
 
@@ -64,9 +66,7 @@ class AgentReport:
 
 def node_id() -> str:
     """The id of the node that this actor is on."""
-    import ray
-
-    return ray.get_runtime_context().get_node_id()
+    return ray_module().get_runtime_context().get_node_id()
 
 
 def check_node(job: Job) -> NodeReport:
@@ -149,6 +149,7 @@ class NodeAgent:
             return AgentReport(node_id())
         code = self._process.poll()
         said = "" if code is None else self._files.last_line(self._log)
+        said = "" if said.startswith(_BEGIN) else said
         has_workers = code is None and any(_children_of(child) for child in _children_of(self._process.pid))
         return AgentReport(node_id(), self._serves, self._process.pid, code, said, has_workers)
 

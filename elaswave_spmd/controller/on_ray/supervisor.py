@@ -35,6 +35,7 @@ from elaswave_spmd.controller.on_ray.decisions import (
 from elaswave_spmd.controller.on_ray.files import LOG, JobFiles, free_port
 from elaswave_spmd.controller.on_ray.job import MARK, Job, process_environment, words_at, words_going_on
 from elaswave_spmd.controller.on_ray.node import check_node, node_id
+from elaswave_spmd.controller.on_ray.vendor import ray_module
 from elaswave_spmd.errors import ControlError, RunError
 
 _TURN_S = 0.3
@@ -46,6 +47,7 @@ _ORPHANS_S = 120.0
 """How long workers that have lost their controller are waited for, where the run has no checkpoint but theirs."""
 
 _REFUSED = 2
+_ELSEWHERE_S = 5.0
 
 
 class Supervisor:
@@ -68,9 +70,12 @@ class Supervisor:
         return os.getpid()
 
     def _run(self, job: Job) -> None:
-        import ray
-
-        files = JobFiles(job)
+        ray, files = ray_module(), JobFiles(job)
+        if problem := check_node(job).problem:
+            # Started again on a node that has come since. Where nothing is shared, nothing can be said in the log.
+            print(f"{node_id()} cannot have the controller: {problem}", flush=True)
+            time.sleep(_ELSEWHERE_S)
+            os._exit(1)
         try:
             cluster = RayCluster(job)
             code = files.code
@@ -94,14 +99,12 @@ class Supervision:
     """
 
     def __init__(self, job: Job, files: JobFiles, cluster: RayCluster, stop: threading.Event) -> None:
-        import ray
-
         self._job = job
         self._files = files
         self._cluster = cluster
         self._stop = stop
         self._home = node_id()
-        self._host = ray.util.get_node_ip_address()
+        self._host = ray_module("util").get_node_ip_address()
         self._fleet = Fleet(job.places, job.aim, self._home)
         self._nodes: dict[str, Node] = {}
         self._controller: subprocess.Popen[bytes] | None = None
@@ -117,10 +120,7 @@ class Supervision:
         files, progress = self._files, self._files.progress
         if progress.starts and files.has_result:
             return 0  # it had finished when the one before was lost
-        report = check_node(self._job)
         self._nodes = self._cluster.nodes()
-        if report.problem:
-            return self._refuse(self._home, report.problem)
         if (code := self._gather(is_first=not progress.starts)) is not None:
             return code
         while True:
@@ -206,8 +206,7 @@ class Supervision:
 
     def _is_ready(self, agent: Agent) -> bool:
         node = self._nodes.get(agent.node)
-        stays = node is not None and node.alive and node.drain_by is None
-        return stays and agent.state is not State.PLACING and agent.code != _REFUSED
+        return node is not None and node.stays and agent.state is not State.PLACING and agent.code != _REFUSED
 
     def _words(self) -> list[str]:
         """The words of the user, or those that go on with the run."""

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    os.execv(arguments[1], arguments[1:])
+    os.execv(arguments[1], [*arguments[1:]])
 
 
 if __name__ == "__main__":
