@@ -47,7 +47,7 @@ def main() -> int:
             subprocess.run([sys.executable, "-m", "venv", str(HOME)], check=True)
             ask = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
             own = Path(subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip())
-            # Not a bare path: the .pth files of the other environment are followed, too, as its editable install is one.
+            # No bare path: the .pth files of the other environment are followed, too, as its editable install is one.
             seen = sysconfig.get_path("purelib")
             (own / "beside.pth").write_text(f"import site; site.addsitedir({seen!r})\n", encoding="utf-8")
             command = [str(python), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
