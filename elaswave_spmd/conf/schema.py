@@ -428,6 +428,13 @@ class RuntimeSettings(Section, group="runtime"):
             "token_file": self.token_file,
             "agent_workers": self.agent_workers,
         }
+        if self.launcher == RAY:
+            raise ConfigError(
+                "runtime.launcher=ray is given to a run that no command hands to Ray",
+                rule="the command `train` hands a run to a Ray cluster; a call from Python is a run in its own process",
+                where="runtime.launcher=ray",
+                fix="elaswave-spmd train runtime.launcher=ray ..., or leave runtime.launcher out",
+            )
         for name, value in given.items():
             if value is not None:
                 override = checks.override(f"runtime.{name}", value)

@@ -47,7 +47,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     write_text(tmp_path)
     with site_in(tmp_path) as made:
         yield made
-        assert made.raylets.ask(actors=None) == [] and made.raylets.ask(groups=None) == []
+        eventually(lambda: not made.raylets.ask(actors=None) and not made.raylets.ask(groups=None))
 
 
 def words(site: Site, *more: str) -> list[str]:
@@ -229,7 +229,7 @@ def test_nodes_that_may_kill_workers_are_refused(tmp_path: Path, variable: str, 
         site.raylets.add(1)
         with site.train(words(site, "mesh=single")) as command:
             end = command.end()
-        assert end.code == 2 and why in end.err and not site.run_dir.exists(), end
+        assert end.code == 2 and why in end.err and not [*site.folder.glob("run*")], end
         del site.environment[AUTH]
         with site.train(words(site, "mesh=single")) as command:
             end = command.end()

@@ -38,8 +38,14 @@ def run_on_ray(job: Job) -> int:
         supervisor = _find(ray, job)
         if supervisor is None:
             job = job.shared_out([node["Resources"] for node in ray.nodes() if node["Alive"]])
+            is_new = not files.exists
             files.make()
-            _check_nodes(ray, job)
+            try:
+                _check_nodes(ray, job)
+            except BaseException:
+                if is_new:
+                    files.discard()
+                raise
             shown = files.log.stat().st_size
             supervisor = _begin(ray, job)
         else:
@@ -73,6 +79,13 @@ def _connected(ray: Any) -> Iterator[None]:
             fix=f"{AUTH}=token, here and for `ray start` on all nodes; `ray get-auth-token --generate` makes a token",
         )
     address = os.environ.get("RAY_ADDRESS", "auto")
+    if "://" in address:
+        raise ConfigError(
+            f"RAY_ADDRESS={address} is that of a Ray client",
+            rule="the command is a driver on a node of the cluster, which sees the directory of the run",
+            where="RAY_ADDRESS",
+            fix="RAY_ADDRESS=HOST:PORT of the head, on one of its nodes; or `ray job submit`",
+        )
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, errors.AuthenticationError, RuntimeError) as error:

@@ -15,6 +15,9 @@ from typing import TypeAlias
 _MOST_FAILURES = 3
 """Starts of one agent that fail in a row, and starts of a controller that bring the run no further."""
 
+REFUSED = 2
+"""The exit code of a command that was refused before it began."""
+
 _SHORTEST_S = 1.0
 _SETTLED_S = 2.0
 
@@ -163,9 +166,10 @@ class Fleet:
         return actions if self._moves else [*actions, *self._add(nodes, agents, useful, now)]
 
     def _add(self, nodes: Mapping[str, Node], agents: Sequence[Agent], useful: int, now: float) -> list[Action]:
-        """More agents, once places have been lacking for a while: at the end of a run all agents end before it does."""
+        """More agents, once places have been lacking for a while: at the end of a run its agents end one by one."""
         actions: list[Action] = []
-        if useful * self._places >= self._aim:
+        is_over = bool(agents) and all(agent.state is State.ENDED and agent.code == 0 for agent in agents)
+        if useful * self._places >= self._aim or is_over:
             self._lacks_since = None
             return actions
         if self._lacks_since is None:
@@ -191,7 +195,7 @@ class Fleet:
             return False
         if node is not None and (node.drain_by is not None or (not node.alive and not agent.is_first)):
             return False
-        return agent.state is not State.ENDED or agent.serves != rendezvous or agent.code not in (0, 2)
+        return agent.state is not State.ENDED or agent.serves != rendezvous or agent.code not in (0, REFUSED)
 
     def _tell_of_nodes(self, nodes: Mapping[str, Node], agents: Sequence[Agent], now: float) -> list[Action]:
         actions: list[Action] = []
@@ -228,7 +232,7 @@ class Fleet:
         leaves = node is not None and not node.stays
         if agent.code == 0 and not agent.said:
             return []  # it ends with the run
-        if agent.code in (0, 2) or leaves:
+        if agent.code in (0, REFUSED) or leaves:
             return [Tell(line)]  # it was let go, or what it is refused for stays
         self._failures[agent.key] = failures = self._failures.get(agent.key, 0) + 1
         if failures >= _MOST_FAILURES:
@@ -273,14 +277,17 @@ class After(enum.Enum):
     MOVE = "move"
 
 
-def after_controller(code: int, *, moves: bool, is_asked: bool) -> After:
+def after_controller(code: int, *, moves: bool, is_asked: bool, goes_on: bool) -> After:
     """What follows when the controller's command has ended.
 
     Args:
         code: as `subprocess` has it: negative for a signal.
         moves: it was asked to end, as its node is to leave.
         is_asked: a person wants the run to end.
+        goes_on: it was not the first one of the run.
     """
-    if is_asked or (code >= 0 and not moves) or code in (0, 2):
+    if code == REFUSED and goes_on and not is_asked:
+        return After.AGAIN  # the one before may still be ending, where Ray was cut off from it, and have the directory
+    if is_asked or (code >= 0 and not moves) or code in (0, REFUSED):
         return After.END  # what a run says by itself stays: another try would end in the same way
     return After.MOVE if moves else After.AGAIN

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import secrets
+import shutil
 import socket
 from pathlib import Path
 from typing import IO, Any
@@ -67,6 +68,15 @@ class JobFiles:
                 where="run.dir",
                 fix="run.dir=FOLDER/NAME, in a folder that you may write",
             ) from error
+
+    @property
+    def exists(self) -> bool:
+        """True if a run on Ray was begun in this directory."""
+        return self._folder.exists()
+
+    def discard(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def why_not_shared(self) -> str:
         """Why this machine does not see the files of the run; empty if it does."""

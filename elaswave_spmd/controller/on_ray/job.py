@@ -248,5 +248,5 @@ def differing(job: Job, environment: Mapping[str, str]) -> list[str]:
     return [
         f"{name}={environment[name]}" if name in environment else f"{name} not set"
         for name in BIT_VARIABLES
-        if environment.get(name) != job.variables.get(name) and name != "OPENBLAS_NUM_THREADS"
+        if environment.get(name) != job.variables.get(name)
     ]

@@ -18,6 +18,7 @@ from elaswave_spmd.controller import admin_client
 from elaswave_spmd.controller.on_ray import tied
 from elaswave_spmd.controller.on_ray.cluster import RayCluster
 from elaswave_spmd.controller.on_ray.decisions import (
+    REFUSED,
     Action,
     AddAgent,
     After,
@@ -46,7 +47,6 @@ _CHECK_S = 120.0
 _ORPHANS_S = 120.0
 """How long workers that have lost their controller are waited for, where the run has no checkpoint but theirs."""
 
-_REFUSED = 2
 _ELSEWHERE_S = 5.0
 
 
@@ -80,15 +80,30 @@ class Supervisor:
             cluster = RayCluster(job)
             code = files.code
             if code is None:
-                code = Supervision(job, files, cluster, self._stop).run()
+                code = _supervised(job, files, cluster, self._stop)
             cluster.remove_all()
+            files.end(code)
         except _MovesError:
             os._exit(1)  # Ray starts the actor again, elsewhere, as this node takes nobody any more
-        except BaseException:
+        except BaseException:  # of Ray, whose head may be gone
             files.append(traceback.format_exc().encode())
-            code = 1
-        files.end(code)
+            files.end(1)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def _supervised(job: Job, files: JobFiles, cluster: RayCluster, stop: threading.Event) -> int:
+    """The exit code of the run. Agents are left to the caller.
+
+    Raises:
+        _MovesError: the supervisor is to go on on another node.
+    """
+    try:
+        return Supervision(job, files, cluster, stop).run()
+    except _MovesError:
+        raise
+    except BaseException:
+        files.append(traceback.format_exc().encode())
+        return 1
 
 
 class Supervision:
@@ -127,20 +142,22 @@ class Supervision:
             if files.progress.is_vain:
                 files.tell(f"the controller was started {files.progress.starts} times, and the run got no further")
                 return 1
-            code = self._live()
-            match after_controller(code, moves=self._moves, is_asked=self._stop.is_set()):
+            code, goes_on = self._live(), files.progress.starts > 1
+            match after_controller(code, moves=self._moves, is_asked=self._stop.is_set(), goes_on=goes_on):
                 case After.END:
                     return 128 - code if code < 0 else code
                 case After.MOVE:
                     files.tell("the run's state is saved; the controller goes on on another node")
                     raise _MovesError
                 case After.AGAIN:
-                    files.tell(f"the controller has ended by signal {-code}: it is started again")
+                    how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+                    files.tell(f"the controller has ended {how}: it is started again")
+                    time.sleep(0.0 if code < 0 else _ELSEWHERE_S)
 
     def _refuse(self, node: str, problem: str) -> int:
         name = self._nodes[node].name if node in self._nodes else node
         self._files.append(f"error: node {name} cannot serve the run: {problem}\n".encode())
-        return _REFUSED
+        return REFUSED
 
     def _gather(self, *, is_first: bool) -> int | None:
         """Reserve what the first agents need, and make their actors. Returns an exit code if the run cannot begin."""
@@ -206,7 +223,7 @@ class Supervision:
 
     def _is_ready(self, agent: Agent) -> bool:
         node = self._nodes.get(agent.node)
-        return node is not None and node.stays and agent.state is not State.PLACING and agent.code != _REFUSED
+        return node is not None and node.stays and agent.state is not State.PLACING and agent.code != REFUSED
 
     def _words(self) -> list[str]:
         """The words of the user, or those that go on with the run."""

@@ -231,6 +231,17 @@ def test_an_agent_that_fails_again_and_again_is_left_alone_and_another_node_is_u
     assert without_lines(found.turn(nodes(A, B, C), [serving(0, "a"), ended], HERE, 9.0)) == [AddAgent(C)]
 
 
+def test_the_end_of_a_run_brings_no_new_agents() -> None:
+    found = fleet()
+    ended = [serving(0, "a", state=State.ENDED, code=0), serving(1, "b", state=State.ENDED, code=0)]
+    assert [found.turn(nodes(A, B, C), ended, HERE, now) for now in (0.0, 9.0)] == [[], []]
+
+
+def test_a_call_from_python_does_not_hand_a_run_to_ray() -> None:
+    with pytest.raises(ConfigError, match="a run that no command hands to Ray"):
+        settings_from(["runtime.launcher=ray"])
+
+
 def test_a_node_that_cannot_serve_is_not_counted() -> None:
     found = fleet()
     assert found.failed(1, "b", "no file") == [Tell("node b is not used: no file")]
@@ -240,21 +251,25 @@ def test_a_node_that_cannot_serve_is_not_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "moves", "is_asked", "after"),
+    ("code", "moves", "is_asked", "goes_on", "after"),
     [
-        (0, False, False, After.END),
-        (1, False, False, After.END),
-        (2, False, False, After.END),
-        (-9, False, False, After.AGAIN),
-        (143, True, False, After.MOVE),
-        (1, True, False, After.MOVE),
-        (0, True, False, After.END),
-        (143, True, True, After.END),
-        (-15, False, True, After.END),
+        (0, False, False, True, After.END),
+        (1, False, False, True, After.END),
+        (2, False, False, False, After.END),
+        (2, False, False, True, After.AGAIN),
+        (2, False, True, True, After.END),
+        (-9, False, False, False, After.AGAIN),
+        (143, True, False, False, After.MOVE),
+        (1, True, False, True, After.MOVE),
+        (0, True, False, False, After.END),
+        (143, True, True, False, After.END),
+        (-15, False, True, False, After.END),
     ],
 )
-def test_what_follows_the_end_of_a_controller(code: int, moves: bool, is_asked: bool, after: After) -> None:
-    assert after_controller(code, moves=moves, is_asked=is_asked) is after
+def test_what_follows_the_end_of_a_controller(
+    code: int, moves: bool, is_asked: bool, goes_on: bool, after: After
+) -> None:
+    assert after_controller(code, moves=moves, is_asked=is_asked, goes_on=goes_on) is after
 
 
 def test_starts_that_bring_a_run_no_further_come_to_an_end() -> None:
