@@ -69,9 +69,15 @@ class Raylets:
 class Command:
     """The command that hands a run to Ray."""
 
-    def __init__(self, process: subprocess.Popen[str], run_dir: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], run_dir: Path, output: Path) -> None:
         self.process = process
         self.run_dir = run_dir
+        self._output = output
+
+    @property
+    def out(self) -> str:
+        """What it has printed."""
+        return self._output.read_text()
 
     @property
     def log(self) -> str:
@@ -79,20 +85,20 @@ class Command:
         return log.read_text() if log.exists() else ""
 
     def until(self, *lines: str) -> None:
-        """Wait until all of this is in the log."""
-        self._eventually(lambda: all(line in self.log for line in lines))
+        """Wait until the command has printed all of this."""
+        self._eventually(lambda: all(line in self.out for line in lines))
 
     def wait_for_steps(self, steps: int) -> None:
         metrics = self.run_dir / "metrics.jsonl"
         self._eventually(lambda: metrics.exists() and metrics.read_text().count("\n") >= steps)
 
-    def wait_for(self, kind: str) -> None:
-        """Wait for an event of the run."""
-        self._eventually(lambda: self.events(kind))
+    def wait_for(self, kind: str, number: int = 1) -> None:
+        """Wait for events of the run."""
+        self._eventually(lambda: len(self.events(kind)) >= number)
 
     def _eventually(self, condition: Any) -> None:
         def holds() -> object:
-            assert self.process.poll() is None or condition(), (self.process.communicate(), self.log)
+            assert self.process.poll() is None or condition(), self.end()
             return condition()
 
         try:
@@ -106,8 +112,8 @@ class Command:
         return [event for event in read_events(self.run_dir) if event["event"] == kind]
 
     def end(self) -> Done:
-        out, err = self.process.communicate(timeout=PATIENCE_S)
-        return Done(self.process.returncode, out, err)
+        code = self.process.wait(PATIENCE_S)
+        return Done(code, self.out, self._output.with_suffix(".err").read_text())
 
 
 class Site:
@@ -118,24 +124,27 @@ class Site:
         self.raylets = raylets
         self.environment = environment
         self.run_dir = folder / "run"
+        self._commands = 0
 
     @contextmanager
     def train(self, words: Sequence[str]) -> Iterator[Command]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "elaswave_spmd", "train", *words],
-            cwd=self.folder,
-            env=self.environment | {"RAY_ADDRESS": self.raylets.address},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self._commands += 1
+        output = self.folder / f"command_{self._commands}.out"
+        with output.open("wb") as out, output.with_suffix(".err").open("wb") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "elaswave_spmd", "train", *words],
+                cwd=self.folder,
+                env=self.environment | {"RAY_ADDRESS": self.raylets.address},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
         try:
-            yield Command(process, self.run_dir)
+            yield Command(process, self.run_dir, output)
         finally:
             process.kill()
-            process.communicate()
+            process.wait()
 
 
 @contextmanager

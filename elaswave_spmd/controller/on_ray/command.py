@@ -61,7 +61,7 @@ def run_on_ray(job: Job) -> int:
             print(f"ray: the run in {job.run_dir} is going on; this is its log from the begin", flush=True)
         # Ray has handlers of its own for signals: these come after them.
         with StopSignals() as signals:
-            return _follow(ray, files, supervisor, signals, shown)
+            return _follow(ray, job, files, supervisor, signals, shown)
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def _connected(ray: Any) -> Iterator[None]:
             fix="RAY_ADDRESS=HOST:PORT of the head, on one of its nodes; or `ray job submit`",
         )
     try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="CRITICAL")
     except (ConnectionError, errors.AuthenticationError, RuntimeError) as error:
         raise ConfigError(
             f"no Ray cluster can be reached ({str(error).splitlines()[0]})",
@@ -147,7 +147,7 @@ def _begin(ray: Any, job: Job) -> Any:
     return ray.remote(Supervisor).options(**options).remote(job)
 
 
-def _follow(ray: Any, files: JobFiles, supervisor: Any, signals: StopSignals, shown: int) -> int:
+def _follow(ray: Any, job: Job, files: JobFiles, supervisor: Any, signals: StopSignals, shown: int) -> int:
     """Show the log until the run has ended."""
     asked, question, looked = 0, None, time.monotonic()
 
@@ -169,13 +169,13 @@ def _follow(ray: Any, files: JobFiles, supervisor: Any, signals: StopSignals, sh
             if question is None and time.monotonic() - looked > _ASK_S:
                 question = supervisor.ping.remote()
             if question is not None and ray.wait([question], timeout=0)[0]:
-                _check_alive(ray, files, question)
+                _check_alive(ray, job, files, question)
                 question, looked = None, time.monotonic()
             time.sleep(_LOOK_S)
 
 
-def _check_alive(ray: Any, files: JobFiles, question: Any) -> None:
-    """Look at an answer of the supervisor.
+def _check_alive(ray: Any, job: Job, files: JobFiles, question: Any) -> None:
+    """Look at an answer of the supervisor. A question is lost with the process that it was put to, not only for good.
 
     Raises:
         RunError: it is gone for good, and has not said how the run has ended.
@@ -183,10 +183,8 @@ def _check_alive(ray: Any, files: JobFiles, question: Any) -> None:
     errors = ray_module("exceptions")
     try:
         ray.get(question)
-    except errors.ActorUnavailableError:
-        return  # Ray starts it again
-    except errors.ActorDiedError as error:
-        if files.code is None:
+    except errors.RayError as error:
+        if _find(ray, job) is None and files.code is None:
             raise RunError(f"the run's supervisor is gone, and Ray does not start it again: {error}") from error
 
 

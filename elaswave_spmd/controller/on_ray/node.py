@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,8 @@ DRAIN_S = 30
 
 _LEAVES_S = DRAIN_S + 10.0
 _LOOKS_S = 600
+_EXEC_S = 5.0
+_LOOK_S = 0.01
 _BEGIN = "agent on "  # what an agent says at its begin, and last if nothing has happened to it
 
 
@@ -172,13 +175,21 @@ class NodeAgent:
 
 
 def _environment_of(process: int, otherwise: dict[str, str]) -> dict[str, str]:
-    """The environment of a process, as the kernel tells; where it does not, what was handed to it."""
-    try:
-        with open(f"/proc/{process}/environ", "rb") as file:
-            entries = file.read().decode("utf-8", "surrogateescape").split("\0")
-    except OSError:
-        return otherwise
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    """The environment of a process, as the kernel tells; where it does not, what was handed to it.
+
+    For a moment of the exec by which a program becomes another one it tells of none.
+    """
+    deadline = time.monotonic() + _EXEC_S
+    while time.monotonic() < deadline:
+        try:
+            with open(f"/proc/{process}/environ", "rb") as file:
+                entries = file.read().decode("utf-8", "surrogateescape").split("\0")
+        except OSError:
+            break
+        if found := dict(entry.split("=", 1) for entry in entries if "=" in entry):
+            return found
+        time.sleep(_LOOK_S)
+    return otherwise
 
 
 def _children_of(process: int) -> list[int]:

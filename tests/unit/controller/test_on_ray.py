@@ -223,12 +223,10 @@ def test_an_agent_that_fails_is_started_again_and_one_that_is_refused_is_not(cod
 
 def test_an_agent_that_fails_again_and_again_is_left_alone_and_another_node_is_used() -> None:
     found = fleet()
-    starts = 0
-    for process in range(5):
-        ended = Agent(1, "b", True, State.ENDED, HERE, process, 1, "why")
-        starts += StartAgent(1) in found.turn(nodes(A, B), [serving(0, "a"), ended], HERE, 0.0)
-    assert starts == 2
-    assert without_lines(found.turn(nodes(A, B, C), [serving(0, "a"), ended], HERE, 9.0)) == [AddAgent(C)]
+    ends = [Agent(1, "b", True, State.ENDED, HERE, process, 1, "why") for process in range(5)]
+    starts = [StartAgent(1) in found.turn(nodes(A, B), [serving(0, "a"), end], HERE, 0.0) for end in ends]
+    assert starts == [True, True, False, False, False]
+    assert without_lines(found.turn(nodes(A, B, C), [serving(0, "a"), ends[-1]], HERE, 9.0)) == [AddAgent(C)]
 
 
 def test_the_end_of_a_run_brings_no_new_agents() -> None:
