@@ -31,13 +31,14 @@ class Raylets:
     Args:
         environment: of the cluster's processes.
         temporary: a folder with a short path: the names of Ray's sockets are long.
+        program: what runs the cluster's process.
     """
 
-    def __init__(self, environment: dict[str, str], temporary: Path) -> None:
+    def __init__(self, environment: dict[str, str], temporary: Path, program: Sequence[str] = ()) -> None:
         self._errors = temporary / "stderr"
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("cluster_process.py")), str(temporary)],
+                [*program, sys.executable, str(Path(__file__).with_name("cluster_process.py")), str(temporary)],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -148,10 +149,11 @@ class Site:
 
 
 @contextmanager
-def site_in(folder: Path, **variables: str | None) -> Iterator[Site]:
+def site_in(folder: Path, program: Sequence[str] = (), **variables: str | None) -> Iterator[Site]:
     """A cluster without nodes for agents, in an environment of its own; asserts that no process is left.
 
     Args:
+        program: as for Raylets.
         variables: of its processes, beside what they need; None: not set.
     """
     mark = f"ELASWAVE_TEST={uuid.uuid4()}"
@@ -167,7 +169,7 @@ def site_in(folder: Path, **variables: str | None) -> Iterator[Site]:
     of_cluster = {name: value for name, value in (environment | variables).items() if value is not None}
     raylets = None
     try:
-        raylets = Raylets(of_cluster, temporary)
+        raylets = Raylets(of_cluster, temporary, program)
         yield Site(folder, raylets, environment)
         raylets.end()
         eventually(lambda: not processes_with(mark))

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -197,6 +198,21 @@ def test_nodes_that_may_kill_workers_are_refused(tmp_path: Path) -> None:
         with site.train(words(site, "mesh=single")) as command:
             end = command.end()
         assert end.code == 2 and f"{AUTH}=not set: the Ray cluster is asked for without a token" in end.err, end
+
+
+def test_a_directory_that_nodes_do_not_share_is_refused(tmp_path: Path) -> None:
+    """The cluster has a file system of its own where the command has the run's directory."""
+    hidden = ["unshare", "--map-root-user", "--mount"]
+    if subprocess.run([*hidden, "true"], capture_output=True).returncode:
+        pytest.skip("this machine gives no mount namespace (unshare --map-root-user --mount)")
+    write_text(tmp_path)
+    program = [*hidden, "sh", "-c", f'mount -t tmpfs none "{tmp_path}" && exec "$0" "$@"']
+    with site_in(tmp_path, program) as site:
+        site.raylets.add(1)
+        with site.train(words(site)) as command:
+            end = command.end()
+        assert end.code == 2 and "the directory of the run is not shared: " in end.err, end
+        assert not [*site.folder.glob("run*")], "nothing is left"
 
 
 def test_the_page_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
