@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-from importlib.metadata import requires
 from pathlib import Path
-
-from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / ".venv-ray"
@@ -31,9 +30,13 @@ def digest() -> str:
 
 
 def of_extra() -> list[str]:
-    """What the extra `ray` asks for. The package itself is that of the other environment."""
-    wanted = [Requirement(line) for line in requires("elaswave-spmd") or ()]
-    return [f"{wish.name}{wish.specifier}" for wish in wanted if wish.marker and wish.marker.evaluate({"extra": "ray"})]
+    """What the extra `ray` asks for. The package itself is that of the other environment.
+
+    Read from pyproject.toml, as its installed form is missing for a moment while pip installs another extra.
+    """
+    found = re.search(r"^ray = (\[.*\])$", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None, "pyproject.toml has the extra in one line"
+    return json.loads(found[1])
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ from tests.multiprocess import patient_model
 from tests.multiprocess.real_runs import SMALL, write_text
 from tests.multiprocess.test_agents import PATIENT, alone, assert_same_bits
 from tests.multiprocess.test_agents import undisturbed as undisturbed
-from tests.on_ray.raylets import AUTH, MONITOR, ROOT, Command, Site, site_in
+from tests.on_ray.raylets import AUTH, ROOT, Command, Site, site_in
 from tests.pages import DOCS, Reader, blocks_of
 from tests.waiting import eventually
 
@@ -189,7 +189,7 @@ def test_ctrl_c_ends_the_run_with_its_state_and_the_command_goes_on(site: Site, 
 
 def test_nodes_that_may_kill_workers_are_refused(tmp_path: Path) -> None:
     write_text(tmp_path)
-    with site_in(tmp_path, **{MONITOR: None}) as site:
+    with site_in(tmp_path, RAY_memory_monitor_refresh_ms=None) as site:
         site.raylets.add(1)
         with site.train(words(site, "mesh=single")) as command:
             end = command.end()
