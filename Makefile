@@ -5,6 +5,7 @@
 #   make test        all tests but the next two kinds
 #   make test-faults the tests that kill and stop processes and hosts of real runs
 #   make test-xla    the tests that need PyTorch/XLA
+#   make test-ray    the tests on a Ray cluster of this machine
 #   make golden      bits and outcomes as recorded in tests/golden.json: 192 simulated runs, 8 real ones, 2,000 schedules
 #   make docs        the documentation as a site, in site/: open site/index.html
 #   make soak        40 faults at awkward moments of real runs, drawn from a seed: 2 to 4 minutes on two cores
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 
-.PHONY: train demo check check-units check-schedules test test-faults test-xla golden soak docs lint xla-environment clean
+.PHONY: train demo check check-units check-schedules test test-faults test-xla test-ray golden soak docs lint xla-environment ray-environment clean
 .DELETE_ON_ERROR:
 
 # The run's directory: as TRAIN_ARGS names it, in which a resumed run goes on, or a new one.
@@ -71,6 +72,14 @@ test-xla: $(STAMP)
 xla-environment: $(STAMP)
 	-$(BIN)/python tests/xla/environment.py
 
+# The tests on Ray, in .venv-ray, which sees the packages of .venv. Where it cannot be made, .venv skips them, with the reason.
+test-ray: $(STAMP)
+	python="$$($(BIN)/python tests/on_ray/environment.py)" || python=$(BIN)/python; \
+	  "$$python" -m pytest -n 2 --dist worksteal tests/on_ray -m ray $(TEST_ARGS)
+
+ray-environment: $(STAMP)
+	-$(BIN)/python tests/on_ray/environment.py
+
 # The pages of reference are made by importing the package, so the site is built in the same environment.
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
@@ -92,4 +101,4 @@ $(DOCS_STAMP): $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-ray $(VENV)-ray.lock site build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

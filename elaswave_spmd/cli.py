@@ -18,6 +18,8 @@ from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals
 
 if TYPE_CHECKING:
     from elaswave_spmd.conf.schema import Settings
+    from elaswave_spmd.controller.on_ray.job import HandOver
+    from elaswave_spmd.controller.torchrun import Start
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 FIRST_LINE = "elaswave_spmd: preparing ..."
@@ -124,21 +126,36 @@ def _train() -> int:
         if not show:
             _first_line()
         with signals.held():  # inside Hydra an exception of ours can turn into another one
-            from elaswave_spmd.controller.torchrun import Run, Serve, start_of, take_out  # imports Hydra
+            from elaswave_spmd.controller.on_ray.job import HandOver  # imports Hydra
+            from elaswave_spmd.controller.torchrun import Run, Serve, take_out
 
-            start = start_of(words, os.environ)
+            start = _start_of(words)
         signals.check()
         if show:
             with _reader_may_leave():
-                print(start.settings.to_yaml() if isinstance(start, Run) else "", end="")
+                print(start.settings.to_yaml() if isinstance(start, Run | HandOver) else "", end="")
             return DONE
-        if start.told:  # torchrun has started this process
+        if not isinstance(start, HandOver) and start.told:  # torchrun has started this process
             _line(start.told)
             take_out(os.environ)
         if isinstance(start, Run):
             return _run(start.settings, signals)
-    # Outside the `with`: an agent answers signals in its own way.
+    # Outside the `with`: an agent answers signals in its own way, and so does a command that follows a run on Ray.
+    if isinstance(start, HandOver):
+        from elaswave_spmd.controller.on_ray.command import run_on_ray
+
+        return run_on_ray(start.job)
     return _serve(start.arguments, "elaswave-spmd") if isinstance(start, Serve) else DONE
+
+
+def _start_of(words: Sequence[str]) -> Start | HandOver:
+    """What this process does for the run that `words` describe: torchrun or Ray's supervisor may have started it."""
+    from elaswave_spmd.controller.on_ray.job import controller_settings, hand_over
+    from elaswave_spmd.controller.torchrun import Run, start_of
+
+    if (settings := controller_settings(words, os.environ)) is not None:
+        return Run(settings)
+    return hand_over(words, os.environ, os.getcwd()) or start_of(words, os.environ)
 
 
 def _first_line() -> None:

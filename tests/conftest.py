@@ -23,6 +23,7 @@ TIERS = {
     "faults": "faults",
     "hardware": "gpu",
     "xla": "xla",
+    "on_ray": "ray",
 }
 """Folder -> marker."""
 

@@ -31,7 +31,7 @@ XLA, EMULATED = "xla", "emulated"
 DEVICES = ("cpu", "cuda", "npu", XLA, EMULATED)
 DTYPES = ("fp32", "bf16")
 TRANSPORTS = ("shm", "ipc", "tcp")
-TORCHRUN, NONE = "torchrun", "none"
+TORCHRUN, RAY, NONE = "torchrun", "ray", "none"
 LINKS, GROUP = "links", "group"
 COLLECTIVES = (LINKS, GROUP)
 
@@ -45,7 +45,7 @@ _COMPUTED_AT = CHAOS_POINTS[:6]
 AUTO = "auto"
 LIVE, PLAIN = "live", "plain"
 DISPLAYS = (AUTO, LIVE, PLAIN)
-LAUNCHERS = (AUTO, TORCHRUN, NONE)
+LAUNCHERS = (AUTO, TORCHRUN, RAY, NONE)
 
 VERIFY_ACTIONS = ("evict", "rollback", "report", "stop")
 
@@ -374,8 +374,8 @@ class RuntimeSettings(Section, group="runtime"):
     begins (with 0 it begins alone) and others at any time later. `local_workers` run beside the controller, the others
     are assigned to the agents. `token_file` holds the secret that all of them share.
 
-    `launcher`: docs/engines.md says which variables of torchrun are followed, and when. It belongs to one command: a
-    run that is resumed does not inherit it.
+    `launcher`: docs/engines.md says which variables of torchrun are followed, and when, and what a Ray cluster does.
+    It belongs to one command: a run that is resumed does not inherit it.
 
     `encryption` is for `transport=tcp`; what it protects and what it costs is in docs/security.md.
     """
@@ -402,10 +402,12 @@ class RuntimeSettings(Section, group="runtime"):
     )
     token_file: str | None = setting(None, "file with the secret that controller and agents share, mode 0600")
     launcher: str = setting(
-        AUTO, "auto: torchrun's variables are followed where it has started several processes", choices=LAUNCHERS
+        AUTO,
+        "auto: torchrun's variables are followed where it has started several processes; ray: Ray starts agents",
+        choices=LAUNCHERS,
     )
     agent_workers: int | None = setting(
-        None, "places of each agent that torchrun starts; null: an equal share of the workers", at_least=1
+        None, "places of each agent that torchrun or Ray starts; null: an equal share of the workers", at_least=1
     )
 
     def check_rules(self) -> None:
@@ -426,6 +428,13 @@ class RuntimeSettings(Section, group="runtime"):
             "token_file": self.token_file,
             "agent_workers": self.agent_workers,
         }
+        if self.launcher == RAY:
+            raise ConfigError(
+                "runtime.launcher=ray is given to a run that no command hands to Ray",
+                rule="the command `train` hands a run to a Ray cluster; a call from Python is a run in its own process",
+                where="runtime.launcher=ray",
+                fix="elaswave-spmd train runtime.launcher=ray ..., or leave runtime.launcher out",
+            )
         for name, value in given.items():
             if value is not None:
                 override = checks.override(f"runtime.{name}", value)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elaswave_spmd.conf.schema import TORCHRUN, Settings
+from elaswave_spmd.conf.schema import RAY, TORCHRUN, Settings
 from elaswave_spmd.controller.io import newest_checkpoint
 from elaswave_spmd.errors import RunError, StoppedBySignal, UserError, headline_of
 from elaswave_spmd.run_dir.directory import SUMMARY
@@ -24,7 +24,7 @@ from elaswave_spmd.runtime.processes.stop_signals import Signalled
 _OF_NODES = (
     *("runtime.rendezvous", "runtime.agents", "runtime.local_workers", "runtime.agent_workers", "runtime.launcher"),
 )
-"""A command that torchrun starts on all nodes does not take these from the run that it resumes."""
+"""A command that torchrun starts on all nodes, or that Ray does, does not take these from the run that it resumes."""
 
 
 @dataclass(frozen=True)
@@ -160,15 +160,15 @@ class Ending:
             command = self.command.resuming(folder, was_resumed=folder == earlier, into=into, also=also)
         agents = ", and its agents again" if self.settings.runtime.agents else ""
         if self._is_of_nodes:
-            agents = ", by torchrun on all nodes"
+            agents = ", by torchrun on all nodes" if self.settings.runtime.launcher == TORCHRUN else ""
         known = str(checkpoint.path) in str(self.error)
         lines = [] if known else [f"newest checkpoint: {checkpoint.path}, after step {checkpoint.step}"]
         return [*lines, f"resume with: {command}{agents}"]
 
     @property
     def _is_of_nodes(self) -> bool:
-        """True if torchrun has started the command, and agents on other nodes."""
-        return self.settings.runtime.launcher == TORCHRUN and self.settings.runtime.rendezvous is not None
+        """True if torchrun or Ray has started the command, and agents on other nodes."""
+        return self.settings.runtime.launcher in (TORCHRUN, RAY) and self.settings.runtime.rendezvous is not None
 
     def exit_code(self, number: int | None) -> int:
         """The exit code; `number`: of the first signal that asked the run to end."""

@@ -217,8 +217,8 @@ def _gives(words: Sequence[str], name: str) -> bool:
 def _refuse_places(named: set[str]) -> None:
     if "runtime.agent_workers" in named:
         raise ConfigError(
-            "runtime.agent_workers is given, and torchrun has not started this command",
-            rule="it says how many workers have a place on each agent that torchrun starts",
+            "runtime.agent_workers is given, and neither torchrun nor Ray has started this command",
+            rule="it says how many workers have a place on each agent that torchrun or Ray starts",
             where="runtime.agent_workers",
             fix="elaswave-spmd agent HOST:PORT --token-file FILE --workers N",
         )

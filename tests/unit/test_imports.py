@@ -59,6 +59,7 @@ WITHOUT_TORCH = (
         "callbacks",
     ),
     *("cli", "controller.admin_client", "controller.torchrun", "runtime.devices.selection"),
+    *("controller.on_ray.job", "controller.on_ray.command", "controller.on_ray.supervisor"),
     *("weights.resolve", "weights.export_command", "weights.generate_command"),
     *("report.report_command", "demo.demo_command", "simulator.plan_command", "simulator.simulate_command"),
 )

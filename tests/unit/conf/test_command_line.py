@@ -15,6 +15,7 @@ import yaml
 from elaswave_spmd import cli
 from elaswave_spmd.conf.help import help_text
 from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.controller.on_ray import command as on_ray
 from elaswave_spmd.errors import MeshError, RunError, WorkerError
 from elaswave_spmd.runtime.devices import ThisMachine, device_of
 from tests.pages import TUTORIALS, blocks_of
@@ -43,6 +44,7 @@ class Ran:
 def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ran:
     made = Ran()
     monkeypatch.setattr(cli, "_run", made)
+    monkeypatch.setattr(on_ray, "run_on_ray", lambda job: 0)
     monkeypatch.chdir(tmp_path)
     return made
 

@@ -194,7 +194,7 @@ def test_torchrun_that_is_asked_for_must_be_there() -> None:
 
 
 def test_places_on_agents_are_for_agents_that_torchrun_starts() -> None:
-    with pytest.raises(ConfigError, match="torchrun has not started this command"):
+    with pytest.raises(ConfigError, match="neither torchrun nor Ray has started this command"):
         start_of([*TWO, "runtime.agent_workers=2", "runtime.rendezvous=node0:1", "runtime.agents=1"], {})
 
 

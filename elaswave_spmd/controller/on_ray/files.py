@@ -1,0 +1,187 @@
+"""The files that the launcher keeps beside the directory of a run, in RUN.ray: they outlive its actors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import shutil
+import socket
+from pathlib import Path
+from typing import IO, Any
+
+from elaswave_spmd.controller.on_ray.decisions import Progress
+from elaswave_spmd.controller.on_ray.job import Job
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.run_dir.atomic_write import open_private, replacing
+
+LOG = "log"
+TOKEN = "token"
+_NONCE = "nonce"
+_JOB = "job.json"
+_PROGRESS = "progress.json"
+_ENDED = "ended.json"
+_METRICS = "metrics.jsonl"
+_CHECKPOINTS = "checkpoints"
+_SUMMARY = "summary.json"
+_FIRST_PORT, _LAST_PORT = 20_000, 30_000  # below those that the kernel gives to connections
+
+
+class JobFiles:
+    """The files of one run on Ray. All of them are for their owner alone.
+
+    Args:
+        job: names the folder.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._folder = job.files
+
+    @property
+    def log(self) -> Path:
+        """The file of what the run's command prints, and the supervisor."""
+        return self._folder / LOG
+
+    def make(self) -> None:
+        """Begin a run: the folder, a secret if the run has none, and no trace of an earlier end.
+
+        Raises:
+            ConfigError: they cannot be written.
+        """
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.chmod(0o700)
+            for name in (_ENDED, _PROGRESS):
+                (self._folder / name).unlink(missing_ok=True)
+            self._write(_NONCE, self._job.nonce)
+            self._write(_JOB, json.dumps({"words": self._job.words}))
+            if self._job.token_file == str(self._folder / TOKEN) and not (self._folder / TOKEN).exists():
+                self._write(TOKEN, secrets.token_hex(32))
+            self.append(b"")
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {self._folder} ({error.strerror or error})",
+                rule="a run on Ray keeps its secret, its log and its progress beside its directory",
+                where="run.dir",
+                fix="run.dir=FOLDER/NAME, in a folder that you may write",
+            ) from error
+
+    @property
+    def exists(self) -> bool:
+        """True if a run on Ray was begun in this directory."""
+        return self._folder.exists()
+
+    def discard(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def why_not_shared(self) -> str:
+        """Why this machine does not see the files of the run; empty if it does."""
+        try:
+            nonce = (self._folder / _NONCE).read_text(encoding="utf-8")
+        except OSError as error:
+            return f"{self._folder} cannot be read there ({error.strerror or error})"
+        return "" if nonce == self._job.nonce else f"{self._folder} is another folder there, or of another run"
+
+    def words(self) -> list[str] | None:
+        """The words of the run that was begun last in this directory; None: none was."""
+        found = self._read(_JOB)
+        return None if found is None else found["words"]
+
+    @property
+    def progress(self) -> Progress:
+        found = self._read(_PROGRESS)
+        return Progress() if found is None else Progress(**found)
+
+    @progress.setter
+    def progress(self, progress: Progress) -> None:
+        self._write(_PROGRESS, json.dumps(dataclasses.asdict(progress)))
+
+    @property
+    def code(self) -> int | None:
+        """The exit code of the run that has ended; None: it goes on."""
+        found = self._read(_ENDED)
+        return None if found is None else found["code"]
+
+    def end(self, code: int) -> None:
+        """Write the exit code."""
+        self._write(_ENDED, json.dumps({"code": code}))
+
+    def tell(self, line: str) -> None:
+        """Write a line to the log."""
+        self.append(f"ray: {line}\n".encode())
+
+    def append(self, text: bytes) -> None:
+        """Write to the end of the log."""
+        with self.opened(LOG) as log:
+            log.write(text)
+
+    def opened(self, name: str) -> IO[bytes]:
+        """A file that is written at its end."""
+        return os.fdopen(open_private(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
+
+    def last_line(self, name: str) -> str:
+        """The last line of a file that has something in it."""
+        try:
+            with open(self._folder / name, "rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+                lines = file.read().decode("utf-8", "replace").splitlines()
+        except OSError:
+            return ""
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+    @property
+    def steps(self) -> int:
+        """The steps that the run has done, as its directory tells."""
+        try:
+            return (Path(self._job.run_dir) / _METRICS).read_bytes().count(b"\n")
+        except OSError:
+            return 0
+
+    @property
+    def has_begun(self) -> bool:
+        """True if the run has a directory."""
+        return Path(self._job.run_dir).exists()
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """True if there is something that may be a checkpoint: the run itself reads it."""
+        with contextlib.suppress(OSError):
+            return any((Path(self._job.run_dir) / _CHECKPOINTS).iterdir())
+        return False
+
+    @property
+    def has_result(self) -> bool:
+        """True if the run has finished."""
+        return (Path(self._job.run_dir) / _SUMMARY).exists()
+
+    def put_aside(self) -> Path:
+        """Rename the directory of a run that has no checkpoint to go on from, and return its new name."""
+        number, path = 1, Path(self._job.run_dir)
+        while (aside := path.with_name(f"{path.name}.without_checkpoint.{number}")).exists():
+            number += 1
+        path.rename(aside)
+        return aside
+
+    def _write(self, name: str, text: str) -> None:
+        with replacing(self._folder / name, durable=True) as scratch:
+            scratch.write_text(text, encoding="utf-8")
+
+    def _read(self, name: str) -> Any:
+        try:
+            return json.loads((self._folder / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+
+
+def free_port(host: str, wanted: int) -> int:
+    """A port at an address of this machine: the wanted one if nobody listens there, else one drawn at random."""
+    for _ in range(1000):
+        port = wanted or _FIRST_PORT + secrets.randbelow(_LAST_PORT - _FIRST_PORT)
+        wanted = 0
+        with contextlib.suppress(OSError), socket.create_server((host, port)):
+            return port
+    raise OSError(f"no free port at {host}")

@@ -1,0 +1,207 @@
+"""The actor of one node: it checks the node, and starts the agent of the run there, which ends with it.
+
+The agent is an ordinary one. The actor tells it nothing but signals, and tells the supervisor how it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from elaswave_spmd.controller.on_ray import tied
+from elaswave_spmd.controller.on_ray.files import JobFiles
+from elaswave_spmd.controller.on_ray.job import Job, differing, process_environment
+from elaswave_spmd.controller.on_ray.vendor import ray_module
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.runtime.processes.rendezvous import read_secret
+
+MONITOR = "RAY_memory_monitor_refresh_ms"
+AUTH = "RAY_AUTH_MODE"
+DRAIN_S = 30
+"""Seconds in which the workers of a node leave after SIGTERM to its agent, where Ray gives no deadline."""
+
+_LEAVES_S = DRAIN_S + 10.0
+_LOOKS_S = 600
+_EXEC_S = 5.0
+_LOOK_S = 0.01
+_BEGIN = "agent on "  # what an agent says at its begin, and last if nothing has happened to it
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """How an actor finds its node.
+
+    Args:
+        node: its id.
+        problem: why the run cannot use it, and what to do; empty: it can.
+        facts: what was checked, in words.
+    """
+
+    node: str
+    problem: str
+    facts: str
+
+
+@dataclass(frozen=True)
+class AgentReport:
+    """The agent of a node.
+
+    Args:
+        node: the node's id.
+        serves: the rendezvous that the agent was started with; "": none was started.
+        process: its process id.
+        code: its exit code; None: it lives.
+        said: its last line, if it has said more than that it is there.
+        has_workers: workers of the run live there.
+    """
+
+    node: str
+    serves: str = ""
+    process: int = 0
+    code: int | None = None
+    said: str = ""
+    has_workers: bool = False
+
+
+def node_id() -> str:
+    """The id of the node that this actor is on."""
+    return ray_module().get_runtime_context().get_node_id()
+
+
+def check_node(job: Job) -> NodeReport:
+    """Check that the run can use this node: that it shares the run's files, and that Ray kills nothing of it."""
+    problem = ""
+    monitor, auth = os.environ.get(MONITOR), os.environ.get(AUTH, "")
+    if monitor != "0":
+        problem = (
+            f"Ray's memory monitor is on there ({MONITOR}={monitor or 'not set'}), and kills actors when memory gets "
+            f"short; start the node with {MONITOR}=0 in the environment of `ray start`"
+        )
+    elif auth.lower() != "token":
+        problem = (
+            f"the node asks for no token ({AUTH}={auth or 'not set'}), so whoever reaches it could run code as you and "
+            f"read the run's secret; start all nodes with {AUTH}=token"
+        )
+    elif not Path(job.folder).is_dir():
+        problem = f"{job.folder}, in which the command was typed, is not there; the run needs it on all nodes"
+    elif why_not := JobFiles(job).why_not_shared():
+        problem = f"the directory of the run is not shared: {why_not}; run.dir is on a file system that all nodes share"
+    elif not Path(job.python).exists():
+        problem = f"{job.python} is not there; the same environment is needed on all nodes"
+    else:
+        try:
+            read_secret(job.token_file, where="runtime.token_file")
+        except ConfigError as error:
+            problem = error.what
+    threads = os.environ.get("OMP_NUM_THREADS", "not set")
+    wanted = job.variables.get("OMP_NUM_THREADS") or "not set"
+    facts = f"memory monitor off, token authentication on, OMP_NUM_THREADS {wanted} (Ray: {threads})"
+    return NodeReport(node_id(), problem, facts)
+
+
+class NodeAgent:
+    """The actor. One call at a time.
+
+    Args:
+        job: the run.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._files = JobFiles(job)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._serves = ""
+        self._log = ""
+
+    def check(self) -> NodeReport:
+        """How the node is."""
+        return check_node(self._job)
+
+    def start(self, rendezvous: str, name: str) -> NodeReport:
+        """Start the agent, if the node can be used. One that is still there leaves first.
+
+        Args:
+            rendezvous: HOST:PORT of the controller.
+            name: of the node, for the run.
+        """
+        self._end()
+        report = check_node(self._job)
+        if report.problem:
+            return report
+        job, self._log = self._job, f"agent-{name}.log"
+        words = [
+            *(job.python, "-m", "elaswave_spmd", "agent", rendezvous, "--token-file", job.token_file),
+            *("--workers", str(job.places), "--name", name, "--drain", str(DRAIN_S), "--timeout", str(_LOOKS_S)),
+        ]
+        environment = process_environment(job, os.environ)
+        with self._files.opened(self._log) as log:
+            self._process = tied.start(words, environment, job.folder, log)
+        self._serves = rendezvous
+        if wrong := differing(job, _environment_of(self._process.pid, environment)):
+            self._end()
+            return NodeReport(report.node, f"the agent would have {', '.join(wrong)}, and other bits", report.facts)
+        return report
+
+    def state(self) -> AgentReport:
+        """How the agent is."""
+        if self._process is None:
+            return AgentReport(node_id())
+        code = self._process.poll()
+        said = "" if code is None else self._files.last_line(self._log)
+        said = "" if said.startswith(_BEGIN) else said
+        has_workers = code is None and any(_children_of(child) for child in _children_of(self._process.pid))
+        return AgentReport(node_id(), self._serves, self._process.pid, code, said, has_workers)
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the agent: its workers leave the run."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def _end(self) -> None:
+        """Have the agent end, if there is one. Workers that have lost their controller save their state first."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(_LEAVES_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+
+def _environment_of(process: int, otherwise: dict[str, str]) -> dict[str, str]:
+    """The environment of a process, as the kernel tells; where it does not, what was handed to it.
+
+    For a moment of the exec by which a program becomes another one it tells of none.
+    """
+    deadline = time.monotonic() + _EXEC_S
+    while time.monotonic() < deadline:
+        try:
+            with open(f"/proc/{process}/environ", "rb") as file:
+                entries = file.read().decode("utf-8", "surrogateescape").split("\0")
+        except OSError:
+            break
+        if found := dict(entry.split("=", 1) for entry in entries if "=" in entry):
+            return found
+        time.sleep(_LOOK_S)
+    return otherwise
+
+
+def _children_of(process: int) -> list[int]:
+    """The process ids of the living children of a process (Linux)."""
+    found = []
+    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as file:
+                    state, parent = file.read().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if int(parent) == process and state not in "ZX":
+                found.append(int(entry))
+    return found

@@ -1,0 +1,307 @@
+"""The actor that has the run: it starts the controller's command, and keeps agents where the cluster has nodes.
+
+When its process or its node is lost, Ray starts the actor again, mostly on another node. It finds the run's actors and
+its files, and starts the command again, which goes on in the directory of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+import traceback
+
+from elaswave_spmd.controller import admin_client
+from elaswave_spmd.controller.on_ray import tied
+from elaswave_spmd.controller.on_ray.cluster import RayCluster
+from elaswave_spmd.controller.on_ray.decisions import (
+    REFUSED,
+    Action,
+    AddAgent,
+    After,
+    Agent,
+    Drain,
+    Fleet,
+    Move,
+    Node,
+    RemoveAgent,
+    StartAgent,
+    State,
+    Tell,
+    after_controller,
+)
+from elaswave_spmd.controller.on_ray.files import LOG, JobFiles, free_port
+from elaswave_spmd.controller.on_ray.job import MARK, Job, process_environment, words_at, words_going_on
+from elaswave_spmd.controller.on_ray.node import check_node, node_id
+from elaswave_spmd.controller.on_ray.vendor import ray_module
+from elaswave_spmd.errors import ControlError, RunError
+
+_TURN_S = 0.3
+_REGATHER_S = 15.0
+"""After a restart: how long all of the first agents are waited for. A node of them may be lost."""
+
+_CHECK_S = 120.0
+_ORPHANS_S = 120.0
+"""How long workers that have lost their controller are waited for, where the run has no checkpoint but theirs."""
+
+_ELSEWHERE_S = 5.0
+
+
+class Supervisor:
+    """The actor. Its thread does everything; calls are answered at once.
+
+    Args:
+        job: the run.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._stop = threading.Event()
+        threading.Thread(target=self._run, args=(job,), name="supervisor", daemon=True).start()
+
+    def stop(self) -> None:
+        """Have the run save its state and end."""
+        self._stop.set()
+
+    def ping(self) -> int:
+        """Answer, with the process id."""
+        return os.getpid()
+
+    def _run(self, job: Job) -> None:
+        ray, files = ray_module(), JobFiles(job)
+        if problem := check_node(job).problem:
+            # Started again on a node that has come since. Where nothing is shared, nothing can be said in the log.
+            print(f"{node_id()} cannot have the controller: {problem}", flush=True)
+            time.sleep(_ELSEWHERE_S)
+            os._exit(1)
+        try:
+            cluster = RayCluster(job)
+            code = files.code
+            if code is None:
+                code = _supervised(job, files, cluster, self._stop)
+            cluster.remove_all()
+            files.end(code)
+        except _MovesError:
+            os._exit(1)  # Ray starts the actor again, elsewhere, as this node takes nobody any more
+        except BaseException:  # of Ray, whose head may be gone
+            files.append(traceback.format_exc().encode())
+            files.end(1)
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def _supervised(job: Job, files: JobFiles, cluster: RayCluster, stop: threading.Event) -> int:
+    """The exit code of the run. Agents are left to the caller.
+
+    Raises:
+        _MovesError: the supervisor is to go on on another node.
+    """
+    try:
+        return Supervision(job, files, cluster, stop).run()
+    except _MovesError:
+        raise
+    except BaseException:
+        files.append(traceback.format_exc().encode())
+        return 1
+
+
+class Supervision:
+    """One life of the supervisor.
+
+    Args:
+        stop: set when a person wants the run to end.
+    """
+
+    def __init__(self, job: Job, files: JobFiles, cluster: RayCluster, stop: threading.Event) -> None:
+        self._job = job
+        self._files = files
+        self._cluster = cluster
+        self._stop = stop
+        self._home = node_id()
+        self._host = ray_module("util").get_node_ip_address()
+        self._fleet = Fleet(job.places, job.aim, self._home)
+        self._nodes: dict[str, Node] = {}
+        self._controller: subprocess.Popen[bytes] | None = None
+        self._rendezvous = ""
+        self._moves = False
+
+    def run(self) -> int:
+        """Until the run has ended. Returns its exit code.
+
+        Raises:
+            _MovesError: the supervisor is to go on on another node.
+        """
+        files, progress = self._files, self._files.progress
+        if progress.starts and files.has_result:
+            return 0  # it had finished when the one before was lost
+        self._nodes = self._cluster.nodes()
+        if (code := self._gather(is_first=not progress.starts)) is not None:
+            return code
+        while True:
+            if files.progress.is_vain:
+                files.tell(f"the controller was started {files.progress.starts} times, and the run got no further")
+                return 1
+            code, goes_on = self._live(), files.progress.starts > 1
+            match after_controller(code, moves=self._moves, is_asked=self._stop.is_set(), goes_on=goes_on):
+                case After.END:
+                    return 128 - code if code < 0 else code
+                case After.MOVE:
+                    files.tell("the run's state is saved; the controller goes on on another node")
+                    raise _MovesError
+                case After.AGAIN:
+                    how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+                    files.tell(f"the controller has ended {how}: it is started again")
+                    time.sleep(0.0 if code < 0 else _ELSEWHERE_S)
+
+    def _refuse(self, node: str, problem: str) -> int:
+        name = self._nodes[node].name if node in self._nodes else node
+        self._files.append(f"error: node {name} cannot serve the run: {problem}\n".encode())
+        return REFUSED
+
+    def _gather(self, *, is_first: bool) -> int | None:
+        """Reserve what the first agents need, and make their actors. Returns an exit code if the run cannot begin."""
+        job, cluster = self._job, self._cluster
+        cluster.reserve_first()
+        deadline = time.monotonic() + (job.timeout_s if is_first else _REGATHER_S)
+        while not cluster.are_reserved():
+            if self._stop.is_set():
+                return 128 + signal.SIGTERM
+            if time.monotonic() > deadline:
+                if not is_first:
+                    break
+                self._files.append(
+                    f"error: the Ray cluster has had no room for {job.described()} within {job.timeout_s:g} s "
+                    "(runtime.agents_timeout)\n".encode()
+                )
+                return 1
+        cluster.make_first()
+        if not is_first:
+            return None
+        self._files.tell(f"the run has {job.described()}")
+        for checked in cluster.check(range(job.agents), max(_CHECK_S, job.timeout_s)):
+            if checked.problem:
+                return self._refuse(checked.node, checked.problem)
+        return None
+
+    def _live(self) -> int:
+        """One life of the controller. Returns its exit code."""
+        agents = self._ready_agents()
+        if not agents:
+            self._files.tell("no agent has a place any more")
+            return 1
+        words = self._words()
+        progress = self._files.progress
+        is_back = progress.node == self._home
+        port = free_port(self._host, progress.port if is_back else 0)
+        self._rendezvous = f"{self._host}:{port}"
+        self._files.progress = progress.started(self._files.steps, port, self._home)
+        for agent in agents:
+            if agent.serves != self._rendezvous:
+                self._start(agent.key)
+        self._start_controller(words, len(agents))
+        assert self._controller is not None
+        is_asked = False
+        while (code := self._controller.poll()) is None:
+            if self._stop.is_set() and not is_asked:
+                is_asked = True
+                self._controller.terminate()
+            self._turn()
+            time.sleep(_TURN_S)
+        return code
+
+    def _ready_agents(self) -> list[Agent]:
+        """The agents that the controller is to wait for: after a restart perhaps fewer than the run began with."""
+        began = time.monotonic()
+        while True:
+            self._nodes = self._cluster.nodes()
+            ready = [agent for agent in self._cluster.agents() if self._is_ready(agent)]
+            waited = time.monotonic() - began
+            if len(ready) >= self._job.agents or (ready and waited > _REGATHER_S) or waited > self._job.timeout_s:
+                return ready
+            time.sleep(_TURN_S)
+
+    def _is_ready(self, agent: Agent) -> bool:
+        node = self._nodes.get(agent.node)
+        return node is not None and node.stays and agent.state is not State.PLACING and agent.code != REFUSED
+
+    def _words(self) -> list[str]:
+        """The words of the user, or those that go on with the run."""
+        files = self._files
+        if not files.progress.starts or not files.has_begun:
+            return [*self._job.words]
+        began = time.monotonic()
+        while not files.has_checkpoint and time.monotonic() - began < _ORPHANS_S:
+            # Workers that have lost their controller write their state.
+            if not any(agent.has_workers for agent in self._cluster.agents()):
+                break
+            time.sleep(_TURN_S)
+        if files.has_checkpoint:
+            return words_going_on(self._job)
+        files.tell(f"the run has no checkpoint, and begins again; what it has left is in {files.put_aside()}")
+        return [*self._job.words]
+
+    def _start_controller(self, words: list[str], agents: int) -> None:
+        job = self._job
+        is_first = self._files.progress.starts == 1
+        are_all = is_first or agents * job.places >= job.workers
+        beside = "" if are_all else "; workers without a place there are beside the controller"
+        name = self._nodes[self._home].name
+        self._files.tell(f"the controller is on node {name}, and meets {agents} agents at {self._rendezvous}{beside}")
+        added = words_at(job, self._rendezvous, agents, are_all=are_all)
+        environment = {**process_environment(job, os.environ), MARK: json.dumps(added)}
+        command = [job.python, "-m", "elaswave_spmd", "train", *words]
+        with self._files.opened(LOG) as log:
+            self._controller = tied.start(command, environment, job.folder, log)
+
+    def _start(self, key: int) -> None:
+        agent = next(agent for agent in self._cluster.agents() if agent.key == key)
+        name = self._nodes[agent.node].name if agent.node in self._nodes else agent.node
+        self._cluster.start(key, self._rendezvous, name)
+
+    def _turn(self) -> None:
+        """Look at the cluster, and do what follows."""
+        self._nodes = self._cluster.nodes()
+        for key, report in self._cluster.answers():
+            name = self._nodes[report.node].name
+            if report.problem:
+                self._carry_out(self._fleet.failed(key, name, report.problem))
+                self._cluster.remove(key)
+            else:
+                self._files.tell(f"an agent is on node {name}: {report.facts}")
+        # Ray's clock: deadlines are times of day.
+        self._carry_out(self._fleet.turn(self._nodes, self._cluster.agents(), self._rendezvous, time.time()))
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Tell(line):
+                    self._files.tell(line)
+                case StartAgent(key):
+                    self._start(key)
+                case AddAgent(node):
+                    self._cluster.add(node)
+                case RemoveAgent(key):
+                    self._cluster.remove(key)
+                case Drain(key, name, within_s):
+                    self._drain(key, name, within_s)
+                case Move():
+                    self._moves = True
+                    if self._controller is not None:
+                        self._controller.terminate()
+
+    def _drain(self, key: int, name: str, within_s: float | None) -> None:
+        """Ask the run, which lives on this machine. Where it refuses or cannot answer, the agent goes anyway."""
+        request: dict[str, object] = {"command": "drain", "host": name}
+        if within_s is not None:
+            request["within"] = within_s
+        try:
+            admin_client.ask(self._job.run_dir, request)
+        except (ControlError, RunError) as error:
+            why = error.what if isinstance(error, ControlError) else error.headline
+            self._files.tell(f"the run does not drain {name} ({why}): its agent gets SIGTERM")
+            self._cluster.terminate(key)
+
+
+class _MovesError(Exception):
+    """The supervisor ends, for Ray to start it on another node."""

@@ -1,0 +1,239 @@
+"""Runs on a Ray cluster of real raylets: bits, lost nodes, new ones, drains, a controller's actor that is killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from elaswave_spmd.run_dir import read_metrics, read_summary
+from tests.multiprocess import patient_model
+from tests.multiprocess.real_runs import SMALL, write_text
+from tests.multiprocess.test_agents import PATIENT, alone, assert_same_bits
+from tests.multiprocess.test_agents import undisturbed as undisturbed
+from tests.on_ray.raylets import AUTH, ROOT, Command, Site, site_in
+from tests.pages import DOCS, Reader, blocks_of
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed here (make ray-environment)")
+
+THREADS = "3"
+MODEL = f"""
+import os
+
+from elaswave_spmd.models import GPT
+
+
+class UndisturbedGPT(GPT):
+    def __init__(self, **sizes):
+        assert os.environ.get("OMP_NUM_THREADS") == "{THREADS}", "as it was where the command was typed"
+        assert not [name for name in os.environ if name.startswith("RAY_")], "Ray's token is not for workers"
+        super().__init__(**sizes)
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """A cluster without nodes for agents."""
+    write_text(tmp_path)
+    with site_in(tmp_path) as made:
+        yield made
+        eventually(lambda: not made.raylets.ask(actors=None) and not made.raylets.ask(groups=None))
+
+
+def words(site: Site, *more: str) -> list[str]:
+    return [*SMALL[:-1], "mesh=dp2", f"run.dir={site.run_dir}", "runtime.launcher=ray", *more]
+
+
+def patient(site: Site, *more: str) -> tuple[Path, list[str]]:
+    go = site.folder / "go"
+    model = patient_model.write(site.folder, go)
+    kept = [word for word in PATIENT if not word.startswith("run.dir=")]
+    return go, [*kept, f"run.dir={site.run_dir}", "runtime.launcher=ray", *model, *more]
+
+
+def homes(command: Command) -> list[str]:
+    """The nodes of the controller, one after the other: the first 8 digits of their ids."""
+    return re.findall(r"ray: the controller is on node \S+-([0-9a-f]{8}), ", command.log)
+
+
+def kill_supervisor(site: Site) -> None:
+    os.kill(site.raylets.ask(supervisor=str(site.run_dir)), signal.SIGKILL)
+
+
+def test_two_nodes_have_the_bits_of_one_worker(site: Site, tmp_path: Path) -> None:
+    (site.folder / "undisturbed.py").write_text(MODEL)
+    for _ in range(2):
+        site.raylets.add(1)
+    site.environment["OMP_NUM_THREADS"] = THREADS
+    with site.train(words(site, "model.target=undisturbed.UndisturbedGPT")) as command:
+        end = command.end()
+    assert (end.code, end.err) == (0, ""), end
+    assert f"OMP_NUM_THREADS {THREADS} (Ray: 1)" in end.out
+    assert "memory monitor off, token authentication on" in end.out
+    assert "ray: the run has 2 nodes, on each an agent with places for 1 worker (1 CPU)\n" in end.out
+    assert_same_bits(site.run_dir, alone(tmp_path / "alone", *SMALL, "mesh=single"))
+    files = Path(f"{site.run_dir}.ray")
+    secret = (files / "token").read_text()
+    assert len(secret) == 64 and all(path.stat().st_mode & 0o077 == 0 for path in [files, *files.iterdir()])
+    told = end.out + (files / "job.json").read_text() + "".join(map(str, [*files.glob("agent-*.log")]))
+    assert secret not in told
+
+
+def test_nodes_come_are_lost_and_are_drained(site: Site, undisturbed: Path) -> None:
+    nodes = [site.raylets.add(1) for _ in range(2)]
+    go, given = patient(site, "elastic.max_workers=3")
+    with site.train(given) as command:
+        command.wait_for_steps(2)
+        (home,) = homes(command)
+        other = next(node for node in nodes if node[:8] != home)
+        came = site.raylets.add(1)
+        command.until(f"-{came[:8]} has room: it gets an agent")
+        command.wait_for("join")
+        site.raylets.ask(kill=other)
+        command.wait_for("fail")
+        command.until(f"-{other[:8]} is lost: ")
+        again = site.raylets.add(1)
+        command.wait_for("join", 2)
+        assert site.raylets.ask(drain=came, within=600) is True
+        command.wait_for("leave")
+        command.until("nothing was lost: worker ")
+        go.touch()
+        end = command.end()
+    assert (end.code, end.err) == (0, ""), end
+    assert re.search(rf"ray: an agent is on node \S+-{again[:8]}: ", end.out), "Ray has placed the lost one again"
+    (notice,) = command.events("notice")
+    assert notice["from"] == "ctl" and notice["host"].endswith(f"-{came[:8]}") and 400 < notice["deadline"] <= 600
+    assert f"-{came[:8]} is to leave within " in end.out
+    assert [len(event["ranks"]) for kind in ("fail", "leave") for event in command.events(kind)] == [1, 1]
+    assert_same_bits(site.run_dir, undisturbed)
+    workers = [line.workers for line in read_metrics(site.run_dir)]
+    assert max(workers) == 3 and workers[-1] == 2
+
+
+def test_a_controllers_actor_that_is_killed_goes_on_with_the_run(site: Site, undisturbed: Path) -> None:
+    for _ in range(2):
+        site.raylets.add(1)
+    go, given = patient(site)
+    with site.train(given) as command:
+        command.wait_for_steps(2)
+        kill_supervisor(site)
+        eventually(lambda: len(homes(command)) == 2)
+        go.touch()
+        end = command.end()
+    assert (end.code, end.err) == (0, ""), end
+    assert_same_bits(site.run_dir, undisturbed)
+    assert {line.workers for line in read_metrics(site.run_dir)} == {2}
+
+
+def on_a_node_of_agents(site: Site, command: Command, nodes: list[str]) -> str:
+    """Kill the controller's actor until Ray has put it on one of these nodes; the node."""
+    while not (here := [node for node in nodes if node[:8] == homes(command)[-1]]):
+        lives, steps = len(homes(command)), len(read_metrics(site.run_dir))
+        kill_supervisor(site)
+        eventually(lambda lives=lives: len(homes(command)) > lives)
+        command.wait_for_steps(steps + 1)
+    return here[0]
+
+
+@pytest.mark.parametrize("way", ["lost", "drained"])
+def test_a_controller_goes_on_on_another_node(site: Site, undisturbed: Path, way: str) -> None:
+    nodes = [site.raylets.add(1) for _ in range(2)]
+    go, given = patient(site, "checkpoint.every=2")
+    with site.train(given) as command:
+        command.wait_for("checkpoint")
+        home = on_a_node_of_agents(site, command, nodes)
+        lives = len(homes(command))
+        site.raylets.ask(**({"kill": home} if way == "lost" else {"drain": home, "within": 600}))
+        site.raylets.add(1)
+        eventually(lambda: len(homes(command)) > lives)
+        assert homes(command)[-1] != home[:8]
+        go.touch()
+        end = command.end()
+    assert (end.code, end.err) == (0, ""), end
+    assert ("the controller is there: it saves its state, and moves" in end.out) is (way == "drained")
+    assert_same_bits(site.run_dir, undisturbed)
+
+
+def test_ctrl_c_ends_the_run_with_its_state_and_the_command_goes_on(site: Site, undisturbed: Path) -> None:
+    for _ in range(2):
+        site.raylets.add(1)
+    go, given = patient(site)
+    with site.train(given) as command:
+        command.wait_for_steps(2)
+        command.process.kill()
+    with site.train(given) as again:
+        again.until("is going on; this is its log from the begin", "ray: the run has 2 nodes")
+        steps = len(read_metrics(site.run_dir))
+        again.wait_for_steps(steps + 1)
+        again.process.send_signal(signal.SIGINT)
+        end = again.end()
+    assert end.code == 143 and "is going on; this is its log from the begin" in end.out, end
+    assert "resume with: " in end.out and "SIGINT: the run saves its state and ends" in end.out
+    go.touch()
+    with site.train([f"train.resume={site.run_dir}", "runtime.launcher=ray"]) as resumed:
+        end = resumed.end()
+    assert (end.code, end.err) == (0, ""), end
+    assert_same_bits(site.run_dir, undisturbed)
+
+
+def test_nodes_that_may_kill_workers_are_refused(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    with site_in(tmp_path, RAY_memory_monitor_refresh_ms=None) as site:
+        site.raylets.add(1)
+        with site.train(words(site, "mesh=single")) as command:
+            end = command.end()
+        assert end.code == 2 and "Ray's memory monitor is on there" in end.err and not [*site.folder.glob("run*")], end
+        del site.environment[AUTH]
+        with site.train(words(site, "mesh=single")) as command:
+            end = command.end()
+        assert end.code == 2 and f"{AUTH}=not set: the Ray cluster is asked for without a token" in end.err, end
+
+
+def test_a_directory_that_nodes_do_not_share_is_refused(tmp_path: Path) -> None:
+    """The cluster has a file system of its own where the command has the run's directory."""
+    hidden = ["unshare", "--map-root-user", "--mount"]
+    if subprocess.run([*hidden, "true"], capture_output=True).returncode:
+        pytest.skip("this machine gives no mount namespace (unshare --map-root-user --mount)")
+    write_text(tmp_path)
+    program = [*hidden, "sh", "-c", f'mount -t tmpfs none "{tmp_path}" && exec "$0" "$@"']
+    with site_in(tmp_path, program) as site:
+        site.raylets.add(1)
+        with site.train(words(site)) as command:
+            end = command.end()
+        assert end.code == 2 and "the directory of the run is not shared: " in end.err, end
+        assert not [*site.folder.glob("run*")], "nothing is left"
+
+
+def test_the_page_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `ray stop`, which would end all clusters of the machine: all that the page has started is killed."""
+    programs = Path(sys.executable).parent
+    assert (programs / "ray").exists()
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    (block,) = [block for block in blocks_of((DOCS / "engines.md").read_text()) if block.order == "needs: ray"]
+    temporary = Path(tempfile.mkdtemp(prefix="ewr", dir="/tmp"))
+    start = "ray start --head"
+    assert start in block.text
+    block = dataclasses.replace(block, text=block.text.replace(start, f"{start} --temp-dir={temporary}"))
+    reader = Reader(tmp_path, tmp_path / "cache")
+    try:
+        reader.follow(block)
+        summary = read_summary(tmp_path / "runs" / "ray")
+        assert (summary["steps"], summary["mesh"]) == (6, "dp2")
+    finally:
+        reader.close()
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,311 @@
+"""What a run on Ray is made of, and what follows when nodes come, drain and are lost. Ray itself is in tests/on_ray."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaswave_spmd.conf.compose import settings_from
+from elaswave_spmd.controller.on_ray import vendor
+from elaswave_spmd.controller.on_ray.decisions import (
+    AddAgent,
+    After,
+    Agent,
+    Drain,
+    Fleet,
+    Move,
+    Node,
+    Progress,
+    RemoveAgent,
+    StartAgent,
+    State,
+    Tell,
+    after_controller,
+)
+from elaswave_spmd.controller.on_ray.files import JobFiles
+from elaswave_spmd.controller.on_ray.job import (
+    MARK,
+    Job,
+    controller_settings,
+    differing,
+    hand_over,
+    process_environment,
+    words_at,
+    words_going_on,
+)
+from elaswave_spmd.errors import ConfigError
+
+WORDS = ["mesh=dp4", "run.dir=runs/one", "runtime.launcher=ray"]
+HERE = "10.0.0.1:20001"
+
+
+def job(*words: str, environment: dict[str, str] | None = None, folder: str = "/home/me") -> Job:
+    found = hand_over([*WORDS, *words], environment or {}, folder)
+    assert found is not None
+    return found.job
+
+
+def cpus(*numbers: float) -> list[dict[str, float]]:
+    return [{"CPU": number, "memory": 1e9} for number in numbers]
+
+
+def test_only_its_launcher_hands_a_run_to_ray() -> None:
+    assert hand_over(["mesh=dp4"], {}, "/") is None and hand_over(["runtime.launcher=torchrun"], {}, "/") is None
+    assert hand_over(WORDS, {MARK: "[]"}, "/") is None, "the controller's own command"
+    found = job()
+    assert (found.run_dir, found.files, found.token_file) == (
+        "/home/me/runs/one",
+        Path("/home/me/runs/one.ray"),
+        "/home/me/runs/one.ray/token",
+    )
+    assert (found.workers, found.aim, found.agents, found.places) == (4, 4, 0, 0)
+    assert job("runtime.token_file=secret").token_file == "/home/me/secret"
+    assert job("elastic.max_workers=9").aim == 9
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["runtime.launcher=ray"], "run.dir is not"),
+        ([*WORDS, "runtime.rendezvous=node0:1"], "runtime.rendezvous is given with runtime.launcher=ray"),
+        ([*WORDS, "runtime.local_workers=2"], "runtime.local_workers is given with runtime.launcher=ray"),
+        ([*WORDS, "runtime.transport=shm"], "runtime.transport=shm"),
+        ([*WORDS, "runtime.agents=-1"], "runtime.agents=-1"),
+    ],
+)
+def test_words_that_cannot_be_are_refused(words: list[str], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        hand_over(words, {}, "/")
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "agents", "places"),
+    [
+        ([], cpus(8, 8), 2, 2),
+        ([], cpus(0, 8, 8, 8), 3, 2),
+        ([], cpus(*[8] * 9), 4, 1),
+        (["runtime.agents=3"], cpus(8), 3, 2),
+        (["runtime.agent_workers=4"], cpus(8, 8), 2, 4),
+        (["runtime.threads_per_worker=4"], cpus(2, 8), 1, 4),
+    ],
+)
+def test_workers_are_shared_out_among_the_nodes(
+    words: list[str], nodes: list[dict[str, float]], agents: int, places: int
+) -> None:
+    found = job(*words).shared_out(nodes)
+    assert (found.agents, found.places) == (agents, places)
+
+
+def test_what_agents_ask_ray_for() -> None:
+    found = job("runtime.threads_per_worker=3", "runtime.agent_workers=2", "runtime.agents=2").shared_out([])
+    assert found.resources == {"CPU": 6.0} and found.has_room({"CPU": 6}) and not found.has_room({"CPU": 5})
+    assert "2 nodes, on each an agent with places for 2 workers (6 CPU)" in found.described()
+    on_gpus = job("runtime.device=cuda", "runtime.agent_workers=2").shared_out([{"CPU": 8, "GPU": 8}])
+    assert on_gpus.resources == {"CPU": 2.0, "GPU": 2.0}
+    with pytest.raises(ConfigError, match="none of the 2 nodes of the Ray cluster has room for a worker"):
+        job("runtime.device=cuda").shared_out(cpus(8, 8))
+
+
+def test_the_controllers_command_has_the_users_words_and_those_that_are_handed_to_it() -> None:
+    found = job("runtime.agents=2", "train.steps=7").shared_out([])
+    environment = {MARK: json.dumps(words_at(found, HERE, 2, are_all=True)), "HOME": "/home/me"}
+    settings = controller_settings(found.words, environment)
+    assert settings is not None and environment == {"HOME": "/home/me"}
+    runtime = settings.runtime
+    assert (runtime.rendezvous, runtime.agents, runtime.local_workers, runtime.transport) == (HERE, 2, 0, "tcp")
+    assert (runtime.launcher, runtime.token_file) == ("ray", found.token_file)
+    assert settings.train.steps == 7 and controller_settings(found.words, environment) is None
+    fewer = settings_from([*found.words, *words_at(found, HERE, 1, are_all=False)]).runtime
+    assert (fewer.agents, fewer.local_workers) == (1, None)
+
+
+def test_a_controller_that_goes_on_injects_no_fault_again() -> None:
+    found = job("train.steps=7", "chaos.events=[{step: 2, kind: kill, rank: 0}]", "runtime.agents=2")
+    assert words_going_on(found) == [
+        *("train.resume=/home/me/runs/one", "mesh=dp4", "runtime.launcher=ray", "train.steps=7", "runtime.agents=2"),
+    ]
+
+
+def test_processes_have_the_variables_of_the_command_and_nothing_of_rays() -> None:
+    found = job(environment={"OMP_NUM_THREADS": "4", "PYTHONPATH": "/code"})
+    given = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "2", "RAY_AUTH_TOKEN": "x", "RAY_JOB_ID": "1", "HOME": "/"}
+    made = process_environment(found, given)
+    assert made == {"OMP_NUM_THREADS": "4", "PYTHONPATH": "/code", "HOME": "/"}
+    assert differing(found, made) == []
+    assert differing(found, given) == ["OMP_NUM_THREADS=1", "MKL_NUM_THREADS=2"]
+    assert differing(found, {}) == ["OMP_NUM_THREADS not set"]
+
+
+def fleet(places: int = 1, aim: int = 2) -> Fleet:
+    return Fleet(places, aim, "home")
+
+
+def nodes(*made: Node) -> dict[str, Node]:
+    return {node.id: node for node in made}
+
+
+def serving(key: int, node: str, **others: Any) -> Agent:
+    return Agent(key, node, others.pop("is_first", True), others.pop("state", State.SERVING), HERE, 100 + key, **others)
+
+
+A, B, C, HOME = Node("a", "a"), Node("b", "b"), Node("c", "c"), Node("home", "home", has_room=False)
+
+
+def without_lines(actions: Sequence[object]) -> list[object]:
+    return [action for action in actions if not isinstance(action, Tell)]
+
+
+def test_nothing_follows_while_all_is_well() -> None:
+    agents = [serving(0, "a"), serving(1, "b")]
+    found = fleet()
+    for now in (0.0, 10.0):
+        assert found.turn(nodes(HOME, A, B, C), agents, HERE, now) == []
+
+
+def test_an_agent_that_has_another_rendezvous_is_started_again_unless_its_node_leaves() -> None:
+    agents = [Agent(0, "a", True, State.SERVING, "10.0.0.9:1"), Agent(1, "b", True, State.IDLE), serving(2, "c")]
+    assert fleet(aim=3).turn(nodes(A, B, C), agents, HERE, 0.0) == [StartAgent(0), StartAgent(1)]
+    leaves = Node("a", "a", drain_by=100.0)
+    assert StartAgent(0) not in fleet(aim=3).turn(nodes(leaves, B, C), agents, HERE, 0.0)
+
+
+def test_a_node_gets_an_agent_once_places_have_been_lacking_for_a_while() -> None:
+    found, agents = fleet(places=2, aim=4), [serving(0, "a")]
+    assert found.turn(nodes(HOME, A, B, C), agents, HERE, 0.0) == []
+    actions = found.turn(nodes(HOME, A, B, C), agents, HERE, 5.0)
+    assert without_lines(actions) == [AddAgent(B)], "and not on C: the run may have 4 workers"
+    there = [*agents, Agent(1, "b", False, State.PLACING)]
+    assert found.turn(nodes(HOME, A, B, C), there, HERE, 6.0) == []
+
+
+def test_agents_of_the_first_are_placed_again_by_ray_and_others_are_removed_with_their_node() -> None:
+    dead = Node("b", "b", alive=False, reason="it has ended")
+    found, agents = fleet(aim=3), [serving(0, "a"), serving(1, "b", is_first=False), serving(2, "b", is_first=True)]
+    actions = found.turn(nodes(A, dead), agents, HERE, 0.0)
+    assert actions == [Tell("node b is lost: it has ended"), RemoveAgent(1)]
+    assert without_lines(found.turn(nodes(A, dead), [agents[0], agents[2]], HERE, 1.0)) == []
+    assert Tell("node b is lost: it has ended") not in found.turn(nodes(A, dead), agents, HERE, 9.0), "told once"
+
+
+def test_a_node_that_drains_has_its_agent_leave_by_rays_deadline_and_another_one_is_used() -> None:
+    drains, found = Node("b", "b", drain_by=1060.0), fleet()
+    agents = [serving(0, "a"), serving(1, "b")]
+    actions = found.turn(nodes(A, drains, C), agents, HERE, 1000.0)
+    assert actions == [Tell("node b is to leave within 60 s: Ray drains it"), Drain(1, "b", 60.0)]
+    actions = found.turn(nodes(A, drains, C), agents, HERE, 1005.0)
+    assert without_lines(actions) == [AddAgent(C)]
+    endless = Node("b", "b", drain_by=float("inf"))
+    assert Drain(1, "b", None) in fleet().turn(nodes(A, endless), agents, HERE, 1000.0)
+
+
+def test_a_controller_moves_when_its_own_node_drains() -> None:
+    drains, found = Node("home", "home", drain_by=1060.0), fleet()
+    agents = [serving(0, "a"), serving(1, "home")]
+    actions = found.turn(nodes(A, drains, C), agents, HERE, 1000.0)
+    assert without_lines(actions) == [Move()]
+    ended = [serving(0, "a", state=State.ENDED, code=0), serving(1, "home", state=State.ENDED, code=0)]
+    assert found.turn(nodes(A, drains, C), ended, HERE, 1010.0) == [], "no new agent for a controller that leaves"
+
+
+@pytest.mark.parametrize(("code", "again"), [(1, True), (-9, True), (2, False), (0, False)])
+def test_an_agent_that_fails_is_started_again_and_one_that_is_refused_is_not(code: int, again: bool) -> None:
+    found = fleet()
+    ended = [serving(0, "a"), serving(1, "b", state=State.ENDED, code=code, said="why")]
+    actions = found.turn(nodes(A, B), ended, HERE, 0.0)
+    assert without_lines(actions) == [StartAgent(1)] * again
+    assert isinstance(actions[0], Tell) and actions[0].line.endswith("why" + "; it is started again" * again)
+    assert found.turn(nodes(A, B), ended, HERE, 1.0) == [], "the same end"
+
+
+def test_an_agent_that_fails_again_and_again_is_left_alone_and_another_node_is_used() -> None:
+    found = fleet()
+    ends = [Agent(1, "b", True, State.ENDED, HERE, process, 1, "why") for process in range(5)]
+    starts = [StartAgent(1) in found.turn(nodes(A, B), [serving(0, "a"), end], HERE, 0.0) for end in ends]
+    assert starts == [True, True, False, False, False]
+    assert without_lines(found.turn(nodes(A, B, C), [serving(0, "a"), ends[-1]], HERE, 9.0)) == [AddAgent(C)]
+
+
+def test_the_end_of_a_run_brings_no_new_agents() -> None:
+    found = fleet()
+    ended = [serving(0, "a", state=State.ENDED, code=0), serving(1, "b", state=State.ENDED, code=0)]
+    assert [found.turn(nodes(A, B, C), ended, HERE, now) for now in (0.0, 9.0)] == [[], []]
+
+
+def test_a_call_from_python_does_not_hand_a_run_to_ray() -> None:
+    with pytest.raises(ConfigError, match="a run that no command hands to Ray"):
+        settings_from(["runtime.launcher=ray"])
+
+
+def test_a_node_that_cannot_serve_is_not_counted() -> None:
+    found = fleet()
+    assert found.failed(1, "b", "no file") == [Tell("node b is not used: no file")]
+    agents = [serving(0, "a"), Agent(1, "b", False, State.PLACING)]
+    found.turn(nodes(A, B, C), agents, HERE, 0.0)
+    assert without_lines(found.turn(nodes(A, B, C), agents, HERE, 9.0)) == [AddAgent(C)]
+
+
+@pytest.mark.parametrize(
+    ("code", "moves", "is_asked", "goes_on", "after"),
+    [
+        (0, False, False, True, After.END),
+        (1, False, False, True, After.END),
+        (2, False, False, False, After.END),
+        (2, False, False, True, After.AGAIN),
+        (2, False, True, True, After.END),
+        (-9, False, False, False, After.AGAIN),
+        (143, True, False, False, After.MOVE),
+        (1, True, False, True, After.MOVE),
+        (0, True, False, False, After.END),
+        (143, True, True, False, After.END),
+        (-15, False, True, False, After.END),
+    ],
+)
+def test_what_follows_the_end_of_a_controller(
+    code: int, moves: bool, is_asked: bool, goes_on: bool, after: After
+) -> None:
+    assert after_controller(code, moves=moves, is_asked=is_asked, goes_on=goes_on) is after
+
+
+def test_starts_that_bring_a_run_no_further_come_to_an_end() -> None:
+    progress = Progress()
+    for steps, vain in ((0, 0), (3, 0), (3, 1), (5, 0), (5, 1), (5, 2), (5, 3)):
+        progress = progress.started(steps, 20001, "a")
+        assert progress.vain == vain
+    assert progress.starts == 7 and progress.is_vain
+
+
+def test_files_of_a_run_are_private_and_tell_who_shares_them(tmp_path: Path) -> None:
+    found = job(folder=str(tmp_path))
+    files = JobFiles(found)
+    assert "cannot be read there (No such file or directory)" in files.why_not_shared()
+    files.make()
+    assert files.why_not_shared() == "" and files.words() == [*WORDS] and files.progress == Progress()
+    assert all(path.stat().st_mode & 0o077 == 0 for path in [found.files, *found.files.iterdir()])
+    token = Path(found.token_file).read_text()
+    files.end(3)
+    files.progress = Progress(2, 1, 7, 20001, "a")
+    assert (files.code, files.progress.steps) == (3, 7)
+    again = job(folder=str(tmp_path))
+    assert "is another folder there, or of another run" in JobFiles(again).why_not_shared()
+    JobFiles(again).make()
+    assert JobFiles(again).code is None and Path(found.token_file).read_text() == token
+
+
+def test_a_run_without_a_checkpoint_is_put_aside(tmp_path: Path) -> None:
+    files = JobFiles(job(folder=str(tmp_path)))
+    run_dir = tmp_path / "runs" / "one"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    assert files.has_begun and not files.has_checkpoint and not files.has_result
+    assert files.put_aside().name == "one.without_checkpoint.1" and not files.has_begun
+    (run_dir / "checkpoints" / "step_00000001").mkdir(parents=True)
+    assert files.has_checkpoint
+
+
+def test_ray_that_is_missing_is_an_error_of_the_user() -> None:
+    with pytest.raises(ConfigError, match=r"needs Ray, which cannot be imported") as caught:
+        vendor.ray_module("no_such_module_of_it")
+    assert caught.value.fix is not None and "elaswave-spmd[ray]" in caught.value.fix
