@@ -42,7 +42,6 @@ from elaswave_spmd.worker.loading import BackgroundLoader
 from elaswave_spmd.worker.loop import Executor
 from elaswave_spmd.worker.message_limits import message_limits
 from elaswave_spmd.worker.model_check import check_model, mistake_in_model
-from elaswave_spmd.worker.parameter_broadcast import StageGroup
 from elaswave_spmd.worker.plan_run import (
     RunPlan,
     digests_of,
@@ -55,6 +54,7 @@ from elaswave_spmd.worker.plan_run import (
 from elaswave_spmd.worker.profiling import MemoryRow, Row, WeightsRow
 from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.spec import WorkerSpec, message_bounds
+from elaswave_spmd.worker.stage_collectives import StageGroup
 from elaswave_spmd.worker.tracing import TracedChannel, TracedClock, open_trace
 
 _CONNECT_TIMEOUT_S = 60.0
