@@ -55,12 +55,12 @@ from elaswave_spmd.worker.profiling import MemoryRow, Row, WeightsRow
 from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.spec import WorkerSpec, message_bounds
 from elaswave_spmd.worker.stage_collectives import StageGroup
-from elaswave_spmd.worker.tracing import TracedChannel, TracedClock, open_trace
+from elaswave_spmd.worker.tracing import TracedChannel, TracedClock, TracedGroup, open_trace
 
 _CONNECT_TIMEOUT_S = 60.0
 _FAREWELL_MS = 2000
 _COPYING_S = 5e-5  # between two polls of payloads that are being copied to host memory
-_GROUP_S = (1e-4, 1e-4, 2e-4, 4e-4, 8e-4)  # between two polls of broadcasts under way; the last one from then on
+_GROUP_S = (1e-4, 1e-4, 2e-4, 4e-4, 8e-4)  # between two polls of what a group copies; the last one from then on
 
 
 def main(fields: dict[str, Any]) -> int:
@@ -133,11 +133,12 @@ class WorkerProcess:
         self._loader: BackgroundLoader | None = None
 
     def _open_group(self) -> StageGroup | None:
-        """The process group of this worker's stage, if parameters are published through groups; else None."""
+        """The process group of this worker's stage, if that option is on; else None."""
         if (store := self._spec.run.options.groups) is None:
             return None
         host = group_host(self._settings.runtime, self._spec.run.links.host)
-        return group_of(self._device, store, host, self._settings.timeouts.group)
+        group = group_of(self._device, store, host, self._settings.timeouts.group)
+        return group if self._trace is None else TracedGroup(self._rank, group, self._trace)
 
     # ---- from the first link to the end
 
