@@ -295,13 +295,15 @@ class WorkerProcess:
 
     def _wait(self, executor: Executor, channel: SocketChannel) -> bool:
         """Wait until something has come. False: nothing did, and without a controller the wait was long enough."""
-        pauses, grouped = iter(_GROUP_S), executor.replica.parameters.grouped
+        pauses, grouped, wakes_at = iter(_GROUP_S), executor.replica.parameters.grouped, executor.wakes_at
         while (copying := channel.is_copying()) or not grouped.idle:
             if grouped.has_news or self._mailbox.wait(_COPYING_S if copying else next(pauses, _GROUP_S[-1])):
                 return True
             if self._deadline is not None and time.monotonic() > self._deadline:
                 return False
-        if (wakes_at := executor.wakes_at) is not None:  # it waits for a planned action, but not for long
+            if wakes_at is not None and time.monotonic() >= wakes_at:
+                return True
+        if wakes_at is not None:  # it waits for a planned action, but not for long
             self._mailbox.wait(max(0.0, wakes_at - time.monotonic()))
             return True
         return self._mailbox.wait(None if self._deadline is None else self._deadline - time.monotonic())

@@ -38,7 +38,6 @@ class ExchangingCluster(Cluster):
         super().__init__(*args, **kwargs)
         self.fails = fails
         self.by_group = 0
-        self.largest_kept = 0
         for rank, plan in plans_of(self.layout, self.placement).items():
             self.exchanges[rank].bind(plan)
 
@@ -59,8 +58,6 @@ class ExchangingCluster(Cluster):
                 self.issued[rank].append((exchange, exchanges.pack(exchange, HOST.place)))
             while self._is_complete(rank) and self.left > 0 and self.draw.random() < 0.7:
                 self._complete(rank)
-            kept = sum(len(of_layer) for of_layer in self.reducers[rank]._kept.values())
-            self.largest_kept = max(self.largest_kept, kept)
         if self.left <= 0:
             for rank, exchanges in self.exchanges.items():
                 exchanges.stop()
@@ -135,6 +132,30 @@ def test_nothing_that_the_group_brings_is_sent_over_links() -> None:
     assert cluster.by_group == sum(len(plan.order) for plan in plans_of(layout, placement).values()) > 0
     # The last layer reads a parameter of the first one, which belongs to another stage.
     assert {(message.layer, peer in (0, 1)) for peer, message in by_links} == {(2, True)}
+
+
+def test_sharded_sums_are_given_up_on_the_way() -> None:
+    """Of workers that are equally fast none keeps more than the sums of the exchanges that E3 names."""
+    layout, placement = small_layout(), placed((2,), (0, 3), ((4, 4),), 2)
+    cluster = ExchangingCluster(layout, placement, random.Random(0), in_place=True)
+    for exchanges in cluster.exchanges.values():
+        exchanges.agree(1)
+    cluster.issued, cluster.done, cluster.left = defaultdict(list), defaultdict(int), 1 << 30
+    kept: list[int] = []
+    for rank, reducer in cluster.reducers.items():
+        reducer.begin_step(1, placement.microbatches_of(rank))
+    for turn in range(4):
+        for layer in (2, 1, 0):
+            for rank, reducer in cluster.reducers.items():
+                microbatch = placement.microbatches_of(rank)[turn]
+                buffer, _ = reducer.begin_microbatch(layer, microbatch)
+                buffer.flat.fill_(1.0)
+                reducer.end_microbatch(1, layer, microbatch)
+            kept.append(max(sum(map(len, reducer._kept.values())) for reducer in cluster.reducers.values()))
+            for _ in range(20):
+                cluster.exchange_some()
+    assert max(kept) == WINDOW + 1, "the sum of the layer under way, and of two exchanges that all have completed here"
+    assert all(exchanges.is_over for exchanges in cluster.exchanges.values())
 
 
 @settings(deadline=None, max_examples=100)
