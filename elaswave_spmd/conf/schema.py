@@ -367,8 +367,8 @@ class RuntimeSettings(Section, group="runtime"):
     `check_model`: before the first step each kind of layer computes one micro-batch twice, on every worker; a model
     whose bits depend on more than the micro-batch is refused.
 
-    `collectives`: while a stage has a process group of the device's library (NCCL, HCCL; gloo on the CPU), new
-    parameters go through it, and over links otherwise. The bits are the same.
+    `collectives`: while a stage has a process group of the device's library (NCCL, HCCL; gloo on the CPU), partial
+    sums of gradients and new parameters go through it, and over links otherwise. The bits are the same.
 
     Several machines: the controller listens at `rendezvous`, where agents find it, `agents` of them before the run
     begins (with 0 it begins alone) and others at any time later. `local_workers` run beside the controller, the others
@@ -390,7 +390,7 @@ class RuntimeSettings(Section, group="runtime"):
     activation_checkpointing: bool = setting(False, "keep only the inputs of layers, compute the rest again")
     compile: bool = setting(False, "make layer programs by torch.compile, all before the first step")
     check_model: bool = setting(True, "compute a micro-batch twice before the first step, refuse layers that differ")
-    collectives: str = setting(LINKS, "how new parameters get to a stage's other workers", choices=COLLECTIVES)
+    collectives: str = setting(LINKS, "the way of sums and new parameters inside a stage", choices=COLLECTIVES)
     host: str | None = setting(None, "address on which links listen; null: 127.0.0.1, or that of the rendezvous")
     rendezvous: str | None = setting(None, "HOST:PORT of the controller for agents; null: one machine")
     agents: int | None = setting(
@@ -670,7 +670,9 @@ class Timeouts(Section, group="timeouts"):
     join: float = setting(120.0, "from the start of a worker that joins a running run until it is ready", above=0)
     leave: float = setting(10.0, "from a worker's wish to leave until it may go", above=0)
     controller: float = setting(5.0, "of waiting for a lost controller before workers write a checkpoint", above=0)
-    group: float = setting(30.0, "for making a stage's process group, and for a broadcast through it", above=0)
+    group: float = setting(
+        30.0, "for making a stage's group, and until all members take part in what it copies", above=0
+    )
     shutdown: float = setting(30.0, "for workers to end, checkpoint included, before they are killed", above=0)
     callbacks: float = setting(30.0, "for callbacks to end, once all workers have", above=0)
 

@@ -279,8 +279,9 @@ class DamageLog:
 
 
 class GroupLog:
-    """Writes `group` lines: from this step on parameters are published through groups, or not any more; or a group has
-    failed, the first of each mesh epoch. Where stages have no groups there is nothing to write."""
+    """Writes `group` lines: from this step on parameters are published through groups (and sums of the steps after it
+    are exchanged), or not any more; or a group has failed, the first of each mesh epoch. Where stages have no groups
+    there is nothing to write."""
 
     def __init__(self, observer: RunObserver) -> None:
         self._observer = observer
@@ -303,7 +304,7 @@ class GroupLog:
 
     def _write(self, step: int, epoch: int, reason: str) -> None:
         way = "a group" if self._serves else "links"
-        message = f"from step {step} on parameters go by {way}" + (f": {reason}" if reason else "")
+        message = f"from step {step} on parameters and sums go by {way}" + (f": {reason}" if reason else "")
         line = {"mesh_epoch": epoch, "serves": self._serves, "reason": reason, "message": message}
         self._observer.on_event("group", step=step, **line)
 

@@ -23,7 +23,7 @@ from elaswave_spmd.run_dir.json_lines import read_json_lines
 
 TRACE = "trace.json"
 PARTS = "trace-*.jsonl"
-FORWARD, BACKWARD, WEIGHTS, WAIT, SEND, MARK, FREQUENCY = "F", "B", "W", "I", "S", "M", "C"
+FORWARD, BACKWARD, WEIGHTS, WAIT, SEND, COPY, MARK, FREQUENCY = "F", "B", "W", "I", "S", "G", "M", "C"
 _PROGRAMS = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weights"}
 _BLOCK = 2000  # rows that are collected before they are written
 _GAP_S = 3e-4  # two waits for the same reason with less than this between them are shown as one
@@ -76,6 +76,10 @@ class TracePart:
     def send(self, peer: int, kind: str, num_bytes: int, began: float, ended: float) -> None:
         """Record that a message with a payload was handed to a link."""
         self._add([SEND, began, ended, peer, kind, num_bytes])
+
+    def copy(self, kind: str, num_bytes: int, began: float, ended: float) -> None:
+        """Record that what goes to the other workers of the stage was handed to their process group."""
+        self._add([COPY, began, ended, kind, num_bytes])
 
     def mark(self, name: str, at: float | None = None) -> None:
         """Record an instant, such as the begin of a mesh epoch, and flush all rows, so that they survive a kill."""
@@ -249,6 +253,8 @@ def _row_event(row: list[Any], process: int, zero: float) -> TraceEvent:
         _, _, _, peer, message, num_bytes = row
         to = "controller" if peer < 0 else f"worker {peer}"
         return slice_of((process, 2), f"{message} to {to}", "send", began, ended, bytes=num_bytes, to=peer)
+    if kind == COPY:
+        return slice_of((process, 2), f"{row[3]} to the group", "send", began, ended, bytes=row[4])
     _, _, _, step, microbatch, layer = row
     name = f"{kind} micro-batch {microbatch}, layer {layer}"
     return slice_of((process, 1), name, _PROGRAMS[kind], began, ended, step=step, microbatch=microbatch, layer=layer)

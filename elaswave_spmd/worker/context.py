@@ -33,7 +33,7 @@ from elaswave_spmd.worker.spec import Job
 if TYPE_CHECKING:
     from elaswave_spmd.weights.given import GivenWeights
     from elaswave_spmd.worker.device_fault import DeviceRecovery
-    from elaswave_spmd.worker.parameter_broadcast import StageGroup
+    from elaswave_spmd.worker.stage_collectives import StageGroup
     from elaswave_spmd.worker.state_replica import StateReplica
 
 MakeModules = Callable[[Iterable[int]], Mapping[int, nn.Module]]

@@ -20,6 +20,8 @@ from elaswave_spmd.recovery.messages import PartialSum
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.worker.buffers import GradientBuffer, GradientPool
+from elaswave_spmd.worker.gradient_routes import Route, routes
+from elaswave_spmd.worker.sum_exchange import LayerSum, SumExchange, SumExchanges
 
 
 class SumObserver(Protocol):
@@ -42,39 +44,6 @@ Send = Callable[[int, PartialSum, Tensor], None]
 GradientDone = Callable[[int, ReplicaSet, Tensor], None]
 
 
-@dataclass(frozen=True)
-class Route:
-    """The way of one page range of a layer's gradient buffer.
-
-    Args:
-        first, stop: pages of the layer's gradient buffer.
-        pages: the replica set that they are added to: the same pages, or for a tied parameter those of its source.
-    """
-
-    layer: int
-    first: int
-    stop: int
-    pages: ReplicaSet
-
-
-def routes(layout: ModelLayout, replica_map: ReplicaMap, layer: int) -> tuple[Route, ...]:
-    """The routes of one layer's gradient pages. A tied parameter's pages go to the primary of its source."""
-    own = layout.layers[layer]
-    trained = (pages for pages in replica_map[layer] if not own.is_frozen(pages.first))
-    found = [Route(layer, pages.first, pages.stop, pages) for pages in trained]
-    for block in (block for block in own.reader_blocks if not block.frozen):
-        assert block.source is not None
-        owner, source = block.source
-        shift = block.first_page - source
-        inside = range(source, source + block.num_pages)
-        found += [
-            Route(layer, pages.first + shift, pages.stop + shift, pages)
-            for pages in replica_map[owner]
-            if pages.first in inside
-        ]
-    return tuple(found)
-
-
 class GradientReducer:
     """The reduction of one step after another on one worker, from configuration to configuration.
 
@@ -89,6 +58,7 @@ class GradientReducer:
         send: (primary, message, fp32 payload); the payload must not change until the step is decided.
         gradient_done: called with (step, pages, gradient) when the reduced gradient of pages that this worker is the
             primary of is complete. The step may be one that this worker has not begun.
+        exchanges: sums that go through the group of the stage in place of `send`; None: none do.
     """
 
     def __init__(
@@ -102,6 +72,7 @@ class GradientReducer:
         add_in_place: bool,
         send: Send,
         gradient_done: GradientDone,
+        exchanges: SumExchanges | None = None,
     ) -> None:
         self.rank = rank
         self.num_microbatches = num_microbatches
@@ -111,6 +82,7 @@ class GradientReducer:
         self._add_in_place = add_in_place
         self._send = send
         self._gradient_done = gradient_done
+        self._exchanges = exchanges or SumExchanges()
         self.observer: SumObserver | None = None
         """Set by whoever checks sums, before the first step."""
         self.send_copies = False
@@ -153,14 +125,17 @@ class GradientReducer:
         self._uses = {pages.key: uses_of(self._layout, pages) for pages in self._primary}
         self._ranges_by_use = _by_use(self._layout, self._primary)
         handed_over = self._split_reductions(replica_map)
+        # Sums that the group of the epoch before may not have brought. It was of other members, perhaps: to all.
+        missing = self._exchanges.take_back()
         for layer, kept in self._kept.items():
             before = {(route.first, route.stop): route.pages.primary for route in old_routes.get(layer, ())}
             for route in self._routes.get(layer, ()):
                 was = _primary_at(before, route.first, route.stop)
                 if was == self.rank:  # this worker was the primary: its own part went into its trees
                     continue
-                if was != route.pages.primary or route.pages.primary in unsure:
-                    for node, buffer in kept:
+                again = was != route.pages.primary or route.pages.primary in unsure
+                for node, buffer in kept:
+                    if again or (layer, node) in missing:
                         self._emit_part(current, route, node, buffer, mine=False)
         for use in handed_over:
             self._kept.pop(use, None)  # what their sums held of these pages went into the tree
@@ -212,6 +187,7 @@ class GradientReducer:
         Called again in the middle of a step that is recovered, with the micro-batches added up so far and those that
         are still to come: a sum that waited for a micro-batch which another worker computes now is sent as it is.
         """
+        self._exchanges.begin(step)
         self._final = frozenset(maximal_nodes(microbatches, self.num_microbatches))
         for layer, (_, buffers) in self._local.items():
             for node in [n for n in buffers if not self._grows(n)]:
@@ -287,20 +263,36 @@ class GradientReducer:
         self._pools[layer].release(self._alone)
 
     def _emit(self, step: int, layer: int, node: Node, buffer: GradientBuffer) -> None:
-        """Send a node that is complete on this worker to the primaries of its pages."""
-        gives_up = self._sharded and not self._keeps_all
+        """Send a node that is complete on this worker to the primaries of its pages, or leave it to the next exchange.
+
+        What stays here, and what other stages are to get, takes the same way in both cases.
+        """
+        exchanged = self._exchanges.takes(step, layer)
+        gives_up = self._sharded and not self._keeps_all and not exchanged
         if not gives_up:
             self._kept.setdefault(layer, []).append((node, buffer))
         for route in self._routes[layer]:
-            self._emit_part(step, route, node, buffer, mine=True)
-        if not gives_up:
-            return
+            if not (exchanged and self._exchanges.reaches(route.pages.primary)):
+                self._emit_part(step, route, node, buffer, mine=True)
+        if exchanged:
+            self._exchanges.add(layer, node, buffer)
+            if self._sharded:
+                self._count(4 * buffer.flat.numel())
+        if gives_up:
+            self._give_up(layer, buffer, self._routes[layer])
+
+    def _give_up(self, layer: int, buffer: GradientBuffer, sent: Sequence[Route]) -> None:
+        """A sum is not needed here any more. `sent`: its parts that may still be on their way from its memory."""
         stays = [route.pages.primary for route in self._routes[layer]] == [self.rank]
-        if self.send_copies and not stays:
+        if not stays and (self.send_copies or not sent):
             self._pools[layer].release(buffer)
         else:
             # The memory goes when the sends are done: messages and this worker's own trees refer to it until then.
             self._pools[layer].remove(buffer)
+
+    def _count(self, num_bytes: int) -> None:
+        self._sum_bytes += num_bytes
+        self._peak_sum_bytes = max(self._peak_sum_bytes, self._sum_bytes)
 
     def _emit_part(self, step: int, route: Route, node: Node, buffer: GradientBuffer, *, mine: bool) -> None:
         """Send, or add, one page range's part of a node. `mine`: a part that stays here may be overwritten."""
@@ -343,10 +335,51 @@ class GradientReducer:
             return
         before = reduction.num_bytes
         gradient = reduction.add(use, node, value, owned=owned)
-        self._sum_bytes += (reduction.num_bytes if gradient is None else 4 * gradient.numel()) - before
-        self._peak_sum_bytes = max(self._peak_sum_bytes, self._sum_bytes)
+        self._count((reduction.num_bytes if gradient is None else 4 * gradient.numel()) - before)
         if gradient is not None:
             self._gradient_done(step, pages, gradient)
+
+    # ---- sums through the group of the stage
+
+    def exchanged(self, exchange: SumExchange, values: Tensor) -> None:
+        """An exchange is complete here: add what has come, and give up own sums that are now known to be everywhere.
+
+        Args:
+            values: of all members, one behind the other.
+        """
+        plan, step = self._exchanges.plan, self._exchanges.step
+        if not step:  # the group has failed since: nobody takes this exchange for complete here, and links bring it
+            return
+        assert plan is not None and step == self.applied_step + 1, (step, self.applied_step)
+        for layer_sum in self._exchanges.complete():
+            self._known_everywhere(layer_sum)
+        parts = plan.parts(exchange, values)
+        for node, route, part in parts:
+            self._add(step, route.pages, route.layer, node, part, owned=False)
+        reductions = self._steps.get(step, {})
+        for node, route, _ in parts:  # one that waits for others must not keep the memory of the whole exchange
+            if (reduction := reductions.get(route.pages.key)) is not None:
+                reduction.own(route.layer, node)
+
+    def _known_everywhere(self, layer_sum: LayerSum) -> None:
+        """A sum need not be kept any more, unless gradients are replicated, or a StepReport has named it."""
+        layer, node = layer_sum
+        if not self._sharded or self._keeps_all:
+            return
+        kept = self._kept[layer]
+        (at,) = (i for i, (other, _) in enumerate(kept) if other == node)
+        _, buffer = kept.pop(at)
+        self._sum_bytes -= 4 * buffer.flat.numel()
+        by_link = [r for r in self._routes[layer] if r.pages.primary != self.rank]
+        self._give_up(layer, buffer, [r for r in by_link if not self._exchanges.reaches(r.pages.primary)])
+
+    def send_returned(self) -> None:
+        """The group has failed within the mesh epoch: the sums that it may not have brought go over links."""
+        step = self.applied_step + 1
+        for (layer, node), buffer in self._exchanges.take_back().items():
+            for route in self._routes[layer]:
+                if self._exchanges.reaches(route.pages.primary):
+                    self._emit_part(step, route, node, buffer, mine=False)
 
     def gradient_known(self, step: int, pages: PageRange) -> None:
         """The reduced gradient of primary pages came from a mirror: no node of it is needed any more."""
@@ -359,6 +392,7 @@ class GradientReducer:
     def step_decided(self, step: int) -> None:
         """The step is applied: every vote said that its sender has received, so the buffers may be used again."""
         self.applied_step = step
+        self._exchanges.forget()
         self._steps.pop(step, None)
         self._early = {message: payload for message, payload in self._early.items() if message.step > step}
         self._sum_bytes = sum(reduction.num_bytes for later in self._steps.values() for reduction in later.values())
@@ -371,6 +405,7 @@ class GradientReducer:
         """Give up everything of undecided steps, own sums and those of other workers."""
         for table in (self._local, self._kept, self._steps):
             table.clear()
+        self._exchanges.forget()
         self._early = {}
         self._final = frozenset()
         self._sum_bytes = 0
@@ -480,6 +515,12 @@ class Tree:
             self.owned.add(merge.into)
         self.num_elements += value.numel() * (1 - len(added.superseded) - len(added.merges))
 
+    def own(self, node: Node) -> None:
+        """Copy a node's sum to memory of its own, if it lies in memory of others."""
+        if node in self.sums and node not in self.owned:
+            self.sums[node] = self.sums[node].clone()
+            self.owned.add(node)
+
 
 def add_sums(left: Tensor, right: Tensor, left_owned: bool, right_owned: bool) -> Tensor:
     """left + right, into one of them where it may be overwritten (addition commutes bit for bit)."""
@@ -519,6 +560,11 @@ class RangeReduction:
         """The reduced gradient is known: no sum is needed any more."""
         self.done = True
         self._trees.clear()
+
+    def own(self, use: int, node: Node) -> None:
+        """Copy a node's sum to memory of its own, if the node was not added to others yet."""
+        if use in self._trees:
+            self._trees[use].own(node)
 
     def nodes_of(self, use: int) -> tuple[Node, ...]:
         """The nodes of one use's tree."""

@@ -18,7 +18,7 @@ from elaswave_spmd.sharding.layout import Block, LayerLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.context import WorkerContext
-from elaswave_spmd.worker.parameter_broadcast import NoBroadcasts, StageBroadcasts
+from elaswave_spmd.worker.stage_collectives import NoCollectives, StageCollectives
 from elaswave_spmd.worker.state import LEARNING, HeldRange, HeldState
 
 
@@ -175,12 +175,12 @@ def _blocks_of(layout: LayerLayout, first: int, stop: int) -> list[Block]:
     return [b for b in layout.blocks if b.first_page < stop and first < b.first_page + b.num_pages]
 
 
-def broadcasts_of(context: WorkerContext) -> StageBroadcasts | None:
-    """The broadcasts through the process group of a worker's stage; None with the option off."""
+def collectives_of(context: WorkerContext) -> StageCollectives | None:
+    """What goes through the process group of a worker's stage; None with the option off."""
     if (group := context.hooks.stage_group) is None:
         return None
     job, place = context.job, context.device.place
-    return StageBroadcasts(context.rank, context.model.layout, place, job.torch_dtype, context.channel.send, group)
+    return StageCollectives(context.rank, context.model.layout, place, job.torch_dtype, context.channel.send, group)
 
 
 class Parameters:
@@ -192,7 +192,7 @@ class Parameters:
         state: the pages that it holds, of the same configuration.
         protocol: knows the version.
         unsure: peers that may not get what is sent to them before the next configuration; changed by the replica.
-        broadcasts: through the process group of the worker's stage; None: links alone.
+        grouped: what goes through the process group of the worker's stage, if it has one.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Parameters:
         state: HeldState,
         protocol: WorkerProtocol,
         unsure: Set[int],
-        broadcasts: StageBroadcasts | None,
+        grouped: StageCollectives | NoCollectives,
     ) -> None:
         self._context = context
         self._values = values
@@ -213,7 +213,7 @@ class Parameters:
         self._needs: dict[tuple[int, m.Need], None] = {}  # in the order in which they came, each once
         self.layers: list[int] = []
         """The layers that are computed or held here."""
-        self.grouped: StageBroadcasts | NoBroadcasts = broadcasts if broadcasts is not None else NoBroadcasts()
+        self.grouped = grouped
 
     def bind(self, placement: Placement, replica_map: ReplicaMap) -> None:
         """Publish to the readers of a newer configuration.
@@ -247,7 +247,7 @@ class Parameters:
         if extension == GROUPED and not self.grouped.serves:
             # The group failed after the votes. A primary that did not know it yet has sent its pages through the group
             # alone, where they do not arrive.
-            self._ask_for_rest()
+            self.ask_for_rest()
         self._filed = {publish: payload for publish, payload in self._filed.items() if publish.step >= version}
 
     def needed(self, sender: int, need: m.Need) -> None:
@@ -281,7 +281,7 @@ class Parameters:
             if not self._values[layer].is_at(version):
                 self._publisher.ask(self._replica_map, layer, version)
 
-    def _ask_for_rest(self) -> None:
+    def ask_for_rest(self) -> None:
         """Ask the primaries for what has not come through the group. Buffers that were dropped since were complete."""
         version = self._protocol.version
         self._ask_for((layer for layer, values in self._values.items() if values.dropped_at != version), version)
@@ -300,21 +300,15 @@ class Parameters:
         if (payload := self._filed.pop(publish, None)) is not None:
             self._publisher.install(publish, payload)
 
-    def collect(self) -> None:
-        """Install what has come through the group. If the group has failed, ask for the rest over links."""
-        self.grouped.check()
-        if not self.grouped.idle:
-            for publish, values in self.grouped.arrived():
-                self._publisher.install(publish, values)
-            if not self.grouped.serves:
-                self._ask_for_rest()
-        self.grouped.update_offer()
+    def install_arrived(self, publish: m.Publish, values: Tensor) -> None:
+        """Install a page that has come through the group."""
+        self._publisher.install(publish, values)
 
     def group_lost(self, lost: m.GroupLost) -> None:
         """Another worker of the stage reports that their group has failed."""
         if lost.epoch == self.grouped.epoch and self.grouped.serves:
             self.grouped.give_up()
-            self._ask_for_rest()
+            self.ask_for_rest()
 
     def needs_no_more(self, layer: int, version: int) -> bool:
         """True if nothing at `version` is to come for a layer's compute buffer: all is there, or a step ahead."""

@@ -42,7 +42,6 @@ from elaswave_spmd.worker.loading import BackgroundLoader
 from elaswave_spmd.worker.loop import Executor
 from elaswave_spmd.worker.message_limits import message_limits
 from elaswave_spmd.worker.model_check import check_model, mistake_in_model
-from elaswave_spmd.worker.parameter_broadcast import StageGroup
 from elaswave_spmd.worker.plan_run import (
     RunPlan,
     digests_of,
@@ -55,12 +54,13 @@ from elaswave_spmd.worker.plan_run import (
 from elaswave_spmd.worker.profiling import MemoryRow, Row, WeightsRow
 from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.spec import WorkerSpec, message_bounds
-from elaswave_spmd.worker.tracing import TracedChannel, TracedClock, open_trace
+from elaswave_spmd.worker.stage_collectives import StageGroup
+from elaswave_spmd.worker.tracing import TracedChannel, TracedClock, TracedGroup, open_trace
 
 _CONNECT_TIMEOUT_S = 60.0
 _FAREWELL_MS = 2000
 _COPYING_S = 5e-5  # between two polls of payloads that are being copied to host memory
-_GROUP_S = (1e-4, 1e-4, 2e-4, 4e-4, 8e-4)  # between two polls of broadcasts under way; the last one from then on
+_GROUP_S = (1e-4, 1e-4, 2e-4, 4e-4, 8e-4)  # between two polls of what a group copies; the last one from then on
 
 
 def main(fields: dict[str, Any]) -> int:
@@ -134,11 +134,12 @@ class WorkerProcess:
         self._loader: BackgroundLoader | None = None
 
     def _open_group(self) -> StageGroup | None:
-        """The process group of this worker's stage, if parameters are published through groups; else None."""
+        """The process group of this worker's stage, if that option is on; else None."""
         if (store := self._spec.run.options.groups) is None:
             return None
         host = group_host(self._settings.runtime, self._spec.run.links.host)
-        return group_of(self._device, store, host, self._settings.timeouts.group)
+        group = group_of(self._device, store, host, self._settings.timeouts.group)
+        return group if self._trace is None else TracedGroup(self._rank, group, self._trace)
 
     # ---- from the first link to the end
 
@@ -295,13 +296,15 @@ class WorkerProcess:
 
     def _wait(self, executor: Executor, channel: SocketChannel) -> bool:
         """Wait until something has come. False: nothing did, and without a controller the wait was long enough."""
-        pauses, grouped = iter(_GROUP_S), executor.replica.parameters.grouped
+        pauses, grouped, wakes_at = iter(_GROUP_S), executor.replica.parameters.grouped, executor.wakes_at
         while (copying := channel.is_copying()) or not grouped.idle:
             if grouped.has_news or self._mailbox.wait(_COPYING_S if copying else next(pauses, _GROUP_S[-1])):
                 return True
             if self._deadline is not None and time.monotonic() > self._deadline:
                 return False
-        if (wakes_at := executor.wakes_at) is not None:  # it waits for a planned action, but not for long
+            if wakes_at is not None and time.monotonic() >= wakes_at:
+                return True
+        if wakes_at is not None:  # it waits for a planned action, but not for long
             self._mailbox.wait(max(0.0, wakes_at - time.monotonic()))
             return True
         return self._mailbox.wait(None if self._deadline is None else self._deadline - time.monotonic())

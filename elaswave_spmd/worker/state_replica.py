@@ -29,12 +29,13 @@ from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.gradient_reduction import GradientReducer
 from elaswave_spmd.worker.optimizers import clip_divisor
 from elaswave_spmd.worker.page_norms import page_norm_values
-from elaswave_spmd.worker.parameter_broadcast import StageBroadcasts
 from elaswave_spmd.worker.parameters import Parameters
 from elaswave_spmd.worker.programs.eager import mixed_weights
+from elaswave_spmd.worker.stage_collectives import NoCollectives, StageCollectives
 from elaswave_spmd.worker.state import LEARNING, BackgroundCopies, HeldState, Saved, contains, cut
 from elaswave_spmd.worker.state_transfer import receive_state, send_state
 from elaswave_spmd.worker.sum_checks import SumChecks
+from elaswave_spmd.worker.sum_exchange import SumExchange
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.step_commit import StepCommit
@@ -50,7 +51,7 @@ class StateReplica:
         values: compute buffers of the layers that this worker computes; they change between configurations.
         protocol: knows the version, the epoch and which reduced gradients are complete; only read here, except that
             state which is received brings the norms to vote with.
-        broadcasts: the way of parameters through a process group, if that option is on.
+        collectives: through the process group of the worker's stage, if that option is on.
         commit: is given every reduced gradient that is complete.
     """
 
@@ -59,7 +60,7 @@ class StateReplica:
         context: WorkerContext,
         values: Mapping[int, ValueBuffer],
         protocol: WorkerProtocol,
-        broadcasts: StageBroadcasts | None,
+        collectives: StageCollectives | None,
         commit: StepCommit,
     ) -> None:
         job, shardings = context.job, context.placement.shardings
@@ -72,6 +73,7 @@ class StateReplica:
         self._values = values
         self._commit = commit
         self._send = context.channel.send
+        grouped = collectives if collectives is not None else NoCollectives()
         self.drops_params = bool(shardings.params.axes)
         """Sharded parameters are dropped after this worker's last micro-batch of a step, and published anew."""
         # Masters are fp32. They can be the compute buffer itself only if that is fp32 too and is never dropped.
@@ -86,6 +88,7 @@ class StateReplica:
             add_in_place=job.torch_dtype == torch.float32,
             send=self._send,
             gradient_done=self._gradient_reduced,
+            exchanges=grouped.exchanges,
         )
         self.reducer.send_copies = context.channel.copies_payloads
         self.reducer.step_decided(protocol.version)
@@ -94,7 +97,7 @@ class StateReplica:
         self.reducer.observer = self.sums
         self._sum_wishes: list[m.AddAgain] = []  # about a step that this worker has not begun
         self._unsure: set[int] = set()  # peers that may not have got what was sent to them: a link was lost
-        self.parameters = Parameters(context, values, self.state, protocol, self._unsure, broadcasts)
+        self.parameters = Parameters(context, values, self.state, protocol, self._unsure, grouped)
         self.background = BackgroundCopies()
         """Copies of state that is sent and received, done in small pieces whenever this worker waits."""
         self._gradients: dict[int, dict[PageRange, Tensor]] = {}  # step -> reduced gradients that are here
@@ -239,6 +242,7 @@ class StateReplica:
                 self.parameters.needed(sender, message)
             case m.GroupLost():
                 self.parameters.group_lost(message)
+                self.reducer.send_returned()
             case m.PageState():
                 assert payload is not None
                 self._state_received(sender, message, payload)
@@ -253,8 +257,24 @@ class StateReplica:
         return [(sender, message, payload) for (sender, message), payload in early.items()]
 
     def collect(self) -> None:
-        """Install what has come through the process group of the stage, if there is one."""
-        self.parameters.collect()
+        """Take what has come through the process group of the stage, if there is one, and begin what is next.
+
+        If the group fails, links bring what it has not.
+        """
+        grouped = self.parameters.grouped
+        was_idle = grouped.idle
+        grouped.check()
+        for what, values in grouped.arrived() if not was_idle else ():
+            if isinstance(what, SumExchange):
+                self.reducer.exchanged(what, values)
+            else:
+                self.parameters.install_arrived(what, values)
+        grouped.begin_exchanges()
+        if not grouped.serves:
+            if not was_idle:
+                self.parameters.ask_for_rest()
+            self.reducer.send_returned()
+        grouped.update_offer()
 
     # ---- reduced gradients
 
@@ -391,6 +411,9 @@ class StateReplica:
         self.sums.decided(step)
         self._gradients_sent = {sent for sent in self._gradients_sent if sent[0] > step}
         self._early = {key: payload for key, payload in self._early.items() if getattr(key[1], "step", 0) >= step}
+        if decided.extension == m.GROUPED and self.parameters.grouped.serves:
+            # All members know by the same votes: the sums of the next step go through the group, if it comes to it.
+            self.parameters.grouped.exchanges.agree(step + 1)
 
     def compare(self, *, saves: bool = False) -> None:
         """Send hashes of the state, if this version is compared; the controller compares the replicas.

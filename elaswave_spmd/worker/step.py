@@ -369,10 +369,10 @@ class StepRunner:
     # ---- waiting
 
     def _before_step(self, step: int) -> Waits:
-        """Wait for broadcasts under way, where the device can be recovered.
+        """Wait for what a group copies, where the device can be recovered.
 
         At the begin of a step such a device is synchronized (DeviceRecovery.begin_step), which blocks this thread. With
-        a broadcast in its queue it would wait for other workers, and they may be lost.
+        a collective in its queue it would wait for other workers, and they may be lost.
         """
         if self._context.hooks.device_recovery is not None:
             yield from self._until_copied(step)
@@ -391,8 +391,9 @@ class StepRunner:
 
     def _until_copied(self, step: int) -> Waits:
         grouped = self._replica.parameters.grouped
-        if not grouped.idle:
-            yield from self._waiting.until(lambda: grouped.idle, "what a group copies before step", step)
+        is_through = lambda: grouped.idle and grouped.exchanges.is_over  # noqa: E731
+        if not is_through():
+            yield from self._waiting.until(is_through, "what a group copies before step", step)
 
     def _until_applied(self, step: int) -> Waits:
         is_applied = lambda: self._commit.version >= step  # noqa: E731

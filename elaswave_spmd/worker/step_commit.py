@@ -26,7 +26,7 @@ from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import WorkerContext
 from elaswave_spmd.worker.fault_points import FaultPoint
-from elaswave_spmd.worker.parameters import broadcasts_of
+from elaswave_spmd.worker.parameters import collectives_of
 from elaswave_spmd.worker.state_replica import StateReplica
 
 
@@ -44,7 +44,7 @@ class StepCommit:
         # All members of the first mesh begin at the version of the checkpoint, if there is one: none is behind it, and
         # none has the gradients of that step, so that its votes could not be sent again.
         restored = first.version if first.epoch == 0 else 0
-        broadcasts = broadcasts_of(context)
+        collectives = collectives_of(context)
         # Epoch -1 precedes all: the first configuration is entered like every later one.
         self.protocol = WorkerProtocol(
             context.rank,
@@ -53,11 +53,11 @@ class StepCommit:
             (),
             version=first.version,
             restored=restored,
-            extension=broadcasts,
+            extension=collectives,
             whole_weight=context.job.tokens_per_step,
             widest=context.widest_votes,
         )
-        self.replica = StateReplica(context, values, self.protocol, broadcasts, self)
+        self.replica = StateReplica(context, values, self.protocol, collectives, self)
 
     @property
     def version(self) -> int:

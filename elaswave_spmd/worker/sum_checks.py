@@ -26,7 +26,8 @@ from elaswave_spmd.worker.buffers import GradientBuffer
 from elaswave_spmd.worker.context import WorkerHooks
 from elaswave_spmd.worker.digests import Digester
 from elaswave_spmd.worker.fault_points import FaultPoint
-from elaswave_spmd.worker.gradient_reduction import RangeReduction, Route, first_page_of_use, routes, uses_of
+from elaswave_spmd.worker.gradient_reduction import RangeReduction, first_page_of_use, uses_of
+from elaswave_spmd.worker.gradient_routes import Route, routes
 from elaswave_spmd.worker.page_norms import page_norm_values
 from elaswave_spmd.worker.stage_boundary import Send
 

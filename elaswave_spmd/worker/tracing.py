@@ -1,8 +1,8 @@
-"""The worker's part of the trace (`run.trace=true`): opening it, and recording sends and frequencies."""
+"""The worker's part of the trace (`run.trace=true`): opening it, and recording sends, collectives and frequencies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.run_dir.trace import TracePart
 from elaswave_spmd.worker.channel import Channel, Incoming
 from elaswave_spmd.worker.pacing import DeviceClock
+from elaswave_spmd.worker.stage_collectives import CollectiveWork, StageGroup
 
 
 def open_trace(folder: str | None, rank: int) -> TracePart | None:
@@ -65,6 +66,56 @@ class TracedChannel:
     def copies_payloads(self) -> bool:
         """True if what is sent is copied; see `Channel.copies_payloads`."""
         return self._channel.copies_payloads
+
+
+class TracedGroup:
+    """A stage's process group that also records in the trace what this worker sends through it.
+
+    Args:
+        rank: of the worker.
+        group: does the work.
+        part: the worker's part of the trace.
+    """
+
+    def __init__(self, rank: int, group: StageGroup, part: TracePart) -> None:
+        self._rank = rank
+        self._group = group
+        self._part = part
+
+    def change(self, epoch: int, members: Sequence[int], rank: int) -> None:
+        """Begins to make the group of a newer epoch; see `StageGroup.change`."""
+        self._group.change(epoch, members, rank)
+
+    @property
+    def ready(self) -> int | None:
+        """The newest epoch if its group is made; see `StageGroup.ready`."""
+        return self._group.ready
+
+    @property
+    def failure(self) -> str | None:
+        """The reason for which the group could not be made; see `StageGroup.failure`."""
+        return self._group.failure
+
+    def broadcast(self, values: Tensor, root: int) -> CollectiveWork:
+        """Begins a broadcast; see `StageGroup.broadcast`."""
+        began = perf_counter()
+        work = self._group.broadcast(values, root)
+        if root == self._rank:
+            self._part.copy("Publish", values.nbytes, began, perf_counter())
+        return work
+
+    def exchange(
+        self, sent: Tensor, received: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]
+    ) -> CollectiveWork:
+        """Begins an all-to-all; see `StageGroup.exchange`."""
+        began = perf_counter()
+        work = self._group.exchange(sent, received, sent_sizes, received_sizes)
+        self._part.copy("PartialSum", sent.nbytes, began, perf_counter())
+        return work
+
+    def give_up(self) -> None:
+        """Ends a group that has failed; see `StageGroup.give_up`."""
+        self._group.give_up()
 
 
 class TracedClock:

@@ -59,9 +59,9 @@ from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.initial_values import MadeValues
 from elaswave_spmd.worker.loop import Executor
 from elaswave_spmd.worker.model_layout import ModelDescription
-from elaswave_spmd.worker.parameter_broadcast import StageGroup
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, program_args
 from elaswave_spmd.worker.spec import Job
+from elaswave_spmd.worker.stage_collectives import StageGroup
 from tests.cluster.failing_device import DEVICE_FAULT, FailingDevice
 from tests.cluster.faults import LOSSES, SENDER, AnyFault, MessageFault, Plan
 from tests.cluster.kept_checkpoints import RUN_DIR, KeptCheckpoint, KeptCheckpoints

@@ -1,7 +1,8 @@
-"""Stages that publish through groups of gloo, in real processes: nobody's end, and no group's, changes a bit."""
+"""Stages with groups of gloo, in real processes: nobody's end, and no group's, changes a bit."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -38,11 +39,35 @@ def test_a_group_serves_each_stage(tmp_path: Path, undisturbed: Undisturbed) -> 
     assert serve_at(tmp_path, LATE) and len(group_events(tmp_path)) == 1, all_events(tmp_path)
 
 
-@pytest.mark.parametrize(("kind", "sharding"), [("kill", "zero1"), ("stop", "zero3")])
-def test_a_worker_is_lost_in_the_middle_of_its_broadcasts(
-    tmp_path: Path, undisturbed: Undisturbed, sharding: str, kind: str
+@pytest.mark.parametrize("sharding", ["zero0", "zero2"])
+def test_sums_go_through_the_groups_and_by_no_link(tmp_path: Path, undisturbed: Undisturbed, sharding: str) -> None:
+    run_with(tmp_path, *ARGUMENTS, "mesh=dp3_pp2", f"sharding={sharding}", "run.trace=true")
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
+    (served,) = group_events(tmp_path)
+    assert served["serves"] and served["step"] <= LATE, all_events(tmp_path)
+    trace = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    applied = {e["pid"]: e["ts"] for e in trace if e["name"] == f"step {served['step']} applied"}
+    assert len(applied) == 6
+    sums = [e for e in trace if e["name"].startswith("PartialSum")]
+    later = [e for e in sums if e["ts"] > applied[e["pid"]]]
+    assert {e["name"] for e in later} == {"PartialSum to the group"} and {e["pid"] for e in later} == {*applied}
+    assert any("to worker" in e["name"] for e in sums), "the first step of an epoch goes by links"
+
+
+@pytest.mark.parametrize(
+    ("kind", "sharding", "point"),
+    [
+        ("kill", "zero1", "publish"),
+        ("stop", "zero3", "publish"),
+        ("kill", "zero2", "reduce"),
+        ("kill", "zero0", "norm"),
+        ("stop", "zero1", "backward"),
+    ],
+)
+def test_a_worker_is_lost_in_the_middle_of_its_collectives(
+    tmp_path: Path, undisturbed: Undisturbed, sharding: str, kind: str, point: str
 ) -> None:
-    event = f"step: {LATE}, kind: {kind}, rank: 1, point: publish"
+    event = f"step: {LATE}, kind: {kind}, rank: 1, point: {point}"
     changes = run_with(tmp_path, *ARGUMENTS, "mesh=dp4", f"sharding={sharding}", chaos(event))
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS) and changes.ranks("fail") == [[1]]
     assert serve_at(tmp_path, LATE - 1), all_events(tmp_path)
@@ -63,8 +88,11 @@ def test_members_come_and_go(tmp_path: Path, undisturbed: Undisturbed) -> None:
     assert serve_at(tmp_path, LATE + 19), all_events(tmp_path)
 
 
-def test_links_take_over_when_a_broadcast_takes_too_long(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """One stands still in the middle of its broadcasts, longer than they may take and not so long that it is lost."""
+@pytest.mark.parametrize(("sharding", "point"), [("zero2", "publish"), ("zero1", "reduce"), ("zero3", "reduce")])
+def test_links_take_over_when_a_collective_takes_too_long(
+    tmp_path: Path, undisturbed: Undisturbed, sharding: str, point: str
+) -> None:
+    """One stands still in the middle of broadcasts or of an exchange, longer than these may take, and is not lost."""
 
     def is_stopped(pid: int) -> bool:
         with suppress(OSError):
@@ -72,11 +100,11 @@ def test_links_take_over_when_a_broadcast_takes_too_long(tmp_path: Path, undistu
         return False
 
     write_text(tmp_path)
-    event = chaos(f"step: {LATE}, kind: stop, rank: 1, point: publish")
+    event = chaos(f"step: {LATE}, kind: stop, rank: 1, point: {point}")
     patience = "timeouts.group=1", "timeouts.suspect=30", "timeouts.status=40", "timeouts.progress=50"
     patience = (*patience, "timeouts.join=60", "timeouts.leave=60")
-    with launch(tmp_path, *TINY, *ARGUMENTS, *patience, "mesh=dp3", "sharding=zero2", event) as run:
-        run.wait_for_steps(LATE)
+    with launch(tmp_path, *TINY, *ARGUMENTS, *patience, "mesh=dp3", f"sharding={sharding}", event) as run:
+        run.wait_for_steps(LATE - (point == "reduce"))
         eventually(lambda: any(map(is_stopped, run.workers())), run.process)
         (victim,) = filter(is_stopped, run.workers())
         with suppress(TimeoutError):

@@ -26,6 +26,18 @@ def join(group: GroupInBackground, epoch: int, members: list[int], rank: int) ->
     assert group.ready == epoch, group.failure
 
 
+def exchanges(device: Device, group: GroupInBackground, members: list[int], rank: int) -> None:
+    """An all-to-all brings this worker what each other one sends it: as many elements as its sender's rank, and one."""
+    sizes = [0 if member == rank else rank + 1 for member in members]
+    received = [0 if member == rank else member + 1 for member in members]
+    values = device.from_host(torch.zeros(sum(received)))
+    work = group.exchange(device.from_host(torch.full((sum(sizes),), float(rank))), values, sizes, received)
+    eventually(work.is_completed)
+    work.wait()
+    wanted = [torch.full((size,), float(member)) for member, size in zip(members, received, strict=True)]
+    assert torch.equal(device.to_host(values), torch.cat(wanted))
+
+
 def passes_on(device: Device, group: GroupInBackground, rank: int, root: int) -> None:
     """A broadcast brings this worker what its root has."""
     values = device.from_host(torch.full((4,), float(rank)))

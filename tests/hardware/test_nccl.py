@@ -7,7 +7,7 @@ import pytest
 from elaswave_spmd.runtime.devices import Island, device_of
 from elaswave_spmd.runtime.devices.group_store import GroupStore
 from elaswave_spmd.runtime.devices.process_group import DeviceGroups, GroupInBackground
-from tests.hardware.devices import join, marks_of, passes_on
+from tests.hardware.devices import exchanges, join, marks_of, passes_on
 
 KIND = device_of("cuda")
 pytestmark = marks_of(KIND)
@@ -26,6 +26,7 @@ def _member(rank: int, address: str, shrinks: bool) -> None:
     group.broadcast(device.from_host(torch.ones(1 << 20)), 1)
     join(group, 1, [0, 2], rank)
     passes_on(device, group, rank, 2)
+    exchanges(device, group, [0, 2], rank)
 
 
 @pytest.mark.parametrize("shrinks", [False, True])

@@ -11,7 +11,7 @@ from elaswave_spmd.runtime.devices import Island, Remedy, device_of
 from elaswave_spmd.runtime.devices.group_store import GroupStore
 from elaswave_spmd.runtime.devices.npu_faults import NpuEvent, event_of
 from elaswave_spmd.runtime.devices.process_group import group_of
-from tests.hardware.devices import join, marks_of, passes_on
+from tests.hardware.devices import exchanges, join, marks_of, passes_on
 
 KIND = device_of("npu")
 pytestmark = marks_of(KIND)
@@ -75,6 +75,7 @@ def _member(rank: int, address: str) -> None:
             return
         join(group, epoch, members, rank)
         passes_on(device, group, rank, 2)
+        exchanges(device, group, members, rank)
 
 
 def test_a_group_loses_a_member_and_goes_on() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -19,16 +20,19 @@ from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.messages import AT_ONCE, Publish, Ready, Reconfigure, StepReport, Vote
 from elaswave_spmd.recovery.partial_step import WEIGHTS_ONLY
 from elaswave_spmd.recovery.vote_exchange import added
-from elaswave_spmd.recovery.worker_protocol import Effect, Install, SendVote, WorkerProtocol
-from elaswave_spmd.worker import configuration
+from elaswave_spmd.recovery.worker_protocol import Apply, Effect, Install, SendVote, WorkerProtocol
+from elaswave_spmd.worker import configuration, sum_exchange
 from elaswave_spmd.worker.buffers import ValueBuffer
+from elaswave_spmd.worker.gradient_reduction import GradientReducer
 from elaswave_spmd.worker.microbatches import MicrobatchRunner
 from elaswave_spmd.worker.partial_step import StepUnderWay
 from elaswave_spmd.worker.ready_order import Limits
+from elaswave_spmd.worker.stage_collectives import StageCollectives
 from elaswave_spmd.worker.state import HeldState
 from elaswave_spmd.worker.state_replica import StateReplica
 from elaswave_spmd.worker.step import StepRunner
 from elaswave_spmd.worker.sum_checks import SumChecks
+from elaswave_spmd.worker.sum_exchange import ExchangePlan, LayerSum, SumExchange, SumExchanges
 from elaswave_spmd.worker.waiting import Waits
 from tests.cluster import cluster
 from tests.cluster.schedules import Schedule, run, undisturbed
@@ -334,6 +338,86 @@ def _passes_on_before_it_votes() -> Patches:
     return {(WorkerProtocol, "_advance"): _advance}
 
 
+def _exchanges_unagreed() -> Patches:
+    """A worker exchanges the sums of a step if it has its group, whether or not all members said so in their votes."""
+    update = StateReplica.update
+
+    def _update(self: StateReplica, decided: Apply) -> None:
+        update(self, decided)
+        grouped = self.parameters.grouped
+        if isinstance(grouped, StageCollectives) and grouped.ready and grouped.exchanges.step != decided.step + 1:
+            grouped.exchanges.agree(decided.step + 1)
+
+    return {(StateReplica, "update"): _update}
+
+
+def _gives_up_at_its_own_end() -> Patches:
+    """A sum is given up when the exchange that brings it is complete here, whatever has become of it elsewhere."""
+
+    def _complete(self: SumExchanges) -> list[LayerSum]:
+        assert self.plan is not None
+        self._complete += 1
+        exchange = self.plan.order[self._complete - 1]
+        found = [(exchange.layer, node) for node in exchange.nodes[self.plan.rank]]
+        for one in found:
+            self._sums.pop(one)
+        return found
+
+    return {(SumExchanges, "complete"): _complete}
+
+
+def _failed_groups_are_believed() -> Patches:
+    """What a group was given arrives, it is thought, also if the group fails within the epoch."""
+    return {(GradientReducer, "send_returned"): lambda self: None}
+
+
+def _older_groups_are_believed() -> Patches:
+    """What the group of an older epoch was given has arrived, it is thought in the new one."""
+    bind = SumExchanges.bind
+
+    def _bind(self: SumExchanges, plan: ExchangePlan) -> None:
+        bind(self, plan)
+        self.take_back()
+
+    return {(SumExchanges, "bind"): _bind}
+
+
+def _exchanges_without_a_window() -> Patches:
+    """All exchanges whose sums are complete here are issued at once."""
+    following = SumExchanges.next
+
+    def _next(self: SumExchanges) -> SumExchange | None:
+        complete, self._complete = self._complete, self._issued
+        try:
+            return following(self)
+        finally:
+            self._complete = complete
+
+    return {(SumExchanges, "next"): _next}
+
+
+def _nothing_for_some() -> Patches:
+    """A member that has no sum for another one sends it nothing in an exchange."""
+    return {(sum_exchange, "_PADDING"): 0}  # type: ignore[dict-item]
+
+
+def _exchanges_in_any_order() -> Patches:
+    """Exchanges are issued as their sums get complete, and not in the order of the plan."""
+
+    def _next(self: SumExchanges) -> SumExchange | None:
+        if self.plan is None or not self._is_begun or self._issued - self._complete >= sum_exchange.WINDOW:
+            return None
+        for at, one in enumerate(self.plan.order[self._issued :], self._issued):
+            if all((one.layer, node) in self._sums for node in one.nodes[self.plan.rank]):
+                order = [*self.plan.order]
+                order.insert(self._issued, order.pop(at))
+                self.plan = replace(self.plan, order=tuple(order))
+                return one
+        return None
+
+    return {(SumExchanges, "next"): _next}
+
+
 MUTANTS: dict[str, Callable[[], Patches]] = {
     "updates in an epoch after its Prepare was answered": _applies_after_prepare,
     "takes a StepReport for an answer to every later Prepare": _reuses_a_report,
@@ -351,6 +435,13 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "asks for the weight gradients alone of a lost worker": _weights_alone_of_the_lost,
     "passes on no votes for a step that it has applied": _votes_of_applied_steps_stay,
     "passes on votes before it has voted": _passes_on_before_it_votes,
+    "exchanges sums without the votes of all": _exchanges_unagreed,
+    "gives up a sum that only this worker has exchanged": _gives_up_at_its_own_end,
+    "sends no sum again when a group has failed": _failed_groups_are_believed,
+    "sends no sum again when the epoch of a group is over": _older_groups_are_believed,
+    "issues exchanges without a limit": _exchanges_without_a_window,
+    "sends nothing to a member that is to get no sum": _nothing_for_some,
+    "issues exchanges in the order of its own sums": _exchanges_in_any_order,
     "sends no replicas to a first mesh that was not planned": _first_replicas_unsent,
     "waits for workers that were lost while they started": _waits_for_the_lost,
     "gives a place to a spare that was lost": _spares_that_are_gone,
@@ -377,6 +468,8 @@ LATE = frozenset(list(MUTANTS)[10:14])
 """Mutants that show where steps are interrupted with weight gradients put off: schedules with `late`."""
 VOTING = frozenset(list(MUTANTS)[14:16])
 """Mutants that show where votes are passed on: schedules with `votes`."""
+GROUPED = frozenset(list(MUTANTS)[16:23])
+"""Mutants that show where stages have process groups: schedules with `grouped`."""
 
 
 def schedule_for(name: str, seed: int) -> Schedule:
@@ -388,6 +481,7 @@ def schedule_for(name: str, seed: int) -> Schedule:
         miscompute=name in CHECKING,
         late=name in LATE,
         votes=name in VOTING,
+        grouped=name in GROUPED,
     )
 
 

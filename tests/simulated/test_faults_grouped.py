@@ -1,4 +1,4 @@
-"""Stages publish through groups: the same bits, whoever is lost and whatever fails in the middle of a broadcast."""
+"""Stages have groups: the same bits, whoever is lost and whatever fails in the middle of what goes through them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
-from tests.cluster.faults import AnyFault, Fault
+from tests.cluster.faults import SENDER, AnyFault, Fault, MessageFault
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.schedules import run_many
 from tests.simulated.bits_cases import MirroredCluster, Run, expected, one_thread, outcome
@@ -19,16 +19,18 @@ CHUNK = 30
 
 
 class Grouped(GroupedCluster, MirroredCluster):
-    """The workers of a run, and how often one sent new parameters to another of its stage over a link."""
+    """The workers of a run, and how often one sent parameters or sums to another of its stage by a link, by step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.by_link: Counter[int] = Counter()
+        self.sums_by_link: Counter[int] = Counter()
         super().__init__(*args, **kwargs)
 
     def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
         mesh = self.protocol.placement.mesh
-        if isinstance(message, m.Publish) and {sender, peer} <= {*mesh.members}:
-            self.by_link[message.step] += mesh.stage_of(sender) == mesh.stage_of(peer)
+        if isinstance(message, m.Publish | m.PartialSum) and {sender, peer} <= {*mesh.members}:
+            counter = self.by_link if isinstance(message, m.Publish) else self.sums_by_link
+            counter[message.step] += mesh.stage_of(sender) == mesh.stage_of(peer)
         if isinstance(message, m.Vote):
             executor = self._workers[sender].executor
             assert executor is None or executor.replica.parameters.grouped.idle, "nobody votes while it still copies"
@@ -41,16 +43,18 @@ def train(run: Run, mesh: str, zero: int, *faults: AnyFault, **how: Any) -> Grou
     return cluster
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("mesh", MESHES)
 @one_thread()
-def test_a_stage_publishes_through_its_group(mesh: str, zero: int) -> None:
+def test_a_stage_publishes_and_adds_up_through_its_group(mesh: str, zero: int) -> None:
     cluster = train(Run(microbatches=5, steps=4), mesh, zero, failing=0.0, seed=zero)
     ended = cluster.hub.ended
-    # With one mirror for each page of a stage of two nobody lacks anything.
-    assert (ended["received"] > 0) == (mesh not in ("dp2", "dp2_pp2")) and not ended["failed"] + ended["refused"]
+    # With one mirror for each page of a stage of two nobody lacks any parameters; sums go to primaries all the same.
+    assert (ended["received"] > 0) == (zero > 0 and mesh not in ("dp2", "dp2_pp2"))
+    assert ended["exchanged"] > 0 and not ended["failed"] + ended["refused"]
     # A group may come too late for the first steps; none is needed for what its last step leaves behind.
-    assert not ended or cluster.by_link[4] == 0
+    assert cluster.by_link[4] == 0
+    assert cluster.sums_by_link[1] > 0 == cluster.sums_by_link[4], "the first step of an epoch goes by links"
 
 
 @pytest.mark.parametrize("model", ["gpt_tied", "llama_tied", "inf"])
@@ -58,7 +62,7 @@ def test_a_stage_publishes_through_its_group(mesh: str, zero: int) -> None:
 @one_thread()
 def test_ties_and_steps_without_an_update(model: str, dtype: str) -> None:
     cluster = train(Run(model=model, dtype=dtype, microbatches=5, steps=6), "stages1-3", 2, failing=0.0)
-    assert cluster.hub.ended["received"] > 0
+    assert cluster.hub.ended["received"] > 0 and cluster.hub.ended["exchanged"] > 0
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -76,6 +80,31 @@ def test_a_worker_is_lost_while_its_stage_publishes(point: str, seed: int) -> No
     fault = Fault(3, "kill" if seed % 2 else "stop", 1, point, turns=30)
     cluster = train(Run(microbatches=5, steps=6), "dp4", 1 + seed % 3, fault, failing=0.0, seed=seed)
     assert cluster.result.epochs and cluster.hub.ended["received"] > 0
+
+
+@pytest.mark.parametrize("point", ["backward", "reduce", "norm"])
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+@pytest.mark.parametrize("zero", range(4))
+@one_thread()
+def test_a_worker_is_lost_while_its_stage_exchanges_sums(point: str, kind: str, zero: int) -> None:
+    fault = Fault(4, kind, 1, point, count=2, turns=30)
+    cluster = train(Run(microbatches=8, steps=6), "dp4", zero, fault, failing=0.0, seed=zero)
+    assert cluster.result.epochs and cluster.hub.ended["exchanged"] > 0
+
+
+@pytest.mark.parametrize("zero", range(4))
+@one_thread()
+def test_a_change_that_loses_nobody_is_in_the_middle_of_exchanges(zero: int) -> None:
+    """A link is lost: sums that the group may not have brought are sent again, in the next epoch, over links."""
+    fault = MessageFault("unlink", "ReducedGradient", SENDER, False, 40)
+    cluster = train(Run(microbatches=8, steps=6), "dp4", zero, fault, failing=0.0, seed=zero)
+    assert cluster.result.epochs and cluster.hub.ended["exchanged"] > 0
+
+
+@one_thread()
+def test_a_worker_without_microbatches_takes_part_in_exchanges() -> None:
+    cluster = train(Run(microbatches=3, steps=4), "dp4", 2, failing=0.0)
+    assert cluster.hub.ended["exchanged"] > 0 == cluster.sums_by_link[4]
 
 
 @one_thread()

@@ -1,15 +1,15 @@
 """A process group whose members change: it is abandoned and made anew in the background, while links carry the data.
 
-The group copies bytes between the workers of a stage (new parameters to the workers that compute with them) by NCCL,
-HCCL or gloo. Gradients are never summed through it, since the library would choose the order of the sum, and so the
-bits. Making a group takes seconds, and HCCL cannot remove a member from one. A mesh epoch does not wait for that: the
-old group is abandoned at once, links carry everything meanwhile, and the new group is used from the step on for which
-all of its members have voted to use it.
+The group copies bytes between the workers of a stage (partial sums to the primaries that add them, new parameters to
+the workers that compute with them) by NCCL, HCCL or gloo. It never sums gradients, since the library would choose the
+order of the sum, and so the bits. Making a group takes seconds, and HCCL cannot remove a member from one. A mesh epoch
+does not wait for that: the old group is abandoned at once, links carry everything meanwhile, and the new group is used
+from the step on for which all of its members have voted to use it.
 
 A group is a backend object of c10d by itself, unknown to torch.distributed. So there may be several at a time, and one
 that hangs while it connects or ends blocks no other.
 
-The thread that drops the last reference to a backend, or to a broadcast in it, runs the destructor, and gloo's
+The thread that drops the last reference to a backend, or to a collective in it, runs the destructor, and gloo's
 destructor waits for its peers: for seconds, if one of them is stopped. That must never happen in the training thread,
 which could not answer a Prepare meanwhile, nor in the thread that makes the next group. So an abandoned group is handed
 over, in a list of one, to a thread whose only task is to end it, and the others keep no reference to it: no local
@@ -63,6 +63,11 @@ class GroupLibrary(ABC):
         ...
 
     @abstractmethod
+    def exchange(self, backend: Any, sent: Any, received: Any, sent_sizes: list[int], received_sizes: list[int]) -> Any:
+        """Start an all-to-all, uneven: elements to each member, and from each. Returns c10d's work."""
+        ...
+
+    @abstractmethod
     def token(self) -> Any:
         """A small tensor on the device. The first broadcast, at which the library connects, is one of such a tensor."""
         ...
@@ -82,14 +87,14 @@ class GroupLibrary(ABC):
         raise AssertionError("the library cannot shrink groups")
 
 
-class Broadcast:
-    """A broadcast in progress, with a time limit. It fails if it takes longer, or if the library reports an error.
+class Collective:
+    """A collective in progress, with a time limit. It fails if it takes longer, or if the library reports an error.
 
-    The limit is here and not in c10d: a broadcast that c10d's watchdogs have ended looks like one that is complete.
+    The limit is here and not in c10d: a collective that c10d's watchdogs have ended looks like one that is complete.
 
     Args:
         work: c10d's handle.
-        values: the tensor that is sent or received; kept alive for the library.
+        values: the tensors that are sent or received; kept alive for the library.
         timeout_s: the time limit, from now on.
     """
 
@@ -106,7 +111,7 @@ class Broadcast:
             return True
         if time.monotonic() < self._until:
             return False
-        self._failure = f"a broadcast was not complete within {self._timeout_s:g} s"
+        self._failure = f"a collective was not complete within {self._timeout_s:g} s"
         return True
 
     def _is_done(self) -> bool:
@@ -117,10 +122,10 @@ class Broadcast:
             return True
 
     def wait(self) -> None:
-        """Order the device's later work after a broadcast that has ended, so that it sees the values.
+        """Order the device's later work after a collective that has ended, so that it sees the values.
 
         Raises:
-            RuntimeError: the broadcast has failed.
+            RuntimeError: the collective has failed.
         """
         if self._failure is not None:
             raise RuntimeError(self._failure)
@@ -128,7 +133,7 @@ class Broadcast:
 
     @property
     def is_over(self) -> bool:
-        """True if the library no longer accesses the values. A failed broadcast may still be writing to them."""
+        """True if the library no longer accesses the values. A failed collective may still be writing to them."""
         return self._failure is None and self._is_done()
 
 
@@ -140,13 +145,13 @@ class _Group:
         epoch: the mesh epoch that it was made for.
         members: worker ids, in the order of their ranks in the group.
         backend: c10d's object.
-        in_progress: its broadcasts, oldest first. They keep the tensors alive, even if the callers no longer do.
+        in_progress: its collectives, oldest first. They keep the tensors alive, even if the callers no longer do.
     """
 
     epoch: int
     members: tuple[int, ...]
     backend: Any
-    in_progress: deque[Broadcast] = field(default_factory=deque)
+    in_progress: deque[Collective] = field(default_factory=deque)
 
     def shrinks_to(self, members: tuple[int, ...]) -> bool:
         """True if `members` are some of the group's members, but not all, in the same order."""
@@ -157,8 +162,8 @@ class GroupInBackground:
     """The process group of the stage of one worker. The training thread calls it; the slow parts run in other threads.
 
     Args:
-        library: makes groups and broadcasts.
-        timeout_s: time limit of making a group once all its members have met, and of a broadcast.
+        library: makes groups and collectives.
+        timeout_s: time limit of making a group once all its members have met, and of a collective.
     """
 
     def __init__(self, library: GroupLibrary, timeout_s: float) -> None:
@@ -191,24 +196,42 @@ class GroupInBackground:
         arguments = (old, epoch, tuple(members), rank)
         threading.Thread(target=self._replace, args=arguments, name=f"group of epoch {epoch}", daemon=True).start()
 
-    def broadcast(self, values: Any, root: int) -> Broadcast:
+    def broadcast(self, values: Any, root: int) -> Collective:
         """Start a broadcast from worker `root` to all members.
 
         Raises:
             RuntimeError: the library refuses, since it has lost the connection to a peer.
         """
+        made = self._serving()
+        return self._begun(made, self._library.broadcast(made.backend, values, made.members.index(root)), values)
+
+    def exchange(
+        self, sent: Any, received: Any, sent_sizes: Sequence[int], received_sizes: Sequence[int]
+    ) -> Collective:
+        """Start an all-to-all among all members. Sizes are in elements, by member, in the order of their ranks.
+
+        Raises:
+            RuntimeError: the library refuses, since it has lost the connection to a peer.
+        """
+        made = self._serving()
+        work = self._library.exchange(made.backend, sent, received, list(sent_sizes), list(received_sizes))
+        return self._begun(made, work, (sent, received))
+
+    def _serving(self) -> _Group:
         made = self._made
         assert made is not None, self._epoch
         while made.in_progress and made.in_progress[0].is_over:
             made.in_progress.popleft()
-        work = self._library.broadcast(made.backend, values, made.members.index(root))
-        made.in_progress.append(Broadcast(work, values, self._timeout_s))
+        return made
+
+    def _begun(self, made: _Group, work: Any, values: Any) -> Collective:
+        made.in_progress.append(Collective(work, values, self._timeout_s))
         return made.in_progress[-1]
 
     def give_up(self) -> None:
         """Abandon a group that has failed. The next one is made in the next mesh epoch.
 
-        The caller must have dropped its broadcasts before; see the top of this file.
+        The caller must have dropped its collectives before; see the top of this file.
         """
         with self._lock:
             old = self._detach()
@@ -276,7 +299,7 @@ class GroupInBackground:
 
     def _connect(self, backend: Any) -> None:
         """Run a first collective. The library connects at it, and would otherwise do so in the middle of a step."""
-        first = Broadcast(self._library.broadcast(backend, self._library.token(), 0), None, self._timeout_s)
+        first = Collective(self._library.broadcast(backend, self._library.token(), 0), None, self._timeout_s)
         _poll_until(first.is_completed)
         first.wait()
 
@@ -347,6 +370,15 @@ class DeviceGroups(GroupLibrary):
         options.asyncOp = True
         return backend.broadcast([values], options)
 
+    def exchange(
+        self, backend: Any, sent: Tensor, received: Tensor, sent_sizes: list[int], received_sizes: list[int]
+    ) -> Any:
+        from torch.distributed import distributed_c10d as c10d
+
+        options = c10d.AllToAllOptions()
+        options.asyncOp = True
+        return backend.alltoall_base(received, sent, received_sizes, sent_sizes, options)
+
     def token(self) -> Tensor:
         import torch
 
@@ -370,6 +402,6 @@ def group_of(device: Device, address: str, host: str, timeout_s: float) -> Group
     Args:
         address: address of the run's `GroupStore`.
         host: address at which the other machines reach this one.
-        timeout_s: time limit of making a group once all its members have met, and of a broadcast.
+        timeout_s: time limit of making a group once all its members have met, and of a collective.
     """
     return GroupInBackground(DeviceGroups(device, address, host, timeout_s), timeout_s)

@@ -85,6 +85,23 @@ def passes_on(workers: dict[int, GroupInBackground], root: int) -> None:
     assert all(torch.equal(values, torch.full((1000,), float(root))) for values in tensors.values())
 
 
+def exchanges(workers: dict[int, GroupInBackground]) -> None:
+    """After an exchange every member has what each other one sent it: sizes are uneven, and some are 0."""
+    size = {(a, b): 0 if a == b else 1000 * a + 10 * b for a in workers for b in workers}
+    workers = dict(sorted(workers.items()))
+    works = {}
+    for rank, worker in workers.items():
+        to, come = [size[rank, other] for other in workers], [size[other, rank] for other in workers]
+        sent = torch.cat([torch.full((size[rank, other],), 100.0 * rank + other) for other in workers])
+        received = torch.zeros(sum(come))
+        works[rank] = worker.exchange(sent, received, to, come), received
+    eventually(lambda: all(work.is_completed() for work, _ in works.values()))
+    for rank, (work, received) in works.items():
+        work.wait()
+        wanted = [torch.full((size[other, rank],), 100.0 * other + rank) for other in workers]
+        assert torch.equal(received, torch.cat(wanted))
+
+
 def test_members_come_and_go() -> None:
     """Each change gives up the group before at once, and the next one serves."""
     stage = Stage()
@@ -95,6 +112,7 @@ def test_members_come_and_go() -> None:
         assert not any(worker.ready == epoch - 1 for worker in some.values()), "links serve from the change on"
         eventually(lambda some=some, epoch=epoch: all_ready(some, epoch))
         passes_on(some, members[-1])
+        exchanges(some)
     assert set(stage.ended) == {"mesh epoch 1", "mesh epoch 2", "mesh epoch 3"}
 
 
@@ -171,6 +189,22 @@ def test_a_broadcast_that_takes_too_long_has_failed() -> None:
     eventually(work.is_completed)
     with pytest.raises(RuntimeError, match=r"not complete within 5 s|[Tt]imed out|[Cc]losed"):
         work.wait()
+
+
+def test_an_exchange_that_not_all_take_part_in_has_failed_and_blocks_nobody() -> None:
+    workers = dict(enumerate(Stage().workers(3)))
+    change(workers, 0)
+    eventually(lambda: all_ready(workers, 0))
+    received = {rank: torch.zeros(2) for rank in (0, 2)}
+    works = [
+        workers[rank].exchange(torch.zeros(2), received[rank], *[[int(n != rank) for n in range(3)]] * 2)
+        for rank in (0, 2)
+    ]
+    assert not any(work.is_completed() for work in works), "it is polled, never waited for"
+    eventually(lambda: all(work.is_completed() for work in works))
+    for work in works:
+        with pytest.raises(RuntimeError, match=r"not complete within 5 s|[Tt]imed out|[Cc]losed"):
+            work.wait()
 
 
 def test_a_group_that_has_failed_is_not_used_again() -> None:

@@ -46,6 +46,9 @@ class OneWorker(GroupLibrary):
     def broadcast(self, backend: Any, values: Any, root: int) -> SimpleNamespace:
         return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
 
+    def exchange(self, backend: Any, sent: Any, received: Any, sent_sizes: list[int], received_sizes: list[int]) -> Any:
+        raise NotImplementedError
+
     def token(self) -> None:
         return None
 

@@ -53,6 +53,7 @@ def test_all_that_a_worker_does_is_on_its_row(tmp_path: Path) -> None:
         trace.action(1, 4, 2, "B", 51.0, 51.5)
         trace.wait("activation of micro-batch 5", 51.5, 52.0)
         trace.send(-1 if rank else 11, "Activation", 4096, 52.0, 52.001)
+        trace.copy("PartialSum", 512, 52.25, 52.251)
         trace.mark("step 1 applied", 52.5)
         trace.close()
         trace.close()
@@ -65,10 +66,12 @@ def test_all_that_a_worker_does_is_on_its_row(tmp_path: Path) -> None:
         ("X", 1, "B micro-batch 4, layer 2", 1e6, 0.5e6),
         ("X", 1, "wait: activation of micro-batch", 1.5e6, 0.5e6),
         ("X", 2, "Activation to controller", 2e6, 1e3),
+        ("X", 2, "PartialSum to the group", 2.25e6, 1e3),
         ("i", 1, "step 1 applied", 2.5e6, None),
     ]
     assert of[0]["args"] == {"step": 1, "microbatch": 4, "layer": 2} and of[3]["args"] == {"bytes": 4096, "to": -1}
-    assert [e["cat"] for e in of[:4]] == ["forward", "backward", "wait", "send"]
+    assert of[4]["args"] == {"bytes": 512}
+    assert [e["cat"] for e in of[:5]] == ["forward", "backward", "wait", "send", "send"]
 
 
 def test_events_mesh_epochs_and_frequencies_of_the_controller(tmp_path: Path) -> None:

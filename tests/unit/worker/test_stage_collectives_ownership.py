@@ -12,8 +12,8 @@ from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPr
 
 from elaswave_spmd.runtime.devices import process_group
 from elaswave_spmd.runtime.devices.process_group import GroupInBackground, GroupLibrary
-from elaswave_spmd.worker.parameter_broadcast import StageBroadcasts
-from tests.unit.worker.test_parameter_broadcast import CPU, LAYOUT, ME, broadcast, placement, replicas
+from elaswave_spmd.worker.stage_collectives import StageCollectives
+from tests.unit.worker.test_stage_collectives import CPU, LAYOUT, ME, begin_a_step, broadcast, placement, replicas
 
 TIMEOUT_S = 60.0
 
@@ -32,6 +32,11 @@ class Library(GroupLibrary):
         return Backend(self)
 
     def broadcast(self, backend: Backend, values: object, root: int) -> Work:
+        return backend.broadcast()
+
+    def exchange(
+        self, backend: Backend, sent: object, received: object, sent_sizes: list[int], received_sizes: list[int]
+    ) -> Work:
         return backend.broadcast()
 
     def token(self) -> torch.Tensor:
@@ -86,10 +91,10 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return Library()
 
 
-def make(library: Library) -> StageBroadcasts:
+def make(library: Library) -> StageCollectives:
     """The broadcasts of a worker whose training thread is the thread of the test, with two under way."""
     group = GroupInBackground(library, TIMEOUT_S)
-    broadcasts = StageBroadcasts(ME, LAYOUT, CPU, torch.float32, lambda *_: None, group)
+    broadcasts = StageCollectives(ME, LAYOUT, CPU, torch.float32, lambda *_: None, group)
     broadcasts.bind(placement(), replicas())
     assert broadcasts.ready and library.made == 1
     broadcast(broadcasts)
@@ -115,6 +120,23 @@ def test_after_a_broadcast_that_was_refused(library: Library) -> None:
     library.refuses = True
     broadcast(broadcasts, version=2)
     assert not broadcasts.serves
+    destroyed_elsewhere(library, 1)
+
+
+def test_after_an_exchange_that_was_refused(library: Library) -> None:
+    collectives = make(library)
+    library.refuses = True
+    begin_a_step(collectives)
+    assert not collectives.serves
+    destroyed_elsewhere(library, 1)
+
+
+def test_after_an_exchange_that_failed(library: Library) -> None:
+    collectives = make(library)
+    assert len(collectives.arrived()) == 2
+    begin_a_step(collectives)
+    library.fails = True
+    assert collectives.arrived() == [] and not collectives.serves
     destroyed_elsewhere(library, 1)
 
 

@@ -1,10 +1,12 @@
-"""The option `runtime.collectives=group`: new parameters of a stage through a process group of its workers.
+"""The option `runtime.collectives=group`: what goes through a process group of a stage's workers in place of links.
 
-A group only copies: sums have an order of their own. It is used for the parameters of a step for which all votes
-carried the extension GROUPED. Then every worker of the stage applies the step in this epoch, or no worker goes on in
-it, and all issue the same broadcasts in the same order: by step, layer and page. Received values lie in memory of their
-own until the broadcast is complete, since one that a dead peer has left half done may still write. A new epoch gives up
-everything that is under way, and pages that are missing then are asked for over links.
+That is new parameters of a step, and partial sums of the next one (sum_exchange.py). A group only copies: sums have an
+order of their own. It is used for a step for which all votes carried the extension GROUPED. Then every worker of the
+stage applies the step in this epoch, or no worker goes on in it, and all issue the same collectives in the same order:
+broadcasts of the step by layer and page, then exchanges of the next step in the order of its plan. Received values lie
+in memory of their own until the collective is complete, since one that a dead peer has left half done may still write.
+A new epoch gives up everything that is under way: pages that are missing then are asked for over links, and sums that
+may be missing are sent over links.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
+from elaswave_spmd.worker.sum_exchange import ExchangePlan, SumExchange, SumExchanges
 
 
-class BroadcastWork(Protocol):
-    """A broadcast under way, as c10d has it."""
+class CollectiveWork(Protocol):
+    """A collective under way, as c10d has it."""
 
     def is_completed(self) -> bool:
         """True if it has ended, in success or failure; does not wait."""
@@ -57,7 +60,7 @@ class StageGroup(Protocol):
         """The reason for which the newest epoch's group could not be made, if any."""
         ...
 
-    def broadcast(self, values: Tensor, root: int) -> BroadcastWork:
+    def broadcast(self, values: Tensor, root: int) -> CollectiveWork:
         """Begin a broadcast: worker `root` sends `values`, contiguous; the other members receive into theirs.
 
         The group keeps the memory as long as it may be written, whatever becomes of the work.
@@ -67,10 +70,20 @@ class StageGroup(Protocol):
         """
         ...
 
+    def exchange(
+        self, sent: Tensor, received: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]
+    ) -> CollectiveWork:
+        """Begin an all-to-all; sizes are in elements, by member. The group keeps the memory, as for a broadcast.
+
+        Raises:
+            RuntimeError: as for a broadcast.
+        """
+        ...
+
     def give_up(self) -> None:
         """The group has failed: what is under way in it ends, and it is not used again.
 
-        The caller refers to none of the group's broadcasts any more: whoever drops the last reference to a group waits
+        The caller refers to none of the group's collectives any more: whoever drops the last reference to a group waits
         for its destructor, and the training thread must not.
         """
         ...
@@ -78,19 +91,22 @@ class StageGroup(Protocol):
 
 @dataclass(frozen=True)
 class _UnderWay:
-    publish: Publish
-    values: Tensor
-    work: BroadcastWork
+    what: Publish | SumExchange
+    values: Tensor  # that are received, or sent
+    work: CollectiveWork
     sent: bool
 
 
-class NoBroadcasts:
+class NoCollectives:
     """The option is off: parameters go over links, nothing is ever under way, and votes carry nothing."""
 
     idle = True
     has_news = False
     serves = False
     epoch = -1
+
+    def __init__(self) -> None:
+        self.exchanges = SumExchanges()
 
     def bind(self, placement: Placement, replica_map: ReplicaMap) -> None: ...
 
@@ -100,7 +116,9 @@ class NoBroadcasts:
 
     def give_up(self) -> None: ...
 
-    def arrived(self) -> list[tuple[Publish, Tensor]]:
+    def begin_exchanges(self) -> None: ...
+
+    def arrived(self) -> list[tuple[Publish | SumExchange, Tensor]]:
         return []
 
     def reached(self, pages: PageRange) -> frozenset[int]:
@@ -110,8 +128,8 @@ class NoBroadcasts:
         raise AssertionError("no vote has offered a broadcast")
 
 
-class StageBroadcasts:
-    """One worker's broadcasts through the group of its stage, from epoch to epoch.
+class StageCollectives:
+    """One worker's collectives in the group of its stage, from epoch to epoch.
 
     Args:
         rank: of the worker.
@@ -137,6 +155,8 @@ class StageBroadcasts:
         self._dtype = dtype
         self._send = send
         self._group = group
+        self.exchanges = SumExchanges()
+        """Of partial sums: the reducer fills it, and takes from it what links have to bring after all."""
         self._under_way: deque[_UnderWay] = deque()
         self._ranges: dict[int, tuple[ReplicaSet, ...]] = {}  # layer -> page ranges that are broadcast, in page order
         self._keys: frozenset[PageRange] = frozenset()
@@ -163,7 +183,10 @@ class StageBroadcasts:
         ranges = {layer: tuple(filter(self._is_broadcast, replica_map[layer])) for layer in layers}
         self._ranges = {layer: found for layer, found in ranges.items() if found}
         self._keys = frozenset(pages.key for found in self._ranges.values() for pages in found)
-        self._group.change(self.epoch, members if self._ranges else (self._rank,), self._rank)
+        plan = ExchangePlan.of(self._rank, self._layout, placement, replica_map)
+        self.exchanges.bind(plan)
+        self._is_used = bool(self._ranges or plan.order)
+        self._group.change(self.epoch, members if self._is_used else (self._rank,), self._rank)
 
     def _is_broadcast(self, pages: ReplicaSet) -> bool:
         """True if the range's primary is in this stage and some member has no replica. All members agree on that."""
@@ -179,18 +202,18 @@ class StageBroadcasts:
 
     @property
     def ready(self) -> bool:
-        """True if this worker can publish through the group in this epoch, or has nothing to publish in it."""
+        """True if this worker can use the group in this epoch, or its stage has no use for one."""
         if self._lost:
             return False
-        return not self._ranges or self._group.ready == self.epoch
+        return not self._is_used or self._group.ready == self.epoch
 
     def check(self) -> None:
         """Give up a group that could not be made."""
-        if self._ranges and not self._lost and self._group.failure is not None:
+        if self._is_used and not self._lost and self._group.failure is not None:
             self.lose(self._group.failure)
 
     def update_offer(self) -> None:
-        """Note whether the next vote offers a broadcast. Called when messages have been handled."""
+        """Note whether the next vote offers the group. Called when messages have been handled."""
         self._offer = GROUPED if self.ready else ""
 
     def offered(self) -> str:
@@ -199,12 +222,12 @@ class StageBroadcasts:
 
     @property
     def serves(self) -> bool:
-        """True if a step that all offered to broadcast is broadcast here; False if the group has failed since."""
+        """True if the group is used here for a step for which all offered it; False if it has failed since."""
         return not self._lost
 
     @property
     def has_news(self) -> bool:
-        """True if the oldest broadcast under way has ended."""
+        """True if the oldest collective under way has ended."""
         return bool(self._under_way) and self._under_way[0].work.is_completed()
 
     @property
@@ -239,8 +262,25 @@ class StageBroadcasts:
                 self.lose(refused)
                 return
 
-    def arrived(self) -> list[tuple[Publish, Tensor]]:
-        """(page, values) of the broadcasts received completely since the last call, in order."""
+    def begin_exchanges(self) -> None:
+        """Begin the exchanges whose turn it is and whose sums are complete here. Called when messages were handled."""
+        while not self._lost and (exchange := self.exchanges.next()) is not None:
+            assert self.exchanges.plan is not None
+            sent_sizes, sizes = self.exchanges.plan.sizes(exchange)
+            sent = self.exchanges.pack(exchange, self._place)
+            received = torch.empty(sum(sizes), dtype=torch.float32, device=self._place)
+            refused = ""
+            try:
+                work = self._group.exchange(sent, received, sent_sizes, sizes)
+                self._under_way.append(_UnderWay(exchange, received, work, sent=False))
+                del work  # as in `arrived`
+            except RuntimeError as error:  # as for a broadcast
+                refused = str(error) or type(error).__name__
+            if refused:
+                self.lose(refused)
+
+    def arrived(self) -> list[tuple[Publish | SumExchange, Tensor]]:
+        """(what, values) of the collectives that are complete since the last call, in order; not what was sent only."""
         found = []
         failed = ""
         while self.has_news and not failed:
@@ -251,8 +291,8 @@ class StageBroadcasts:
             else:
                 done = self._under_way.popleft()
                 if not done.sent:
-                    found.append((done.publish, done.values))
-                del done  # nothing here refers to a broadcast when the group is given up
+                    found.append((done.what, done.values))
+                del done  # nothing here refers to a collective when the group is given up
         if failed:
             self.lose(failed)
         return found
@@ -265,7 +305,8 @@ class StageBroadcasts:
 
     def give_up(self) -> None:
         """Use links for the rest of the epoch."""
-        self._under_way.clear()  # first: the last reference to a broadcast must not be dropped here
-        if not self._lost and self._ranges:
+        self._under_way.clear()  # first: the last reference to a collective must not be dropped here
+        self.exchanges.stop()
+        if not self._lost and self._is_used:
             self._group.give_up()
         self._lost = True

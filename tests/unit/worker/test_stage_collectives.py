@@ -1,4 +1,4 @@
-"""Broadcasts through the process group of a stage, on a group that is a list: order, failures, ends."""
+"""Collectives in the process group of a stage, on a group that is a list: order, failures, ends."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from elaswave_spmd.recovery.messages import GROUPED, GroupLost, Message, Publish
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
+from elaswave_spmd.worker.buffers import GradientBuffer
 from elaswave_spmd.worker.model_layout import describe
-from elaswave_spmd.worker.parameter_broadcast import NoBroadcasts, StageBroadcasts
+from elaswave_spmd.worker.stage_collectives import NoCollectives, StageCollectives
+from elaswave_spmd.worker.sum_exchange import SumExchange
 
 ME = 1
 with torch.device("meta"):
@@ -50,6 +52,7 @@ class ListedGroup:
     given_up: int = 0
     changes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     calls: list[tuple[Tensor, int, ListedWork]] = field(default_factory=list)
+    exchanges: list[tuple[Tensor, Tensor, ListedWork]] = field(default_factory=list)
 
     def change(self, epoch: int, members: Sequence[int], rank: int) -> None:
         assert rank == ME
@@ -65,6 +68,15 @@ class ListedGroup:
             raise self.refuses
         work = ListedWork()
         self.calls.append((values, root, work))
+        return work
+
+    def exchange(
+        self, sent: Tensor, received: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]
+    ) -> ListedWork:
+        if self.refuses is not None:
+            raise self.refuses
+        work = ListedWork()
+        self.exchanges.append((sent, received, work))
         return work
 
 
@@ -85,9 +97,9 @@ def replicas(runs: tuple[ReplicaSet, ...] = RUNS) -> ReplicaMap:
     return {layer: runs if layer == LAYER else () for layer in range(len(LAYOUT.layers))}
 
 
-def make(runs: tuple[ReplicaSet, ...] = RUNS) -> tuple[StageBroadcasts, ListedGroup, list[tuple[int, Message]]]:
+def make(runs: tuple[ReplicaSet, ...] = RUNS) -> tuple[StageCollectives, ListedGroup, list[tuple[int, Message]]]:
     group, sent = ListedGroup(), []
-    grouped = StageBroadcasts(ME, LAYOUT, CPU, torch.float32, lambda p, m, _: sent.append((p, m)), group)
+    grouped = StageCollectives(ME, LAYOUT, CPU, torch.float32, lambda p, m, _: sent.append((p, m)), group)
     grouped.bind(placement(), replicas(runs))
     group.ready = 0
     return grouped, group, sent
@@ -98,7 +110,7 @@ def values(of: ReplicaSet, number: float) -> Tensor:
     return torch.full((stop - first,), number)
 
 
-def broadcast(grouped: StageBroadcasts, version: int = 1) -> None:
+def broadcast(grouped: StageCollectives, version: int = 1) -> None:
     grouped.broadcast(LAYER, version, {RUNS[1].key: values(RUNS[1], 10.0)})
 
 
@@ -186,9 +198,15 @@ def test_after_a_failure_the_next_epoch_tries_again() -> None:
     assert grouped.ready and grouped.serves
 
 
-@pytest.mark.parametrize("runs", [(run(0, LAST, 0, 1, 2),), ()], ids=["all hold it", "no pages"])
-def test_where_nobody_lacks_anything_no_group_is_made(runs: tuple[ReplicaSet, ...]) -> None:
-    grouped, group, _ = make(runs)
+def test_where_all_hold_all_pages_the_group_is_for_sums() -> None:
+    grouped, group, _ = make((run(0, LAST, 0, 1, 2),))
+    assert group.changes == [(0, (0, 1, 2))] and grouped.ready
+    broadcast(grouped)
+    assert group.calls == [] and grouped.idle
+
+
+def test_where_nobody_has_anything_for_another_no_group_is_made() -> None:
+    grouped, group, _ = make(())
     assert group.changes == [(0, (ME,))] and grouped.ready, "nothing keeps other stages from theirs"
     broadcast(grouped)
     assert group.calls == [] and grouped.idle
@@ -199,7 +217,47 @@ def test_pages_of_another_stage_come_over_links() -> None:
     assert group.changes == [(0, (ME,))] and not grouped.reached((LAYER, 0, LAST))
 
 
-def test_a_vote_offers_a_broadcast_once_the_group_is_there_and_messages_were_handled() -> None:
+def begin_a_step(grouped: StageCollectives, step: int = 2) -> None:
+    """A step whose sums go through the group, all of them complete."""
+    exchanges = grouped.exchanges
+    assert exchanges.plan is not None
+    exchanges.agree(step)
+    exchanges.begin(step)
+    buffer = GradientBuffer(LAYOUT.layers[LAYER], CPU)
+    for exchange in exchanges.plan.order:
+        for node in exchange.nodes[ME]:
+            exchanges.add(exchange.layer, node, buffer)
+    grouped.begin_exchanges()
+
+
+def test_an_exchange_is_returned_when_it_is_complete() -> None:
+    grouped, group, _ = make()
+    begin_a_step(grouped)
+    ((_, received, work),) = group.exchanges
+    assert not grouped.idle and grouped.arrived() == []
+    work.done = True
+    ((exchange, found),) = grouped.arrived()
+    assert isinstance(exchange, SumExchange) and exchange.layer == LAYER and found is received and grouped.idle
+
+
+@pytest.mark.parametrize("how", ["refused", "failed", "another member gives it up", "a new epoch"])
+def test_sums_of_an_exchange_that_fails_are_returned(how: str) -> None:
+    grouped, group, sent = make()
+    group.refuses = RuntimeError("gone") if how == "refused" else None
+    begin_a_step(grouped)
+    if how == "failed":
+        group.exchanges[0][2].done, group.exchanges[0][2].error = True, RuntimeError("gone")
+        assert grouped.arrived() == []
+    elif how == "another member gives it up":
+        grouped.give_up()
+    elif how == "a new epoch":
+        grouped.bind(placement(1), replicas())
+    assert sent == (lost("gone") if how in ("refused", "failed") else [])
+    assert grouped.idle and {layer for layer, _ in grouped.exchanges.take_back()} == {LAYER}
+    assert grouped.exchanges.next() is None
+
+
+def test_a_vote_offers_the_group_once_the_group_is_there_and_messages_were_handled() -> None:
     grouped, _, _ = make()
     assert grouped.offered() == ""
     grouped.update_offer()
@@ -209,11 +267,12 @@ def test_a_vote_offers_a_broadcast_once_the_group_is_there_and_messages_were_han
 
 
 def test_with_the_option_off_nothing_is_under_way_or_reached_by_a_broadcast() -> None:
-    none = NoBroadcasts()
+    none = NoCollectives()
     none.bind(placement(), replicas())
     none.check()
     none.update_offer()
     assert none.idle and not none.has_news and not none.serves
-    assert none.arrived() == [] and not none.reached(RUNS[1].key)
+    none.begin_exchanges()
+    assert none.arrived() == [] and not none.exchanges.takes(1, LAYER) and not none.reached(RUNS[1].key)
     with pytest.raises(AssertionError, match="no vote"):
         none.broadcast(LAYER, 1, {})

@@ -1,0 +1,273 @@
+"""Partial sums through the group of a stage: plans that fit together, the order, what may be given up, what returns."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from elaswave_spmd.recovery.messages import PartialSum
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.worker.buffers import GradientBuffer
+from elaswave_spmd.worker.sum_exchange import WINDOW, ExchangePlan, SumExchange, SumExchanges
+from tests.unit.runtime.runtime_cases import HOST, placed, small_layout
+from tests.unit.worker.test_gradient_reduction import Cluster, placements, wanted_entry
+
+
+def plans_of(layout: ModelLayout, placement: Placement) -> dict[int, ExchangePlan]:
+    replica_map = placement.replica_map(layout)
+    return {rank: ExchangePlan.of(rank, layout, placement, replica_map) for rank in placement.mesh.members}
+
+
+class ExchangingCluster(Cluster):
+    """The reducers of all workers; sums of a stage go through exchanges, which end on each member at its own time.
+
+    Args:
+        fails: workers that take no part any more after some exchanges, drawn; everybody goes on by links then.
+    """
+
+    def __init__(self, *args: Any, fails: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fails = fails
+        self.by_group = 0
+        for rank, plan in plans_of(self.layout, self.placement).items():
+            self.exchanges[rank].bind(plan)
+
+    def run_step(self, step: int, leaves: dict[tuple[int, int], Tensor]) -> None:
+        self.issued: defaultdict[int, list[tuple[SumExchange, Tensor]]] = defaultdict(list)
+        self.done: defaultdict[int, int] = defaultdict(int)
+        self.left = self.draw.randrange(8) if self.fails else 1 << 30
+        for exchanges in self.exchanges.values():
+            exchanges.agree(step)
+        super().run_step(step, leaves)
+
+    def exchange_some(self) -> bool:
+        """Some members issue what they can, and take what is complete."""
+        ranks = [*self.exchanges]
+        for rank in self.draw.sample(ranks, self.draw.randint(1, len(ranks))):
+            exchanges = self.exchanges[rank]
+            while (exchange := exchanges.next()) is not None:
+                self.issued[rank].append((exchange, exchanges.pack(exchange, HOST.place)))
+            while self._is_complete(rank) and self.left > 0 and self.draw.random() < 0.7:
+                self._complete(rank)
+        if self.left <= 0:
+            for rank, exchanges in self.exchanges.items():
+                exchanges.stop()
+                self.reducers[rank].send_returned()
+        return bool(self.flying) or not all(exchanges.is_over for exchanges in self.exchanges.values())
+
+    def _compute(self, rank: int, step: int, microbatch: int, leaves: dict[tuple[int, int], Tensor]) -> None:
+        super()._compute(rank, step, microbatch, leaves)
+        self.exchange_some()
+
+    def _is_complete(self, rank: int) -> bool:
+        """True if the next exchange has come from all from whom something comes: a library waits for no others."""
+        plan, number = self.exchanges[rank].plan, self.done[rank]
+        if plan is None or not self.exchanges[rank].step or len(self.issued[rank]) <= number:
+            return False
+        _, received = plan.sizes(self.issued[rank][number][0])
+        peers = [peer for peer, size in zip(plan.members, received, strict=True) if size]
+        return all(len(self.issued[peer]) > number for peer in peers)
+
+    def _complete(self, rank: int) -> None:
+        plan, number = self.exchanges[rank].plan, self.done[rank]
+        assert plan is not None
+        at, parts = plan.members.index(rank), []
+        for peer in plan.members:
+            if peer != rank:
+                exchange, values = self.issued[peer][number]
+                sent, _ = plans_of(self.layout, self.placement)[peer].sizes(exchange)
+                parts.append(values.split(sent)[at])
+        self.done[rank] += 1
+        self.by_group += 1
+        self.left -= 1
+        self.reducers[rank].exchanged(self.issued[rank][number][0], torch.cat(parts))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    placement=placements(),
+    seed=st.integers(0, 2**32),
+    in_place=st.booleans(),
+    copies=st.booleans(),
+    fails=st.booleans(),
+)
+def test_reduced_gradients_are_those_of_the_tree_also_when_the_group_fails(
+    placement: Placement, seed: int, in_place: bool, copies: bool, fails: bool
+) -> None:
+    layout, generator = small_layout(), torch.Generator().manual_seed(seed)
+    cluster = ExchangingCluster(layout, placement, random.Random(seed), in_place=in_place, copies=copies, fails=fails)
+    runs = [run for of_layer in placement.replica_map(layout).values() for run in of_layer]
+    for step in (1, 2, 3):  # buffers are used again
+        leaves = {
+            (layer.index, microbatch): torch.randn(layer.num_gradient_elements, generator=generator)
+            for layer in layout.layers
+            for microbatch in range(placement.num_microbatches)
+        }
+        cluster.run_step(step, leaves)
+        for run in runs:
+            wanted = wanted_entry(layout, run, leaves, placement.num_microbatches)
+            assert torch.equal(cluster.entries[step, run], wanted), (step, run)
+    assert len(cluster.entries) == 3 * len(runs)
+
+
+def test_nothing_that_the_group_brings_is_sent_over_links() -> None:
+    layout, placement = small_layout(), placed((2, 2), (0, 2, 3), ((4, 4), (4, 4)), 2)
+    cluster = ExchangingCluster(layout, placement, random.Random(0), in_place=True)
+    by_links: list[tuple[int, PartialSum]] = []
+    for reducer in cluster.reducers.values():
+        reducer._send = lambda peer, message, payload: (  # pyright: ignore[reportAttributeAccessIssue]
+            by_links.append((peer, message)),
+            cluster.flying.append((peer, message, payload)),
+        )
+    cluster.run_step(1, {(n.index, u): torch.ones(n.num_gradient_elements) for n in layout.layers for u in range(8)})
+    assert cluster.by_group == sum(len(plan.order) for plan in plans_of(layout, placement).values()) > 0
+    # The last layer reads a parameter of the first one, which belongs to another stage.
+    assert {(message.layer, peer in (0, 1)) for peer, message in by_links} == {(2, True)}
+
+
+def test_sharded_sums_are_given_up_on_the_way() -> None:
+    """Of workers that are equally fast none keeps more than the sums of the exchanges that E3 names."""
+    layout, placement = small_layout(), placed((2,), (0, 3), ((4, 4),), 2)
+    cluster = ExchangingCluster(layout, placement, random.Random(0), in_place=True)
+    for exchanges in cluster.exchanges.values():
+        exchanges.agree(1)
+    cluster.issued, cluster.done, cluster.left = defaultdict(list), defaultdict(int), 1 << 30
+    kept: list[int] = []
+    for rank, reducer in cluster.reducers.items():
+        reducer.begin_step(1, placement.microbatches_of(rank))
+    for turn in range(4):
+        for layer in (2, 1, 0):
+            for rank, reducer in cluster.reducers.items():
+                microbatch = placement.microbatches_of(rank)[turn]
+                buffer, _ = reducer.begin_microbatch(layer, microbatch)
+                buffer.flat.fill_(1.0)
+                reducer.end_microbatch(1, layer, microbatch)
+            kept.append(max(sum(map(len, reducer._kept.values())) for reducer in cluster.reducers.values()))
+            for _ in range(20):
+                cluster.exchange_some()
+    assert max(kept) == WINDOW + 1, "the sum of the layer under way, and of two exchanges that all have completed here"
+    assert all(exchanges.is_over for exchanges in cluster.exchanges.values())
+
+
+@settings(deadline=None, max_examples=100)
+@given(placement=placements(), page_size=st.sampled_from([64, 128, 4096]))
+def test_all_members_of_a_stage_plan_the_same_exchanges(placement: Placement, page_size: int) -> None:
+    layout = small_layout(page_size)
+    plans = plans_of(layout, placement)
+    for members in placement.mesh.stages:
+        order = plans[members[0]].order
+        assert all(plans[rank].order == order for rank in members)
+        for exchange in order:
+            sizes = {rank: plans[rank].sizes(exchange) for rank in members}
+            for a, sender in enumerate(members):
+                for b, receiver in enumerate(members):
+                    assert sizes[sender][0][b] == sizes[receiver][1][a]
+                    # NCCL waits only for those from whom something comes; sums may be given up since all have come.
+                    assert (sizes[sender][0][b] > 0) == (a != b)
+
+
+def test_sharded_gradients_go_in_rounds_of_one_sum_and_replicated_ones_at_once() -> None:
+    layout = small_layout()
+    for zero, rounds in ((1, 1), (2, 3)):
+        placement = placed((2,), (0, 3), ((3, 2),), zero)
+        (plan, _) = plans_of(layout, placement).values()
+        assert [exchange.layer for exchange in plan.order] == [2, 1, 0] * rounds
+        assert len(plan.order[0].nodes[0]) == (1 if zero == 2 else 2)
+
+
+# ---- one worker's part
+
+PLACEMENT = placed((2,), (0, 3), ((4, 4),), 2)
+LAYOUT = small_layout()
+
+
+def begun(step: int = 1) -> SumExchanges:
+    exchanges = SumExchanges()
+    exchanges.bind(plans_of(LAYOUT, PLACEMENT)[0])
+    exchanges.agree(step)
+    exchanges.begin(step)
+    return exchanges
+
+
+def add(exchanges: SumExchanges, layer: int, microbatch: int) -> None:
+    buffer = GradientBuffer(LAYOUT.layers[layer], HOST.place)
+    exchanges.add(layer, (microbatch, microbatch + 1), buffer)
+
+
+def issue_all(exchanges: SumExchanges) -> list[int]:
+    """Issues what can be issued; returns the layers."""
+    found = []
+    while (exchange := exchanges.next()) is not None:
+        exchanges.pack(exchange, HOST.place)
+        found.append(exchange.layer)
+    return found
+
+
+MINE = PLACEMENT.microbatches_of(0)
+
+
+def test_exchanges_wait_for_their_turn_and_for_those_in_progress() -> None:
+    exchanges = begun()
+    add(exchanges, 0, MINE[0])
+    add(exchanges, 1, MINE[0])
+    assert issue_all(exchanges) == [], "the last layer comes first"
+    add(exchanges, 2, MINE[0])
+    assert issue_all(exchanges) == [2, 1] and WINDOW == 2
+    exchanges.complete()
+    assert issue_all(exchanges) == [0]
+
+
+def test_a_sum_is_given_up_when_all_are_known_to_have_it() -> None:
+    exchanges = begun()
+    for layer in (2, 1, 0):
+        add(exchanges, layer, MINE[0])
+    known: list[Collection[Any]] = []
+    for _ in range(3):
+        issue_all(exchanges)
+        known.append(exchanges.complete())
+    assert known == [[], [], [(2, (MINE[0], MINE[0] + 1))]]
+    exchanges.stop()
+    assert {layer for layer, _ in exchanges.take_back()} == {1, 0}, "of these it is not known"
+    assert exchanges.take_back() == {} and issue_all(exchanges) == []
+
+
+@pytest.mark.parametrize("how", ["not agreed", "not begun", "another step", "no group any more", "decided"])
+def test_without_an_agreement_links_serve(how: str) -> None:
+    exchanges = SumExchanges()
+    exchanges.bind(plans_of(LAYOUT, PLACEMENT)[0])
+    if how != "not agreed":
+        exchanges.agree(2 if how == "another step" else 1)
+    if how != "not begun":
+        exchanges.begin(1)
+    if how == "no group any more":
+        exchanges.stop()
+    if how == "decided":
+        exchanges.forget()
+    assert exchanges.takes(1, 2) == (how == "not begun")
+    assert issue_all(exchanges) == [] and exchanges.is_over
+
+
+def test_a_worker_without_microbatches_issues_them_too_once_it_begins_the_step() -> None:
+    exchanges = SumExchanges()
+    exchanges.bind(plans_of(LAYOUT, placed((2,), (0, 3), ((0, 4),), 1))[0])
+    exchanges.agree(1)
+    assert issue_all(exchanges) == [], "the run may have ended with the step before"
+    exchanges.begin(1)
+    assert issue_all(exchanges) == [2, 1] and not exchanges.is_over
+
+
+def test_a_new_epoch_returns_what_may_be_missing() -> None:
+    exchanges = begun()
+    add(exchanges, 2, MINE[0])
+    issue_all(exchanges)
+    exchanges.bind(plans_of(LAYOUT, PLACEMENT)[0])
+    assert [*exchanges.take_back()] == [(2, (MINE[0], MINE[0] + 1))]
