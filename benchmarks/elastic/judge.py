@@ -21,6 +21,8 @@ HEALTH_CHECK_S = 20.0
 """A process that stands still is killed after so long, as by the health check of its machine."""
 END_S = 30.0
 """What a system has to end by itself after the last step, and what its processes have to follow it."""
+LAUNCH_S = 240.0
+"""What a system has from its command to its first step."""
 _LOOK_S = 0.02
 _LAST_LINES_S = 1.0  # for all workers to write their lines of the last step
 
@@ -104,7 +106,7 @@ def observe(
     Args:
         steps: of the job.
         step_s: a usual step of this system, for the part of a step in which a failure strikes.
-        limit_s: from the first step on. To reach that, a system has as much time again.
+        limit_s: from the first step on.
     """
     launched = time.monotonic()
     environment = {"PYTHONPATH": str(ROOT)}
@@ -147,7 +149,7 @@ class _Match:
                     slots.come(line.pid)
             reached = progress(line for line in self.lines if isinstance(line, Step))
             now = time.monotonic()
-            if now > (reached[0][0] if reached else launched) + limit_s:
+            if now > (reached[0][0] + limit_s if reached else launched + LAUNCH_S):
                 return
             if not new and self.run.process.poll() is not None:
                 if not (late := self.follower.new()):

@@ -76,6 +76,10 @@ class Writer:
         """This worker has read samples."""
         self._write({"kind": READ, "samples": [int(i) for i in samples]})
 
+    def close(self) -> None:
+        """Closes the file; a process that ends need not."""
+        self._file.close()
+
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
 

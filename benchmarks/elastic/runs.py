@@ -14,7 +14,7 @@ from benchmarks.elastic.contestants import System
 from benchmarks.elastic.judge import Observed, observe
 from benchmarks.elastic.lines import Step
 from benchmarks.elastic.score import Score, losses, progress, score, usual_step_s
-from benchmarks.elastic.trace import Machines, draw
+from benchmarks.elastic.trace import Failure, Machines, draw
 from benchmarks.harness import say
 from benchmarks.processes import new_directory
 
@@ -79,10 +79,13 @@ class Run:
         }
 
 
-def judged(system: System, plan: Plan, rate: float, launch: int, calm: Run | None) -> Run:
-    """Runs a system once, under the trace of a rate.
+def judged(
+    system: System, plan: Plan, trace: Sequence[Failure], rate: float = 0.0, launch: int = 0, calm: Run | None = None
+) -> Run:
+    """Runs a system once, under a trace.
 
     Args:
+        rate, launch: which run it is.
         calm: its undisturbed run; None if this is it.
     """
     from benchmarks.elastic.problem import NUM_SAMPLES, Job
@@ -90,7 +93,6 @@ def judged(system: System, plan: Plan, rate: float, launch: int, calm: Run | Non
 
     numbers = range(1, plan.steps + _MORE_STEPS + 1)
     order = [sample_ids(plan.seed, step, GLOBAL_BATCH, NUM_SAMPLES).tolist() for step in numbers]
-    trace = draw(plan.seed + launch, rate, plan.steps, plan.machines) if rate else ()
     step_s = usual_step_s(calm.steps) if calm else 0.0
     with new_directory("el-") as directory:
         Job(str(directory), plan.steps, plan.machines.workers, GLOBAL_BATCH, plan.seed).write(order)
@@ -114,12 +116,13 @@ def measure(systems: Sequence[System], plan: Plan) -> tuple[list[Run], list[str]
     for launch in range(plan.launches):
         calm: dict[str, Run] = {}
         for rate in (0.0, *plan.rates):
+            trace = draw(plan.seed + launch, rate, plan.steps, plan.machines)
             for system in systems:
                 if rate and system.name not in calm:
                     continue
                 what = f"{system.name}, {rate:g} per 100 steps"
                 try:
-                    run = judged(system, plan, rate, launch, calm.get(system.name))
+                    run = judged(system, plan, trace, rate, launch, calm.get(system.name))
                 except (RuntimeError, OSError, ValueError) as error:
                     problems.append(f"{what}: {error}")
                     say(problems[-1])

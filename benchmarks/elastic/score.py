@@ -59,7 +59,10 @@ def surviving(lines: Iterable[Step]) -> list[Step]:
 
 
 def losses(lines: Iterable[Step]) -> dict[int, float]:
-    """The loss of each step: the mean over all samples in it, exactly rounded, so no order of lines shows."""
+    """The loss of each step: the mean over all samples in it, exactly rounded, so no order of lines shows.
+
+    Losses are fp32, and the mean has the 53 bits of a float: it hides no last bit of one of them.
+    """
     parts: dict[int, list[tuple[float, int]]] = {}
     for line in surviving(lines):
         parts.setdefault(line.step, []).append((line.loss, len(line.samples)))

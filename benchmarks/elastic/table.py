@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from benchmarks.elastic.runs import Run
+from benchmarks.elastic.score import Score
 
 COLUMNS = (
     "failures per 100 steps",
@@ -30,8 +31,6 @@ def row(runs: Sequence[Run], calm: Run) -> list[str]:
     unfinished = sorted(s.steps for s in scores if s.seconds is None)
     reached = [f"{statistics.median(there):.1f}"] if there else []
     reached += [f"step {step} only" for step in unfinished]
-    differences = [s.loss_difference for s in scores if s.loss_difference is not None]
-    same = all(s.equal_bits or not s.loss_difference for s in scores)
     return [
         f"{runs[0].rate:g}",
         runs[0].system,
@@ -41,7 +40,7 @@ def row(runs: Sequence[Run], calm: Run) -> list[str]:
         f"{max(s.pause_s for s in scores):.2f}",
         f"{sum(s.twice for s in scores)} / {sum(s.never for s in scores)}",
         str(sum(s.again for s in scores)),
-        "-" if not differences else "equal bits" if same else f"{max(differences):.1e}",
+        _difference(scores),
         str(sum(run.observed.left for run in runs)),
         f"{statistics.median(s.launch_s for s in scores):.1f}",
     ]
@@ -56,3 +55,15 @@ def rows_of(runs: Sequence[Run], missing: Mapping[str, str]) -> list[list[str]]:
             groups.setdefault((run.rate, run.system), []).append(run)
     found = [row(some, calm[name]) for (_, name), some in groups.items()]
     return found + [["-", name, f"not run: {why}", *[""] * (len(COLUMNS) - 3)] for name, why in missing.items()]
+
+
+def _difference(scores: Sequence[Score]) -> str:
+    """The losses of several runs against those of the undisturbed ones, in words."""
+    known = [s.loss_difference for s in scores if s.loss_difference is not None]
+    if not known:
+        return "-"
+    if max(known):
+        return f"{max(known):.1e}"
+    if all(s.equal_bits for s in scores):
+        return "equal bits"
+    return f"equal bits to step {min(s.steps for s in scores if not s.equal_bits)}"

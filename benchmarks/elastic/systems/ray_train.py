@@ -10,6 +10,7 @@ batch of a step is divided over the workers that there are.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -71,6 +72,7 @@ def train_loop(given: dict[str, Any]) -> None:
 def main(words: Sequence[str]) -> None:
     """Runs the trainer until it has finished."""
     job, every = problem.Job.read(words[0]), int(words[1]) if len(words) > 1 else 5
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # with all that it has started
     os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
     import ray  # pyright: ignore[reportMissingImports]
     from ray.train import FailureConfig, RunConfig, ScalingConfig  # pyright: ignore[reportMissingImports]

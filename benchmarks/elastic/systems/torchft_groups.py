@@ -13,6 +13,7 @@ A replica group is launched without torchrun around it, by this command: less wo
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -55,6 +56,7 @@ def launch(directory: str, way: str, workers: int) -> None:
 
     It says so by a file: managers may keep its process for long after its last step.
     """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # with all that it has started
     port = _free_port()
     program = Path(sysconfig.get_path("scripts")) / "torchft_lighthouse"
     words = [str(program), "--min_replicas", "1", "--bind", f"[::]:{port}", *WAYS[way].lighthouse]
