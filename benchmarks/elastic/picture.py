@@ -60,7 +60,7 @@ def _panel(
 
     bottom = _TOP + _HEIGHT
     parts = [
-        f'<text x="{left}" y="{_TOP - 14}" font-weight="bold">{rate:g} failures per 100 steps</text>',
+        f'<text x="{left}" y="{_TOP - 14}" font-weight="bold">failures per 100 steps: {rate:g}</text>',
         f'<path d="M{left} {_TOP}V{bottom}H{left + _WIDTH}" fill="none" stroke="#555"/>',
         f'<text x="{left - 6}" y="{bottom + 4}" text-anchor="end">0</text>',
         f'<text x="{left - 6}" y="{_TOP + 4}" text-anchor="end">{steps}</text>',

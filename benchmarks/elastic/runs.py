@@ -132,7 +132,10 @@ def measure(systems: Sequence[System], plan: Plan) -> tuple[list[Run], list[str]
                 if run.observed.problem:
                     problems.append(f"{what}: {run.observed.problem}")
                     say(problems[-1])
-                elif not rate and run.score.seconds is not None:
+                elif not rate and run.score.seconds is None:
+                    problems.append(f"{what}: step {run.score.steps} only; it is not run under failures")
+                    say(problems[-1])
+                elif not rate:
                     calm[system.name] = run
     return runs, problems + different_begins(runs)
 

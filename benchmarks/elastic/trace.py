@@ -89,7 +89,7 @@ class Machines:
 def draw(seed: int, rate: float, steps: int, machines: Machines) -> tuple[Failure, ...]:
     """The failures of a run, in the order of their time: `rate` per hundred steps, and at least one unless `rate` is 0.
 
-    Moments are those of a Poisson process with that number of events, between the first step and the last.
+    Moments are those of a Poisson process with that number of events, from the first step on until the last one begins.
 
     Raises:
         ValueError: a negative rate, or fewer than 2 steps.
@@ -98,7 +98,7 @@ def draw(seed: int, rate: float, steps: int, machines: Machines) -> tuple[Failur
         raise ValueError(f"a trace has a rate of 0 or more and 2 steps or more, not rate {rate} and {steps} steps")
     number = max(1, round(rate * steps / 100)) if rate else 0
     source = random.Random(f"{seed} {rate:g} {steps}")
-    moments = sorted(source.uniform(1, steps) for _ in range(number))
+    moments = sorted(source.uniform(1, steps - 1) for _ in range(number))
     causes = source.choices(LOG, weights=[cause.count for cause in LOG], k=number)
     slots = [source.randrange(machines.workers) for _ in range(number)]
     rows = zip(moments, causes, slots, strict=True)
