@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import statistics
 from collections.abc import Sequence
@@ -98,7 +99,7 @@ def judged(
         Job(str(directory), plan.steps, plan.machines.workers, GLOBAL_BATCH, plan.seed).write(order)
         seen = observe(system, directory, plan.steps, trace, plan.machines, step_s, plan.limit_s)
         if plan.keep is not None:
-            kept = plan.keep / f"{system.name}-{rate:g}-{launch}".replace(" ", "_")
+            kept = plan.keep / f"{re.sub(r'[^a-zA-Z0-9]+', '_', system.name)}-{rate:g}-{launch}"
             shutil.copytree(directory / "lines", kept / "lines", dirs_exist_ok=True)
             shutil.copy(directory / "program" / "output", kept / "output")
     own = [line for line in seen.lines if isinstance(line, Step)]
