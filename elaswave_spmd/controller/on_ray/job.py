@@ -20,6 +20,7 @@ from pathlib import Path
 from elaswave_spmd.conf.compose import given_value, named_settings, setting_of, settings_from, word_of
 from elaswave_spmd.conf.schema import AUTO, RAY, Settings
 from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.runtime.devices.registry import device_names, device_of
 
 MARK = "ELASWAVE_ON_RAY"
 """The variable in which the supervisor tells the controller's command the words that it adds to those of the user."""
@@ -33,7 +34,6 @@ Ray sets the first one for its workers."""
 
 _TAKEN_ALONG = (*BIT_VARIABLES, "PYTHONPATH")
 _OF_RAY = ("PYTHONBREAKPOINT", "SPT_NOENV")  # that Ray sets for its workers, beside RAY_*
-_RESOURCES = {"cuda": "GPU", "npu": "NPU"}  # of Ray, one for each worker on such a device
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Job:
     def resources(self) -> dict[str, float]:
         """What an agent asks Ray for."""
         asked = {"CPU": float(self.places * self.threads)}
-        if (device := _RESOURCES.get(self.device)) is not None:
-            asked[device] = float(self.places)
+        if self.device in device_names() and (resource := device_of(self.device).capabilities.resource):
+            asked[resource] = float(self.places)
         return asked
 
     def shared_out(self, nodes: Sequence[Mapping[str, float]]) -> Job:

@@ -34,6 +34,7 @@ class Capabilities:
         preload: further modules for that process to import. Importing them opens no device and starts no thread.
         inductor: torch.compile can make its layer programs (`runtime.compile`), with the same bits every time.
         recovers: a device that has failed can be restarted while its process goes on.
+        resource: the name under which a cluster manager counts such devices; "" if it counts none.
     """
 
     streams: bool
@@ -49,6 +50,7 @@ class Capabilities:
     preload: tuple[str, ...] = ()
     inductor: bool = False
     recovers: bool = False
+    resource: str = ""
 
     def __post_init__(self) -> None:
         assert self.dtypes and (self.collectives or not self.shrinks_groups), self

@@ -31,6 +31,7 @@ class Cuda:
         islands=False,
         forks=True,  # CUDA breaks in children only if the parent has used a device, and the fork server never does
         inductor=True,
+        resource="GPU",
     )
 
     def missing(self, machine: Machine) -> tuple[Missing, ...]:

@@ -35,6 +35,7 @@ class Npu:
         islands=False,
         forks=False,
         recovers=True,
+        resource="NPU",
     )
 
     def missing(self, machine: Machine) -> tuple[Missing, ...]:
