@@ -279,10 +279,12 @@ class Agent:
         except _WorkersLostError as lost:
             raise RunError(str(lost)) from None
         except _GivenUpError as error:
-            self._fork_server.stop(0.0)  # its workers are lost to the run, which goes on without them
+            self._fork_server.stop(0.0)  # its workers are lost to the run
             if self._is_leaving:
                 raise RunError(f"the run had given this agent up before its workers had left ({error})") from None
-            raise _LostControllerError(f"the run goes on without this agent ({error})") from None
+            # The controller may have been cut off from everybody, and may have ended since.
+            what = f"the run has given this agent up ({error}); whether it goes on is not known here"
+            raise _LostControllerError(what) from None
         except _ConnectionClosedError:
             # Not killed: the workers have lost the controller too, and may be writing their state (save_if_orphaned).
             had_time = self._release()

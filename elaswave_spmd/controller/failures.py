@@ -259,8 +259,9 @@ class FailureHandler:
             return [End(RunStopped(RunError(f"worker {rank}: {reason}")))]
         return self._declare_lost(rank, reason, now)
 
-    def committed(self, applied: m.Applied) -> list[Action]:
+    def committed(self, applied: m.Applied, now: float) -> list[Action]:
         """A step is committed. Too many in a row whose gradient was not finite end the run."""
+        self._links.committed(now)
         self._num_skipped = 0 if applied.updated else self._num_skipped + 1
         if not applied.updated and self._num_skipped >= self._policy.max_skipped:
             last = f"last: step {applied.step}, loss {applied.loss}"
@@ -396,7 +397,7 @@ class FailureHandler:
     def heartbeat(self, rank: int, now: float) -> list[Action]:
         """A worker lives. If it has lost a link, to a worker that lives as well, the link is made again, once."""
         actions: list[Action] = []
-        for verdict in self._links.heartbeat(rank):
+        for verdict in self._links.heartbeat(rank, now):
             if verdict.lost is None:
                 actions += self._protocol.relink(verdict.ends, verdict.reason)
             elif not self._policy.survives:

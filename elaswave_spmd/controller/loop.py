@@ -444,7 +444,7 @@ class Controller:
                 self._sum_verifier.committed(applied)
                 if self._failures.is_ending:
                     return []
-                return [*self._rescheduler.committed(applied.step, now), *self._failures.committed(applied)]
+                return [*self._rescheduler.committed(applied.step, now), *self._failures.committed(applied, now)]
             case ValidationDone(step, is_last=is_last):
                 self._checkpoints.validated(step, mean_loss(self._plan, action))
                 if is_last:

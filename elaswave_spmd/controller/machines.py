@@ -22,14 +22,16 @@ gone; it is given up as well. Until that is known, nobody is started where a wor
 The network may also fail between two machines that both reach the controller. Their workers cannot work together, so
 one machine has to go, and all of its workers at once: were it one worker after the other, each loss would cost the run
 another wait, and some of both machines might go. Its agent can be heard and joins again within a second. Its places are
-used after a pause, which is twice as long each time: while the network is as it was, each try costs the run a wait.
+used after a pause, which is twice as long each time: while the network is as it was, each try costs the run a wait. The
+pause begins when the agent is back: a machine that takes long to come back is not used at once either.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elaswave_spmd.conf.schema import ElasticSettings
 from elaswave_spmd.controller.events import (
@@ -59,11 +61,11 @@ AGENT = "agent"
 
 @dataclass(frozen=True)
 class _Pause:
-    """A machine is not used until a time, after so many seconds, for a reason."""
+    """A machine is not used for so many seconds since it is back, for a reason."""
 
     seconds: float
-    until: float
     reason: str
+    until: float = math.inf  # until it is back
 
 
 class Machines:
@@ -104,7 +106,9 @@ class Machines:
         self._arrived.append(event)
         places = f"{event.places} place{'s' * (event.places > 1)}"
         records: list[Action] = [_record(event, "joined", f"{event.host} has joined, with {places} for workers")]
-        if (pause := self._paused.get(event.host)) is not None and now < pause.until:
+        if (pause := self._paused.get(event.host)) is not None and pause.until == math.inf:
+            pause = self._paused[event.host] = replace(pause, until=now + pause.seconds)
+        if pause is not None and now < pause.until:
             message = f"{event.host} is not used for {pause.until - now:.0f} s: {pause.reason}"
             records.append(_record(event, "unused", message, pause.reason))
         return records
@@ -192,7 +196,7 @@ class Machines:
         reason = f"its workers and those of {other.host} cannot reach each other ({failed.reason})"
         before = self._paused.get(machine.host)
         seconds = _FIRST_PAUSE_S if before is None else min(2 * before.seconds, _LONGEST_PAUSE_S)
-        self._paused[machine.host] = _Pause(seconds, now + seconds, reason)
+        self._paused[machine.host] = _Pause(seconds, reason)
         self._severed.add(machine.agent)
         return [GiveUpAgent(machine.agent, reason)]
 

@@ -235,6 +235,7 @@ class Liveness:
         return max(deadline, math.nextafter(now, math.inf)), reason
 
 
+_FORGOTTEN_S = 600.0  # after which a link that was made again, and is in use, is like any other
 _PROOF = 2  # heartbeats that show that a worker lives: the first may have been sent just before its death
 
 
@@ -264,13 +265,15 @@ class BrokenLinks:
     """The links of a run that were reported lost.
 
     Both directions of a pair may be reported; until the verdict that is one loss. Each of them is made again once: a
-    network that has failed takes both along, and they are noticed one after the other.
+    network that has failed takes both along, and they are noticed one after the other. That is forgotten with the first
+    step that is committed `_FORGOTTEN_S` later or more: what fails then is another failure. Time alone forgets nothing,
+    as a run may stand still for a network that is still down.
     """
 
     def __init__(self) -> None:
         self._beats: dict[frozenset[int], dict[int, int]] = {}  # ends of a lost link -> heartbeats since, by end
         self._reported: dict[frozenset[int], set[tuple[int, ...]]] = {}  # and its directions that were reported
-        self._linked_again: set[tuple[int, ...]] = set()  # directions
+        self._linked_again: dict[tuple[int, ...], float] = {}  # direction -> when it was made again
 
     def closed(self, *ends: int) -> None:
         """A link of one worker to another, or between the controller and one worker, is reported lost."""
@@ -283,7 +286,12 @@ class BrokenLinks:
         for ends in [ends for ends in self._beats if rank in ends]:
             del self._beats[ends], self._reported[ends]
 
-    def heartbeat(self, rank: int) -> list[Verdict]:
+    def committed(self, now: float) -> None:
+        """A step was committed, over links that were made again too."""
+        if self._linked_again:
+            self._linked_again = {way: at for way, at in self._linked_again.items() if now - at < _FORGOTTEN_S}
+
+    def heartbeat(self, rank: int, now: float) -> list[Verdict]:
         """A worker lives. Returns the verdicts on its lost links of which both ends are known to live by now."""
         if not self._beats:
             return []
@@ -293,12 +301,12 @@ class BrokenLinks:
                 beats[rank] += 1
                 if min(beats.values()) >= _PROOF:
                     del self._beats[ends]
-                    found.append(self._judge(ends))
+                    found.append(self._judge(ends, now))
         return found
 
-    def _judge(self, ends: frozenset[int]) -> Verdict:
+    def _judge(self, ends: frozenset[int], now: float) -> Verdict:
         directions = self._reported.pop(ends)
-        if len(ends) == 1 or directions & self._linked_again:
+        if len(ends) == 1 or not directions.isdisjoint(self._linked_again):
             return Verdict(ends, max(ends))
-        self._linked_again |= directions
+        self._linked_again |= dict.fromkeys(directions, now)
         return Verdict(ends, None)

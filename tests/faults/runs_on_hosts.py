@@ -76,13 +76,13 @@ class RunOnHosts:
         """The folder in which a host's programs are started."""
         return self.folder / host_name(number)
 
-    def start(self, *words: str, agents: Sequence[int] = (1, 2)) -> None:
-        """Start the controller on node0, and agents on these hosts, which the run waits for."""
+    def start(self, *words: str, agents: Sequence[int] = (1, 2), options: Sequence[str] = ()) -> None:
+        """Start the controller on node0, and agents with options on these hosts, which the run waits for."""
         several = [f"runtime.rendezvous={host_name(0)}:{PORT}", f"runtime.agents={len(agents)}"]
         several += ["runtime.local_workers=2", "runtime.transport=tcp", f"runtime.token_file={self._token}"]
         self.run = self._program(0, self.home(0), sys.executable, str(TRAIN), *STEPS, *self.model, *several, *words)
         for number in agents:
-            self.start_agent(number)
+            self.start_agent(number, *options)
 
     def resume(self) -> None:
         """Start a controller again that has ended, on node0."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from benchmarks.namespaces import CUT, Way, host_name, why_not
 from elaswave_spmd.controller.admin_client import ask
+from elaswave_spmd.errors import ControlError
 from tests.faults import runs_on_hosts
-from tests.faults.runs_on_hosts import IMPATIENT, run_on_hosts
+from tests.faults.runs_on_hosts import IMPATIENT, RunOnHosts, run_on_hosts
 
 ONE, OTHER = 1, 2
 LOSSY = Way(lost=0.03, delay_s=0.001, jitter_s=0.003)
@@ -26,28 +28,41 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs_on_hosts.undisturbed(tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.parametrize("when", ["from the begin", "in both directions", "in one direction"])
-def test_of_two_hosts_that_cannot_reach_each_other_one_goes(undisturbed: Path, when: str) -> None:
-    """Both reach the controller, so none of their workers is silent. The run stood still, for as long as the cut."""
+GIVEN_UP = ["lost", "joined", "unused"]
+"""What is told first of an agent that is given up for its links. It is used a minute after it is back."""
+
+
+def assert_given_up_for_its_links(ours: RunOnHosts) -> None:
+    """The network was back within the pause, so nobody else was lost."""
+    assert ours.ranks("fail") == {4, 5} and not ours.agent_states(ONE)
+    (lost,) = [event for event in ours.events("agent") if event["state"] == "lost"]
+    assert "its workers and those of node1 cannot reach each other (the link between" in lost["reason"]
+
+
+def test_of_two_hosts_that_cannot_reach_each_other_from_the_begin_one_goes(undisturbed: Path) -> None:
+    """Both reach the controller, so no worker is silent. An administrator knows when the network is back."""
     with run_on_hosts() as ours:
-        if when == "from the begin":
-            ours.network.cut(ONE, OTHER)
+        ours.network.cut(ONE, OTHER)
+        ours.start("mesh=dp6", "sharding=zero3", *IMPATIENT)
+        ours.wait(lambda: ours.agent_states(OTHER)[:3] == GIVEN_UP and ours.watch.step >= 2)
+        ours.network.mend(ONE, OTHER)
+        with suppress(ControlError):  # the pause has just ended, and its places are taken
+            ask(str(ours.run_dir), {"command": "add", "count": 2, "host": host_name(OTHER)})
+        ours.wait(lambda: len(ours.ranks("join")) >= 2)
+        ours.finish(undisturbed, {ONE: 0, OTHER: 0})
+        assert_given_up_for_its_links(ours)
+
+
+def test_of_two_hosts_one_of_which_does_not_hear_the_other_one_goes(undisturbed: Path) -> None:
+    """In the middle of a step. The run stood still, for as long as the cut."""
+    with run_on_hosts() as ours:
         ours.start("mesh=dp6", "sharding=zero3", *IMPATIENT)
         ours.wait(lambda: ours.watch.step >= 2)
-        if when == "in both directions":
-            ours.network.cut(ONE, OTHER)
-        if when == "in one direction":
-            ours.network.set_way(ONE, OTHER, CUT)
-        ours.wait(lambda: ours.agent_states(OTHER) == ["lost", "joined", "unused"])
-        assert not ours.ranks("join"), "it is not tried again at once"
-        if when == "in both directions":  # an administrator knows that the network is back
-            ours.network.mend(ONE, OTHER)
-            ask(str(ours.run_dir), {"command": "add", "count": 2, "host": host_name(OTHER)})
-            ours.wait(lambda: ours.ranks("join") == {6, 7})
+        ours.network.set_way(ONE, OTHER, CUT)
+        ours.wait(lambda: ours.agent_states(OTHER)[:3] == GIVEN_UP)
+        ours.network.set_way(ONE, OTHER, Way())
         ours.finish(undisturbed, {ONE: 0, OTHER: 0})
-        assert ours.ranks("fail") == {4, 5} and not ours.agent_states(ONE)
-        (lost,) = [event for event in ours.events("agent") if event["state"] == "lost"]
-        assert "its workers and those of node1 cannot reach each other (the link between" in lost["reason"]
+        assert_given_up_for_its_links(ours)
 
 
 def test_hosts_that_reach_each_other_again_are_linked_again_and_nobody_is_lost(undisturbed: Path) -> None:
@@ -87,7 +102,7 @@ def test_a_host_that_is_cut_off_while_the_mesh_changes(undisturbed: Path) -> Non
 
 def test_a_host_that_is_cut_off_while_it_drains_says_what_was_lost(undisturbed: Path) -> None:
     with run_on_hosts() as ours:
-        ours.start("mesh=dp6", "sharding=zero3", *IMPATIENT)
+        ours.start("mesh=dp6", "sharding=zero3", *IMPATIENT, options=["--drain", "250"])
         ours.wait(lambda: ours.watch.step >= 2)
         ours.network.cut(OTHER)
         ours.agents[OTHER].process.send_signal(signal.SIGTERM)

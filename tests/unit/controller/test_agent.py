@@ -39,6 +39,25 @@ def test_the_orphans_of_an_agent_have_the_time_that_the_settings_give_them(
     assert told == ["ready", 120.0, am.Prepared()]
 
 
+def test_an_agent_that_is_given_up_does_not_say_that_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller that is cut off from everybody gives up all agents, and may end before one of them hears of it."""
+    stopped: list[float] = []
+    links = SimpleNamespace(address="tcp://127.0.0.1:1", send=lambda peer, header: None)
+    fork_server = SimpleNamespace(stop=stopped.append)
+    agent = Agent(cast(Any, links), cast(Any, None), cast(Any, fork_server), cast(Any, None), {})
+
+    def hear(self: Agent) -> None:
+        raise module._GivenUpError("none of its workers is heard any more")
+
+    monkeypatch.setattr(Agent, "_serve_orders", hear)
+    with pytest.raises(module._LostControllerError) as caught:
+        agent.serve(module.Offer("b", 2, "node0:29400", None, 30.0))
+    assert str(caught.value) == (
+        "the run has given this agent up (none of its workers is heard any more); whether it goes on is not known here"
+    )
+    assert stopped == [0.0], "its workers are ended"
+
+
 def test_each_fork_server_of_an_agent_has_a_directory_that_it_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +84,8 @@ def test_each_fork_server_of_an_agent_has_a_directory_that_it_holds(
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
     started[-1][0].release()
     eventually(lambda: not folders[-1].exists())
-    scratch._remover.wait(PATIENCE_S)
+    remover = scratch._remover
+    assert remover is not None
+    remover.wait(PATIENCE_S)
     neighbour.remove()
     os.rmdir(base)

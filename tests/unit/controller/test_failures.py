@@ -514,6 +514,16 @@ def test_a_link_that_is_lost_between_two_living_workers_is_made_again_once() -> 
     assert world.reported == [1]
 
 
+def test_a_link_that_was_made_again_long_ago_and_carried_a_step_since_is_made_again_once_more() -> None:
+    world = World()
+    for turn in (1, 2, 3):
+        world.losses.link_closed(0, 1)
+        world.live(0, 1)
+        assert len(world.relinked) == turn and not world.told
+        world.now += 3600.0
+        world.do(world.losses.committed(cast(Any, SimpleNamespace(updated=True)), world.now))
+
+
 def test_links_that_end_with_a_worker_are_none_that_were_lost() -> None:
     world = World()
     world.losses.link_closed(0, 1)

@@ -315,19 +315,30 @@ def test_workers_of_one_machine_are_judged_by_themselves() -> None:
 def test_a_machine_that_was_cut_off_is_used_after_a_pause_that_grows() -> None:
     world = spread()
     world.lose(0, 3)
-    for turn, (now, seconds) in enumerate(((0.0, 60.0), (100.0, 120.0), (300.0, 240.0))):
+    for turn, (now, seconds) in enumerate(((0.0, 60.0), (1000.0, 120.0), (2000.0, 240.0))):
         last = Machine(-3 - turn, "c", 2, C.ranks)
         assert given_up(severed(world, [HERE, B, last], 1, 4, now=now) or []) == [last.agent]
+        now += 500.0  # it takes long to come back, and the pause begins then
         back = Machine(-4 - turn, "c", 2)
-        joined, unused = world.machines.ready(AgentReady(-4 - turn, "c", 2), now + 1.0)
+        joined, unused = world.machines.ready(AgentReady(-4 - turn, "c", 2), now)
         assert states([joined, unused]) == ["joined", "unused"] and isinstance(unused, Record)
-        assert str(unused.fields["message"]).startswith(f"c is not used for {seconds - 1:.0f} s: its workers and those")
+        assert str(unused.fields["message"]).startswith(f"c is not used for {seconds:.0f} s: its workers and those")
         assert world.machines.use_places([HERE, B, back], now + seconds - 0.1) == [] and world.machines.has_arrivals
         if turn == 2:
             spawn, _ = world.machines.use_places([HERE, B, back], now + seconds)
             assert isinstance(spawn, Spawn) and spawn.host == "c" and not world.machines.has_arrivals
         else:
             world.machines.gone(AgentGone(-4 - turn, "c", 2, True, "given up"))
+
+
+def test_an_agent_that_comes_back_twice_does_not_begin_its_pause_anew() -> None:
+    world = spread()
+    severed(world, [HERE, B, C], 1, 4)
+    for peer, now, left in ((-4, 10.0, "60"), (-5, 50.0, "20")):
+        _, unused = world.machines.ready(AgentReady(peer, "c", 2), now)
+        assert isinstance(unused, Record) and str(unused.fields["message"]).startswith(f"c is not used for {left} s: ")
+        world.machines.gone(AgentGone(peer, "c", 2, True, "its connection closed"))
+    assert states(world.machines.ready(AgentReady(-6, "c", 2), 70.0)) == ["joined"], "it is over"
 
 
 def test_other_machines_are_used_meanwhile() -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from elaswave_spmd.recovery.failure_detector import BrokenLinks, Verdict
 
 
-def beats(links: BrokenLinks, *ranks: int) -> list[Verdict]:
-    return [verdict for rank in ranks for verdict in links.heartbeat(rank)]
+def beats(links: BrokenLinks, *ranks: int, now: float = 0.0) -> list[Verdict]:
+    return [verdict for rank in ranks for verdict in links.heartbeat(rank, now)]
 
 
 def test_a_pair_is_linked_again_once_and_then_the_higher_rank_goes() -> None:
@@ -44,7 +44,7 @@ def test_a_link_that_ends_with_a_process_is_none_that_was_lost() -> None:
 def test_both_directions_are_one_loss() -> None:
     links = BrokenLinks()
     links.closed(0, 1)
-    links.heartbeat(0)
+    links.heartbeat(0, 0.0)
     links.closed(1, 0)
     assert len(beats(links, 1, 0, 1, 0, 1)) == 1
 
@@ -59,6 +59,44 @@ def test_the_other_direction_may_be_noticed_later_and_is_made_again_as_well() ->
     links.closed(2, 5)
     links.closed(5, 2)
     assert [verdict.lost for verdict in beats(links, 2, 5, 2, 5)] == [5]
+
+
+def linked_again(*pairs: tuple[int, int], now: float) -> BrokenLinks:
+    links = BrokenLinks()
+    for ends in pairs:
+        links.closed(*ends)
+        assert [verdict.lost for verdict in beats(links, *ends, *ends, now=now)] == [None]
+    return links
+
+
+def test_a_failure_long_after_the_link_was_made_again_is_another_one() -> None:
+    """A run of weeks does not lose a machine for two short cuts."""
+    links = linked_again((2, 5), now=100.0)
+    links.committed(100.0 + 600.0)
+    links.closed(2, 5)
+    assert [verdict.lost for verdict in beats(links, 2, 5, 2, 5, now=701.0)] == [None]
+    links.committed(702.0)
+    links.closed(2, 5)
+    assert [verdict.lost for verdict in beats(links, 2, 5, 2, 5, now=703.0)] == [5], "counted anew"
+
+
+def test_a_link_that_fails_again_soon_or_before_a_step_is_done_over_it_is_not_made_again() -> None:
+    """With timeouts of hours a network that is down is noticed a second time after hours, in which no step is done."""
+    links = linked_again((2, 5), now=100.0)
+    links.committed(699.9)
+    links.closed(2, 5)
+    assert [verdict.lost for verdict in beats(links, 2, 5, 2, 5, now=90000.0)] == [5]
+
+
+def test_each_link_is_forgotten_by_itself() -> None:
+    links = linked_again((0, 1), now=0.0)
+    links.closed(1, 2)
+    assert [verdict.lost for verdict in beats(links, 1, 2, 1, 2, now=400.0)] == [None]
+    links.committed(600.0)
+    links.closed(0, 1)
+    links.closed(1, 2)
+    verdicts = beats(links, 0, 1, 2, 0, 1, 2, now=601.0)
+    assert {verdict.ends: verdict.lost for verdict in verdicts} == {frozenset((0, 1)): None, frozenset((1, 2)): 2}
 
 
 def test_pairs_are_counted_apart() -> None:
@@ -102,7 +140,7 @@ def test_nobody_is_judged_without_two_heartbeats_of_each_end(story: list[tuple[s
         elif what == "beat":
             for seen in reported.values():
                 seen.append(a)
-            for verdict in links.heartbeat(a):
+            for verdict in links.heartbeat(a, 0.0):
                 seen = reported.pop(verdict.ends)
                 assert all(seen.count(rank) >= 2 for rank in verdict.ends)
                 found = directions.pop(verdict.ends)
