@@ -279,8 +279,8 @@ class DamageLog:
 
 
 class GroupLog:
-    """Writes `group` lines: from this step on parameters are published through groups (and sums of the steps after it
-    are exchanged), or not any more; or a group has failed, the first of each mesh epoch. Where stages have no groups
+    """Writes `group` lines: from this step on parameters are published through groups, and sums from the step after it
+    on; or both by links again, also since a group has failed, the first of each mesh epoch. Where stages have no groups
     there is nothing to write."""
 
     def __init__(self, observer: RunObserver) -> None:
@@ -303,8 +303,12 @@ class GroupLog:
             self._write(applied.step, applied.epoch, "" if self._serves else "a new mesh epoch has none yet")
 
     def _write(self, step: int, epoch: int, reason: str) -> None:
-        way = "a group" if self._serves else "links"
-        message = f"from step {step} on parameters and sums go by {way}" + (f": {reason}" if reason else "")
+        what = (
+            f"parameters go by a group, and sums from step {step + 1} on"
+            if self._serves
+            else "parameters and sums go by links"
+        )
+        message = f"from step {step} on {what}" + (f": {reason}" if reason else "")
         line = {"mesh_epoch": epoch, "serves": self._serves, "reason": reason, "message": message}
         self._observer.on_event("group", step=step, **line)
 

@@ -48,12 +48,14 @@ class GradientReducer:
     """The reduction of one step after another on one worker, from configuration to configuration.
 
     A worker's own sums are kept until their step is decided, so that they can be sent again to a new primary. Sharded
-    gradients are given up when sent: keeping them would take a full-size buffer per micro-batch. A micro-batch whose
-    sum is lost with a primary is computed again.
+    gradients are given up when sent over links, or when all members of the stage are known to have the exchange that
+    brings them: keeping them would take a full-size buffer per micro-batch. A micro-batch whose sum is lost with a
+    primary is computed again.
 
     Args:
         place: the device on which sums lie, and where payloads come that are added to them.
-        sharded: gradients are sharded: sums leave as soon as they are complete, and their buffers are not kept.
+        sharded: gradients are sharded: sums leave as soon as they are complete, and their buffers are not kept for
+            longer than an exchange may still need them.
         add_in_place: autograd may add a micro-batch's gradient straight into its sibling's buffer (fp32 compute).
         send: (primary, message, fp32 payload); the payload must not change until the step is decided.
         gradient_done: called with (step, pages, gradient) when the reduced gradient of pages that this worker is the
@@ -267,7 +269,7 @@ class GradientReducer:
 
         What stays here, and what other stages are to get, takes the same way in both cases.
         """
-        exchanged = self._exchanges.takes(step, layer)
+        exchanged = self._exchanges.takes(step, layer, node)
         gives_up = self._sharded and not self._keeps_all and not exchanged
         if not gives_up:
             self._kept.setdefault(layer, []).append((node, buffer))
@@ -449,8 +451,9 @@ class GradientReducer:
     def num_bytes(self) -> int:
         """Bytes of gradients kept within a step, at the peak.
 
-        Replicated gradients: the full-size buffers of all open nodes. Sharded: the sums of this worker's own pages; on
-        top comes one layer's buffer at a time, on its way from the layer's backward to the primaries.
+        Replicated gradients: the full-size buffers of all open nodes. Sharded: the sums of this worker's own pages, and
+        whole layer sums that were given to the group and may be missing somewhere yet; on top comes one layer's buffer
+        at a time, on its way from the layer's backward to the primaries.
         """
         return self._peak_sum_bytes if self._sharded else sum(pool.num_bytes for pool in self._pools.values())
 

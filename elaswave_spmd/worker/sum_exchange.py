@@ -13,8 +13,10 @@ member sends something to each other one, be it padding: NCCL waits for nobody f
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -53,7 +55,8 @@ class ExchangePlan:
     """The exchanges of a step that runs as it is placed: a pure function of the placement, alike on all members.
 
     Layers come in the order of a backward. Replicated gradients have one exchange for each layer, with all sums of it.
-    Sharded ones have rounds: in each every member sends one sum of each layer, since it keeps no more of them.
+    Sharded ones have rounds (`_rounds`), in each of which a member sends about one sum of each layer, since it is to
+    keep no more of them.
 
     Args:
         rank: this worker.
@@ -79,11 +82,9 @@ class ExchangePlan:
         stage = placement.mesh.stage_of(rank)
         members, layers = placement.mesh.stages[stage], placement.layers_of_stage(stage)
         ways = {layer: _by_primary(routes(layout, replica_map, layer), members) for layer in layers}
-        nodes = {m: maximal_nodes(placement.microbatches_of(m), placement.num_microbatches) for m in members}
-        rounds: list[Mapping[int, tuple[Node, ...]]] = [nodes]
-        if placement.shardings.grads.axes:
-            number = max(map(len, nodes.values()))
-            rounds = [{m: found[k : k + 1] for m, found in nodes.items()} for k in range(number)]
+        mine = {m: placement.microbatches_of(m) for m in members}
+        nodes = {m: maximal_nodes(mine[m], placement.num_microbatches) for m in members}
+        rounds = _rounds(mine, nodes) if placement.shardings.grads.axes else [nodes]
         order = (SumExchange(layer, sums) for sums in rounds for layer in reversed(layers))
         found = tuple(one for one in order if _has_any(one, ways[one.layer]))
         return cls(rank, members, found, ways, layout)
@@ -132,6 +133,31 @@ class ExchangePlan:
         return found
 
 
+def _rounds(
+    microbatches: Mapping[int, Sequence[int]], nodes: Mapping[int, Sequence[Node]]
+) -> list[dict[int, tuple[Node, ...]]]:
+    """Sums that are complete at about the same time, if all members begin and end their micro-batches together.
+
+    So one that is given more micro-batches than others, since it is faster, need not keep its sums until these have as
+    many. The member with the most nodes gives the times of the rounds; a round has the nodes of the others that
+    are complete by then: none, one or several of a member.
+
+    Args:
+        microbatches: member -> what it computes, in this order.
+        nodes: member -> its tree nodes, in the order in which they are complete.
+    """
+    ends = {
+        member: [Fraction(bisect_left(microbatches[member], hi), len(microbatches[member])) for _, hi in found]
+        for member, found in nodes.items()
+    }
+    times = max(ends.values(), key=len)
+    rounds = [{member: tuple[Node, ...]() for member in nodes} for _ in times]
+    for member, found in nodes.items():
+        for node, end in zip(found, ends[member], strict=True):
+            rounds[bisect_left(times, end)][member] += (node,)
+    return rounds
+
+
 def _by_primary(found: Sequence[Route], members: Sequence[int]) -> dict[int, tuple[Route, ...]]:
     return {m: mine for m in members if (mine := tuple(route for route in found if route.pages.primary == m))}
 
@@ -149,7 +175,7 @@ class SumExchanges:
 
     def __init__(self) -> None:
         self.plan: ExchangePlan | None = None
-        self._layers: frozenset[int] = frozenset()  # that are exchanged
+        self._exchanged: frozenset[LayerSum] = frozenset()  # the sums that this worker gives to the plan's exchanges
         self.step = 0
         """The step whose sums go through the group, if all members have agreed to it; else 0."""
         self._is_begun = False
@@ -162,7 +188,7 @@ class SumExchanges:
         """Begin a new mesh epoch. Sums that may be missing somewhere are for `take_back`."""
         self.stop()
         self.plan = plan
-        self._layers = frozenset(exchange.layer for exchange in plan.order)
+        self._exchanged = frozenset((one.layer, node) for one in plan.order for node in self._mine(one))
 
     def agree(self, step: int) -> None:
         """All votes for the step before had the mark: this one is exchanged, once this worker begins it."""
@@ -175,9 +201,9 @@ class SumExchanges:
         """This worker begins a step."""
         self._is_begun = step == self.step
 
-    def takes(self, step: int, layer: int) -> bool:
-        """True if the sums of a layer go through the group in a step, to primaries that `reaches` names."""
-        return step == self.step and layer in self._layers
+    def takes(self, step: int, layer: int, node: Node) -> bool:
+        """True if a sum of this worker goes through the group in a step, to primaries that `reaches` names."""
+        return step == self.step and (layer, node) in self._exchanged
 
     def reaches(self, primary: int) -> bool:
         """True if another worker belongs to the group."""

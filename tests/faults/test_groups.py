@@ -101,17 +101,18 @@ def test_links_take_over_when_a_collective_takes_too_long(
 
     write_text(tmp_path)
     event = chaos(f"step: {LATE}, kind: stop, rank: 1, point: {point}")
-    patience = "timeouts.group=1", "timeouts.suspect=30", "timeouts.status=40", "timeouts.progress=50"
+    patience = "timeouts.group=4", "timeouts.suspect=30", "timeouts.status=40", "timeouts.progress=50"
     patience = (*patience, "timeouts.join=60", "timeouts.leave=60")
     with launch(tmp_path, *TINY, *ARGUMENTS, *patience, "mesh=dp3", f"sharding={sharding}", event) as run:
         run.wait_for_steps(LATE - (point == "reduce"))
         eventually(lambda: any(map(is_stopped, run.workers())), run.process)
         (victim,) = filter(is_stopped, run.workers())
         with suppress(TimeoutError):
-            signal.sigtimedwait([], 2.0)
+            signal.sigtimedwait([], 6.0)  # no other limit is below 30 s
         os.kill(victim, signal.SIGCONT)
         changes = survived(tmp_path, run.finish())
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS) and not changes.events, all_events(tmp_path)
     before, after = group_events(tmp_path)
     assert before["serves"] and not after["serves"] and after["mesh_epoch"] == 0, all_events(tmp_path)
-    assert re.search("worker [02]: .*(not complete within 1 s|[Tt]imed? ?out|closed)", str(after["reason"]))
+    assert after["step"] == LATE + (point == "publish"), all_events(tmp_path)
+    assert re.search("worker [02]: .*(not complete within 4 s|[Tt]imed? ?out|closed)", str(after["reason"]))

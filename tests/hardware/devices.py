@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 
 from elaswave_spmd.runtime.devices import Device, DeviceKind, ThisMachine
-from elaswave_spmd.runtime.devices.process_group import GroupInBackground
+from elaswave_spmd.runtime.devices.process_group import DeviceGroups, GroupInBackground
 from tests.waiting import eventually
 
 
@@ -36,6 +37,28 @@ def exchanges(device: Device, group: GroupInBackground, members: list[int], rank
     work.wait()
     wanted = [torch.full((size,), float(member)) for member, size in zip(members, received, strict=True)]
     assert torch.equal(device.to_host(values), torch.cat(wanted))
+
+
+def exchanges_with_one_that_is_late(
+    device: Device, library: DeviceGroups, group: GroupInBackground, members: list[int], rank: int
+) -> None:
+    """The last member begins its first exchange a second after the calls of all others have returned.
+
+    If the library waited in the call for the one that is late, that one would wait here for ever.
+    """
+    store = library.open_store("one that is late")
+    if rank == members[-1]:
+        eventually(lambda: store.add("others", 0) == len(members) - 1)
+        time.sleep(1.0)
+    sizes = [int(member != rank) for member in members]
+    values = device.from_host(torch.zeros(sum(sizes)))
+    work = group.exchange(device.from_host(torch.full((sum(sizes),), float(rank))), values, sizes, sizes)
+    if rank != members[-1]:
+        assert not work.is_completed(), "not all have sent"
+        store.add("others", 1)
+    eventually(work.is_completed)
+    work.wait()
+    assert device.to_host(values).tolist() == [float(member) for member in members if member != rank]
 
 
 def passes_on(device: Device, group: GroupInBackground, rank: int, root: int) -> None:

@@ -10,8 +10,8 @@ import pytest
 from elaswave_spmd.runtime.devices import Island, Remedy, device_of
 from elaswave_spmd.runtime.devices.group_store import GroupStore
 from elaswave_spmd.runtime.devices.npu_faults import NpuEvent, event_of
-from elaswave_spmd.runtime.devices.process_group import group_of
-from tests.hardware.devices import exchanges, join, marks_of, passes_on
+from elaswave_spmd.runtime.devices.process_group import DeviceGroups, GroupInBackground, group_of
+from tests.hardware.devices import exchanges, exchanges_with_one_that_is_late, join, marks_of, passes_on
 
 KIND = device_of("npu")
 pytestmark = marks_of(KIND)
@@ -76,6 +76,24 @@ def _member(rank: int, address: str) -> None:
         join(group, epoch, members, rank)
         passes_on(device, group, rank, 2)
         exchanges(device, group, members, rank)
+
+
+def _member_that_may_be_late(rank: int, address: str) -> None:
+    device = KIND.open(rank, Island())
+    library = DeviceGroups(device, address, "127.0.0.1", 60.0)
+    group = GroupInBackground(library, timeout_s=60.0)
+    join(group, 0, [0, 1, 2], rank)
+    exchanges_with_one_that_is_late(device, library, group, [0, 1, 2], rank)
+
+
+def test_a_first_exchange_waits_for_nobody_in_the_call() -> None:
+    import torch.multiprocessing as mp
+    import torch_npu  # pyright: ignore[reportMissingImports]
+
+    if torch_npu.npu.device_count() < 3:
+        pytest.skip(f"three NPUs are needed, there are {torch_npu.npu.device_count()}")
+    store = GroupStore("127.0.0.1")
+    mp.spawn(_member_that_may_be_late, (store.address,), nprocs=3)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def test_a_group_loses_a_member_and_goes_on() -> None:

@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.worker.sum_exchange import SumExchanges
 from tests.cluster.faults import SENDER, AnyFault, Fault, MessageFault
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.schedules import run_many
@@ -41,6 +42,20 @@ def train(run: Run, mesh: str, zero: int, *faults: AnyFault, **how: Any) -> Grou
     cluster = Grouped(run, mesh, zero, faults=faults, **how)
     assert outcome(cluster.run()) == expected(run)
     return cluster
+
+
+@pytest.fixture
+def returned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The sums that exchanges had been given and may not have brought, as they come back."""
+    found, take_back = list[Any](), SumExchanges.take_back
+
+    def _take_back(self: SumExchanges) -> Any:
+        sums = take_back(self)
+        found.extend(sums)
+        return sums
+
+    monkeypatch.setattr(SumExchanges, "take_back", _take_back)
+    return found
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -86,19 +101,21 @@ def test_a_worker_is_lost_while_its_stage_publishes(point: str, seed: int) -> No
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 @pytest.mark.parametrize("zero", range(4))
 @one_thread()
-def test_a_worker_is_lost_while_its_stage_exchanges_sums(point: str, kind: str, zero: int) -> None:
+def test_a_worker_is_lost_while_its_stage_exchanges_sums(point: str, kind: str, zero: int, returned: list[Any]) -> None:
     fault = Fault(4, kind, 1, point, count=2, turns=30)
     cluster = train(Run(microbatches=8, steps=6), "dp4", zero, fault, failing=0.0, seed=zero)
     assert cluster.result.epochs and cluster.hub.ended["exchanged"] > 0
+    assert returned
 
 
 @pytest.mark.parametrize("zero", range(4))
 @one_thread()
-def test_a_change_that_loses_nobody_is_in_the_middle_of_exchanges(zero: int) -> None:
+def test_a_change_that_loses_nobody_is_in_the_middle_of_exchanges(zero: int, returned: list[Any]) -> None:
     """A link is lost: sums that the group may not have brought are sent again, in the next epoch, over links."""
-    fault = MessageFault("unlink", "ReducedGradient", SENDER, False, 40)
+    fault = MessageFault("unlink", "ReducedGradient", SENDER, False, 50)
     cluster = train(Run(microbatches=8, steps=6), "dp4", zero, fault, failing=0.0, seed=zero)
     assert cluster.result.epochs and cluster.hub.ended["exchanged"] > 0
+    assert returned
 
 
 @one_thread()

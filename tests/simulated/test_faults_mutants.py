@@ -39,7 +39,7 @@ SEEDS: dict[str, tuple[int, ...]] = {
     "sends no sum again when the epoch of a group is over": (0, 15, 33),
     "issues exchanges without a limit": (4, 6, 73),
     "sends nothing to a member that is to get no sum": (19, 70, 121),
-    "issues exchanges in the order of its own sums": (16, 19, 32),
+    "issues exchanges in the order of its own sums": (57, 175, 190),
     "sends no replicas to a first mesh that was not planned": (0, 3, 6),
     "waits for workers that were lost while they started": (0, 3, 5),
     "gives a place to a spare that was lost": (12,),

@@ -68,8 +68,8 @@ class GroupLibrary(ABC):
         ...
 
     @abstractmethod
-    def token(self) -> Any:
-        """A small tensor on the device. The first broadcast, at which the library connects, is one of such a tensor."""
+    def token(self, size: int) -> Any:
+        """A small tensor on the device. The first collectives, at which the library connects, are of such tensors."""
         ...
 
     def enter_thread(self) -> None:  # noqa: B027  (a library without threads needs none)
@@ -269,7 +269,7 @@ class GroupInBackground:
                 backend = self._shrink_backend(old[0], members)
             if backend is None:
                 backend = self._library.make(store, members.index(rank), len(members))
-            self._connect(backend)
+            self._connect(backend, members.index(rank), len(members))
             made = _Group(epoch, members, backend)
             with self._lock:
                 if current := epoch == self._epoch:
@@ -297,11 +297,22 @@ class GroupInBackground:
             store.compare_set("fate", "", _LEFT)
         return store.get("fate") == _ALL.encode()
 
-    def _connect(self, backend: Any) -> None:
-        """Run a first collective. The library connects at it, and would otherwise do so in the middle of a step."""
-        first = Collective(self._library.broadcast(backend, self._library.token(), 0), None, self._timeout_s)
-        _poll_until(first.is_completed)
-        first.wait()
+    def _connect(self, backend: Any, rank: int, size: int) -> None:
+        """Run a first broadcast and a first exchange, each of them to the end.
+
+        NCCL and HCCL connect in the thread that calls: at the first broadcast, and two members to each other at the
+        first sends between them, where the one waits for the other. That must not be in the middle of a backward.
+        """
+        token = self._library.token(1)
+        self._run_through(self._library.broadcast(backend, token, 0), token)
+        sizes = [int(member != rank) for member in range(size)]
+        sent, received = self._library.token(size - 1), self._library.token(size - 1)
+        self._run_through(self._library.exchange(backend, sent, received, sizes, sizes), (sent, received))
+
+    def _run_through(self, work: Any, values: Any) -> None:
+        collective = Collective(work, values, self._timeout_s)
+        _poll_until(collective.is_completed)
+        collective.wait()
 
     def _shrink_backend(self, old: _Group, members: tuple[int, ...]) -> Any:
         """The old group's backend without the lost members, or None if the library is too old (then on all members)."""
@@ -379,10 +390,10 @@ class DeviceGroups(GroupLibrary):
         options.asyncOp = True
         return backend.alltoall_base(received, sent, received_sizes, sent_sizes, options)
 
-    def token(self) -> Tensor:
+    def token(self, size: int) -> Tensor:
         import torch
 
-        return torch.zeros(1, device=self._device.place)
+        return torch.zeros(size, device=self._device.place)
 
     def enter_thread(self) -> None:
         self._device.enter_thread()

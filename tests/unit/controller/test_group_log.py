@@ -38,6 +38,11 @@ def test_each_change_of_the_way_is_told_once(tmp_path: Path) -> None:
         folder = observer.run_dir.path
     none_yet = "a new mesh epoch has none yet"
     assert told(folder) == [(2, 0, True, ""), (4, 1, False, none_yet), (5, 1, True, "")]
+    assert [event["message"] for event in read_events(folder) if event["event"] == "group"] == [
+        "from step 2 on parameters go by a group, and sums from step 3 on",
+        f"from step 4 on parameters and sums go by links: {none_yet}",
+        "from step 5 on parameters go by a group, and sums from step 6 on",
+    ]
 
 
 def test_a_group_that_never_served_is_told_of_when_it_fails(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ class Library:
 
     def __init__(self, refuses: BaseException | None = None) -> None:
         self.store, self.refuses, self.asked = HashStore(), refuses, list[str]()
+        self.connected, self.waited = list[str](), list[int]()  # first exchanges: begun, and ended
 
     def worker(self, rank: int) -> GroupInBackground:
         return GroupInBackground(OneWorker(self, rank), timeout_s=5.0)
@@ -47,10 +48,13 @@ class OneWorker(GroupLibrary):
         return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
 
     def exchange(self, backend: Any, sent: Any, received: Any, sent_sizes: list[int], received_sizes: list[int]) -> Any:
-        raise NotImplementedError
+        assert (sent, received) == (sum(sent_sizes), sum(received_sizes))
+        self._library.connected.append(f"{self._rank}, {backend}: {sent_sizes}, {received_sizes}")
+        looks = iter((False, False, True))
+        return SimpleNamespace(is_completed=lambda: next(looks), wait=lambda: self._library.waited.append(self._rank))
 
-    def token(self) -> None:
-        return None
+    def token(self, size: int) -> int:
+        return size
 
     def shrink(self, backend: str, lost: list[int]) -> str:
         self._library.asked.append(f"{self._rank} shrinks {backend} by {lost}")
@@ -75,6 +79,20 @@ def changed(library: Library, before: tuple[int, ...], after: tuple[int, ...], *
 
 def test_a_lost_member_is_taken_out_of_the_group_that_all_others_have() -> None:
     assert changed(Library(), (1, 2, 3), (1, 3)) == ["1 shrinks made by [1]", "3 shrinks made by [1]"]
+
+
+def test_a_group_is_used_once_each_member_has_sent_to_each_other() -> None:
+    """The first time NCCL connects two members in the call itself: in a backward the training thread would wait."""
+    library = Library()
+    changed(library, (1, 2, 3), (1, 3))
+    assert sorted(library.connected) == [
+        "1, made: [0, 1, 1], [0, 1, 1]",
+        "1, shrunk: [0, 1], [0, 1]",
+        "2, made: [1, 0, 1], [1, 0, 1]",
+        "3, made: [1, 1, 0], [1, 1, 0]",
+        "3, shrunk: [1, 0], [1, 0]",
+    ]
+    assert sorted(library.waited) == [1, 1, 2, 3, 3], "polled to its end"
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ class Library(GroupLibrary):
     ) -> Work:
         return backend.broadcast()
 
-    def token(self) -> torch.Tensor:
-        return torch.zeros(1)
+    def token(self, size: int) -> torch.Tensor:
+        return torch.zeros(size)
 
     def open_store(self, prefix: str) -> PrefixStore:
         store = PrefixStore(prefix, HashStore())
