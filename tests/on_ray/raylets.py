@@ -35,6 +35,7 @@ class Raylets:
     """
 
     def __init__(self, environment: dict[str, str], temporary: Path, program: Sequence[str] = ()) -> None:
+        self.temporary = temporary
         self._errors = temporary / "stderr"
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(

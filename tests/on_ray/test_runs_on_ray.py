@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from elaswave_spmd.controller.on_ray.files import free_port
 from elaswave_spmd.run_dir import read_metrics, read_summary
 from tests.multiprocess import patient_model
 from tests.multiprocess.real_runs import SMALL, write_text
@@ -86,8 +87,11 @@ def test_two_nodes_have_the_bits_of_one_worker(site: Site, tmp_path: Path) -> No
     files = Path(f"{site.run_dir}.ray")
     secret = (files / "token").read_text()
     assert len(secret) == 64 and all(path.stat().st_mode & 0o077 == 0 for path in [files, *files.iterdir()])
-    told = end.out + (files / "job.json").read_text() + "".join(map(str, [*files.glob("agent-*.log")]))
-    assert secret not in told
+    logs = [path.read_text() for path in files.glob("agent-*.log")]
+    assert len(logs) == 2 and secret not in end.out + (files / "job.json").read_text() + "".join(logs)
+    of_ray = [path for path in site.raylets.temporary.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert {"gcs_server", "raylet"} <= {path.name.partition(".")[0] for path in of_ray}, "Ray's own logs are there"
+    assert not [path for path in of_ray if secret.encode() in path.read_bytes()]
 
 
 def test_nodes_come_are_lost_and_are_drained(site: Site, undisturbed: Path) -> None:
@@ -226,9 +230,10 @@ def test_the_page_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     (block,) = [block for block in blocks_of((DOCS / "engines.md").read_text()) if block.order == "needs: ray"]
     temporary = Path(tempfile.mkdtemp(prefix="ewr", dir="/tmp"))
-    start = "ray start --head"
-    assert start in block.text
-    block = dataclasses.replace(block, text=block.text.replace(start, f"{start} --temp-dir={temporary}"))
+    start, port = "ray start --head", "6399"
+    assert start in block.text and block.text.count(port) == 2
+    text = block.text.replace(start, f"{start} --temp-dir={temporary}")
+    block = dataclasses.replace(block, text=text.replace(port, str(free_port("127.0.0.1", 0))))
     reader = Reader(tmp_path, tmp_path / "cache")
     try:
         reader.follow(block)

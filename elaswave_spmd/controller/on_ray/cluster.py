@@ -31,6 +31,7 @@ class RayCluster:
         self._starts: dict[int, Any] = {}  # orders to start that are not answered yet
         self._states: dict[int, Agent] = {}
         self._find()
+        self._next_key = max([job.agents - 1, *self._actors]) + 1  # none is used twice: what is known of it stays known
 
     def _find(self) -> None:
         """The actors that are there already, if this supervisor was started again."""
@@ -86,7 +87,7 @@ class RayCluster:
 
     def add(self, node: Node) -> None:
         """Make an actor on this node, as soon as its resources are free there."""
-        key = max([self._job.agents - 1, *self._actors]) + 1
+        key, self._next_key = self._next_key, self._next_key + 1
         name = self._group_on(node.id)
         group = _group(name) or ray_module("util").placement_group(
             [self._job.resources],
@@ -150,7 +151,7 @@ class RayCluster:
             state = State.SERVING if found.code is None else State.ENDED
             state = state if found.serves else State.IDLE
             self._states[key] = Agent(
-                *(key, found.node, key not in self._homes, state, found.serves, found.process, found.code, found.said),
+                *(key, found.node, key not in self._homes, state, found.serves, found.start, found.code, found.said),
                 found.has_workers,
             )
         return [self._state(key) for key in sorted(self._actors)]

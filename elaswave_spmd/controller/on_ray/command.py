@@ -11,7 +11,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from elaswave_spmd.controller.on_ray.files import JobFiles
+from elaswave_spmd.controller.on_ray.files import JobFiles, begun_twice
 from elaswave_spmd.controller.on_ray.job import Job
 from elaswave_spmd.controller.on_ray.vendor import ray_module
 from elaswave_spmd.errors import ConfigError, RunError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.2
 _CHECK_S = 120.0
+_GONE_S = 60.0
 _ASK_S = 5.0  # between two looks whether the supervisor is there
 
 
@@ -35,20 +36,15 @@ def run_on_ray(job: Job) -> int:
     ray = ray_module()
     with _connected(ray):
         files = JobFiles(job)
-        supervisor = _find(ray, job)
+        if _find(ray, job) is not None and files.code is not None:
+            _wait_until_gone(ray, job)  # of a run that has ended
+        supervisor, shown = _find(ray, job), None
         if supervisor is None:
-            job = job.shared_out([node["Resources"] for node in ray.nodes() if node["Alive"]])
-            is_new = not files.exists
-            files.make()
-            try:
-                _check_nodes(ray, job)
-            except BaseException:
-                if is_new:
-                    files.discard()
-                raise
-            shown = files.log.stat().st_size
-            supervisor = _begin(ray, job)
-        else:
+            with files.beginning() as is_new:
+                supervisor = _find(ray, job)  # again: another command may have begun it meanwhile
+                if supervisor is None:
+                    supervisor, shown = _begin(ray, job, files, is_new=is_new)
+        if shown is None:
             if files.words() != [*job.words]:
                 raise ConfigError(
                     f"a run in {job.run_dir} is going on, and was begun by other words",
@@ -139,12 +135,36 @@ def _check_nodes(ray: Any, job: Job) -> None:
             )
 
 
-def _begin(ray: Any, job: Job) -> Any:
+def _begin(ray: Any, job: Job, files: JobFiles, *, is_new: bool) -> tuple[Any, int]:
+    """Begin the run. Returns its supervisor, and the length of the log before.
+
+    Raises:
+        ConfigError: the cluster cannot have it, or another command has begun it.
+    """
     from elaswave_spmd.controller.on_ray.supervisor import Supervisor
 
+    try:
+        job = job.shared_out([node["Resources"] for node in ray.nodes() if node["Alive"]])
+        files.make()
+        _check_nodes(ray, job)
+    except BaseException:
+        if is_new:
+            files.discard()
+        raise
+    shown = files.log.stat().st_size
     # It asks for no resources: it mostly waits, and must find a place on any node.
     options = {"name": job.name, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
-    return ray.remote(Supervisor).options(**options).remote(job)
+    try:
+        return ray.remote(Supervisor).options(**options).remote(job), shown
+    except ValueError:  # the name is taken: where the file system has locks for each machine alone
+        raise begun_twice(job.run_dir) from None
+
+
+def _wait_until_gone(ray: Any, job: Job) -> None:
+    """Wait until the supervisor of a run that has ended has removed what the run had in the cluster."""
+    deadline = time.monotonic() + _GONE_S
+    while _find(ray, job) is not None and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
 
 
 def _follow(ray: Any, job: Job, files: JobFiles, supervisor: Any, signals: StopSignals, shown: int) -> int:
@@ -161,10 +181,13 @@ def _follow(ray: Any, job: Job, files: JobFiles, supervisor: Any, signals: StopS
             code = files.code  # before the log is read: what is written then is the last of it
             _show(log.read())
             if code is not None:
+                _wait_until_gone(ray, job)
                 return code
             if asked:
                 asked = 0
                 _show(f"ray: {signal_name(signals.first or 2)}: the run saves its state and ends\n".encode())
+                with contextlib.suppress(OSError):
+                    files.ask_to_stop()  # it may be started again at this moment, and would not hear the call
                 supervisor.stop.remote()
             if question is None and time.monotonic() - looked > _ASK_S:
                 question = supervisor.ping.remote()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 _MOST_FAILURES = 3
@@ -20,6 +20,11 @@ REFUSED = 2
 
 _SHORTEST_S = 1.0
 _SETTLED_S = 2.0
+_PLACING_S = 60.0
+"""How long Ray may take to start an actor on a node that something else may use, if another node could have it."""
+_SKIPPED_S = 300.0
+_REFUSED_S = 300.0
+"""How long a controller that goes on may be refused: the one before may live, cut off, and a lock may last longer."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class Agent:
         node: the id of the node that it is on, or was on last; "": none yet.
         is_first: it is in the placement group of the first agents, and may come to another node.
         serves: the rendezvous that its agent was started with.
-        process: the process id of its agent.
+        start: identifies the start of its agent.
         code: the exit code of its agent.
         said: the last line of its agent.
         has_workers: workers of the run live on the node.
@@ -76,7 +81,7 @@ class Agent:
     is_first: bool
     state: State
     serves: str = ""
-    process: int = 0
+    start: str = ""
     code: int | None = None
     said: str = ""
     has_workers: bool = False
@@ -142,7 +147,11 @@ class Fleet:
         self._home = home
         self._told: set[tuple[str, str]] = set()
         self._failures: dict[int, int] = {}
-        self._handled: set[tuple[int, int]] = set()  # ends of agents: key, process
+        self._handled: set[tuple[int, str]] = set()  # ends of agents: key, start
+        self._drained: set[tuple[int, str]] = set()
+        self._refused: set[str] = set()  # nodes that cannot serve
+        self._placing_since: dict[int, float] = {}
+        self._skipped_until: dict[str, float] = {}  # nodes on which something else had what an agent needs
         self._lacks_since: float | None = None
         self._moves = False
 
@@ -163,7 +172,36 @@ class Fleet:
                 actions += self._ended(agent, node)
             elif agent.state is not State.PLACING and agent.serves != rendezvous and (node is None or node.stays):
                 actions.append(StartAgent(agent.key))
-        return actions if self._moves else [*actions, *self._add(nodes, agents, useful, now)]
+        if self._moves:
+            return actions
+        stuck = self._stuck(nodes, agents, now)
+        actions += stuck
+        return [*actions, *self._add(nodes, agents, useful - sum(isinstance(did, RemoveAgent) for did in stuck), now)]
+
+    def _stuck(self, nodes: Mapping[str, Node], agents: Sequence[Agent], now: float) -> list[Action]:
+        """Give up agents that Ray does not start on their nodes, where other nodes could have them."""
+        actions: list[Action] = []
+        placing = [agent for agent in agents if agent.state is State.PLACING and not agent.is_first]
+        self._placing_since = {agent.key: self._placing_since.get(agent.key, now) for agent in placing}
+        others = len(self._usable(nodes, agents, now))
+        for agent in placing:
+            node = nodes.get(agent.node)
+            if node is None or not node.stays or now - self._placing_since[agent.key] < _PLACING_S or not others:
+                continue
+            others -= 1
+            self._skipped_until[node.id] = now + _SKIPPED_S
+            line = f"node {node.name} has had nothing free for {_PLACING_S:.0f} s: another one is used"
+            actions += [Tell(line), RemoveAgent(agent.key)]
+        return actions
+
+    def _usable(self, nodes: Mapping[str, Node], agents: Sequence[Agent], now: float) -> list[Node]:
+        """The nodes that may get an agent."""
+        taken = {agent.node for agent in agents} | self._refused
+        return [
+            node
+            for node in nodes.values()
+            if node.stays and node.has_room and node.id not in taken and now >= self._skipped_until.get(node.id, now)
+        ]
 
     def _add(self, nodes: Mapping[str, Node], agents: Sequence[Agent], useful: int, now: float) -> list[Action]:
         """More agents, once places have been lacking for a while: at the end of a run its agents end one by one."""
@@ -174,19 +212,21 @@ class Fleet:
             return actions
         if self._lacks_since is None:
             self._lacks_since = now
-        taken = {agent.node for agent in agents}
-        for node in nodes.values() if now - self._lacks_since >= _SETTLED_S else ():
+        for node in self._usable(nodes, agents, now) if now - self._lacks_since >= _SETTLED_S else ():
             if useful * self._places >= self._aim:
                 break
-            if node.stays and node.has_room and node.id not in taken:
-                actions += [Tell(f"node {node.name} has room: it gets an agent"), AddAgent(node)]
-                useful += 1
+            actions += [Tell(f"node {node.name} has room: it gets an agent"), AddAgent(node)]
+            useful += 1
         return actions
 
-    def failed(self, key: int, name: str, why: str) -> list[Action]:
-        """A node cannot serve the run."""
-        self._failures[key] = _MOST_FAILURES
-        return [Tell(f"node {name} is not used: {why}")]
+    def failed(self, key: int, node: str, name: str, why: str) -> list[Action]:
+        """A node cannot serve the run. It is not tried again: what it lacks comes with another start of the node.
+
+        Args:
+            node: its id.
+        """
+        self._refused.add(node)
+        return [Tell(f"node {name} is not used: {why}"), RemoveAgent(key)]
 
     def _is_useful(self, agent: Agent, nodes: Mapping[str, Node], rendezvous: str) -> bool:
         """True if the agent serves the run or is about to."""
@@ -205,15 +245,19 @@ class Fleet:
                 continue
             if not node.alive and self._once("lost", node):
                 actions.append(Tell(f"node {node.name} is lost{': ' * bool(node.reason)}{node.reason}"))
-            elif node.alive and node.drain_by is not None and self._once("drain", node):
+            elif node.alive and node.drain_by is not None:
                 within = None if node.drain_by == float("inf") else max(_SHORTEST_S, node.drain_by - now)
                 when = "" if within is None else f" within {within:.0f} s"
-                actions.append(Tell(f"node {node.name} is to leave{when}: {node.reason or 'Ray drains it'}"))
+                if self._once("drain", node):
+                    actions.append(Tell(f"node {node.name} is to leave{when}: {node.reason or 'Ray drains it'}"))
                 if node.id == self._home and not self._moves:
                     self._moves = True  # all agents are started again, on nodes that stay
                     actions += [Tell("the controller is there: it saves its state, and moves"), Move()]
-                elif not self._moves:
-                    actions += [Drain(agent.key, node.name, within) for agent in here if agent.state is State.SERVING]
+                elif not self._moves:  # also agents whose start was under way when the drain began
+                    serving = [agent for agent in here if agent.state is State.SERVING]
+                    new = [agent for agent in serving if (agent.key, agent.start) not in self._drained]
+                    self._drained |= {(agent.key, agent.start) for agent in new}
+                    actions += [Drain(agent.key, node.name, within) for agent in new]
         return actions
 
     def _once(self, what: str, node: Node) -> bool:
@@ -224,9 +268,9 @@ class Fleet:
     def _ended(self, agent: Agent, node: Node | None) -> list[Action]:
         """The agent of a node has ended while the run goes on."""
         where = node.name if node is not None else agent.node
-        if (agent.key, agent.process) in self._handled:
+        if (agent.key, agent.start) in self._handled:
             return []
-        self._handled.add((agent.key, agent.process))
+        self._handled.add((agent.key, agent.start))
         how = f"with exit code {agent.code}" if (agent.code or 0) >= 0 else f"by signal {-(agent.code or 0)}"
         line = f"the agent on node {where} has ended {how}{': ' * bool(agent.said)}{agent.said}"
         leaves = node is not None and not node.stays
@@ -240,6 +284,11 @@ class Fleet:
         return [Tell(f"{line}; it is started again"), StartAgent(agent.key)]
 
 
+def to_start(agents: Sequence[Agent], rendezvous: str) -> list[int]:
+    """The actors whose agents are to be started for a controller that begins, also at the address of the one before."""
+    return [agent.key for agent in agents if agent.serves != rendezvous or agent.state is State.ENDED]
+
+
 @dataclass(frozen=True)
 class Progress:
     """What a supervisor remembers of a run, in a file that outlives it.
@@ -250,6 +299,8 @@ class Progress:
         steps: lines in metrics.jsonl when the last one was started.
         port: of the rendezvous.
         node: the controller's.
+        refused_since: the time of the first of the starts in a row that were refused; 0: the last one was not.
+        crashes: of the supervisor by errors of its own, since the run got further.
     """
 
     starts: int = 0
@@ -257,11 +308,34 @@ class Progress:
     steps: int = 0
     port: int = 0
     node: str = ""
+    refused_since: float = 0.0
+    crashes: int = 0
 
     def started(self, steps: int, port: int, node: str) -> Progress:
         """After one more start."""
-        vain = 0 if not self.starts or steps > self.steps else self.vain + 1
-        return Progress(self.starts + 1, vain, steps, port, node)
+        is_further = steps > self.steps
+        vain = 0 if not self.starts or is_further else self.vain + 1
+        since, crashes = (0.0, 0) if is_further else (self.refused_since, self.crashes)
+        return Progress(self.starts + 1, vain, steps, port, node, since, crashes)
+
+    def ended(self, code: int, now: float) -> Progress:
+        """After the end of a controller. One that was refused has not tried to bring the run further."""
+        if code != REFUSED:
+            return replace(self, refused_since=0.0)
+        return replace(self, vain=max(0, self.vain - 1), refused_since=self.refused_since or now)
+
+    def crashed(self) -> Progress:
+        """After an error of the supervisor."""
+        return replace(self, crashes=self.crashes + 1)
+
+    def is_refused(self, now: float) -> bool:
+        """True if controllers have been refused for so long that another try would be, too."""
+        return bool(self.refused_since) and now - self.refused_since > _REFUSED_S
+
+    @property
+    def is_broken(self) -> bool:
+        """True if the supervisor is not to be started again."""
+        return self.crashes > _MOST_FAILURES
 
     @property
     def is_vain(self) -> bool:

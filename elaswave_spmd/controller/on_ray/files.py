@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import secrets
 import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,6 +18,8 @@ from elaswave_spmd.controller.on_ray.decisions import Progress
 from elaswave_spmd.controller.on_ray.job import Job
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.run_dir.atomic_write import open_private, replacing
+from elaswave_spmd.run_dir.lock import lock_run_dir
+from elaswave_spmd.run_dir.manifest import MANIFEST
 
 LOG = "log"
 TOKEN = "token"
@@ -23,6 +27,8 @@ _NONCE = "nonce"
 _JOB = "job.json"
 _PROGRESS = "progress.json"
 _ENDED = "ended.json"
+_STOP = "stop"
+_BEGIN = "begin.lock"
 _METRICS = "metrics.jsonl"
 _CHECKPOINTS = "checkpoints"
 _SUMMARY = "summary.json"
@@ -54,20 +60,45 @@ class JobFiles:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.chmod(0o700)
-            for name in (_ENDED, _PROGRESS):
+            for name in (_ENDED, _PROGRESS, _STOP):
                 (self._folder / name).unlink(missing_ok=True)
             self._write(_NONCE, self._job.nonce)
             self._write(_JOB, json.dumps({"words": self._job.words}))
             if self._job.token_file == str(self._folder / TOKEN) and not (self._folder / TOKEN).exists():
                 self._write(TOKEN, secrets.token_hex(32))
-            self.append(b"")
+            self.opened(LOG).close()
         except OSError as error:
-            raise ConfigError(
-                f"cannot write {self._folder} ({error.strerror or error})",
-                rule="a run on Ray keeps its secret, its log and its progress beside its directory",
-                where="run.dir",
-                fix="run.dir=FOLDER/NAME, in a folder that you may write",
-            ) from error
+            raise self._not_written(error) from error
+
+    def _not_written(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"cannot write {self._folder} ({error.strerror or error})",
+            rule="a run on Ray keeps its secret, its log and its progress beside its directory",
+            where="run.dir",
+            fix="run.dir=FOLDER/NAME, in a folder that you may write",
+        )
+
+    @contextlib.contextmanager
+    def beginning(self) -> Iterator[bool]:
+        """No other command begins a run in this directory meanwhile. Yields True if none was begun there before.
+
+        Raises:
+            ConfigError: another command does, or the folder cannot be written.
+        """
+        is_new = not self.exists
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = self.opened(_BEGIN)
+        except OSError as error:
+            raise self._not_written(error) from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise begun_twice(self._job.run_dir) from None
+            except OSError as error:
+                raise self._not_written(error) from error
+            yield is_new
 
     @property
     def exists(self) -> bool:
@@ -110,13 +141,21 @@ class JobFiles:
         """Write the exit code."""
         self._write(_ENDED, json.dumps({"code": code}))
 
+    def ask_to_stop(self) -> None:
+        """Have the supervisor end the run, also one that is being started again and hears no call."""
+        self.opened(_STOP).close()
+
+    @property
+    def is_asked_to_stop(self) -> bool:
+        return (self._folder / _STOP).exists()
+
     def tell(self, line: str) -> None:
         """Write a line to the log."""
         self.append(f"ray: {line}\n".encode())
 
     def append(self, text: bytes) -> None:
-        """Write to the end of the log."""
-        with self.opened(LOG) as log:
+        """Write to the end of the log. A disk that is full takes lines away, and not the run."""
+        with contextlib.suppress(OSError), self.opened(LOG) as log:
             log.write(text)
 
     def opened(self, name: str) -> IO[bytes]:
@@ -148,9 +187,9 @@ class JobFiles:
 
     @property
     def has_checkpoint(self) -> bool:
-        """True if there is something that may be a checkpoint: the run itself reads it."""
+        """True if there is a checkpoint that was completed: its manifest is written last."""
         with contextlib.suppress(OSError):
-            return any((Path(self._job.run_dir) / _CHECKPOINTS).iterdir())
+            return any((path / MANIFEST).exists() for path in (Path(self._job.run_dir) / _CHECKPOINTS).iterdir())
         return False
 
     @property
@@ -158,12 +197,21 @@ class JobFiles:
         """True if the run has finished."""
         return (Path(self._job.run_dir) / _SUMMARY).exists()
 
-    def put_aside(self) -> Path:
-        """Rename the directory of a run that has no checkpoint to go on from, and return its new name."""
+    def put_aside(self) -> Path | None:
+        """Rename the directory of a run that has no checkpoint to go on from, and return its new name.
+
+        None: the controller before has completed a checkpoint at its end.
+
+        Raises:
+            ConfigError: it still has the directory.
+        """
         number, path = 1, Path(self._job.run_dir)
-        while (aside := path.with_name(f"{path.name}.without_checkpoint.{number}")).exists():
-            number += 1
-        path.rename(aside)
+        with lock_run_dir(path):
+            if self.has_checkpoint:
+                return None
+            while (aside := path.with_name(f"{path.name}.without_checkpoint.{number}")).exists():
+                number += 1
+            path.rename(aside)
         return aside
 
     def _write(self, name: str, text: str) -> None:
@@ -175,6 +223,16 @@ class JobFiles:
             return json.loads((self._folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
+
+
+def begun_twice(run_dir: str) -> ConfigError:
+    """The error of a command that finds another one beginning a run in the same directory."""
+    return ConfigError(
+        f"another command begins a run in {run_dir} at this moment",
+        rule="a run has one controller at a time; the same command as the other one shows it once it has begun",
+        where="run.dir",
+        fix="wait a moment and try again, or another run.dir",
+    )
 
 
 def free_port(host: str, wanted: int) -> int:

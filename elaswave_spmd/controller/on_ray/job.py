@@ -83,6 +83,11 @@ class Job:
         return f"elaswave:{self.run_dir}"
 
     @property
+    def needs_device(self) -> bool:
+        """True if workers compute on what Ray gives out. Then none is beside the controller, which has no device."""
+        return self.device in _RESOURCES
+
+    @property
     def resources(self) -> dict[str, float]:
         """What an agent asks Ray for."""
         asked = {"CPU": float(self.places * self.threads)}

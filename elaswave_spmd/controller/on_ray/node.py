@@ -6,6 +6,7 @@ The agent is an ordinary one. The actor tells it nothing but signals, and tells 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import time
@@ -53,7 +54,7 @@ class AgentReport:
     Args:
         node: the node's id.
         serves: the rendezvous that the agent was started with; "": none was started.
-        process: its process id.
+        start: a random name of its start.
         code: its exit code; None: it lives.
         said: its last line, if it has said more than that it is there.
         has_workers: workers of the run live there.
@@ -61,7 +62,7 @@ class AgentReport:
 
     node: str
     serves: str = ""
-    process: int = 0
+    start: str = ""
     code: int | None = None
     said: str = ""
     has_workers: bool = False
@@ -115,6 +116,7 @@ class NodeAgent:
         self._files = JobFiles(job)
         self._process: subprocess.Popen[bytes] | None = None
         self._serves = ""
+        self._start = ""
         self._log = ""
 
     def check(self) -> NodeReport:
@@ -140,7 +142,7 @@ class NodeAgent:
         environment = process_environment(job, os.environ)
         with self._files.opened(self._log) as log:
             self._process = tied.start(words, environment, job.folder, log)
-        self._serves = rendezvous
+        self._serves, self._start = rendezvous, secrets.token_hex(8)
         if wrong := differing(job, _environment_of(self._process.pid, environment)):
             self._end()
             return NodeReport(report.node, f"the agent would have {', '.join(wrong)}, and other bits", report.facts)
@@ -154,7 +156,7 @@ class NodeAgent:
         said = "" if code is None else self._files.last_line(self._log)
         said = "" if said.startswith(_BEGIN) else said
         has_workers = code is None and any(_children_of(child) for child in _children_of(self._process.pid))
-        return AgentReport(node_id(), self._serves, self._process.pid, code, said, has_workers)
+        return AgentReport(node_id(), self._serves, self._start, code, said, has_workers)
 
     def terminate(self) -> None:
         """Send SIGTERM to the agent: its workers leave the run."""

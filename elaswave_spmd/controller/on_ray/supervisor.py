@@ -6,6 +6,7 @@ its files, and starts the command again, which goes on in the directory of the r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -32,12 +33,13 @@ from elaswave_spmd.controller.on_ray.decisions import (
     State,
     Tell,
     after_controller,
+    to_start,
 )
 from elaswave_spmd.controller.on_ray.files import LOG, JobFiles, free_port
 from elaswave_spmd.controller.on_ray.job import MARK, Job, process_environment, words_at, words_going_on
 from elaswave_spmd.controller.on_ray.node import check_node, node_id
 from elaswave_spmd.controller.on_ray.vendor import ray_module
-from elaswave_spmd.errors import ControlError, RunError
+from elaswave_spmd.errors import ConfigError, ControlError, RunError
 
 _TURN_S = 0.3
 _REGATHER_S = 15.0
@@ -48,6 +50,8 @@ _ORPHANS_S = 120.0
 """How long workers that have lost their controller are waited for, where the run has no checkpoint but theirs."""
 
 _ELSEWHERE_S = 5.0
+_SAVES_S = 120.0
+_CLEANS = 3
 
 
 class Supervisor:
@@ -76,34 +80,45 @@ class Supervisor:
             print(f"{node_id()} cannot have the controller: {problem}", flush=True)
             time.sleep(_ELSEWHERE_S)
             os._exit(1)
+        cluster, supervision = None, None
         try:
             cluster = RayCluster(job)
-            code = files.code
-            if code is None:
-                code = _supervised(job, files, cluster, self._stop)
-            cluster.remove_all()
-            files.end(code)
+            if files.code is None:
+                supervision = Supervision(job, files, cluster, self._stop)
+                # Written before anything is removed: what fails from here on is not the run.
+                files.end(supervision.run())
         except _MovesError:
             os._exit(1)  # Ray starts the actor again, elsewhere, as this node takes nobody any more
-        except BaseException:  # of Ray, whose head may be gone
+        except BaseException:  # of Ray, of the file system, or of this program
+            print(traceback.format_exc(), flush=True)  # the disk may be what has failed
             files.append(traceback.format_exc().encode())
-            files.end(1)
+            if not _is_broken(files):
+                files.tell("the supervisor has failed, and is started again")
+                time.sleep(_ELSEWHERE_S)
+                os._exit(1)
+            files.tell("the supervisor has failed again and again: the run saves its state and ends")
+            if supervision is not None:
+                supervision.save()
+            with contextlib.suppress(OSError):
+                files.end(1)
+        for _ in range(_CLEANS if cluster is not None else 0):
+            try:
+                assert cluster is not None
+                cluster.remove_all()
+                break
+            except BaseException:
+                print(traceback.format_exc(), flush=True)
+                time.sleep(_ELSEWHERE_S)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
-def _supervised(job: Job, files: JobFiles, cluster: RayCluster, stop: threading.Event) -> int:
-    """The exit code of the run. Agents are left to the caller.
-
-    Raises:
-        _MovesError: the supervisor is to go on on another node.
-    """
+def _is_broken(files: JobFiles) -> bool:
+    """Count an error of the supervisor; True if it is not to be started again. A disk that is full counts nothing."""
     try:
-        return Supervision(job, files, cluster, stop).run()
-    except _MovesError:
-        raise
-    except BaseException:
-        files.append(traceback.format_exc().encode())
-        return 1
+        files.progress = progress = files.progress.crashed()
+    except OSError:
+        return False
+    return progress.is_broken
 
 
 class Supervision:
@@ -126,6 +141,20 @@ class Supervision:
         self._rendezvous = ""
         self._moves = False
 
+    def save(self) -> None:
+        """Have the controller end, if there is one, as by Ctrl-C."""
+        if self._controller is not None and self._controller.poll() is None:
+            self._controller.terminate()
+            try:
+                self._controller.wait(_SAVES_S)
+            except subprocess.TimeoutExpired:
+                return
+
+    @property
+    def _is_asked(self) -> bool:
+        """True if a person wants the run to end. A call is quick; the file is seen also after a restart."""
+        return self._stop.is_set() or self._files.is_asked_to_stop
+
     def run(self) -> int:
         """Until the run has ended. Returns its exit code.
 
@@ -135,6 +164,11 @@ class Supervision:
         files, progress = self._files, self._files.progress
         if progress.starts and files.has_result:
             return 0  # it had finished when the one before was lost
+        if self._is_asked:
+            if progress.starts:
+                self._files.tell("the run ends, as was asked")
+                self._await_orphans()
+            return 128 + signal.SIGTERM
         self._nodes = self._cluster.nodes()
         if (code := self._gather(is_first=not progress.starts)) is not None:
             return code
@@ -142,13 +176,20 @@ class Supervision:
             if files.progress.is_vain:
                 files.tell(f"the controller was started {files.progress.starts} times, and the run got no further")
                 return 1
-            code, goes_on = self._live(), files.progress.starts > 1
-            match after_controller(code, moves=self._moves, is_asked=self._stop.is_set(), goes_on=goes_on):
+            goes_on = files.progress.starts > 0
+            code = self._live()
+            files.progress = files.progress.ended(code, time.time())
+            match after_controller(code, moves=self._moves, is_asked=self._is_asked, goes_on=goes_on):
                 case After.END:
+                    if code < 0:
+                        self._await_orphans()
                     return 128 - code if code < 0 else code
                 case After.MOVE:
                     files.tell("the run's state is saved; the controller goes on on another node")
                     raise _MovesError
+                case After.AGAIN if files.progress.is_refused(time.time()):
+                    files.tell("the controller is refused again and again: the run ends")
+                    return code
                 case After.AGAIN:
                     how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
                     files.tell(f"the controller has ended {how}: it is started again")
@@ -165,7 +206,7 @@ class Supervision:
         cluster.reserve_first()
         deadline = time.monotonic() + (job.timeout_s if is_first else _REGATHER_S)
         while not cluster.are_reserved():
-            if self._stop.is_set():
+            if self._is_asked:
                 return 128 + signal.SIGTERM
             if time.monotonic() > deadline:
                 if not is_first:
@@ -187,23 +228,28 @@ class Supervision:
     def _live(self) -> int:
         """One life of the controller. Returns its exit code."""
         agents = self._ready_agents()
-        if not agents:
+        if not agents and not self._is_asked:
             self._files.tell("no agent has a place any more")
             return 1
-        words = self._words()
+        try:
+            words = self._words()
+        except ConfigError as error:  # a controller that Ray was cut off from still has the directory
+            self._files.tell(error.what)
+            return REFUSED
+        if self._is_asked:
+            return 128 + signal.SIGTERM
         progress = self._files.progress
         is_back = progress.node == self._home
         port = free_port(self._host, progress.port if is_back else 0)
         self._rendezvous = f"{self._host}:{port}"
         self._files.progress = progress.started(self._files.steps, port, self._home)
-        for agent in agents:
-            if agent.serves != self._rendezvous:
-                self._start(agent.key)
+        for key in to_start(agents, self._rendezvous):
+            self._start(key)
         self._start_controller(words, len(agents))
         assert self._controller is not None
         is_asked = False
         while (code := self._controller.poll()) is None:
-            if self._stop.is_set() and not is_asked:
+            if self._is_asked and not is_asked:
                 is_asked = True
                 self._controller.terminate()
             self._turn()
@@ -213,11 +259,14 @@ class Supervision:
     def _ready_agents(self) -> list[Agent]:
         """The agents that the controller is to wait for: after a restart perhaps fewer than the run began with."""
         began = time.monotonic()
+        # Beside the controller there is no device that Ray has given to the run.
+        patience_s = self._job.timeout_s if self._job.needs_device else _REGATHER_S
         while True:
             self._nodes = self._cluster.nodes()
             ready = [agent for agent in self._cluster.agents() if self._is_ready(agent)]
             waited = time.monotonic() - began
-            if len(ready) >= self._job.agents or (ready and waited > _REGATHER_S) or waited > self._job.timeout_s:
+            is_enough = len(ready) >= self._job.agents or (ready and waited > patience_s)
+            if self._is_asked or is_enough or waited > self._job.timeout_s:
                 return ready
             time.sleep(_TURN_S)
 
@@ -230,21 +279,27 @@ class Supervision:
         files = self._files
         if not files.progress.starts or not files.has_begun:
             return [*self._job.words]
-        began = time.monotonic()
-        while not files.has_checkpoint and time.monotonic() - began < _ORPHANS_S:
-            # Workers that have lost their controller write their state.
-            if not any(agent.has_workers for agent in self._cluster.agents()):
-                break
-            time.sleep(_TURN_S)
-        if files.has_checkpoint:
+        if not files.has_checkpoint:
+            self._await_orphans()
+        if files.has_checkpoint or (aside := files.put_aside()) is None:
             return words_going_on(self._job)
-        files.tell(f"the run has no checkpoint, and begins again; what it has left is in {files.put_aside()}")
+        files.tell(f"the run has no checkpoint, and begins again; what it has left is in {aside}")
         return [*self._job.words]
+
+    def _await_orphans(self) -> None:
+        """Wait for workers that have lost their controller: they write their state, and end."""
+        began = time.monotonic()
+        while time.monotonic() - began < _ORPHANS_S:
+            agents, waited = self._cluster.agents(), time.monotonic() - began
+            is_unknown = waited < _REGATHER_S and any(agent.state is State.PLACING for agent in agents)
+            if not is_unknown and not any(agent.has_workers for agent in agents):
+                return
+            time.sleep(_TURN_S)
 
     def _start_controller(self, words: list[str], agents: int) -> None:
         job = self._job
         is_first = self._files.progress.starts == 1
-        are_all = is_first or agents * job.places >= job.workers
+        are_all = is_first or job.needs_device or agents * job.places >= job.workers
         beside = "" if are_all else "; workers without a place there are beside the controller"
         name = self._nodes[self._home].name
         self._files.tell(f"the controller is on node {name}, and meets {agents} agents at {self._rendezvous}{beside}")
@@ -265,8 +320,7 @@ class Supervision:
         for key, report in self._cluster.answers():
             name = self._nodes[report.node].name
             if report.problem:
-                self._carry_out(self._fleet.failed(key, name, report.problem))
-                self._cluster.remove(key)
+                self._carry_out(self._fleet.failed(key, report.node, name, report.problem))
             else:
                 self._files.tell(f"an agent is on node {name}: {report.facts}")
         # Ray's clock: deadlines are times of day.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from elaswave_spmd.conf.compose import settings_from
-from elaswave_spmd.controller.on_ray import vendor
+from elaswave_spmd.controller.on_ray import cluster, supervisor, vendor
 from elaswave_spmd.controller.on_ray.decisions import (
+    REFUSED,
     AddAgent,
     After,
     Agent,
@@ -25,6 +28,7 @@ from elaswave_spmd.controller.on_ray.decisions import (
     State,
     Tell,
     after_controller,
+    to_start,
 )
 from elaswave_spmd.controller.on_ray.files import JobFiles
 from elaswave_spmd.controller.on_ray.job import (
@@ -37,7 +41,9 @@ from elaswave_spmd.controller.on_ray.job import (
     words_at,
     words_going_on,
 )
+from elaswave_spmd.controller.on_ray.node import NodeReport
 from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.run_dir.lock import lock_run_dir
 
 WORDS = ["mesh=dp4", "run.dir=runs/one", "runtime.launcher=ray"]
 HERE = "10.0.0.1:20001"
@@ -149,7 +155,8 @@ def nodes(*made: Node) -> dict[str, Node]:
 
 
 def serving(key: int, node: str, **others: Any) -> Agent:
-    return Agent(key, node, others.pop("is_first", True), others.pop("state", State.SERVING), HERE, 100 + key, **others)
+    is_first, state = others.pop("is_first", True), others.pop("state", State.SERVING)
+    return Agent(key, node, is_first, state, HERE, f"start {key}", **others)
 
 
 A, B, C, HOME = Node("a", "a"), Node("b", "b"), Node("c", "c"), Node("home", "home", has_room=False)
@@ -223,7 +230,7 @@ def test_an_agent_that_fails_is_started_again_and_one_that_is_refused_is_not(cod
 
 def test_an_agent_that_fails_again_and_again_is_left_alone_and_another_node_is_used() -> None:
     found = fleet()
-    ends = [Agent(1, "b", True, State.ENDED, HERE, process, 1, "why") for process in range(5)]
+    ends = [Agent(1, "b", True, State.ENDED, HERE, str(start), 1, "why") for start in range(5)]
     starts = [StartAgent(1) in found.turn(nodes(A, B), [serving(0, "a"), end], HERE, 0.0) for end in ends]
     assert starts == [True, True, False, False, False]
     assert without_lines(found.turn(nodes(A, B, C), [serving(0, "a"), ends[-1]], HERE, 9.0)) == [AddAgent(C)]
@@ -240,12 +247,65 @@ def test_a_call_from_python_does_not_hand_a_run_to_ray() -> None:
         settings_from(["runtime.launcher=ray"])
 
 
-def test_a_node_that_cannot_serve_is_not_counted() -> None:
+def test_a_node_that_cannot_serve_is_not_tried_again() -> None:
+    found, there = fleet(aim=3), nodes(HOME, A, B, C)
+    agents = {0: serving(0, "a"), 1: Agent(1, "b", False, State.IDLE)}
+    assert StartAgent(1) in found.turn(there, [*agents.values()], HERE, 0.0)
+    refused = found.failed(1, "b", "b", "no file")
+    assert refused == [Tell("node b is not used: no file"), RemoveAgent(1)]
+    added: list[Node] = []
+    for now in range(100):
+        for action in [*refused, *found.turn(there, [*agents.values()], HERE, float(now))]:
+            match action:
+                case RemoveAgent(key):
+                    agents.pop(key, None)
+                case AddAgent(node):
+                    added.append(node)
+                    agents[1 + len(added)] = serving(1 + len(added), node.id, is_first=False)
+        refused = []
+    assert added == [C]
+
+
+def test_a_node_that_has_nothing_free_does_not_keep_another_one_from_being_used() -> None:
+    found, agents = fleet(), [serving(0, "a"), Agent(1, "b", False, State.PLACING)]
+    assert [found.turn(nodes(A, B), agents, HERE, now) for now in (0.0, 900.0)] == [[], []], "there is no other one"
     found = fleet()
-    assert found.failed(1, "b", "no file") == [Tell("node b is not used: no file")]
-    agents = [serving(0, "a"), Agent(1, "b", False, State.PLACING)]
-    found.turn(nodes(A, B, C), agents, HERE, 0.0)
-    assert without_lines(found.turn(nodes(A, B, C), agents, HERE, 9.0)) == [AddAgent(C)]
+    assert [found.turn(nodes(A, B, C), agents, HERE, now) for now in (0.0, 30.0)] == [[], []]
+    assert without_lines(found.turn(nodes(A, B, C), agents, HERE, 70.0)) == [RemoveAgent(1)]
+    assert without_lines(found.turn(nodes(A, B, C), agents[:1], HERE, 71.0)) == []
+    assert without_lines(found.turn(nodes(A, B, C), agents[:1], HERE, 75.0)) == [AddAgent(C)]
+    assert without_lines(found.turn(nodes(A, B), agents[:1], HERE, 90.0)) == []
+    assert without_lines(found.turn(nodes(A, B), agents[:1], HERE, 900.0)) == [AddAgent(B)], "skipped for a while"
+
+
+def test_an_agent_whose_start_was_under_way_when_its_node_drains_leaves_too() -> None:
+    drains, found = Node("b", "b", drain_by=1060.0), fleet()
+    starts = [serving(0, "a"), Agent(1, "b", True, State.PLACING)]
+    assert without_lines(found.turn(nodes(A, drains), starts, HERE, 1000.0)) == []
+    serves = [serving(0, "a"), serving(1, "b")]
+    assert found.turn(nodes(A, drains), serves, HERE, 1010.0) == [Drain(1, "b", 50.0)]
+    assert found.turn(nodes(A, drains), serves, HERE, 1011.0) == [], "once"
+
+
+def test_agents_that_ended_with_a_refused_controller_are_started_for_the_next_one_at_its_address() -> None:
+    agents = [
+        serving(0, "a", state=State.ENDED, code=0, said="the run has ended"),
+        serving(1, "b"),
+        Agent(2, "c", True, State.SERVING, "10.0.0.9:1"),
+        Agent(3, "d", True, State.IDLE),
+    ]
+    assert to_start(agents, HERE) == [0, 2, 3]
+
+
+def test_no_key_of_an_agent_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = MagicMock()
+    monkeypatch.setattr(cluster, "ray_module", lambda name="": ray)
+    made = cluster.RayCluster(job("runtime.agents=2").shared_out([]))
+    for node in (A, B):
+        made.add(node)
+        made.remove(2 if node is A else 3)
+    names = [call.kwargs["name"] for call in ray.remote.return_value.options.call_args_list]
+    assert [name.partition("/agent/")[2] for name in names] == ["2/a", "3/b"]
 
 
 @pytest.mark.parametrize(
@@ -278,6 +338,136 @@ def test_starts_that_bring_a_run_no_further_come_to_an_end() -> None:
     assert progress.starts == 7 and progress.is_vain
 
 
+def test_refused_starts_are_bounded_by_time_and_not_by_number() -> None:
+    progress = Progress().started(0, 20001, "a").started(50, 20001, "b")
+    for start in range(20):
+        progress = progress.ended(REFUSED, 1000.0 + start).started(50, 20001, "b")
+        assert not progress.is_vain and not progress.is_refused(1000.0 + start)
+    assert progress.ended(REFUSED, 1301.0).is_refused(1301.0)
+    assert not progress.ended(-9, 1301.0).is_refused(1301.0)
+    assert not progress.started(51, 20001, "b").is_refused(1301.0)
+
+
+class Ended(BaseException):
+    """Of the supervisor's process."""
+
+
+class Supervised:
+    """A supervisor whose cluster and controller are made up.
+
+    Args:
+        lives: what each life of it does: its exit code, or what it raises.
+    """
+
+    def __init__(self, found: Job, monkeypatch: pytest.MonkeyPatch, *lives: int | BaseException) -> None:
+        self.job = found
+        self.saved = self.removed = self.killed = 0
+        self._lives = [*lives]
+        report = NodeReport("a", "", "")
+        replaced = {
+            "ray_module": lambda name="": self,
+            "check_node": lambda job: report,
+            "RayCluster": lambda job: self,
+            "Supervision": lambda *arguments: self,
+            "_ELSEWHERE_S": 0.0,
+        }
+        for name, value in replaced.items():
+            monkeypatch.setattr(supervisor, name, value)
+        monkeypatch.setattr(supervisor.os, "_exit", self._exit)
+        monkeypatch.setattr(supervisor.threading, "Thread", MagicMock())
+
+    def live(self) -> bool:
+        """One life of the actor; True if Ray is to start it again."""
+        try:
+            supervisor.Supervisor(self.job)._run(self.job)  # pyright: ignore[reportPrivateUsage]
+        except Ended:
+            return True
+        return False
+
+    def _exit(self, code: int) -> None:
+        raise Ended
+
+    def run(self) -> int:
+        life = self._lives.pop(0)
+        if isinstance(life, BaseException):
+            raise life
+        return life
+
+    def save(self) -> None:
+        self.saved += 1
+
+    def remove_all(self) -> None:
+        self.removed += 1
+        raise RuntimeError("Ray's head is gone")
+
+    def get_runtime_context(self) -> Any:
+        return MagicMock()
+
+    def kill(self, actor: object, *, no_restart: bool) -> None:
+        self.killed += 1
+
+
+def test_an_error_of_the_supervisor_has_it_started_again_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = job(folder=str(tmp_path))
+    files = JobFiles(found)
+    files.make()
+    made = Supervised(found, monkeypatch, OSError("no space"), 0)
+    assert made.live() and files.code is None and not made.removed
+    assert "no space" in files.log.read_text()
+    assert not made.live() and files.code == 0, "also where nothing can be removed"
+    assert made.removed and made.killed == 1
+
+
+def test_a_supervisor_that_fails_again_and_again_saves_and_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = job(folder=str(tmp_path))
+    files = JobFiles(found)
+    files.make()
+    made = Supervised(found, monkeypatch, *[ValueError("a fault")] * 9)
+    assert [made.live() for _ in range(4)] == [True, True, True, False]
+    assert (files.code, made.saved, made.killed) == (1, 1, 1)
+    assert files.progress.started(5, 1, "a").crashes == 0, "a run that gets further is not one that fails for ever"
+
+
+def test_a_stop_is_seen_by_a_supervisor_that_is_started_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = job(folder=str(tmp_path))
+    files = JobFiles(found)
+    files.make()
+    files.progress = Progress().started(0, 20001, "a")
+    files.ask_to_stop()
+    monkeypatch.setattr(supervisor, "ray_module", MagicMock())
+    monkeypatch.setattr(supervisor, "node_id", lambda: "a")
+    there = MagicMock()
+    there.agents.side_effect = [
+        [Agent(0, "a", True, State.PLACING)],
+        [serving(0, "a", has_workers=True)],
+        [serving(0, "a")],
+    ]
+    assert supervisor.Supervision(found, files, there, threading.Event()).run() == 143
+    assert there.agents.call_count == 3, "the workers have written their state"
+    files.make()
+    assert not files.is_asked_to_stop, "it was for the run before"
+
+
+def test_one_command_at_a_time_begins_a_run(tmp_path: Path) -> None:
+    found = job(folder=str(tmp_path))
+    with JobFiles(found).beginning() as is_new:
+        assert is_new
+        with pytest.raises(ConfigError, match="another command begins a run"), JobFiles(found).beginning():
+            pass
+    with JobFiles(found).beginning() as is_new:
+        assert not is_new
+
+
+def test_workers_on_devices_are_never_beside_the_controller() -> None:
+    assert not job().needs_device and job("runtime.device=cuda").needs_device and job("runtime.device=npu").needs_device
+
+
 def test_files_of_a_run_are_private_and_tell_who_shares_them(tmp_path: Path) -> None:
     found = job(folder=str(tmp_path))
     files = JobFiles(found)
@@ -300,9 +490,15 @@ def test_a_run_without_a_checkpoint_is_put_aside(tmp_path: Path) -> None:
     run_dir = tmp_path / "runs" / "one"
     (run_dir / "checkpoints").mkdir(parents=True)
     assert files.has_begun and not files.has_checkpoint and not files.has_result
-    assert files.put_aside().name == "one.without_checkpoint.1" and not files.has_begun
-    (run_dir / "checkpoints" / "step_00000001").mkdir(parents=True)
-    assert files.has_checkpoint
+    aside = files.put_aside()
+    assert aside is not None and aside.name == "one.without_checkpoint.1" and not files.has_begun
+    unfinished = run_dir / "checkpoints" / "step_00000001"
+    unfinished.mkdir(parents=True)
+    assert not files.has_checkpoint, "its manifest is written last"
+    with lock_run_dir(run_dir), pytest.raises(ConfigError, match="is in use by process"):
+        files.put_aside()
+    (unfinished / "manifest.json").touch()
+    assert files.has_checkpoint and files.put_aside() is None and files.has_begun
 
 
 def test_ray_that_is_missing_is_an_error_of_the_user() -> None:
