@@ -270,6 +270,28 @@ class Connect:
 
 
 @dataclass(frozen=True)
+class AdoptWorker:
+    """Open a link to a worker of the controller before, and tell it that this one has taken its place.
+
+    Adopted is its answer. A worker that was no member yet cannot be found, and is ended.
+    """
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class FindShards:
+    """Look for shards on the disk whose reports a controller of the past may not have lived to count."""
+
+
+@dataclass(frozen=True)
+class CameBack:
+    """The controller has adopted its workers, and a mesh of so many members goes on. For the run log."""
+
+    workers: int
+
+
+@dataclass(frozen=True)
 class RecordLostWorker:
     """A member of the mesh was found to be lost at time `at`. For the run log; what follows are other actions."""
 
@@ -378,6 +400,9 @@ Action: TypeAlias = (
     | AgentOrder
     | UsePlaces
     | Connect
+    | AdoptWorker
+    | CameBack
+    | FindShards
     | RecordLostWorker
     | Kill
     | EvictWorker

@@ -18,6 +18,7 @@ from elaswave_spmd.controller.reschedule import Rescheduling, check_rescheduling
 from elaswave_spmd.controller.run_fingerprint import identity_of, without_average
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import CheckpointError, ConfigError
+from elaswave_spmd.recovery.messages import Prepare
 from elaswave_spmd.run_dir import MetricsLine, RunDir, RunInfo, RunObserver, read_events, read_metrics
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, find_shards
 from elaswave_spmd.run_dir.checkpoints import (
@@ -34,6 +35,7 @@ from elaswave_spmd.run_dir.journal import next_incarnation, read_journal
 from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, wait_for_workers
 from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, layout_fingerprint
 from elaswave_spmd.run_dir.run_identity import check_identity
+from elaswave_spmd.runtime.transport.credentials import Credentials
 from elaswave_spmd.sharding.replicas import unsurvived_text
 from elaswave_spmd.worker.checkpoint_writer import read_reports
 from elaswave_spmd.worker.learning_rate import LearningRate
@@ -45,6 +47,35 @@ if TYPE_CHECKING:
 
 _REAPING_S = 10.0  # for a fork server to end workers that take too long
 _WAITING = "waiting for the workers of a controller that was killed: they write their state"
+
+
+@dataclass(frozen=True)
+class Comeback:
+    """The facts with which a controller takes over the workers of one that has died, in the same directory.
+
+    Args:
+        run_dir: the run's directory.
+        generation: of this controller.
+        last_epoch: the newest mesh epoch in the journal.
+        prepared: the Prepare that was journaled last; None: the mesh has never been about to change.
+        credentials: of the run's links; None: they need none.
+        newest_checkpoint: its step; 0: there is none.
+        pids: rank -> process id, of the workers that live.
+        next_rank: all ranks below it have been given to workers.
+        ended: ranks of those whose end nobody has heard of.
+        seconds: for how long they have had no controller.
+    """
+
+    run_dir: Path
+    generation: int
+    last_epoch: int
+    prepared: Prepare | None = None
+    credentials: Credentials | None = None
+    newest_checkpoint: int = 0
+    pids: Mapping[int, int] = field(default_factory=dict)
+    next_rank: int = 0
+    ended: tuple[int, ...] = ()
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +92,7 @@ class ResumePoint:
         digests: layer -> digest of the bits that its kind computed when the run was checked first (`model_check`).
         rescheduling: its length and learning rates beside those that it was saved with; None: a new run.
         locks: held as long as the run lasts.
+        comeback: the controller takes over living workers, which are at about the last known line; None: it does not.
     """
 
     run: str
@@ -72,6 +104,7 @@ class ResumePoint:
     digests: Mapping[str, str] = field(default_factory=dict)
     rescheduling: Rescheduling | None = None
     locks: tuple[RunLock, ...] = ()
+    comeback: Comeback | None = None
 
     @classmethod
     def fresh(cls, run_dir: Path) -> ResumePoint:
@@ -81,6 +114,8 @@ class ResumePoint:
     @property
     def step(self) -> int:
         """The version that the run begins at."""
+        if self.comeback is not None:
+            return max(self.lines, default=0)
         return self.checkpoint.step if self.checkpoint is not None else 0
 
     @property
@@ -94,6 +129,9 @@ class ResumePoint:
 
     def announce(self, observer: RunObserver, mesh: str) -> None:
         """Log that the run is resumed, if it is. The observer gets the lines that must come out again bit for bit."""
+        if self.comeback is not None:
+            observer.expect(self.lines, self.validations, first=self.step + 1, same=True)
+            return
         if self.checkpoint is not None:
             observer.on_event("resume", **self._event(mesh))
             same = self.is_in(observer.run_dir.path)
@@ -322,6 +360,16 @@ def _check_validations(job: Job, known: Mapping[tuple[int, int], str], step: int
                 rule="after which step a run ends early (train.stop_patience) depends on all of them",
                 fix="put the file back, or begin a new run",
             )
+
+
+def known_validations(run_dir: Path) -> dict[tuple[int, int], str]:
+    """The validations of a run that a controller takes over: (step, micro-batches) -> loss_hex."""
+    return _losses(still_valid(read_events(run_dir), "validation"))
+
+
+def known_digests(run_dir: Path) -> dict[str, str]:
+    """The digests of the check of the model, of a run that a controller takes over."""
+    return _digests(run_dir)
 
 
 def _losses(events: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from elaswave_spmd.controller.backward_trial import SPLIT_BACKWARD
-from elaswave_spmd.controller.events import Action, Event, Received, Record, Rejected, WriteCosts
+from elaswave_spmd.controller.events import Action, CameBack, Event, Received, Record, Rejected, WriteCosts
 from elaswave_spmd.controller.model_checks import MODEL_CHECK
 from elaswave_spmd.controller.rejections import RejectionLog
 from elaswave_spmd.controller.resume import ResumePoint, run_info
@@ -323,7 +323,8 @@ class RunLog:
         self._num_workers = plan.placement.mesh.num_workers
         self._version = start.step
         self._committed_at = 0.0
-        self._placed = False  # the first mesh has its configuration: steps are timed from then on
+        # The first mesh has its configuration: steps are timed from then on.
+        self._placed = start.comeback is not None
         self._record = RunRecord(plan.description.layout, averages=averages(plan.job.optimizer))
         self.validations = Validations(plan.job, start.validations, start.step)
         """The losses of validations, which the controller adds when it decides about them."""
@@ -344,6 +345,8 @@ class RunLog:
         """The run begins: its header, and where it goes on from if it is resumed."""
         plan, observer = self._plan, self.observer
         observer.on_start(run_info(plan, plan.data, observer.run_dir.path, self._start.step))
+        if (comeback := self._start.comeback) is not None:
+            self._record.generation = comeback.generation
         self._start.announce(observer, plan.placement.mesh.shape.name)
 
     def event(self, event: Event, now: float) -> None:
@@ -397,6 +400,9 @@ class RunLog:
                 self._placed = True
                 self._num_workers = len(ranks)
                 self._epochs.first_mesh(self._plan.placement.mesh, first)
+                self._committed_at = now
+            case CameBack(workers):
+                self._num_workers = workers
                 self._committed_at = now
             case Committed(applied):
                 self._committed(applied, now)

@@ -27,6 +27,7 @@ from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.ending import Command, Ending
 from elaswave_spmd.controller.events import Outcome, RestartFrom, RunFinished, RunStopped
 from elaswave_spmd.controller.io import ProcessIO, credentials_of, listen_host
+from elaswave_spmd.controller.living import Living, find_living
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.model_checks import ModelChecks
 from elaswave_spmd.controller.resume import ResumePoint, open_run
@@ -239,6 +240,8 @@ class _Lives:
         Args:
             again: the directory of the life before, if the run begins as that one did; else None.
         """
+        if again is None and (living := find_living(settings)) is not None:
+            return self._go_on(living)
         scratch = Scratch()
         # Started first: this process has one thread now, and the fork server imports the rest while this one finds the
         # data.
@@ -247,28 +250,46 @@ class _Lives:
         except BaseException:
             scratch.remove()
             raise
-        try:
-            # After the fork server was started: what a user's file imports may start threads.
-            self._load_callbacks()
-            data = prepare_data(data_spec(settings))
-            # Imported here: it brings torch, which the fork server is importing meanwhile for the workers.
-            from elaswave_spmd.worker.plan_run import check_given_weights, plan_run, read_profile
+        with self._ending(launcher, scratch):
+            return self._run_with(launcher, settings, scratch.path, again)
 
-            self._prepare_texts(data)
-            costs = read_profile(settings.schedule.profile) if settings.schedule.profile else None
-            plan = plan_run(settings, data, costs=costs)
-            check_given_weights(plan)
-            # Planned twice where there are agents: what is wrong with the settings is found before anybody waits for
-            # them.
-            if (topology := gather(launcher, settings, data)) is not None:
-                plan = plan_run(settings, data, topology, costs)
-            return self._train(plan, launcher, scratch.path, again)
+    def _go_on(self, living: Living) -> Outcome:
+        """The life of a controller that has come back: as `_run_once`, with the workers of the one before."""
+        launcher = Launcher(living.fork_server)
+        with self._ending(launcher, living.scratch):
+            raise_fd_limit(_most_workers(living.settings) + living.settings.elastic.spares)
+            return self._run_with(launcher, living.settings, living.scratch.path, None, living)
+
+    @contextlib.contextmanager
+    def _ending(self, launcher: Launcher, scratch: Scratch) -> Iterator[None]:
+        """A `with` at whose end no process of the life is left, nor the directory of its sockets."""
+        try:
+            yield
         finally:
             with self._signals.held():
                 # No grace: workers treat SIGTERM as a request to leave gracefully, and no controller remains to answer.
                 launcher.stop(grace_s=0.0)
                 scratch.remove()
                 self._show_captured()
+
+    def _run_with(
+        self, launcher: Launcher, settings: Settings, scratch: str, again: Path | None, living: Living | None = None
+    ) -> Outcome:
+        """From the data of a life to the end of its workers."""
+        # After the fork server was started: what a user's file imports may start threads.
+        self._load_callbacks()
+        data = prepare_data(data_spec(settings))
+        # Imported here: it brings torch, which the fork server is importing meanwhile for the workers.
+        from elaswave_spmd.worker.plan_run import check_given_weights, plan_run, read_profile
+
+        self._prepare_texts(data)
+        costs = read_profile(settings.schedule.profile) if settings.schedule.profile else None
+        plan = plan_run(settings, data, costs=costs)
+        check_given_weights(plan)
+        # Planned twice where there are agents: what is wrong with the settings is found before anybody waits for them.
+        if (topology := gather(launcher, settings, data)) is not None:
+            plan = plan_run(settings, data, topology, costs)
+        return self._train(plan, launcher, scratch, again, living)
 
     def close(self) -> None:
         """Closing again is allowed."""
@@ -283,7 +304,9 @@ class _Lives:
                 for line in self._captured.lines(rest=True):
                     print(line, file=sys.stderr)
 
-    def _train(self, plan: RunPlan, launcher: Launcher, scratch: str, again: Path | None) -> Outcome:
+    def _train(
+        self, plan: RunPlan, launcher: Launcher, scratch: str, again: Path | None, living: Living | None
+    ) -> Outcome:
         """From the run's directory to the end of its workers."""
         signals = self._signals
         # Until workers train, an error leaves no trace of the run; afterwards the directory stays, with its log.
@@ -291,7 +314,10 @@ class _Lives:
             # No signal comes between the making of a directory and the note that it is to be removed. One that is
             # resumed stays anyway, and may be waited for.
             with signals.held() if plan.settings.train.resume is None else contextlib.nullcontext():
-                run_dir, start = open_run(plan, plan.data, again)
+                if living is None:
+                    run_dir, start = open_run(plan, plan.data, again)
+                else:
+                    run_dir, start = living.open_run_dir(), living.start
                 undo.callback(start.close)
                 undo.callback(run_dir.discard)
             signals.check()
@@ -311,7 +337,8 @@ class _Lives:
                 frequencies=frequencies,
                 has_gone_back=self._has_gone_back,
             )
-            launcher.hold(run_dir.path / WORKERS_LOCK)
+            if living is None:
+                launcher.hold(run_dir.path / WORKERS_LOCK)
             undo.pop_all()
         before, self.run_dir = self.run_dir, run_dir.path
         with signals.held():
@@ -477,12 +504,21 @@ def make_controller(
     start = start or ResumePoint.fresh(run_dir)
     checkpoints = CheckpointSpec.for_run(plan, start, run_dir)
     guard = frequencies.socket if frequencies is not None else None
-    io = ProcessIO(plan, launcher, scratch, run_dir, checkpoints, frequency_guard=guard)
+    io = ProcessIO(plan, launcher, scratch, run_dir, checkpoints, frequency_guard=guard, comeback=start.comeback)
     from elaswave_spmd.worker.plan_run import given_digests
 
     model_checks = ModelChecks(plan, start.digests, given_digests(plan))
     log = RunLog(plan, observer, start)
-    return Controller(plan, io, log, checkpoints, frequencies, model_checks, has_gone_back=has_gone_back)
+    return Controller(
+        plan,
+        io,
+        log,
+        checkpoints,
+        frequencies,
+        model_checks,
+        has_gone_back=has_gone_back,
+        comeback=start.comeback,
+    )
 
 
 def data_spec(settings: Settings) -> DataSpec:
@@ -531,7 +567,8 @@ def start_launcher(
         start = worker_start(settings)
         if settings.runtime.transport == "shm" and (why := why_not_shared()):
             print(f"links go over Unix sockets (runtime.transport=ipc): memory is not shared, since {why}", flush=True)
-        local = start_fork_server(start, scratch, grace_s, here=here, given=given, streams=streams)
+        adopt_s = settings.timeouts.adopt
+        local = start_fork_server(start, scratch, grace_s, here=here, given=given, streams=streams, adopt_s=adopt_s)
         undo.pop_all()
     return Launcher(local, agents)
 
@@ -544,11 +581,12 @@ def start_fork_server(
     here: bool = False,
     given: ByValue | None = None,
     streams: Mapping[int, int] | None = None,
+    adopt_s: float | None = None,
 ) -> ForkServerClient:
     """Start the fork server of a machine's workers, and print the environment variables that they get.
 
     Args:
-        streams: as for ForkServerClient.start.
+        streams, adopt_s: as for ForkServerClient.start.
     """
     if start.environment:
         print(f"variables of the workers: {start}", flush=True)
@@ -562,6 +600,7 @@ def start_fork_server(
         here=here,
         given=given,
         streams=streams,
+        adopt_s=adopt_s,
     )
 
 

@@ -1,0 +1,214 @@
+"""A controller that comes back: it adopts the workers of one that has died, and the step under way goes on.
+
+The rules are A1 to A12 of docs/protocol.md. `Comeback` (resume.py) has the facts with which such a controller begins,
+from the run's directory and the fork server. `Takeover` is its first act: it asks every living worker what its
+predecessor may not have written down, and makes of the answers the actions after which it is a controller as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from elaswave_spmd.controller.events import (
+    Action,
+    AdoptWorker,
+    CameBack,
+    End,
+    Event,
+    FindShards,
+    Kill,
+    Received,
+    Record,
+    RestartFrom,
+    Spawn,
+    Tick,
+    WorkerEnded,
+)
+from elaswave_spmd.controller.failures import FailureHandler
+from elaswave_spmd.controller.resume import Comeback
+from elaswave_spmd.controller.roster import Roster
+from elaswave_spmd.controller.supervision import Supervision
+from elaswave_spmd.mesh.mesh import named_workers
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Predecessor
+from elaswave_spmd.recovery.packed_reconfigure import reconfigure_of
+from elaswave_spmd.worker.configuration import Configuration
+
+if TYPE_CHECKING:
+    from elaswave_spmd.worker.plan_run import RunPlan
+
+
+@dataclass
+class _Gathered:
+    """The workers that have been asked, and what has come of it."""
+
+    awaited: set[int]
+    until: float
+    answers: dict[int, m.Adopted] = field(default_factory=dict)
+    later: list[Event] = field(default_factory=list)  # what has nothing to do with it, for afterwards
+
+
+class Takeover:
+    """The first act of a controller that comes back, on its thread: events in, actions out, until `is_over`.
+
+    Args:
+        comeback: the facts with which the controller begins.
+        validated: the newest step whose validation is written down; 0: none is.
+        ended_at: the step after which the run ends early by its validations; None: it does not, by those so far.
+    """
+
+    def __init__(
+        self,
+        comeback: Comeback,
+        plan: RunPlan,
+        protocol: ControllerProtocol,
+        roster: Roster,
+        supervision: Supervision,
+        failures: FailureHandler,
+        validated: int,
+        ended_at: int | None,
+    ) -> None:
+        self._comeback = comeback
+        self._plan = plan
+        self._protocol = protocol
+        self._roster = roster
+        self._supervision = supervision
+        self._failures = failures
+        self._validated = validated
+        self._ended_at = ended_at
+        self._gathered = _Gathered(set(comeback.pids), 0.0)
+        self.is_over = False
+        """True once the controller is one as any other."""
+
+    @property
+    def last_epoch(self) -> int:
+        """The newest mesh epoch that there can be."""
+        return self._comeback.last_epoch
+
+    @property
+    def later(self) -> list[Event]:
+        """What has happened meanwhile, and is to be decided about afterwards."""
+        return self._gathered.later
+
+    def start(self, now: float) -> list[Action]:
+        """Ask all workers that live."""
+        self._gathered.until = now + self._plan.settings.timeouts.status
+        return [AdoptWorker(rank) for rank in sorted(self._gathered.awaited)]
+
+    def decide(self, event: Event, now: float) -> list[Action]:
+        """The actions that follow from an event, while workers are asked."""
+        gathered = self._gathered
+        match event:
+            case Received(message=m.Adopted() as answer):
+                if answer.generation == self._comeback.generation and answer.rank in gathered.awaited:
+                    gathered.awaited.remove(answer.rank)
+                    gathered.answers[answer.rank] = answer
+                    self._supervision.watch(answer.rank, now)
+            case Received(message=m.Heartbeat() as beat):
+                if beat.rank in gathered.answers:
+                    self._supervision.heartbeat(beat, now)
+            case WorkerEnded(rank):
+                gathered.awaited.discard(rank)
+                if gathered.answers.pop(rank, None) is not None:
+                    self._supervision.forget(rank)
+            case Tick():
+                self._supervision.postpone(now)
+                if now > gathered.until:
+                    late, gathered.awaited = sorted(gathered.awaited), set()
+                    return [*(Kill(rank) for rank in late), *self._finish(now)]
+            case _:
+                gathered.later.append(event)
+        return [] if gathered.awaited else self._finish(now)
+
+    def _finish(self, now: float) -> list[Action]:
+        """All have answered, or are lost: the state of the run is known."""
+        self.is_over = True
+        answers, comeback, protocol = self._gathered.answers, self._comeback, self._protocol
+        newest = max(answers.values(), key=lambda answer: answer.epoch, default=None)
+        if newest is None or newest.epoch < 0:
+            return self._give_up("no worker is left")
+        reports = sorted(
+            (r for a in answers.values() for r in a.applied), key=lambda report: (report.step, report.rank)
+        )
+        steps = sorted({report.step for report in reports if report.step > protocol.version})
+        most = max(protocol.version, *(answer.version for answer in answers.values()))
+        if steps != list(range(protocol.version + 1, most + 1)):
+            return self._give_up(f"workers that had reports of the steps {protocol.version + 1} to {most} are lost")
+        reconfigure = reconfigure_of(newest.reconfigure)
+        placement = Configuration.from_message(self._plan.placement, reconfigure).placement
+        members = placement.mesh.members
+        actions: list[Action] = [
+            CameBack(len(members)),
+            *(Kill(rank) for rank in answers if rank not in members),  # it was lost, or has left
+        ]
+        for rank in members:
+            self._roster.add(rank, comeback.pids.get(rank))
+        for report in reports:
+            actions += protocol.applied(report)
+        before = Predecessor(
+            placement=placement,
+            reconfigure=reconfigure,
+            versions={rank: answers[rank].version for rank in members if rank in answers},
+            lacking=tuple(rank for rank in members if rank in answers and answers[rank].epoch < reconfigure.epoch),
+            prepared=comeback.prepared,
+            last_epoch=comeback.last_epoch,
+            validated=self._validated,
+            ended_at=self._ended_at,
+        )
+        actions += protocol.come_back(before)
+        dead = [rank for rank in members if rank not in answers]
+        actions += self._record(newest, len(members) - len(dead), dead)
+        for rank in dead:
+            ended = WorkerEnded(rank, "its process ended while there was no controller", now)
+            actions += self._failures.worker_ended(ended)
+        for rank, answer in answers.items():
+            if rank in members:
+                actions += self._told(rank, answer, answers)
+        actions.append(FindShards())
+        missing = min(self._num_unborn(members), self._plan.placement.mesh.num_workers - len(members))
+        if missing > 0:
+            actions.append(Spawn(self._roster.allocate(missing)))
+        return [*actions, *protocol.begin_generation(before)]
+
+    def _told(self, rank: int, answer: m.Adopted, answers: Mapping[int, m.Adopted]) -> list[Action]:
+        """What a member has told nobody yet: state that it has given up, links that ended, a wish to leave."""
+        actions: list[Action] = []
+        for report in answer.damaged:
+            actions += self._protocol.damaged(report)
+        if answer.is_suspect:
+            actions += self._protocol.attempt_again()
+        for peer in answer.closed:
+            if peer in answers:
+                self._failures.link_closed(rank, peer)
+        if answer.leaves and self._plan.settings.elastic.enabled:
+            self._supervision.wants_to_leave(rank)
+            actions += self._protocol.drain(rank, "asked to leave")
+        return actions
+
+    def _num_unborn(self, members: tuple[int, ...]) -> int:
+        """The workers that were about to join, and ended with the controller that knew them."""
+        return sum(1 for rank in self._comeback.ended if rank not in members)
+
+    def _record(self, newest: m.Adopted, adopted: int, dead: list[int]) -> list[Action]:
+        comeback = self._comeback
+        lost = f"; {named_workers(dead)} ended meanwhile" if dead else ""
+        fields = {
+            "generation": comeback.generation,
+            "seconds": round(comeback.seconds, 3),
+            "workers": adopted,
+            "mesh_epoch": newest.epoch,
+            "after_step": self._protocol.version,
+            "message": f"controller came back as generation {comeback.generation} after {comeback.seconds:.1f} s, "
+            f"adopted {adopted} workers{lost}",
+        }
+        return [Record("controller", fields)]
+
+    def _give_up(self, why: str) -> list[Action]:
+        """The workers cannot be adopted: the run begins again at its newest checkpoint."""
+        settings, comeback = self._plan.settings, self._comeback
+        step = comeback.newest_checkpoint
+        message = f"the controller came back and cannot go on ({why}): the run begins again at its newest checkpoint"
+        fields = {"step": step, "lost_after": self._protocol.version, "reason": why, "message": message}
+        return [Record("restart", fields), End(RestartFrom(comeback.run_dir, settings.mesh, step))]
