@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from elaswave_spmd.errors import ConfigError, RunError, UserError
 from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals
+from elaswave_spmd.runtime.processes.supervisor import supervise, supervised_by, with_adoption
 
 if TYPE_CHECKING:
     from elaswave_spmd.conf.schema import Settings
@@ -120,6 +121,10 @@ def _train() -> int:
             print(help_text())
         return DONE
     show = _takes_out(words, ["--cfg", "job"])
+    if _takes_out(words, ["--supervise"]) and not show:
+        return supervise(words)
+    if (told := supervised_by(os.environ)) is not None:
+        words = with_adoption(words)
     with StopSignals() as signals:
         if not show:
             _first_line()
@@ -136,7 +141,7 @@ def _train() -> int:
             _line(start.told)
             take_out(os.environ)
         if isinstance(start, Run):
-            return _run(start.settings, signals)
+            return _run(start.settings, signals, told)
     # Outside the `with`: an agent answers signals in its own way.
     return _serve(start.arguments, "elaswave-spmd") if isinstance(start, Serve) else DONE
 
@@ -160,14 +165,15 @@ def _takes_out(words: list[str], flag: list[str]) -> bool:
     return False
 
 
-def _run(settings: Settings, signals: StopSignals) -> int:
+def _run(settings: Settings, signals: StopSignals, told: int | None) -> int:
+    """Run a controller; `told`: the descriptor on which its supervisor is told the run's directory, if it has one."""
     from elaswave_spmd.runtime.devices.selection import worker_start
 
     worker_start(settings)  # refuses a device that cannot be used here; what it lacks may keep torch from importing
     from elaswave_spmd.controller import startup as controller  # imports torch: only now that the settings are good
 
     command = controller.Command.typed(sys.argv[1:])
-    return controller.run(settings, here=True, command=command, signals=signals)
+    return controller.run(settings, here=True, command=command, signals=signals, told=told)
 
 
 def _agent(program: str) -> int:

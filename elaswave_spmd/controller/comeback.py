@@ -47,7 +47,6 @@ class _Gathered:
     awaited: set[int]
     until: float
     answers: dict[int, m.Adopted] = field(default_factory=dict)
-    later: list[Event] = field(default_factory=list)  # what has nothing to do with it, for afterwards
 
 
 class Takeover:
@@ -87,10 +86,11 @@ class Takeover:
         """The newest mesh epoch that there can be."""
         return self._comeback.last_epoch
 
-    @property
-    def later(self) -> list[Event]:
-        """What has happened meanwhile, and is to be decided about afterwards."""
-        return self._gathered.later
+    def postpones(self, event: Event) -> bool:
+        """True if an event has nothing to do with it, and is to be decided about afterwards."""
+        if isinstance(event, Received):
+            return not isinstance(event.message, m.Adopted | m.Heartbeat)
+        return not isinstance(event, WorkerEnded | Tick)
 
     def start(self, now: float) -> list[Action]:
         """Ask all workers that live."""
@@ -119,7 +119,7 @@ class Takeover:
                     late, gathered.awaited = sorted(gathered.awaited), set()
                     return [*(Kill(rank) for rank in late), *self._finish(now)]
             case _:
-                gathered.later.append(event)
+                raise AssertionError(f"{event} is for later")
         return [] if gathered.awaited else self._finish(now)
 
     def _finish(self, now: float) -> list[Action]:

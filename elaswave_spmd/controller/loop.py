@@ -237,7 +237,10 @@ class Controller:
             self.execute(self.start())
             while self.outcome is None:
                 # A Tick comes at the failure detector's next deadline at the latest: nothing else polls.
-                event = self._later.popleft() if self._later else self._io.next_event(self._supervision.next_tick)
+                event = self._next_event()
+                if self._takeover is not None and self._takeover.postpones(event):
+                    self._later.append(event)  # neither refused nor logged before it is known how far the run is
+                    continue
                 if isinstance(event, Received) and (why := self._refusal(event)):
                     self._io.reject(why)
                     continue
@@ -258,6 +261,12 @@ class Controller:
         finally:
             self._io.close()
         return self.outcome
+
+    def _next_event(self) -> Event:
+        """The next event, and first those that have come while workers were taken over."""
+        if self._later and self._takeover is None:
+            return self._later.popleft()
+        return self._io.next_event(self._supervision.next_tick)
 
     def stop_requested(self, number: int) -> None:
         """A signal asks the run to end. The one method that a signal's handler may call, at any moment."""
@@ -296,7 +305,6 @@ class Controller:
             actions = takeover.decide(event, now)
             if takeover.is_over:
                 self._takeover = None
-                self._later.extend(takeover.later)
                 actions += self._acknowledge()
             return actions
         # Manifests first: a run that is ending may be waiting for its last one.

@@ -7,6 +7,7 @@ everything is made and taken down again.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import time
@@ -71,6 +72,7 @@ def run(
     command: Command | None = None,
     signals: StopSignals | None = None,
     callbacks: Sequence[Callback] = (),
+    told: int | None = None,
 ) -> int:
     """Train with these settings. Returns the exit code; a run that did not finish has told why, and how to go on.
 
@@ -79,6 +81,7 @@ def run(
         command: as it was typed, for the command that goes on.
         signals: that ask the run to end, where the caller has them already.
         callbacks: that hear of the run, before those that `run.callbacks` names.
+        told: a descriptor on which a supervisor is told the run's directory, in a line; None: there is none.
 
     Raises:
         UserError: bad input, found before any worker starts; nothing is left behind.
@@ -86,7 +89,7 @@ def run(
     with contextlib.ExitStack() as stack:
         signals = signals or stack.enter_context(StopSignals())
         try:
-            train(settings, signals, here=here, callbacks=callbacks)
+            train(settings, signals, here=here, callbacks=callbacks, told=told)
             return 0
         except Unfinished as end:
             with signals.held():
@@ -117,6 +120,7 @@ def train(
     here: bool = False,
     given: ByValue | None = None,
     callbacks: Sequence[Callback] = (),
+    told: int | None = None,
 ) -> Path:
     """Train with these settings, to the end.
 
@@ -124,7 +128,7 @@ def train(
         signals: that ask the run to end, entered by the caller.
         here: as for ForkServerClient.start.
         given: what the run gets by value.
-        callbacks: as for `run`.
+        callbacks, told: as for `run`.
 
     Returns:
         The run's directory.
@@ -135,7 +139,7 @@ def train(
     """
     if given is not None:
         _refuse_agents(settings, given)
-    lives = _Lives(settings, signals, given, checked(callbacks))
+    lives = _Lives(settings, signals, given, checked(callbacks), told)
     try:
         with given.importable() if given is not None else contextlib.nullcontext():
             lives.run(here=here)
@@ -175,7 +179,9 @@ class _Lives:
         signals: StopSignals,
         given: ByValue | None = None,
         callbacks: Sequence[Callback] = (),
+        told: int | None = None,
     ) -> None:
+        self._told = told
         self._settings = settings
         self._signals = signals
         self._given = given
@@ -341,6 +347,9 @@ class _Lives:
                 launcher.hold(run_dir.path / WORKERS_LOCK)
             undo.pop_all()
         before, self.run_dir = self.run_dir, run_dir.path
+        if self._told is not None:
+            with contextlib.suppress(OSError):  # the supervisor is gone
+                os.write(self._told, os.fsencode(run_dir.path) + b"\n")
         with signals.held():
             ends = self._ending_callbacks(observer)
             with contextlib.closing(start), observer, ends as end, frequencies, contextlib.ExitStack() as ended:

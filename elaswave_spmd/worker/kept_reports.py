@@ -2,8 +2,8 @@
 
 What a controller that has died had not written is gone with it, and only the workers know it. So they keep what nobody
 could compute again: their reports of applied steps, until Written acknowledges them, and what they have given up of
-their state, or found to differ, until the next mesh epoch has dealt with it. All other reports follow from a worker's state, and are made
-again in the mesh epoch with which a controller that came back begins (docs/protocol.md, A5).
+their state, or found to differ, until the next mesh epoch has dealt with it. All other reports follow from a worker's
+state, and are made again in the mesh epoch with which a controller that came back begins (docs/protocol.md, A5).
 """
 
 from __future__ import annotations
