@@ -7,9 +7,12 @@ predecessor may not have written down, and makes of the answers the actions afte
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from elaswave_spmd.controller.events import (
     Action,
@@ -126,8 +129,7 @@ class Takeover:
         """All have answered, or are lost: the state of the run is known."""
         self.is_over = True
         answers, comeback, protocol = self._gathered.answers, self._comeback, self._protocol
-        newest = max(answers.values(), key=lambda answer: answer.epoch, default=None)
-        if newest is None or newest.epoch < 0:
+        if (reconfigure := self._newest()) is None:
             return self._give_up("no worker is left")
         reports = sorted(
             (r for a in answers.values() for r in a.applied), key=lambda report: (report.step, report.rank)
@@ -136,12 +138,11 @@ class Takeover:
         most = max(protocol.version, *(answer.version for answer in answers.values()))
         if steps != list(range(protocol.version + 1, most + 1)):
             return self._give_up(f"workers that had reports of the steps {protocol.version + 1} to {most} are lost")
-        reconfigure = reconfigure_of(newest.reconfigure)
         placement = Configuration.from_message(self._plan.placement, reconfigure).placement
         members = placement.mesh.members
         actions: list[Action] = [
             CameBack(len(members)),
-            *(Kill(rank) for rank in answers if rank not in members),  # it was lost, or has left
+            *(Kill(rank) for rank in comeback.pids if rank not in members),  # it was lost, or has left
         ]
         for rank in members:
             self._roster.add(rank, comeback.pids.get(rank))
@@ -159,7 +160,7 @@ class Takeover:
         )
         actions += protocol.come_back(before)
         dead = [rank for rank in members if rank not in answers]
-        actions += self._record(newest, len(members) - len(dead), dead)
+        actions += self._record(reconfigure.epoch, len(members) - len(dead), dead)
         for rank in dead:
             ended = WorkerEnded(rank, "its process ended while there was no controller", now)
             actions += self._failures.worker_ended(ended)
@@ -171,6 +172,19 @@ class Takeover:
         if missing > 0:
             actions.append(Spawn(self._roster.allocate(missing)))
         return [*actions, *protocol.begin_generation(before)]
+
+    def _newest(self) -> m.Reconfigure | None:
+        """The Reconfigure of the newest mesh epoch; a worker whose message is none has gone wrong, and is lost."""
+        answers = self._gathered.answers
+        for answer in sorted(answers.values(), key=lambda answer: answer.epoch, reverse=True):
+            with contextlib.suppress(msgspec.MsgspecError, ValueError, TypeError):
+                reconfigure = reconfigure_of(answer.reconfigure)
+                if reconfigure.epoch == answer.epoch and answer.rank in reconfigure.addresses:
+                    return reconfigure
+            if answer.epoch >= 0:
+                del answers[answer.rank]
+                self._supervision.forget(answer.rank)
+        return None
 
     def _told(self, rank: int, answer: m.Adopted, answers: Mapping[int, m.Adopted]) -> list[Action]:
         """What a member has told nobody yet: state that it has given up, links that ended, a wish to leave."""
@@ -191,14 +205,14 @@ class Takeover:
         """The workers that were about to join, and ended with the controller that knew them."""
         return sum(1 for rank in self._comeback.ended if rank not in members)
 
-    def _record(self, newest: m.Adopted, adopted: int, dead: list[int]) -> list[Action]:
+    def _record(self, epoch: int, adopted: int, dead: list[int]) -> list[Action]:
         comeback = self._comeback
         lost = f"; {named_workers(dead)} ended meanwhile" if dead else ""
         fields = {
             "generation": comeback.generation,
             "seconds": round(comeback.seconds, 3),
             "workers": adopted,
-            "mesh_epoch": newest.epoch,
+            "mesh_epoch": epoch,
             "after_step": self._protocol.version,
             "message": f"controller came back as generation {comeback.generation} after {comeback.seconds:.1f} s, "
             f"adopted {adopted} workers{lost}",

@@ -415,6 +415,8 @@ class Controller:
                 return failures.failed(message, now)
             case m.Ready() | m.Checked() | m.Constructed() | m.Refused() | m.FinalPages() | m.GroupLost():
                 pass  # of a worker that is lost meanwhile, or for the log alone
+            case m.Adopted():
+                pass  # of a worker that has answered too late, and is ended
             case _:
                 raise AssertionError(f"the controller got {message}")
         return []

@@ -490,6 +490,9 @@ class ControllerProtocol:
         self._validated, self._validated_in = before.validated, newest.epoch
         if (ended_at := newest.version if newest.is_last else before.ended_at) is not None:
             self.steps, self._ends_early = ended_at, True
+        if before.prepared is not None and before.prepared.epoch > newest.epoch:
+            # A change was under way. Members may have answered, and wait: what begins now is at least as urgent.
+            self._change = _Change(before.prepared.epoch, before.prepared.after)
         again = [Broadcast(before.lacking, newest)] if before.lacking else []
         # Whoever waits at a validated version may not have been told.
         is_validated = self.version > 0 and self._validates_at(self.version) and not self._is_validating
@@ -503,17 +506,14 @@ class ControllerProtocol:
         return self._begin(after=AT_ONCE)
 
     def begin_generation(self, before: Predecessor) -> list[ProtocolAction]:
-        """The mesh epoch with which a controller that came back begins. Nobody is lost, or a change is under way.
+        """The mesh epoch with which a controller that came back begins, unless a loss or a wish to leave has begun one.
 
-        After the step under way, so that nothing is computed again; but no later than what members may have promised to
-        the controller before, and at once where they may wait for what only that one knew.
+        After the step under way, so that nothing is computed again; but at once where members may wait for what only
+        the controller before knew.
         """
-        if self._change is not None:
-            return []
-        after = AT_ONCE if self._is_validating or self._saving else self._next_boundary()
-        if before.prepared is not None and before.prepared.epoch > before.reconfigure.epoch:
-            after = min(after, before.prepared.after)
-        return self._begin(after)
+        if self._last_epoch > max(before.last_epoch, before.reconfigure.epoch):
+            return []  # one has begun already
+        return self._begin(AT_ONCE if self._is_validating or self._saving else self._next_boundary())
 
     # ---- events, from the first epoch on
 

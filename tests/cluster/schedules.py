@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -330,6 +330,7 @@ def cluster_of(
     """The cluster that a schedule describes, before its first step."""
     run = schedule.run
     cluster = GroupedCluster if schedule.grouped else kind
+    options: dict[str, Any] = {"deaths": schedule.deaths} if schedule.deaths else {}
     return cluster(
         replace(run.job(), verify_rate=schedule.verify_rate, verify_every=schedule.verify_every),
         schedule.placement,
@@ -347,7 +348,7 @@ def cluster_of(
         starting=schedule.starting,
         action=schedule.action,
         late=schedule.late,
-        **({"deaths": schedule.deaths} if schedule.deaths else {}),
+        **options,
     )
 
 
@@ -367,6 +368,7 @@ class Ended:
         restarts: how often the run began again from a checkpoint.
         put_off: micro-batches that StepReports named of which only the weight gradients were left.
         weights_only: lines of plans that asked for these alone.
+        comebacks: controllers that were killed and followed by another one.
     """
 
     how: str
@@ -380,6 +382,7 @@ class Ended:
     restarts: int = 0
     put_off: int = 0
     weights_only: int = 0
+    comebacks: int = 0
 
 
 def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended:
@@ -401,7 +404,7 @@ def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended
     placements = [schedule.placement, *(begun.placement for begun in trained.epochs)]
     moves = sum(_moved(a, b) for a, b in itertools.pairwise(placements))
     counts = len(trained.epochs), trained.turns, moves, len(trained.restarts)
-    counts = *counts, trained.num_put_off, trained.num_weights_only
+    counts = *counts, trained.num_put_off, trained.num_weights_only, trained.comebacks
     return Ended(how, failure, detail, plan.num_injected, plan.lost_at, *counts)
 
 
@@ -460,6 +463,7 @@ class Tally:
     restarts: int = 0
     put_off: int = 0
     weights_only: int = 0
+    comebacks: int = 0
 
     def add(self, seed: int, ended: Ended) -> None:
         """Counts the end of one schedule."""
@@ -471,6 +475,7 @@ class Tally:
         self.restarts += ended.restarts
         self.put_off += ended.put_off
         self.weights_only += ended.weights_only
+        self.comebacks += ended.comebacks
         if ended.failure:
             self.failures.setdefault(ended.failure, []).append(seed)
 

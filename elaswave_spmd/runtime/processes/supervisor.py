@@ -30,6 +30,7 @@ ADOPT_S = 120
 
 _STOPPED_S = 10.0  # that a controller may stand still (SIGSTOP) before another one takes its place
 _POLL_S = 0.05
+_REST_S = 5.0  # for processes of earlier controllers to end, once the last one has
 _PR_SET_CHILD_SUBREAPER = 36
 _TOLD = (0, 1, 2, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
 _NOT_AGAIN = ("run.dir", "train.resume", "train.resume_at", "train.reschedule")
@@ -155,8 +156,10 @@ class _Supervisor:
         while True:
             ended = self._one_life(words)
             if not ended.is_death:
+                self._wait_for_the_rest()
                 return ended.code
             if self._run_dir and (Path(self._run_dir) / _SUMMARY).exists():
+                self._wait_for_the_rest()
                 return 0  # it died when the result was written
             if why_not := self._why_not_again(deaths := deaths.one_more(self._steps())):
                 self._say(f"the controller {ended}; {why_not}")
@@ -226,6 +229,14 @@ class _Supervisor:
             return os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
         except ChildProcessError:
             return 0, 0
+
+    def _wait_for_the_rest(self) -> None:
+        """Wait until nothing is left of controllers that have died, mostly for milliseconds, but not for ever."""
+        deadline = time.monotonic() + _REST_S
+        with contextlib.suppress(ChildProcessError):
+            while time.monotonic() < deadline:
+                if not os.waitpid(-1, os.WNOHANG)[0]:
+                    time.sleep(_POLL_S)
 
     def _pass_on(self, number: int, pid: int) -> None:
         """Pass a signal on to the controller; a Ctrl-Z stops its whole group, and then this process."""
