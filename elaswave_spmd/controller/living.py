@@ -24,7 +24,7 @@ from elaswave_spmd.run_dir import RunDir, read_metrics
 from elaswave_spmd.run_dir.checkpoints import newest_complete
 from elaswave_spmd.run_dir.directory import SUMMARY
 from elaswave_spmd.run_dir.journal import read_journal
-from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir
+from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, workers_live
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.scratch import Scratch
 from elaswave_spmd.runtime.transport.credentials import credentials_from_dict
@@ -100,12 +100,12 @@ def _take_over(settings: Settings, path: Path, lock: RunLock) -> Living | None:
     journal = read_journal(path)
     lines = [line for line in journal if line["incarnation"] == journal[-1]["incarnation"]]
     first = lines[0]
-    if SCRATCH not in first:
-        return None  # the life after that one has others
+    if SCRATCH not in first or not workers_live(path):
+        return None
     if first["settings"] != _digest(settings):
         # Before anything is taken over: with the settings that they have they can still be adopted.
         raise ConfigError(
-            f"workers of the run in {path} may still live, and were started with other settings",
+            f"workers of the run in {path} still live, and were started with other settings",
             rule="a controller that comes back has the settings of the workers that it adopts",
             where=checks.override("train.resume", str(path)),
             fix="the command of the run as it was, or without timeouts.adopt: it waits until they have ended",
