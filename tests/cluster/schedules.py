@@ -153,7 +153,7 @@ class Schedule:
             drawn = drawn._with_miscomputes(random.Random(f"miscompute {seed}"), workers)
         if late:
             drawn = drawn._late(random.Random(f"late {seed}"))
-        if controllers:
+        if controllers and not drawn.verify_every:  # the settings refuse the two together
             acts = random.Random(f"controllers {seed}")
             number = acts.choice((1, 1, 2, 3))
             drawn = replace(drawn, deaths=tuple(acts.randint(1, acts.choice((20, 60, 200))) for _ in range(number)))
