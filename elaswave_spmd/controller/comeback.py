@@ -97,7 +97,8 @@ class Takeover:
 
     def start(self, now: float) -> list[Action]:
         """Ask all workers that live."""
-        self._gathered.until = now + self._plan.settings.timeouts.status
+        # Asked in the middle of an action, which may take as long as this. The dead are known to the fork server.
+        self._gathered.until = now + self._plan.settings.timeouts.progress
         return [AdoptWorker(rank) for rank in sorted(self._gathered.awaited)]
 
     def decide(self, event: Event, now: float) -> list[Action]:
@@ -141,7 +142,7 @@ class Takeover:
         placement = Configuration.from_message(self._plan.placement, reconfigure).placement
         members = placement.mesh.members
         actions: list[Action] = [
-            CameBack(len(members)),
+            CameBack(len(members), len(steps), comeback.seconds),
             *(Kill(rank) for rank in comeback.pids if rank not in members),  # it was lost, or has left
         ]
         for rank in members:

@@ -286,9 +286,16 @@ class FindShards:
 
 @dataclass(frozen=True)
 class CameBack:
-    """The controller has adopted its workers, and a mesh of so many members goes on. For the run log."""
+    """The controller has adopted its workers, and a mesh of so many members goes on. For the run log.
+
+    Args:
+        steps: that the controller before had not written down, and follow.
+        seconds: for how long there was none.
+    """
 
     workers: int
+    steps: int
+    seconds: float
 
 
 @dataclass(frozen=True)
