@@ -753,8 +753,10 @@ class SimulatedCluster:
             self.result.validation = {s: loss for s, loss in self.result.validation.items() if s <= restart.step}
             self._has_gone_back |= restart.is_undecided
         checkpoint = self.checkpoints.newest
-        if checkpoint is None and not restart.is_begin:  # nobody is left whom a controller that came back could adopt
-            raise LostStateError(Unrecoverable((), "nobody is left"), len(self._window), self._mirrored, 0)
+        if checkpoint is None and not restart.is_begin:  # a controller that came back can adopt nobody
+            losses = len({*self._window}) if not {*self._window}.isdisjoint(self._lost) else 0
+            left = len({*self._workers} - {*self._lost})
+            raise LostStateError(Unrecoverable((), "nobody can be adopted"), losses, self._mirrored, left)
         assert restart.is_begin == (checkpoint is None) and restart.step == (checkpoint.step if checkpoint else 0)
         self.note("RESTART", restart.mesh, "after step", restart.step)
         self.result.restarts.append(restart.step)
