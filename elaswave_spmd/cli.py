@@ -126,12 +126,15 @@ def _train() -> int:
     if (told := supervised_by(os.environ)) is not None:
         words = with_adoption(words)
     with StopSignals() as signals:
-        if not show:
-            _first_line()
         with signals.held():  # inside Hydra an exception of ours can turn into another one
+            if not show:
+                _first_line()
             from elaswave_spmd.controller.torchrun import Run, Serve, start_of, take_out  # imports Hydra
 
             start = start_of(words, os.environ)
+            if isinstance(start, Run) and not show and _may_adopt(start.settings):
+                # What ends this command before it has adopted workers would leave them behind, with their state.
+                return _run(start.settings, signals, told)
         signals.check()
         if show:
             with _reader_may_leave():
@@ -163,6 +166,11 @@ def _takes_out(words: list[str], flag: list[str]) -> bool:
             del words[start : start + len(flag)]
             return True
     return False
+
+
+def _may_adopt(settings: Settings) -> bool:
+    """True for a command that adopts living workers, if there are any."""
+    return settings.train.resume is not None and settings.timeouts.adopt is not None
 
 
 def _run(settings: Settings, signals: StopSignals, told: int | None) -> int:

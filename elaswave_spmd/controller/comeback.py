@@ -25,6 +25,7 @@ from elaswave_spmd.controller.events import (
     Received,
     Record,
     RestartFrom,
+    Settled,
     Spawn,
     Tick,
     WorkerEnded,
@@ -136,7 +137,10 @@ class Takeover:
             (r for a in answers.values() for r in a.applied), key=lambda report: (report.step, report.rank)
         )
         steps = sorted({report.step for report in reports if report.step > protocol.version})
-        most = max(protocol.version, *(answer.version for answer in answers.values()))
+        reached = max(answer.version for answer in answers.values())
+        if self._is_done_again(reached):
+            return self._give_up(f"workers did steps up to {protocol.version} a second time, and are at {reached}")
+        most = max(protocol.version, reached)
         if steps != list(range(protocol.version + 1, most + 1)):
             return self._give_up(f"workers that had reports of the steps {protocol.version + 1} to {most} are lost")
         placement = Configuration.from_message(self._plan.placement, reconfigure).placement
@@ -169,10 +173,19 @@ class Takeover:
             if rank in members:
                 actions += self._told(rank, answer, answers)
         actions.append(FindShards())
-        missing = min(self._num_unborn(members), self._plan.placement.mesh.num_workers - len(members))
-        if missing > 0:
-            actions.append(Spawn(self._roster.allocate(missing)))
-        return [*actions, *protocol.begin_generation(before)]
+        if unborn := [rank for rank in comeback.newcomers if rank not in members]:
+            actions.append(Spawn(self._roster.allocate(len(unborn))))
+        return [*actions, Settled(), *protocol.begin_generation(before)]
+
+    def _is_done_again(self, reached: int) -> bool:
+        """True if the workers are at lines that an earlier life of the run has written: it was resumed before them.
+
+        The newest line may be one ahead of the workers for another cause, as whoever had reported it has died. What is
+        further ahead they do a second time, and so it is where they may still wait for a validation that whoever wrote
+        the next line must have answered.
+        """
+        ahead = self._protocol.version - reached
+        return ahead > 1 or (ahead == 1 and self._plan.job.validates_at(reached))
 
     def _newest(self) -> m.Reconfigure | None:
         """The Reconfigure of the newest mesh epoch; a worker whose message is none has gone wrong, and is lost."""
@@ -201,10 +214,6 @@ class Takeover:
             self._supervision.wants_to_leave(rank)
             actions += self._protocol.drain(rank, "asked to leave")
         return actions
-
-    def _num_unborn(self, members: tuple[int, ...]) -> int:
-        """The workers that were about to join, and ended with the controller that knew them."""
-        return sum(1 for rank in self._comeback.ended if rank not in members)
 
     def _record(self, epoch: int, adopted: int, dead: list[int]) -> list[Action]:
         comeback = self._comeback

@@ -285,6 +285,11 @@ class FindShards:
 
 
 @dataclass(frozen=True)
+class Settled:
+    """All that died with the controller before is made good: the next one need not know of it."""
+
+
+@dataclass(frozen=True)
 class CameBack:
     """The controller has adopted its workers, and a mesh of so many members goes on. For the run log.
 
@@ -410,6 +415,7 @@ Action: TypeAlias = (
     | AdoptWorker
     | CameBack
     | FindShards
+    | Settled
     | RecordLostWorker
     | Kill
     | EvictWorker

@@ -194,6 +194,10 @@ class ControllerIO(Protocol):
         """Shards on the disk that this life of the run has written, of checkpoints without a manifest."""
         ...
 
+    def settle(self) -> None:
+        """All that died with the controller before is made good."""
+        ...
+
     def finish_writing(self) -> list[ManifestWritten]:
         """Wait until all manifests are written. Returns what has not been an event yet."""
         ...
@@ -417,6 +421,9 @@ class ProcessIO:
 
     def find_shards(self) -> list[ShardInfo]:
         return unfinished_shards(self._run_dir, self._spec.checkpoints.incarnation)
+
+    def settle(self) -> None:
+        self._launcher.settle()
 
     def finish_writing(self) -> list[ManifestWritten]:
         return self._writer.finish()

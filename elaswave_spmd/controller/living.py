@@ -23,8 +23,9 @@ from elaswave_spmd.recovery.messages import Prepare
 from elaswave_spmd.run_dir import RunDir, read_metrics
 from elaswave_spmd.run_dir.checkpoints import newest_complete
 from elaswave_spmd.run_dir.directory import SUMMARY
-from elaswave_spmd.run_dir.journal import read_journal
+from elaswave_spmd.run_dir.journal import ORPHAN_GRACE, read_journal
 from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, workers_live
+from elaswave_spmd.runtime.processes.adoption import Orphans, read_address
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.scratch import Scratch
 from elaswave_spmd.runtime.transport.credentials import credentials_from_dict
@@ -37,7 +38,8 @@ _OF_ONE_START = (("train", "resume"), ("train", "resume_at"), ("train", "resched
 def adoption_record(settings: Settings, scratch: str) -> dict[str, Any]:
     """The fields of the journal's first line by which the next controller finds the workers, and knows them again."""
     mesh = checks.plain(dataclasses.asdict(settings.mesh))
-    return {SCRATCH: scratch, "mesh": mesh, "settings": _digest(settings)}
+    grace = settings.timeouts.orphan_grace
+    return {SCRATCH: scratch, "mesh": mesh, "settings": _digest(settings), ORPHAN_GRACE: grace}
 
 
 def _digest(settings: Settings) -> str:
@@ -71,6 +73,12 @@ class Living:
         assert self.start.comeback is not None
         return RunDir.reopen(self.start.comeback.run_dir)
 
+    def give_back(self) -> None:
+        """Leave the workers to another controller: this one cannot begin, and has told them nothing yet."""
+        self.fork_server.give_back()
+        self.scratch.give_up()
+        self.start.close()
+
 
 def find_living(settings: Settings) -> Living | None:
     """Take over the workers of the run that is resumed; None: it has none that wait for a controller.
@@ -96,6 +104,15 @@ def find_living(settings: Settings) -> Living | None:
     return found
 
 
+def newcomers(scratch: str, orphans: Orphans) -> tuple[int, ...]:
+    """The workers that were about to join: those that live and have no address, and those that ended without one.
+
+    Whoever was a member once has written its address, and is not started anew where it had left.
+    """
+    known = sorted({*orphans.pids, *orphans.ended})
+    return tuple(rank for rank in known if read_address(scratch, rank) is None)
+
+
 def _take_over(settings: Settings, path: Path, lock: RunLock) -> Living | None:
     journal = read_journal(path)
     lines = [line for line in journal if line["incarnation"] == journal[-1]["incarnation"]]
@@ -108,7 +125,8 @@ def _take_over(settings: Settings, path: Path, lock: RunLock) -> Living | None:
             f"workers of the run in {path} still live, and were started with other settings",
             rule="a controller that comes back has the settings of the workers that it adopts",
             where=checks.override("train.resume", str(path)),
-            fix="the command of the run as it was, or without timeouts.adopt: it waits until they have ended",
+            fix="the command of the run as it was; or with timeouts.adopt=null: it waits until they have saved their "
+            "state and ended, and goes on from there",
         )
     with contextlib.ExitStack() as undo:
         try:
@@ -130,7 +148,7 @@ def _take_over(settings: Settings, path: Path, lock: RunLock) -> Living | None:
             newest_checkpoint=newest_complete(path),
             pids=orphans.pids,
             next_rank=orphans.next_rank,
-            ended=orphans.ended,
+            newcomers=newcomers(first[SCRATCH], orphans),
             seconds=orphans.seconds,
         )
         mesh = Settings.from_dict({**settings.to_dict(), "mesh": first["mesh"]}).mesh

@@ -55,6 +55,7 @@ from elaswave_spmd.controller.events import (
     ReportExits,
     RunFinished,
     RunStopped,
+    Settled,
     Spawn,
     StopRequested,
     Tick,
@@ -458,6 +459,8 @@ class Controller:
                 io.adopt(rank, self._generation)
             case FindShards():
                 return self._checkpoints.found(io.find_shards(), now)
+            case Settled():
+                io.settle()
             case Broadcast(ranks, message):
                 if isinstance(message, m.Prepare):
                     # On the disk before any worker knows of the epoch: workers stamp their checkpoint shards with it,

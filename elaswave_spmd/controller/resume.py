@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd.conf import checks
+from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller.model_checks import MODEL_CHECK
 from elaswave_spmd.controller.reschedule import Rescheduling, check_rescheduling
 from elaswave_spmd.controller.run_fingerprint import identity_of, without_average
@@ -31,7 +32,7 @@ from elaswave_spmd.run_dir.checkpoints import (
 from elaswave_spmd.run_dir.directory import SUMMARY
 from elaswave_spmd.run_dir.discard import still_valid
 from elaswave_spmd.run_dir.display import TOKENS
-from elaswave_spmd.run_dir.journal import next_incarnation, read_journal
+from elaswave_spmd.run_dir.journal import ORPHAN_GRACE, next_incarnation, read_journal
 from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, wait_for_workers
 from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, layout_fingerprint
 from elaswave_spmd.run_dir.run_identity import check_identity
@@ -62,7 +63,7 @@ class Comeback:
         newest_checkpoint: its step; 0: there is none.
         pids: rank -> process id, of the workers that live.
         next_rank: all ranks below it have been given to workers.
-        ended: ranks of those whose end nobody has heard of.
+        newcomers: ranks of those that were about to join, whether they live or have ended meanwhile.
         seconds: for how long they have had no controller.
     """
 
@@ -74,7 +75,7 @@ class Comeback:
     newest_checkpoint: int = 0
     pids: Mapping[int, int] = field(default_factory=dict)
     next_rank: int = 0
-    ended: tuple[int, ...] = ()
+    newcomers: tuple[int, ...] = ()
     seconds: float = 0.0
 
 
@@ -266,7 +267,7 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
         lock = lock_run_dir(path)
         undo.callback(lock.close)
         # Workers of a controller that was killed may still write their state, which this run goes on from.
-        wait_for_workers(path, settings.timeouts.orphan_grace + _REAPING_S, lambda: print(_WAITING, flush=True))
+        wait_for_workers(path, _grace_of(path, settings) + _REAPING_S, lambda: print(_WAITING, flush=True))
         same = settings.run.dir is None or Path(settings.run.dir).expanduser().absolute() == path.absolute()
         if same and (path / SUMMARY).exists():
             what = f"the run in {path} has finished"
@@ -299,6 +300,13 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
         digests = _digests(path)
         undo.pop_all()
     return _Source(path, lock, same, checkpoint, tuple(bad), lines, validations, digests, found)
+
+
+def _grace_of(path: Path, settings: Settings) -> float:
+    """Seconds that workers of the run's last life may take to end: longer than now, where they wait to be adopted."""
+    journal = read_journal(path)
+    lives = (line for line in journal if line["incarnation"] == journal[-1]["incarnation"])
+    return max([settings.timeouts.orphan_grace, *(float(line[ORPHAN_GRACE]) for line in lives if ORPHAN_GRACE in line)])
 
 
 def run_info(plan: RunPlan, data: PreparedData, run_dir: Path, step: int) -> RunInfo:

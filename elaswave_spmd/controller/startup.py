@@ -212,7 +212,6 @@ class _Lives:
         if shows_live(settings.run.display):
             self._captured = CapturedOutput()
         while True:
-            self._signals.check()  # one may have come while the last life was cleared up
             match self._run_once(settings, again, here=here):
                 case RestartFrom() as restart:
                     restarts.count(restart)
@@ -246,25 +245,30 @@ class _Lives:
         Args:
             again: the directory of the life before, if the run begins as that one did; else None.
         """
-        if again is None and (living := find_living(settings)) is not None:
-            return self._go_on(living)
-        scratch = Scratch()
-        # Started first: this process has one thread now, and the fork server imports the rest while this one finds the
-        # data.
-        try:
-            launcher = start_launcher(settings, scratch.path, here=here, given=self._given, captured=self._captured)
-        except BaseException:
-            scratch.remove()
-            raise
-        with self._ending(launcher, scratch):
-            return self._run_with(launcher, settings, scratch.path, again)
+        # A signal that comes before the workers are adopted is an event afterwards: they have state to save.
+        with self._signals.held():
+            if again is None and (living := find_living(settings)) is not None:
+                return self._go_on(living)
+        self._signals.check()  # one may have come by now, or while the last life was cleared up
+        with self._signals.raising():  # also where the command has held them until here
+            scratch = Scratch()
+            # Started first: this process has one thread now, and the fork server imports the rest while this one finds
+            # the data.
+            try:
+                launcher = start_launcher(settings, scratch.path, here=here, given=self._given, captured=self._captured)
+            except BaseException:
+                scratch.remove()
+                raise
+            with self._ending(launcher, scratch):
+                return self._run_with(launcher, settings, scratch.path, again)
 
     def _go_on(self, living: Living) -> Outcome:
         """The life of a controller that has come back: as `_run_once`, with the workers of the one before."""
         launcher = Launcher(living.fork_server)
-        with self._ending(launcher, living.scratch):
+        with self._ending(launcher, living.scratch), contextlib.ExitStack() as undo:
+            undo.callback(living.give_back)  # until a controller is made, an error leaves them to the next one
             raise_fd_limit(_most_workers(living.settings) + living.settings.elastic.spares)
-            return self._run_with(launcher, living.settings, living.scratch.path, None, living)
+            return self._run_with(launcher, living.settings, living.scratch.path, None, living, undo)
 
     @contextlib.contextmanager
     def _ending(self, launcher: Launcher, scratch: Scratch) -> Iterator[None]:
@@ -279,9 +283,19 @@ class _Lives:
                 self._show_captured()
 
     def _run_with(
-        self, launcher: Launcher, settings: Settings, scratch: str, again: Path | None, living: Living | None = None
+        self,
+        launcher: Launcher,
+        settings: Settings,
+        scratch: str,
+        again: Path | None,
+        living: Living | None = None,
+        until_made: contextlib.ExitStack | None = None,
     ) -> Outcome:
-        """From the data of a life to the end of its workers."""
+        """From the data of a life to the end of its workers.
+
+        Args:
+            until_made: what is undone if no controller can be made.
+        """
         # After the fork server was started: what a user's file imports may start threads.
         self._load_callbacks()
         data = prepare_data(data_spec(settings))
@@ -295,7 +309,7 @@ class _Lives:
         # Planned twice where there are agents: what is wrong with the settings is found before anybody waits for them.
         if (topology := gather(launcher, settings, data)) is not None:
             plan = plan_run(settings, data, topology, costs)
-        return self._train(plan, launcher, scratch, again, living)
+        return self._train(plan, launcher, scratch, again, living, until_made or contextlib.ExitStack())
 
     def close(self) -> None:
         """Closing again is allowed."""
@@ -311,7 +325,13 @@ class _Lives:
                     print(line, file=sys.stderr)
 
     def _train(
-        self, plan: RunPlan, launcher: Launcher, scratch: str, again: Path | None, living: Living | None
+        self,
+        plan: RunPlan,
+        launcher: Launcher,
+        scratch: str,
+        again: Path | None,
+        living: Living | None,
+        until_made: contextlib.ExitStack,
     ) -> Outcome:
         """From the run's directory to the end of its workers."""
         signals = self._signals
@@ -326,7 +346,8 @@ class _Lives:
                     run_dir, start = living.open_run_dir(), living.start
                 undo.callback(start.close)
                 undo.callback(run_dir.discard)
-            signals.check()
+            if living is None:
+                signals.check()
             launcher.ready()
             display = make_display(choice=plan.settings.run.display, captured=self._captured)
             board = plan.settings.run.tensorboard
@@ -346,6 +367,7 @@ class _Lives:
             if living is None:
                 launcher.hold(run_dir.path / WORKERS_LOCK)
             undo.pop_all()
+            until_made.pop_all()
         before, self.run_dir = self.run_dir, run_dir.path
         if self._told is not None:
             with contextlib.suppress(OSError):  # the supervisor is gone

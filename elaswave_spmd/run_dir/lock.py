@@ -111,7 +111,8 @@ def wait_for_workers(path: str | Path, seconds: float, on_wait: Callable[[], obj
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"run.dir={path} is in use by workers whose controller was killed, after {seconds:g} s",
-                rule="workers end within timeouts.controller + timeouts.shutdown after their controller",
+                rule="workers end within timeouts.controller + timeouts.shutdown after their controller; those of a "
+                "run with timeouts.adopt within timeouts.adopt + timeouts.shutdown",
                 where="run.dir",
                 fix="wait until they have ended, or end them",
             )

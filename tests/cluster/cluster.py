@@ -153,7 +153,9 @@ class SimulatedCluster:
         self._generation = FIRST
         self._is_away = False  # there is no controller
         self._takes_over = False  # it has not begun a mesh epoch of its own yet
-        self._ended: list[int] = []  # workers whose end no controller has heard of
+        self._ended: list[int] = []  # workers whose end no controller has made good
+        self._were_members: set[int] = set()
+        self.is_settled = True  # the controller has made good what had died with the one before
         self.journal: list[m.Prepare] = []
         self.lines: dict[int, MetricsLine] = {}  # that the run has written, by step
         self._widest = widest
@@ -206,7 +208,17 @@ class SimulatedCluster:
         """A controller, for a run that begins or goes on from a checkpoint. It starts the workers of the placement."""
         for table in (self._workers, self._lost, self._absent, self._window, self._notices):
             table.clear()
-        for known in (self._applied, self._leaving, self._validation_losses, self.broken_links, self._closed_links):
+        self._ended.clear()
+        self._were_members.clear()
+        self.is_settled = True
+        for known in (
+            self._were_members,
+            self._applied,
+            self._leaving,
+            self._validation_losses,
+            self.broken_links,
+            self._closed_links,
+        ):
             known.clear()
         if self._phases is not None:
             self._phases.clear()
@@ -384,7 +396,10 @@ class SimulatedCluster:
     def _come_back(self) -> None:
         """The controller was killed. The workers go on for a while, and another controller adopts them."""
         self.note("CONTROLLER KILLED, generation", self._generation)
-        self._is_away, self._ended = True, []
+        self._is_away = True
+        if self.is_settled:
+            self._ended.clear()
+        self.is_settled = False
         for event in self._io.events:
             self._unheard(event)
         self._wires.controller_died(self._generation)
@@ -410,7 +425,7 @@ class SimulatedCluster:
                 newest_checkpoint=checkpoint.step if checkpoint is not None else 0,
                 pids=dict.fromkeys(self._workers, 0),
                 next_rank=self._newest + 1,
-                ended=tuple(self._ended),
+                newcomers=tuple(rank for rank in self._ended if rank not in self._were_members),
             )
         )
         self._acts = 0
@@ -543,6 +558,7 @@ class SimulatedCluster:
             self._widest,
         )
         saved = self.checkpoints.reader(self._checkpoint) if self._checkpoint is not None else None
+        self._were_members.add(worker.rank)
         worker.executor = Executor(context, Configuration.from_message(self._healthy, first), saved)
         worker.running = worker.executor.train()
 

@@ -293,6 +293,9 @@ class SimulatedIO:
     def find_shards(self) -> list[ShardInfo]:
         return []  # such a checkpoint does not become whole
 
+    def settle(self) -> None:
+        self._cluster.is_settled = True
+
     def plan(self, request: PlanRequest) -> None:
         self.events.append(request.answer())
 

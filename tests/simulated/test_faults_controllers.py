@@ -13,7 +13,7 @@ from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Prede
 from elaswave_spmd.recovery.generations import ControllerFence
 from elaswave_spmd.worker.kept_reports import KeptReports
 from tests.cluster.cluster import ControllerKilled, SimulatedCluster
-from tests.cluster.faults import SENDER, MessageFault
+from tests.cluster.faults import SENDER, Fault, MessageFault
 from tests.cluster.schedules import Schedule, cluster_of, judge, run, run_many, undisturbed
 from tests.cluster.tiny import TinyRun
 
@@ -81,6 +81,31 @@ def test_without_that_members_wait_for_each_other_in_two_mesh_epochs() -> None:
 
     with mock.patch.object(ControllerProtocol, "come_back", without), pytest.raises(AssertionError, match="moves"):
         half_told(1)
+
+
+class DyingAgain(SimulatedCluster):
+    """A cluster whose controller is killed when the run has begun again at step 8, and has done one step anew."""
+
+    was_killed = False
+
+    def controller_acts(self) -> None:
+        super().controller_acts()
+        if self.result.restarts and self.protocol.version == 9 and not self.was_killed:
+            self.was_killed = True
+            raise ControllerKilled
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_death_while_steps_are_done_a_second_time_goes_back_to_the_checkpoint(seed: int) -> None:
+    fault = Fault(14, "kill", 0, "forward")
+    steps = TinyRun(steps=16)
+    schedule = Schedule(seed, steps, mirror_count=0, faults=(fault,), checkpoint_every=8, deaths=(10**9,))
+    cluster = cluster_of(schedule, kind=DyingAgain)
+    assert isinstance(cluster, DyingAgain)
+    how, failure, detail = judge(schedule, cluster, undisturbed(schedule.run.key))
+    assert cluster.was_killed and cluster.result.comebacks == 1
+    assert cluster.result.restarts == [8, 8], "the steps up to 13 had been done"
+    assert how == "bits" and not failure, detail
 
 
 def test_without_the_fence_messages_of_the_past_are_followed() -> None:

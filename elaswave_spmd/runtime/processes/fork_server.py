@@ -6,10 +6,10 @@ of all workers, so it alone reaps them, signals them without a race on process i
 killed.
 
 Lines of JSON, controller -> fork server: first the setup, then {"spawn": rank, "spec": {...}}, {"signal": number,
-"rank": rank}, {"orphan_grace_s": seconds}, {"hold": path}, {"stop": grace_s}; each is answered by one line. On a second
-pipe the fork server writes a line {"exited": rank, ...} for each worker that ended. `by_value` in the setup is the
-descriptor of what the run gets by value, or null. With `adopt_s` in the setup another controller may take it over for
-so many seconds once the controller is gone (adoption.py).
+"rank": rank}, {"orphan_grace_s": seconds}, {"hold": path}, {"settled": true}, {"stop": grace_s}; each is answered by
+one line. On a second pipe the fork server writes a line {"exited": rank, ...} for each worker that ended. `by_value` in
+the setup is the descriptor of what the run gets by value, or null. With `adopt_s` in the setup another controller may
+take it over for so many seconds once the controller is gone (adoption.py).
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class ForkServer:
         self._notices = notices
         self._pids: dict[int, int] = {}  # rank -> pid, the living only
         self._next_rank = 0  # above all that were ever made
-        self._ended: list[int] = []  # ranks whose end was reported to nobody, as there is no controller
+        self._ended: list[int] = []  # ranks whose end no controller has made good: there was none, or it was adopting
+        self._is_settled = True  # the controller has made good all that died with the one before
+        self._waited_s = 0.0  # for another controller, since the last one was lost
         self._listener: socket.socket | None = None  # for the next controller
         self._buffer = b""
         read, write = os.pipe()  # written by Python's signal handler when a child has ended
@@ -103,8 +105,8 @@ class ForkServer:
         except _ControllerLostError:
             # Workers notice by the life pipe, and may write a checkpoint before they end. Those that were waiting for
             # another controller have had the most of this time already.
-            self._wait_until_none(float(setup["orphan_grace_s"]) - (setup["adopt_s"] or 0.0))
             grace = float(setup["orphan_grace_s"])
+            self._wait_until_none(grace - self._waited_s)
             self._end_all(min(grace, 1.0))
         finally:
             for path in setup["scratch"]:
@@ -161,11 +163,13 @@ class ForkServer:
 
     def _next_controller(self) -> bool:
         """Wait for another controller, as long as there is a worker. Returns False if none came."""
-        lost_at, self._ended = time.monotonic(), []
+        lost_at, self._waited_s = time.monotonic(), 0.0
+        if self._is_settled:
+            self._ended.clear()
         while self._listener is not None and self._pids:
             left = lost_at + float(self._setup["adopt_s"]) - time.monotonic()
             if left <= 0:
-                return False
+                break
             ready, _, _ = select.select([self._listener, self._wake_read], [], [], left)
             if self._wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
@@ -178,10 +182,11 @@ class ForkServer:
                     self._setup["life_fd"]
                 )  # living workers have it, and see the end of the next one by their links
                 self._orders, self._notices, self._setup["life_fd"] = taken
-                self._buffer = b""
+                self._buffer, self._is_settled = b"", False
                 about = {"pids": self._pids, "next_rank": self._next_rank, "ended": self._ended}
                 self._answer({**about, "seconds": time.monotonic() - lost_at})
                 return True
+        self._waited_s = time.monotonic() - lost_at
         return False
 
     def _loop(self) -> None:
@@ -212,6 +217,9 @@ class ForkServer:
             elif "orphan_grace_s" in order:
                 self._setup["orphan_grace_s"] = float(order["orphan_grace_s"])
                 self._answer({"set": True})
+            elif "settled" in order:
+                self._is_settled = True
+                self._answer({"settled": True})
             elif "hold" in order:
                 hold_lock(order["hold"])
                 self._answer({"held": True})

@@ -244,6 +244,16 @@ class ForkServerClient:
         self.ready()
         self._request({"hold": str(lock)})
 
+    def settle(self) -> None:
+        """All that died with the controller before is made good: the next one is not told of it once more."""
+        self._request({"settled": True})
+
+    def give_back(self) -> None:
+        """End as if this process had died, without a wait: workers that were taken over wait for another controller."""
+        if not self._stopped:
+            self._close_our_ends()
+            os.close(self._notices)
+
     def fileno(self) -> int:
         """The descriptor that is readable when `poll` has something to return."""
         return self._notices

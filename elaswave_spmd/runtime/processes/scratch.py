@@ -62,11 +62,14 @@ class Scratch:
         self._remover: subprocess.Popen[bytes] | None = _start_remover(folder)
 
     def give_up(self) -> None:
-        """Hold it no more, and leave it to its other processes."""
+        """Hold one that was adopted no more, and leave it to its other processes; `remove` does nothing then."""
         os.close(self._held)
+        self._held = -1
 
     def remove(self) -> None:
         """Remove the directory, if its fork server has not; once."""
+        if self._held < 0:
+            return
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._held)
         if self._remover is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -34,7 +35,7 @@ _REST_S = 5.0  # for processes of earlier controllers to end, once the last one 
 _PR_SET_CHILD_SUBREAPER = 36
 _TOLD = (0, 1, 2, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
 _NOT_AGAIN = ("run.dir", "train.resume", "train.resume_at", "train.reschedule")
-_SUMMARY, _METRICS = "summary.json", "metrics.jsonl"
+_SUMMARY, _METRICS, _EPOCHS = "summary.json", "metrics.jsonl", "epochs.jsonl"
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,17 @@ def words_again(words: Sequence[str], run_dir: str) -> list[str]:
     return [*kept, word_of("train.resume", run_dir)]
 
 
+def end_orphans(run_dir: Path) -> None:
+    """End the workers of a run whose result is written, and which wait for a controller that need not come."""
+    from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient  # not before it is needed
+
+    with contextlib.suppress(OSError, ValueError):
+        lines = (json.loads(line) for line in (run_dir / _EPOCHS).read_bytes().splitlines() if b'"scratch"' in line)
+        for scratch in [line["scratch"] for line in lines if "scratch" in line][-1:]:
+            if (taken := ForkServerClient.adopt(scratch, 0.0)) is not None:
+                taken[0].stop(grace_s=0.0)
+
+
 def supervise(words: Sequence[str]) -> int:
     """Run the command of this process with a supervisor.
 
@@ -141,6 +153,8 @@ class _Supervisor:
         self._words = words
         self._signals: deque[int] = deque()  # filled by handlers
         self._is_asked = False  # to end
+        self._asked_by = int(signal.SIGTERM)
+        self._is_last = False  # it was asked to, and the controller that is started adopts workers only to save
         self._run_dir = ""
 
     def run(self) -> int:
@@ -159,18 +173,23 @@ class _Supervisor:
                 self._wait_for_the_rest()
                 return ended.code
             if self._run_dir and (Path(self._run_dir) / _SUMMARY).exists():
+                end_orphans(Path(self._run_dir))
                 self._wait_for_the_rest()
                 return 0  # it died when the result was written
             if why_not := self._why_not_again(deaths := deaths.one_more(self._steps())):
                 self._say(f"the controller {ended}; {why_not}")
                 return 1
-            self._say(f"the controller {ended}; another one takes its place")
+            to_save = ", to save the state and end" if self._is_asked else ""
+            self._say(f"the controller {ended}; another one takes its place{to_save}")
+            if self._is_asked:
+                self._is_last = True
+                self._signals.append(self._asked_by)
             words = words_again(self._words, self._run_dir)
 
     def _why_not_again(self, deaths: Deaths) -> str:
         """Why no other controller is started; empty: one is."""
         waits = f"; workers that still live save their state and end, after timeouts.adopt ({ADOPT_S} s by default)"
-        if self._is_asked:
+        if self._is_last:
             return f"it had been asked to end, and is not started again{waits}"
         if not self._run_dir:
             return "its run had not begun yet, so there is nothing to go on with"
@@ -199,7 +218,9 @@ class _Supervisor:
         while True:
             with contextlib.suppress(BlockingIOError):
                 told += os.read(read, 65536)
-            while self._signals:
+            # One that was started to save is told to end once it has begun: before that a signal would kill it. A user
+            # who asks twice means now.
+            while self._signals and (not self._is_last or told or len(self._signals) > 1):
                 self._pass_on(self._signals.popleft(), process.pid)
             pid, status = self._next_change()
             if pid == process.pid and os.WIFSTOPPED(status):
@@ -245,7 +266,7 @@ class _Supervisor:
             os.kill(os.getpid(), signal.SIGSTOP)
             self._signal_group(pid, signal.SIGCONT)
         elif number != signal.SIGCONT:
-            self._is_asked = True
+            self._is_asked, self._asked_by = True, number
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
