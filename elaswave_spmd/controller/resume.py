@@ -267,7 +267,7 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
         lock = lock_run_dir(path)
         undo.callback(lock.close)
         # Workers of a controller that was killed may still write their state, which this run goes on from.
-        wait_for_workers(path, _grace_of(path, settings) + _REAPING_S, lambda: print(_WAITING, flush=True))
+        wait_for_workers(path, orphan_grace(path, settings) + _REAPING_S, lambda: print(_WAITING, flush=True))
         same = settings.run.dir is None or Path(settings.run.dir).expanduser().absolute() == path.absolute()
         if same and (path / SUMMARY).exists():
             what = f"the run in {path} has finished"
@@ -302,7 +302,7 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
     return _Source(path, lock, same, checkpoint, tuple(bad), lines, validations, digests, found)
 
 
-def _grace_of(path: Path, settings: Settings) -> float:
+def orphan_grace(path: Path, settings: Settings) -> float:
     """Seconds that workers of the run's last life may take to end: longer than now, where they wait to be adopted."""
     journal = read_journal(path)
     lives = (line for line in journal if line["incarnation"] == journal[-1]["incarnation"])

@@ -140,6 +140,53 @@ def test_other_settings_are_refused_and_the_workers_live_on(folder: Path, undist
     assert_nothing_was_done_again(folder, undisturbed(STEPS), 2)
 
 
+def test_a_signal_while_workers_are_taken_over_stops_the_run_with_its_state_saved(folder: Path) -> None:
+    with launch(folder, *WORDS, "train.steps=2000", "timeouts.adopt=100", "checkpoint.every=1000") as first:
+        killed_at(first, 5)
+        first.process.wait(PATIENCE_S)
+        with launch(folder, *_resuming(), "train.steps=2000", "checkpoint.every=1000", mark=first.mark) as run:
+            eventually(lambda: _has_lock(folder, run.process.pid), run.process)
+            run.process.send_signal(signal.SIGTERM)
+            out, err = run.process.communicate(timeout=PATIENCE_S)
+            assert run.process.returncode == 128 + signal.SIGTERM, (out, err)
+            assert "its state after step" in err.lower(), err
+        waiting(lambda: not first.processes() and not first.removers())
+
+
+def test_a_controller_that_cannot_begin_leaves_the_workers_to_the_next_one(
+    folder: Path, undisturbed: Undisturbed
+) -> None:
+    with launch(folder, *WORDS, "timeouts.adopt=100") as first:
+        killed_at(first, STEPS // 2)
+        first.process.wait(PATIENCE_S)
+        (folder / "text.txt").rename(folder / "elsewhere.txt")
+        (folder / "cache").rename(folder / "elsewhere")
+        with launch(folder, *_resuming(), mark=first.mark) as failing:
+            out, err = failing.process.communicate(timeout=PATIENCE_S)
+            assert failing.process.returncode == 2, (out, err)
+        assert len(first.processes()) >= 4
+        (folder / "elsewhere.txt").rename(folder / "text.txt")
+        (folder / "cache").exists() or (folder / "elsewhere").rename(folder / "cache")
+        with launch(folder, *_resuming(), mark=first.mark) as run:
+            out, err = run.process.communicate(timeout=PATIENCE_S)
+            assert run.process.returncode == 0, (out, err)
+        waiting(lambda: not first.processes() and not first.removers())
+    assert_nothing_was_done_again(folder, undisturbed(STEPS), 2)
+
+
+def test_a_signal_after_a_death_is_passed_on_to_a_controller_that_saves_the_state(folder: Path) -> None:
+    with launch(folder, "--supervise", *WORDS, "train.steps=2000", "checkpoint.every=1000") as run:
+        killed_at(run, 5)
+        run.process.send_signal(signal.SIGTERM)
+        done = run.finish()
+    assert done.code == 128 + signal.SIGTERM, done
+    assert "its state after step" in done.err.lower(), done
+
+
+def _has_lock(folder: Path, pid: int) -> bool:
+    return (folder / "run" / LOCK).read_text().strip() == str(pid)
+
+
 def _resuming() -> list[str]:
     """The words of a command that goes on with the run."""
     return [*(word for word in WORDS if not word.startswith("run.dir")), "train.resume=run", "timeouts.adopt=100"]
