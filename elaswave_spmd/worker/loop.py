@@ -68,6 +68,7 @@ class Executor:
         self._last_step = context.job.steps  # or an earlier one, by a validation
         self._check_wishes: list[_CheckWish] = []  # of a mesh epoch that is not entered yet
         self._weights_sent = -1  # the epoch in which the final weights were sent
+        self._was_just_adopted = False  # until the first word of the new controller
         self.is_orphaned = False
         """The controller is gone. No worker begins another step, and a step that all have begun is still completed: so
         all end at the same version, as a step needs the vote of every member; or, where another controller may come
@@ -192,7 +193,7 @@ class Executor:
 
     def _until_there_is_a_controller(self, reports: KeptReports) -> Waits:
         """An orphan that may be adopted holds between two steps, as does a worker whose reports nobody writes down."""
-        goes_on = lambda: not (self.is_orphaned or reports.is_full)  # noqa: E731
+        goes_on = lambda: not (self.is_orphaned or self._was_just_adopted or reports.is_full)  # noqa: E731
         yield from self.until(goes_on, "a controller, after step", self.version)
 
     def _send_weights(self) -> None:
@@ -353,6 +354,7 @@ class Executor:
             case m.ReplicasAgree():
                 self._steps.replicas_agree(message)
             case m.Prepare():
+                self._was_just_adopted = False
                 # Handled after every layer, so that a loss is answered within the time of one.
                 if self._answers_at_once(message):
                     self._answer(message)
@@ -378,7 +380,8 @@ class Executor:
         link_facts, reports = self._context.hooks.link_facts, self._reports
         if link_facts is None or reports is None:
             return
-        self.is_orphaned = False
+        # It begins with a change of the mesh, after a step that nobody should be past by then.
+        self.is_orphaned, self._was_just_adopted = False, True
         told = replace_fields(
             link_facts(self.placement.mesh.members),
             version=self.version,
