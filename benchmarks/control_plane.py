@@ -45,6 +45,7 @@ from elaswave_spmd.recovery.controller_protocol import MicrobatchAssigner
 from elaswave_spmd.recovery.packed_reconfigure import Unpacker
 from elaswave_spmd.recovery.worker_protocol import Apply, SendVote, WorkerProtocol, held_ranges
 from elaswave_spmd.run_dir import RunDir, RunObserver
+from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo
 from elaswave_spmd.run_dir.display import PlainDisplay
 from elaswave_spmd.run_dir.manifest import Manifest
 from elaswave_spmd.runtime.processes.launcher import Machine
@@ -149,6 +150,8 @@ class CountingIO:
 
     def stop_requested(self, number: int) -> None: ...
     def connect(self, rank: int, address: str, *, holds_mutex: bool) -> None: ...
+    def adopt(self, rank: int, generation: int) -> None: ...
+
     def disconnect(self, rank: int) -> None: ...
     def order_agent(self, order: AgentOrder) -> None: ...
     def kill(self, rank: int) -> None: ...
@@ -171,6 +174,9 @@ class CountingIO:
 
     def open_admin(self) -> str:
         return ""
+
+    def find_shards(self) -> list[ShardInfo]:
+        return []
 
     def finish_writing(self) -> list[ManifestWritten]:
         return []

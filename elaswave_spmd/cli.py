@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from elaswave_spmd.errors import ConfigError, RunError, UserError
 from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals
+from elaswave_spmd.runtime.processes.supervisor import supervise, supervised_by, with_adoption
 
 if TYPE_CHECKING:
     from elaswave_spmd.conf.schema import Settings
@@ -122,14 +123,21 @@ def _train() -> int:
             print(help_text())
         return DONE
     show = _takes_out(words, ["--cfg", "job"])
+    if _takes_out(words, ["--supervise"]) and not show:
+        return supervise(words)
+    if (told := supervised_by(os.environ)) is not None:
+        words = with_adoption(words)
     with StopSignals() as signals:
-        if not show:
-            _first_line()
         with signals.held():  # inside Hydra an exception of ours can turn into another one
+            if not show:
+                _first_line()
             from elaswave_spmd.controller.on_ray.job import HandOver  # imports Hydra
             from elaswave_spmd.controller.torchrun import Run, Serve, take_out
 
             start = _start_of(words)
+            if isinstance(start, Run) and not show and _may_adopt(start.settings):
+                # What ends this command before it has adopted workers would leave them behind, with their state.
+                return _run(start.settings, signals, told)
         signals.check()
         if show:
             with _reader_may_leave():
@@ -139,7 +147,7 @@ def _train() -> int:
             _line(start.told)
             take_out(os.environ)
         if isinstance(start, Run):
-            return _run(start.settings, signals)
+            return _run(start.settings, signals, told)
     # Outside the `with`: an agent answers signals in its own way, and so does a command that follows a run on Ray.
     if isinstance(start, HandOver):
         from elaswave_spmd.controller.on_ray.command import run_on_ray
@@ -177,14 +185,20 @@ def _takes_out(words: list[str], flag: list[str]) -> bool:
     return False
 
 
-def _run(settings: Settings, signals: StopSignals) -> int:
+def _may_adopt(settings: Settings) -> bool:
+    """True for a command that adopts living workers, if there are any."""
+    return settings.train.resume is not None and settings.timeouts.adopt is not None
+
+
+def _run(settings: Settings, signals: StopSignals, told: int | None) -> int:
+    """Run a controller; `told`: the descriptor on which its supervisor is told the run's directory, if it has one."""
     from elaswave_spmd.runtime.devices.selection import worker_start
 
     worker_start(settings)  # refuses a device that cannot be used here; what it lacks may keep torch from importing
     from elaswave_spmd.controller import startup as controller  # imports torch: only now that the settings are good
 
     command = controller.Command.typed(sys.argv[1:])
-    return controller.run(settings, here=True, command=command, signals=signals)
+    return controller.run(settings, here=True, command=command, signals=signals, told=told)
 
 
 def _agent(program: str) -> int:

@@ -18,6 +18,7 @@ Examples:
   python train.py data=text 'data.path="corpus/*.txt"' model=llama_tiny train.steps=200
   python train.py mesh=dp4 'chaos.events=[{step: 12, kind: kill, rank: 3, point: backward}]'
   python train.py mesh=dp2_pp2 chaos=random chaos.seed=7 chaos.rate=0.1
+  python train.py --supervise mesh=dp2_pp2           a controller that dies is started again, and adopts its workers
   python train.py model.target=my_file.MyModel model.layers=6 +model.args.window=8
 """
 _NAME_WIDTH = 42
@@ -28,7 +29,9 @@ def help_text() -> str:
     return "\n".join([EXAMPLES, *_choices(), "", *_settings(), "", _FOOTER])
 
 
-_FOOTER = "--cfg job prints all settings of a command line without running it."
+_FOOTER = """\
+--cfg job prints all settings of a command line without running it. --supervise starts the run's controller again if it
+dies; the next one adopts the workers that live."""
 
 
 def _choices() -> Iterator[str]:

@@ -675,6 +675,9 @@ class Timeouts(Section, group="timeouts"):
     )
     shutdown: float = setting(30.0, "for workers to end, checkpoint included, before they are killed", above=0)
     callbacks: float = setting(30.0, "for callbacks to end, once all workers have", above=0)
+    adopt: float | None = setting(
+        None, "that workers of a lost controller wait for the next one, which adopts them; null: none does", above=0
+    )
 
     def check_rules(self) -> None:
         for lower, times, upper, why in _TIMEOUT_ORDER:
@@ -703,7 +706,12 @@ class Timeouts(Section, group="timeouts"):
     @property
     def orphan_grace(self) -> float:
         """Seconds that workers may live after their controller: they wait for it, then they write a checkpoint."""
-        return self.controller + self.shutdown
+        return self.without_controller + self.shutdown
+
+    @property
+    def without_controller(self) -> float:
+        """Seconds that workers wait when their controller is lost, before they write a checkpoint."""
+        return self.controller if self.adopt is None else self.adopt
 
 
 @dataclass(frozen=True)
@@ -965,6 +973,8 @@ class Settings(Section):
             )
         if self.verify.action == "rollback":
             self._check_rollback()
+        if self.timeouts.adopt is not None:
+            self._check_adopted()
         if self.checkpoint.keep_best and not self.train.validate_every:
             given = checks.override("checkpoint.keep_best", self.checkpoint.keep_best)
             raise ConfigError(
@@ -1006,6 +1016,26 @@ class Settings(Section):
                     rule="it is a point of backwards in two parts: in layers that were checked, behind a stage",
                     where=f"{given} {where}",
                     fix=f"point: backward, or {fix}",
+                )
+
+    def _check_adopted(self) -> None:
+        """What a controller alone has, or alone knows, another one cannot take over."""
+        runtime, verify = self.runtime, self.verify
+        held = {
+            "runtime.rendezvous": (runtime.rendezvous is not None, "its agents end with the controller"),
+            "runtime.collectives": (runtime.collectives == GROUP, "groups meet in a store of the controller"),
+            "schedule.frequency": (self.schedule.frequency != "none", "devices are set back with the controller"),
+            "verify.action": (verify.action == "rollback", "it knows since when a worker may have computed wrongly"),
+            "mirror.verify_every": (self.mirror.verify_every > 0, "the controller has the hashes of replicas"),
+        }
+        for name, (is_so, why) in held.items():
+            if is_so:
+                given = checks.override(name, getattr(getattr(self, name.split(".")[0]), name.split(".")[1]))
+                raise ConfigError(
+                    f"timeouts.adopt is given with {given}",
+                    rule=f"a controller that comes back adopts what workers have; {why}",
+                    where=f"timeouts.adopt={self.timeouts.adopt:g} {given}",
+                    fix="leave one of the two out; without timeouts.adopt a run goes on from its newest checkpoint",
                 )
 
     def _check_rollback(self) -> None:

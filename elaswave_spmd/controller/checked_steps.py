@@ -22,7 +22,7 @@ class CheckedSteps:
         self._draw = draw
         self._protocol = protocol
         self._placements: dict[int, Placement] = {}  # of the newest mesh epochs
-        self._first = protocol.version  # the step at which the run begins
+        self._first = protocol.began_at  # the step at which the run begins
         self._unchecked: set[int] = set()  # steps whose checks were dropped
         self._by_rank: dict[int, int] = {}
 

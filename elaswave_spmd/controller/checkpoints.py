@@ -6,7 +6,7 @@ thread behind ControllerIO). Nothing here does I/O.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ class CheckpointSpec:
         kinds: of state: the master parameters and what the optimizer keeps.
         num_pages: pages of state in all layers together.
         orders: what workers need to know to write their shards.
+        came_back: a controller before this one was killed, and its workers go on: `step` is no checkpoint.
     """
 
     run: str
@@ -51,6 +52,7 @@ class CheckpointSpec:
     kinds: tuple[str, ...]
     num_pages: int
     orders: CheckpointOrders
+    came_back: bool = False
 
     @classmethod
     def for_run(cls, plan: RunPlan, start: ResumePoint, run_dir: Path) -> CheckpointSpec:
@@ -70,13 +72,20 @@ class CheckpointSpec:
             run=start.run,
             incarnation=start.incarnation,
             step=start.step,
-            newest=start.step if start.is_in(run_dir) else 0,
+            newest=_newest(start, run_dir),
             fingerprint=identity_of(plan.settings, plan.data),
             layout=layout_fingerprint(layout),
             kinds=(MASTER, *plan.job.optimizer.state_names),
             num_pages=sum(layer.num_state_pages for layer in layout.layers),
             orders=orders,
+            came_back=start.comeback is not None,
         )
+
+
+def _newest(start: ResumePoint, run_dir: Path) -> int:
+    if start.comeback is not None:
+        return start.comeback.newest_checkpoint
+    return start.step if start.is_in(run_dir) else 0
 
 
 @dataclass
@@ -105,7 +114,7 @@ class CheckpointCoordinator:
         self._pending: dict[int, _Pending] = {}
         self._newest = spec.newest
         self._committed = spec.step
-        self._incomplete = spec.step  # checkpoints up to this step may miss a shard for ever
+        self._incomplete = 0 if spec.came_back else spec.step  # checkpoints up to this step may miss a shard for ever
         self._last: Save | None = None  # the checkpoint at which the run stops
         self._failed: dict[int, str] = {}  # step -> why it will have no checkpoint
         self._validation: dict[str, object] | None = None
@@ -121,7 +130,8 @@ class CheckpointCoordinator:
 
     def awaits(self, step: int) -> bool:
         """True if the checkpoint of a step is due, and may still come."""
-        newest = max(self._newest, self._spec.step)  # those up to where it was resumed may lie in another directory
+        # Those up to where it was resumed may lie in another directory.
+        newest = max(self._newest, self._spec.step if not self._spec.came_back else 0)
         return self._spec.orders.is_due(step) and step > newest and step not in self._failed
 
     @property
@@ -176,6 +186,15 @@ class CheckpointCoordinator:
         pending.copy_ms = max(pending.copy_ms, message.copy_ms)
         pending.write_ms = max(pending.write_ms, message.write_ms)
         return self._complete_if_whole(message.step, pending)
+
+    def found(self, shards: Iterable[ShardInfo], now: float) -> list[Action]:
+        """Shards are on the disk whose reports a controller of the past may not have lived to count."""
+        steps: set[int] = set()
+        for shard in shards:
+            if shard.step > self._newest and shard.step not in self._failed:
+                self._pending.setdefault(shard.step, _Pending(now)).shards[shard.name] = shard
+                steps.add(shard.step)
+        return [action for step in sorted(steps) for action in self._complete_if_whole(step, self._pending[step])]
 
     def compared(self, version: int) -> list[Action]:
         """All replicas were the same at a version: what waits for that may be complete."""

@@ -19,6 +19,7 @@ from elaswave_spmd.conf.schema import RAY, TORCHRUN, Settings
 from elaswave_spmd.controller.io import newest_checkpoint
 from elaswave_spmd.errors import RunError, StoppedBySignal, UserError, headline_of
 from elaswave_spmd.run_dir.directory import SUMMARY
+from elaswave_spmd.run_dir.lock import workers_live
 from elaswave_spmd.runtime.processes.stop_signals import Signalled
 
 _OF_NODES = (
@@ -142,6 +143,11 @@ class Ending:
         source = self.settings.train.resume
         earlier = Path(source).expanduser().absolute() if source is not None else None
         folder = self.run_dir or earlier
+        if self.run_dir is None and earlier is not None and workers_live(earlier):
+            return [
+                f"workers of the run in {earlier} still live: they wait for another controller, or save their state",
+                f"resume with: {self.command.again()}",
+            ]
         if folder is None:
             return ["nothing to resume: no step was done, and nothing is left of the run"]
         checkpoint = newest_checkpoint(folder)

@@ -270,6 +270,40 @@ class Connect:
 
 
 @dataclass(frozen=True)
+class AdoptWorker:
+    """Open a link to a worker of the controller before, and tell it that this one has taken its place.
+
+    Adopted is its answer. A worker that was no member yet cannot be found, and is ended.
+    """
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class FindShards:
+    """Look for shards on the disk whose reports a controller of the past may not have lived to count."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """All that died with the controller before is made good: the next one need not know of it."""
+
+
+@dataclass(frozen=True)
+class CameBack:
+    """The controller has adopted its workers, and a mesh of so many members goes on. For the run log.
+
+    Args:
+        steps: that the controller before had not written down, and follow.
+        seconds: for how long there was none.
+    """
+
+    workers: int
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class RecordLostWorker:
     """A member of the mesh was found to be lost at time `at`. For the run log; what follows are other actions."""
 
@@ -391,6 +425,10 @@ Action: TypeAlias = (
     | AgentOrder
     | UsePlaces
     | Connect
+    | AdoptWorker
+    | CameBack
+    | FindShards
+    | Settled
     | RecordLostWorker
     | Kill
     | EvictWorker

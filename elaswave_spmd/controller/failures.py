@@ -151,6 +151,7 @@ class FailureHandler:
     Args:
         replacements: what is started in place of workers that are lost.
         run_dir: the run's directory, in which the state lies that the error of a saved run names.
+        came_back: the run has begun under another controller.
     """
 
     def __init__(
@@ -160,13 +161,16 @@ class FailureHandler:
         roster: Roster,
         replacements: Replacements,
         run_dir: Path,
+        *,
+        came_back: bool = False,
     ) -> None:
         self._policy = policy
         self._protocol = protocol
         self._roster = roster
         self._replacements = replacements
         self._run_dir = run_dir
-        self._first = protocol.version  # the step at which the run begins
+        # The step at which the run begins. One that a controller takes over has begun at another one.
+        self._first = protocol.version if not came_back else -1
         self._num_skipped = 0  # steps in a row without an update
         self._crashes: dict[int, tuple[int, str]] = {}  # step -> (rank, report) of the first one
         self._links = BrokenLinks()

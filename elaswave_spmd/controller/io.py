@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -45,18 +45,21 @@ from elaswave_spmd.controller.events import (
     Tick,
     WorkerEnded,
 )
+from elaswave_spmd.controller.living import adoption_record
 from elaswave_spmd.controller.planning import PlanRequest, PlanThread
+from elaswave_spmd.controller.resume import Comeback
 from elaswave_spmd.errors import CheckpointError, ConfigError, RunError, UserError
 from elaswave_spmd.mesh.topology import Path as DomainPath
 from elaswave_spmd.recovery.admission import UNREADABLE
-from elaswave_spmd.recovery.messages import Prepare, decode
-from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
-from elaswave_spmd.run_dir.checkpoints import load_newest_good, prune, write_manifest
+from elaswave_spmd.recovery.messages import Adopt, Prepare, decode, encode
+from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path
+from elaswave_spmd.run_dir.checkpoints import load_newest_good, prune, unfinished_shards, write_manifest
 from elaswave_spmd.run_dir.directory import EVENTS, METRICS
 from elaswave_spmd.run_dir.journal import Journal
 from elaswave_spmd.run_dir.manifest import Manifest
 from elaswave_spmd.runtime.devices.group_store import GroupStore, group_host
 from elaswave_spmd.runtime.processes import death_watch
+from elaswave_spmd.runtime.processes.adoption import read_address
 from elaswave_spmd.runtime.processes.agents import AgentNews, Agents
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher, Machine
@@ -110,6 +113,13 @@ class ControllerIO(Protocol):
 
     def connect(self, rank: int, address: str, *, holds_mutex: bool) -> None:
         """A worker is ready: open the link to it, and watch for its death where it holds its mutex for that."""
+        ...
+
+    def adopt(self, rank: int, generation: int) -> None:
+        """Open the link to a worker of the controller before, and tell it the generation and address of this one.
+
+        A worker of which nobody knows where it listens, as it was no member of the mesh yet, is ended.
+        """
         ...
 
     def disconnect(self, rank: int) -> None:
@@ -180,6 +190,14 @@ class ControllerIO(Protocol):
         """Finish what is being written; then CheckpointFound is among the next events, of a step up to `newest`."""
         ...
 
+    def find_shards(self) -> list[ShardInfo]:
+        """Shards on the disk that this life of the run has written, of checkpoints without a manifest."""
+        ...
+
+    def settle(self) -> None:
+        """All that died with the controller before is made good."""
+        ...
+
     def finish_writing(self) -> list[ManifestWritten]:
         """Wait until all manifests are written. Returns what has not been an event yet."""
         ...
@@ -196,6 +214,7 @@ class ProcessIO:
         scratch: directory of the sockets.
         run_dir: the run's directory, for the journal, manifests and the administrators' socket.
         frequency_guard: socket of the process that sets the devices' frequencies, or None.
+        comeback: this controller takes over the workers of one that has died; None: it does not.
 
     Raises:
         ConfigError: the links, or the store where groups meet, cannot be opened with these settings.
@@ -212,6 +231,7 @@ class ProcessIO:
         checkpoints: CheckpointSpec,
         *,
         frequency_guard: str | None = None,
+        comeback: Comeback | None = None,
     ) -> None:
         settings = plan.settings
         self._launcher = launcher
@@ -225,7 +245,10 @@ class ProcessIO:
         self._deaths: deque[WorkerEnded] = deque()  # filled by the death watch's threads; a deque needs no lock
         agents = self._agents
         host, transport = listen_host(settings.runtime), cast(Transport, settings.runtime.transport)
-        credentials = agents.credentials if agents is not None else credentials_of(settings.runtime)
+        if comeback is not None:
+            credentials = comeback.credentials
+        else:
+            credentials = agents.credentials if agents is not None else credentials_of(settings.runtime)
         payloads = payload_limits(plan)
         with contextlib.ExitStack() as undo:
             self._links = Links(
@@ -240,7 +263,10 @@ class ProcessIO:
             undo.callback(self._links.close)
             groups = settings.runtime.collectives == GROUP
             self._groups = GroupStore(group_host(settings.runtime, host)) if groups else None
-            self._writer = _ManifestWriter(run_dir, settings.checkpoint, checkpoints, self._mailbox, credentials)
+            adoption = {} if settings.timeouts.adopt is None else adoption_record(settings, scratch)
+            self._writer = _ManifestWriter(
+                run_dir, settings.checkpoint, checkpoints, self._mailbox, credentials, adoption, comeback
+            )
             undo.callback(self._writer.close)
             table = death_watch.RobustMutexTable(scratch) if death_watch.is_available() else None
             self._mutexes = table
@@ -258,6 +284,7 @@ class ProcessIO:
                 trace=str(run_dir) if settings.run.trace else None,
                 frequency_guard=frequency_guard,
                 groups=self._groups.address if self._groups is not None else None,
+                generation=None if comeback is None else comeback.generation,
             ),
         )
 
@@ -309,6 +336,13 @@ class ProcessIO:
         # A worker that died between its Ready and this call is not watched: its mutex is free already.
         if holds_mutex and self._watcher is not None and not self._watcher.watch(rank):
             self._ready.append(WorkerEnded(rank, "its process ended while it started", time.monotonic()))
+
+    def adopt(self, rank: int, generation: int) -> None:
+        if (address := read_address(self._scratch, rank)) is None:
+            self.kill(rank)
+            return
+        self.connect(rank, address, holds_mutex=False)  # its end is noticed when it is reaped
+        self._links.send(rank, encode(Adopt(generation, self._links.address)))
 
     def disconnect(self, rank: int) -> None:
         self._links.drop(rank)
@@ -384,6 +418,12 @@ class ProcessIO:
     def find_checkpoint(self, newest: int | None) -> None:
         self._ready += self.finish_writing()
         self._ready.append(CheckpointFound(newest_checkpoint(self._run_dir, newest)))
+
+    def find_shards(self) -> list[ShardInfo]:
+        return unfinished_shards(self._run_dir, self._spec.checkpoints.incarnation)
+
+    def settle(self) -> None:
+        self._launcher.settle()
 
     def finish_writing(self) -> list[ManifestWritten]:
         return self._writer.finish()
@@ -493,6 +533,10 @@ class _ManifestWriter:
     """The journal of mesh epochs, and a thread that writes manifests and removes old checkpoints.
 
     Nothing in the controller waits for a disk but the journal, whose line comes before a Prepare.
+
+    Args:
+        adoption: what the journal says of workers that may be adopted (timeouts.adopt); {}: they may not.
+        comeback: the controller goes on with the journal of one that has died.
     """
 
     def __init__(
@@ -502,6 +546,8 @@ class _ManifestWriter:
         spec: CheckpointSpec,
         mailbox: Mailbox,
         credentials: Credentials | None,
+        adoption: Mapping[str, object],
+        comeback: Comeback | None,
     ) -> None:
         self._run_dir = run_dir
         self._settings = settings
@@ -511,11 +557,14 @@ class _ManifestWriter:
         self._results: deque[ManifestWritten] = deque()
         self._thread: threading.Thread | None = None
         self._journal = Journal(run_dir)
+        if comeback is not None:  # the number of this line is that of no mesh epoch
+            self._journal.append(spec.incarnation, comeback.last_epoch, "adopt", generation=comeback.generation)
+            return
         # If this controller dies, the next one reads here what the run was, to complete what the workers wrote.
         about = {"run": spec.run, "identity": spec.fingerprint, "layout": spec.layout, "kinds": spec.kinds}
         # With them it may also take over workers that still live. The journal is its owner's alone.
         links = {"credentials": credentials.to_dict()} if credentials is not None else {}
-        self._journal.append(spec.incarnation, 0, "resume" if spec.step else "start", **about, **links)
+        self._journal.append(spec.incarnation, 0, "resume" if spec.step else "start", **about, **links, **adoption)
 
     def journal(self, prepare: Prepare) -> None:
         self._journal.append(self._incarnation, prepare.epoch, "prepare", after=prepare.after)

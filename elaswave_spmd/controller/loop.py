@@ -19,10 +19,12 @@ from elaswave_spmd.conf.schema import EMULATED
 from elaswave_spmd.controller.admin_client import SOCKET
 from elaswave_spmd.controller.admin_server import Administration
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator, CheckpointSpec
+from elaswave_spmd.controller.comeback import Takeover
 from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.events import (
     Action,
     AdmitAgent,
+    AdoptWorker,
     AgentCame,
     AgentGone,
     AgentNotice,
@@ -34,6 +36,7 @@ from elaswave_spmd.controller.events import (
     Event,
     EvictWorker,
     FindCheckpoint,
+    FindShards,
     GiveUpAgent,
     GoBack,
     Kill,
@@ -53,6 +56,7 @@ from elaswave_spmd.controller.events import (
     ReportExits,
     RunFinished,
     RunStopped,
+    Settled,
     Spawn,
     StopRequested,
     Tick,
@@ -69,6 +73,7 @@ from elaswave_spmd.controller.planning import Planned
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.replica_verification import ReplicaVerifier
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
+from elaswave_spmd.controller.resume import Comeback
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.controller.run_log import RunLog, mean_loss
 from elaswave_spmd.controller.sum_verification import SumVerifier
@@ -92,12 +97,16 @@ from elaswave_spmd.recovery.actions import (
 from elaswave_spmd.recovery.admission import SIZE, ControllerPosition, refused_by_controller
 from elaswave_spmd.recovery.checks import CheckDraw
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
+from elaswave_spmd.recovery.generations import FIRST, stamped
 from elaswave_spmd.recovery.packed_reconfigure import Packer
 from elaswave_spmd.runtime.transport.mailbox import Request
 from elaswave_spmd.worker.spec import message_bounds
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
+
+_ACKNOWLEDGED_STEPS = 32
+"""Steps from one Written to the next, where workers keep their reports for a controller that comes back."""
 
 
 class Controller:
@@ -111,6 +120,7 @@ class Controller:
         frequencies: of the workers' devices; None: they stay as they are.
         model_checks: with what is known of an earlier run; None: nothing is.
         has_gone_back: the run has begun again before, since nobody could tell which worker was wrong.
+        comeback: the controller takes over the workers of one that has died; None: it starts its own.
     """
 
     def __init__(
@@ -123,6 +133,7 @@ class Controller:
         model_checks: ModelChecks | None = None,
         *,
         has_gone_back: bool = False,
+        comeback: Comeback | None = None,
     ) -> None:
         settings, now = plan.settings, io.now()
         self.outcome: Outcome | None = None
@@ -148,6 +159,7 @@ class Controller:
             version=checkpoints.step,
             assigner=measured,
             checks=draw,
+            began_at=None if comeback is None else 0,
         )
         if settings.runtime.device == EMULATED:
             self.protocol.split = split_of_emulated(plan)
@@ -176,6 +188,7 @@ class Controller:
             self._roster,
             self._replacements,
             log.observer.run_dir.path,
+            came_back=comeback is not None,
         )
         self._model_checks = model_checks or ModelChecks(plan)
         self._notices = Notices(settings.elastic, self.protocol, self._roster, self._failures)
@@ -196,6 +209,24 @@ class Controller:
             log.observer,
             settings.elastic,
         )
+        self._generation = FIRST
+        self._later: deque[Event] = deque()  # what has come while workers were taken over
+        self._takeover: Takeover | None = None
+        if comeback is not None:
+            self._generation = comeback.generation
+            self._roster.taken_over(comeback.next_rank)
+            self._ready.update(comeback.pids)
+            known = log.validations
+            self._takeover = Takeover(
+                comeback,
+                plan,
+                self.protocol,
+                self._roster,
+                self._supervision,
+                self._failures,
+                known.newest,
+                known.ended_at,
+            )
 
     def run(self) -> Outcome:
         """Run until the job has finished, has stopped, or must begin again.
@@ -208,7 +239,10 @@ class Controller:
             self.execute(self.start())
             while self.outcome is None:
                 # A Tick comes at the failure detector's next deadline at the latest: nothing else polls.
-                event = self._io.next_event(self._supervision.next_tick)
+                event = self._next_event()
+                if self._takeover is not None and self._takeover.postpones(event):
+                    self._later.append(event)  # neither refused nor logged before it is known how far the run is
+                    continue
                 if isinstance(event, Received) and (why := self._refusal(event)):
                     self._io.reject(why)
                     continue
@@ -230,6 +264,12 @@ class Controller:
             self._io.close()
         return self.outcome
 
+    def _next_event(self) -> Event:
+        """The next event, and first those that have come while workers were taken over."""
+        if self._later and self._takeover is None:
+            return self._later.popleft()
+        return self._io.next_event(self._supervision.next_tick)
+
     def stop_requested(self, number: int) -> None:
         """A signal asks the run to end. The one method that a signal's handler may call, at any moment."""
         self._io.stop_requested(number)
@@ -237,7 +277,8 @@ class Controller:
     def _refusal(self, event: Received) -> str:
         """Why a message cannot be right, so that nothing acts on it or writes it down; empty if it can."""
         protocol = self.protocol
-        at = ControllerPosition(protocol.version, protocol.last_epoch, self._roster.num_ranks, self._ready)
+        last_epoch = protocol.last_epoch if self._takeover is None else self._takeover.last_epoch
+        at = ControllerPosition(protocol.version, last_epoch, self._roster.num_ranks, self._ready)
         num_elements = None
         if event.payloads:
             size = event.payloads[0].nbytes
@@ -254,12 +295,20 @@ class Controller:
         why_not = self._io.open_admin()
         message = f"the run cannot be asked: no {SOCKET} in its directory ({why_not})"
         no_admin: list[Action] = [Record("no_ctl", {"message": message})] if why_not else []
+        if self._takeover is not None:
+            return [*no_admin, *self._takeover.start(self._io.now())]
         return [*no_admin, Spawn(self._plan.placement.mesh.members, newcomers=False)]
 
     # ---- events in, actions out
 
     def decide(self, event: Event, now: float) -> Iterable[Action]:
         """The actions that follow from an event. Every event comes through here, in the order in which it happened."""
+        if (takeover := self._takeover) is not None:
+            actions = takeover.decide(event, now)
+            if takeover.is_over:
+                self._takeover = None
+                actions += self._acknowledge()
+            return actions
         # Manifests first: a run that is ending may be waiting for its last one.
         if isinstance(event, ManifestWritten):
             return [*self._checkpoints.written(event, now), *self._stopping.check(now), *self._end_if_saved(now)]
@@ -368,6 +417,8 @@ class Controller:
                 return failures.failed(message, now)
             case m.Ready() | m.Checked() | m.Constructed() | m.Refused() | m.FinalPages() | m.GroupLost():
                 pass  # of a worker that is lost meanwhile, or for the log alone
+            case m.Adopted():
+                pass  # of a worker that has answered too late, and is ended
             case _:
                 raise AssertionError(f"the controller got {message}")
         return []
@@ -404,14 +455,21 @@ class Controller:
         io, now = self._io, self._io.now()
         match action:
             case Send(rank, message):
-                io.send(rank, m.encode(message))
+                io.send(rank, stamped(m.encode(message), self._generation))
+            case AdoptWorker(rank):
+                io.adopt(rank, self._generation)
+            case FindShards():
+                return self._checkpoints.found(io.find_shards(), now)
+            case Settled():
+                io.settle()
             case Broadcast(ranks, message):
                 if isinstance(message, m.Prepare):
                     # On the disk before any worker knows of the epoch: workers stamp their checkpoint shards with it,
                     # and a later controller has to know which epochs there were.
                     io.journal(message)
                 # Encoded once: at a thousand workers the encoding would cost more than all the rest of a change.
-                for receivers, header in self._packer.encoded(ranks, message):
+                for receivers, encoded in self._packer.encoded(ranks, message):
+                    header = stamped(encoded, self._generation)
                     for rank in receivers:
                         io.send(rank, header)
             case Spawn(ranks, newcomers, host):
@@ -444,7 +502,9 @@ class Controller:
                 self._sum_verifier.committed(applied)
                 if self._failures.is_ending:
                     return []
-                return [*self._rescheduler.committed(applied.step, now), *self._failures.committed(applied, now)]
+                acknowledged = self._acknowledge() if applied.step % _ACKNOWLEDGED_STEPS == 0 else []
+                planned = self._rescheduler.committed(applied.step, now)
+                return [*acknowledged, *planned, *self._failures.committed(applied, now)]
             case ValidationDone(step, is_last=is_last):
                 self._checkpoints.validated(step, mean_loss(self._plan, action))
                 if is_last:
@@ -475,6 +535,15 @@ class Controller:
             case Reply(request, answer):
                 request.reply(answer)
         return []
+
+    def _acknowledge(self) -> list[Action]:
+        """Where a controller may come back: the workers need not keep their reports of steps until now any more.
+
+        Carried out after the lines of these steps are written, as what follows from a step comes after it.
+        """
+        if self._plan.settings.timeouts.adopt is None or not self.protocol.version:
+            return []
+        return [Broadcast(self.protocol.members, m.Written(self.protocol.version))]
 
     # ---- validations
 
@@ -538,7 +607,10 @@ class Controller:
                 self._log.action(action, self._io.now())
         if not self._log.has_all_weights:
             raise RunError("all workers have finished, but pages of the trained weights have not come")
-        stop = m.encode(m.Stop())
+        stop = stamped(m.encode(m.Stop()), self._generation)
+        if self._plan.settings.timeouts.adopt is not None:
+            self._log.finished()  # first: if this controller dies, the next one has the result of the workers again
         for rank in (*self.protocol.addresses, *self._replacements.spares):
             self._io.send(rank, stop)
-        self._log.finished()
+        if self._plan.settings.timeouts.adopt is None:
+            self._log.finished()

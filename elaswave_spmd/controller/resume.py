@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd.conf import checks
+from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller.model_checks import MODEL_CHECK
 from elaswave_spmd.controller.reschedule import Rescheduling, check_rescheduling
 from elaswave_spmd.controller.run_fingerprint import identity_of, without_average
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import CheckpointError, ConfigError
+from elaswave_spmd.recovery.messages import Prepare
 from elaswave_spmd.run_dir import MetricsLine, RunDir, RunInfo, RunObserver, read_events, read_metrics
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, find_shards
 from elaswave_spmd.run_dir.checkpoints import (
@@ -30,10 +32,11 @@ from elaswave_spmd.run_dir.checkpoints import (
 from elaswave_spmd.run_dir.directory import SUMMARY
 from elaswave_spmd.run_dir.discard import still_valid
 from elaswave_spmd.run_dir.display import TOKENS
-from elaswave_spmd.run_dir.journal import next_incarnation, read_journal
+from elaswave_spmd.run_dir.journal import ORPHAN_GRACE, next_incarnation, read_journal
 from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, wait_for_workers
 from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, layout_fingerprint
 from elaswave_spmd.run_dir.run_identity import check_identity
+from elaswave_spmd.runtime.transport.credentials import Credentials
 from elaswave_spmd.sharding.replicas import unsurvived_text
 from elaswave_spmd.worker.checkpoint_writer import read_reports
 from elaswave_spmd.worker.learning_rate import LearningRate
@@ -45,6 +48,35 @@ if TYPE_CHECKING:
 
 _REAPING_S = 10.0  # for a fork server to end workers that take too long
 _WAITING = "waiting for the workers of a controller that was killed: they write their state"
+
+
+@dataclass(frozen=True)
+class Comeback:
+    """The facts with which a controller takes over the workers of one that has died, in the same directory.
+
+    Args:
+        run_dir: the run's directory.
+        generation: of this controller.
+        last_epoch: the newest mesh epoch in the journal.
+        prepared: the Prepare that was journaled last; None: the mesh has never been about to change.
+        credentials: of the run's links; None: they need none.
+        newest_checkpoint: its step; 0: there is none.
+        pids: rank -> process id, of the workers that live.
+        next_rank: all ranks below it have been given to workers.
+        newcomers: ranks of those that were about to join, whether they live or have ended meanwhile.
+        seconds: for how long they have had no controller.
+    """
+
+    run_dir: Path
+    generation: int
+    last_epoch: int
+    prepared: Prepare | None = None
+    credentials: Credentials | None = None
+    newest_checkpoint: int = 0
+    pids: Mapping[int, int] = field(default_factory=dict)
+    next_rank: int = 0
+    newcomers: tuple[int, ...] = ()
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +93,7 @@ class ResumePoint:
         digests: layer -> digest of the bits that its kind computed when the run was checked first (`model_check`).
         rescheduling: its length and learning rates beside those that it was saved with; None: a new run.
         locks: held as long as the run lasts.
+        comeback: the controller takes over living workers, which are at about the last known line; None: it does not.
     """
 
     run: str
@@ -72,6 +105,7 @@ class ResumePoint:
     digests: Mapping[str, str] = field(default_factory=dict)
     rescheduling: Rescheduling | None = None
     locks: tuple[RunLock, ...] = ()
+    comeback: Comeback | None = None
 
     @classmethod
     def fresh(cls, run_dir: Path) -> ResumePoint:
@@ -81,6 +115,8 @@ class ResumePoint:
     @property
     def step(self) -> int:
         """The version that the run begins at."""
+        if self.comeback is not None:
+            return max(self.lines, default=0)
         return self.checkpoint.step if self.checkpoint is not None else 0
 
     @property
@@ -94,6 +130,9 @@ class ResumePoint:
 
     def announce(self, observer: RunObserver, mesh: str) -> None:
         """Log that the run is resumed, if it is. The observer gets the lines that must come out again bit for bit."""
+        if self.comeback is not None:
+            observer.expect(self.lines, self.validations, first=self.step + 1, same=True)
+            return
         if self.checkpoint is not None:
             observer.on_event("resume", **self._event(mesh))
             same = self.is_in(observer.run_dir.path)
@@ -228,7 +267,7 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
         lock = lock_run_dir(path)
         undo.callback(lock.close)
         # Workers of a controller that was killed may still write their state, which this run goes on from.
-        wait_for_workers(path, settings.timeouts.orphan_grace + _REAPING_S, lambda: print(_WAITING, flush=True))
+        wait_for_workers(path, orphan_grace(path, settings) + _REAPING_S, lambda: print(_WAITING, flush=True))
         same = settings.run.dir is None or Path(settings.run.dir).expanduser().absolute() == path.absolute()
         if same and (path / SUMMARY).exists():
             what = f"the run in {path} has finished"
@@ -261,6 +300,13 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
         digests = _digests(path)
         undo.pop_all()
     return _Source(path, lock, same, checkpoint, tuple(bad), lines, validations, digests, found)
+
+
+def orphan_grace(path: Path, settings: Settings) -> float:
+    """Seconds that workers of the run's last life may take to end: longer than now, where they wait to be adopted."""
+    journal = read_journal(path)
+    lives = (line for line in journal if line["incarnation"] == journal[-1]["incarnation"])
+    return max([settings.timeouts.orphan_grace, *(float(line[ORPHAN_GRACE]) for line in lives if ORPHAN_GRACE in line)])
 
 
 def run_info(plan: RunPlan, data: PreparedData, run_dir: Path, step: int) -> RunInfo:
@@ -322,6 +368,16 @@ def _check_validations(job: Job, known: Mapping[tuple[int, int], str], step: int
                 rule="after which step a run ends early (train.stop_patience) depends on all of them",
                 fix="put the file back, or begin a new run",
             )
+
+
+def known_validations(run_dir: Path) -> dict[tuple[int, int], str]:
+    """The validations of a run that a controller takes over: (step, micro-batches) -> loss_hex."""
+    return _losses(still_valid(read_events(run_dir), "validation"))
+
+
+def known_digests(run_dir: Path) -> dict[str, str]:
+    """The digests of the check of the model, of a run that a controller takes over."""
+    return _digests(run_dir)
 
 
 def _losses(events: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], str]:

@@ -33,6 +33,10 @@ class Roster:
         """All ranks below it have been given to workers, living or not."""
         return self._next_rank
 
+    def taken_over(self, next_rank: int) -> None:
+        """All ranks below this one have been given to workers, by a controller before this one."""
+        self._next_rank = max(self._next_rank, next_rank)
+
     def allocate(self, count: int) -> tuple[int, ...]:
         """Ranks for so many newcomers, which are about to be started."""
         ranks = tuple(range(self._next_rank, self._next_rank + count))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from elaswave_spmd.controller.backward_trial import SPLIT_BACKWARD
-from elaswave_spmd.controller.events import Action, Event, Received, Record, Rejected, WriteCosts
+from elaswave_spmd.controller.events import Action, CameBack, Event, Received, Record, Rejected, WriteCosts
 from elaswave_spmd.controller.model_checks import MODEL_CHECK
 from elaswave_spmd.controller.rejections import RejectionLog
 from elaswave_spmd.controller.resume import ResumePoint, run_info
@@ -328,7 +328,11 @@ class RunLog:
         self._num_workers = plan.placement.mesh.num_workers
         self._version = start.step
         self._committed_at = 0.0
-        self._placed = False  # the first mesh has its configuration: steps are timed from then on
+        # The first mesh has its configuration: steps are timed from then on.
+        self._placed = start.comeback is not None
+        # Of steps that were done, or under way, while there was no controller:
+        self._missing = 0
+        self._each_s: float | None = None
         self._record = RunRecord(plan.description.layout, averages=averages(plan.job.optimizer))
         self.validations = Validations(plan.job, start.validations, start.step)
         """The losses of validations, which the controller adds when it decides about them."""
@@ -349,6 +353,8 @@ class RunLog:
         """The run begins: its header, and where it goes on from if it is resumed."""
         plan, observer = self._plan, self.observer
         observer.on_start(run_info(plan, plan.data, observer.run_dir.path, self._start.step))
+        if (comeback := self._start.comeback) is not None:
+            self._record.generation = comeback.generation
         self._start.announce(observer, plan.placement.mesh.shape.name)
 
     def event(self, event: Event, now: float) -> None:
@@ -403,6 +409,11 @@ class RunLog:
                 self._num_workers = len(ranks)
                 self._epochs.first_mesh(self._plan.placement.mesh, first)
                 self._committed_at = now
+            case CameBack(workers, steps, seconds):
+                self._num_workers = workers
+                self._missing = max(1, steps)
+                self._committed_at = now - (0.0 if steps else seconds)
+                self._each_s = seconds / steps if steps else None
             case Committed(applied):
                 self._committed(applied, now)
             case ValidationDone(step):
@@ -453,6 +464,11 @@ class RunLog:
 
     def _committed(self, applied: Applied, now: float) -> None:
         job = self._plan.job
+        seconds = now - self._committed_at
+        is_missing = self._missing > 0
+        if is_missing:  # nobody knows how long each of them took
+            self._missing -= 1
+            seconds = seconds if self._each_s is None else self._each_s
         line = MetricsLine.of(
             step=applied.step,
             mesh_epoch=applied.epoch,
@@ -460,7 +476,7 @@ class RunLog:
             grad_norm=applied.grad_norm,
             lr=job.learning_rate.at(applied.step),
             tokens=job.tokens_per_step,
-            seconds=now - self._committed_at,
+            seconds=seconds,
             workers=self._num_workers,
             data_seconds=self._data_seconds.pop(applied.step, None),
             weight=applied.weight,
@@ -471,7 +487,8 @@ class RunLog:
         self._epochs.committed(line, now)
         # The report that commits a step is also that of a member which has applied it.
         self._epochs.applied(applied.rank, applied.step, now)
-        self._record.add_step(line, after_validation=applied.step > 1 and job.validates_at(applied.step - 1))
+        is_usual = not is_missing and not (applied.step > 1 and job.validates_at(applied.step - 1))
+        self._record.add_step(line, after_validation=not is_usual)
         self.observer.on_step(line)
         if not applied.updated:
             message = f"step {applied.step}: gradient not finite, no update"

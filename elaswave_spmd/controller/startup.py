@@ -7,6 +7,7 @@ everything is made and taken down again.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import time
@@ -27,6 +28,7 @@ from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.ending import Command, Ending
 from elaswave_spmd.controller.events import Outcome, RestartFrom, RunFinished, RunStopped
 from elaswave_spmd.controller.io import ProcessIO, credentials_of, listen_host
+from elaswave_spmd.controller.living import Living, find_living
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.model_checks import ModelChecks
 from elaswave_spmd.controller.resume import ResumePoint, open_run
@@ -70,6 +72,7 @@ def run(
     command: Command | None = None,
     signals: StopSignals | None = None,
     callbacks: Sequence[Callback] = (),
+    told: int | None = None,
 ) -> int:
     """Train with these settings. Returns the exit code; a run that did not finish has told why, and how to go on.
 
@@ -78,6 +81,7 @@ def run(
         command: as it was typed, for the command that goes on.
         signals: that ask the run to end, where the caller has them already.
         callbacks: that hear of the run, before those that `run.callbacks` names.
+        told: a descriptor on which a supervisor is told the run's directory, in a line; None: there is none.
 
     Raises:
         UserError: bad input, found before any worker starts; nothing is left behind.
@@ -85,7 +89,7 @@ def run(
     with contextlib.ExitStack() as stack:
         signals = signals or stack.enter_context(StopSignals())
         try:
-            train(settings, signals, here=here, callbacks=callbacks)
+            train(settings, signals, here=here, callbacks=callbacks, told=told)
             return 0
         except Unfinished as end:
             with signals.held():
@@ -116,6 +120,7 @@ def train(
     here: bool = False,
     given: ByValue | None = None,
     callbacks: Sequence[Callback] = (),
+    told: int | None = None,
 ) -> Path:
     """Train with these settings, to the end.
 
@@ -123,7 +128,7 @@ def train(
         signals: that ask the run to end, entered by the caller.
         here: as for ForkServerClient.start.
         given: what the run gets by value.
-        callbacks: as for `run`.
+        callbacks, told: as for `run`.
 
     Returns:
         The run's directory.
@@ -134,7 +139,7 @@ def train(
     """
     if given is not None:
         _refuse_agents(settings, given)
-    lives = _Lives(settings, signals, given, checked(callbacks))
+    lives = _Lives(settings, signals, given, checked(callbacks), told)
     try:
         with given.importable() if given is not None else contextlib.nullcontext():
             lives.run(here=here)
@@ -174,7 +179,9 @@ class _Lives:
         signals: StopSignals,
         given: ByValue | None = None,
         callbacks: Sequence[Callback] = (),
+        told: int | None = None,
     ) -> None:
+        self._told = told
         self._settings = settings
         self._signals = signals
         self._given = given
@@ -205,7 +212,6 @@ class _Lives:
         if shows_live(settings.run.display):
             self._captured = CapturedOutput()
         while True:
-            self._signals.check()  # one may have come while the last life was cleared up
             match self._run_once(settings, again, here=here):
                 case RestartFrom() as restart:
                     restarts.count(restart)
@@ -239,36 +245,71 @@ class _Lives:
         Args:
             again: the directory of the life before, if the run begins as that one did; else None.
         """
-        scratch = Scratch()
-        # Started first: this process has one thread now, and the fork server imports the rest while this one finds the
-        # data.
-        try:
-            launcher = start_launcher(settings, scratch.path, here=here, given=self._given, captured=self._captured)
-        except BaseException:
-            scratch.remove()
-            raise
-        try:
-            # After the fork server was started: what a user's file imports may start threads.
-            self._load_callbacks()
-            data = prepare_data(data_spec(settings))
-            # Imported here: it brings torch, which the fork server is importing meanwhile for the workers.
-            from elaswave_spmd.worker.plan_run import check_given_weights, plan_run, read_profile
+        # A signal that comes before the workers are adopted is an event afterwards: they have state to save.
+        with self._signals.held():
+            if again is None and (living := find_living(settings)) is not None:
+                return self._go_on(living)
+        self._signals.check()  # one may have come by now, or while the last life was cleared up
+        with self._signals.raising():  # also where the command has held them until here
+            scratch = Scratch()
+            # Started first: this process has one thread now, and the fork server imports the rest while this one finds
+            # the data.
+            try:
+                launcher = start_launcher(settings, scratch.path, here=here, given=self._given, captured=self._captured)
+            except BaseException:
+                scratch.remove()
+                raise
+            with self._ending(launcher, scratch):
+                return self._run_with(launcher, settings, scratch.path, again)
 
-            self._prepare_texts(data)
-            costs = read_profile(settings.schedule.profile) if settings.schedule.profile else None
-            plan = plan_run(settings, data, costs=costs)
-            check_given_weights(plan)
-            # Planned twice where there are agents: what is wrong with the settings is found before anybody waits for
-            # them.
-            if (topology := gather(launcher, settings, data)) is not None:
-                plan = plan_run(settings, data, topology, costs)
-            return self._train(plan, launcher, scratch.path, again)
+    def _go_on(self, living: Living) -> Outcome:
+        """The life of a controller that has come back: as `_run_once`, with the workers of the one before."""
+        launcher = Launcher(living.fork_server)
+        with self._ending(launcher, living.scratch), contextlib.ExitStack() as undo:
+            undo.callback(living.give_back)  # until a controller is made, an error leaves them to the next one
+            raise_fd_limit(_most_workers(living.settings) + living.settings.elastic.spares)
+            return self._run_with(launcher, living.settings, living.scratch.path, None, living, undo)
+
+    @contextlib.contextmanager
+    def _ending(self, launcher: Launcher, scratch: Scratch) -> Iterator[None]:
+        """A `with` at whose end no process of the life is left, nor the directory of its sockets."""
+        try:
+            yield
         finally:
             with self._signals.held():
                 # No grace: workers treat SIGTERM as a request to leave gracefully, and no controller remains to answer.
                 launcher.stop(grace_s=0.0)
                 scratch.remove()
                 self._show_captured()
+
+    def _run_with(
+        self,
+        launcher: Launcher,
+        settings: Settings,
+        scratch: str,
+        again: Path | None,
+        living: Living | None = None,
+        until_made: contextlib.ExitStack | None = None,
+    ) -> Outcome:
+        """From the data of a life to the end of its workers.
+
+        Args:
+            until_made: what is undone if no controller can be made.
+        """
+        # After the fork server was started: what a user's file imports may start threads.
+        self._load_callbacks()
+        data = prepare_data(data_spec(settings))
+        # Imported here: it brings torch, which the fork server is importing meanwhile for the workers.
+        from elaswave_spmd.worker.plan_run import check_given_weights, plan_run, read_profile
+
+        self._prepare_texts(data)
+        costs = read_profile(settings.schedule.profile) if settings.schedule.profile else None
+        plan = plan_run(settings, data, costs=costs)
+        check_given_weights(plan)
+        # Planned twice where there are agents: what is wrong with the settings is found before anybody waits for them.
+        if (topology := gather(launcher, settings, data)) is not None:
+            plan = plan_run(settings, data, topology, costs)
+        return self._train(plan, launcher, scratch, again, living, until_made or contextlib.ExitStack())
 
     def close(self) -> None:
         """Closing again is allowed."""
@@ -283,7 +324,15 @@ class _Lives:
                 for line in self._captured.lines(rest=True):
                     print(line, file=sys.stderr)
 
-    def _train(self, plan: RunPlan, launcher: Launcher, scratch: str, again: Path | None) -> Outcome:
+    def _train(
+        self,
+        plan: RunPlan,
+        launcher: Launcher,
+        scratch: str,
+        again: Path | None,
+        living: Living | None,
+        until_made: contextlib.ExitStack,
+    ) -> Outcome:
         """From the run's directory to the end of its workers."""
         signals = self._signals
         # Until workers train, an error leaves no trace of the run; afterwards the directory stays, with its log.
@@ -291,10 +340,14 @@ class _Lives:
             # No signal comes between the making of a directory and the note that it is to be removed. One that is
             # resumed stays anyway, and may be waited for.
             with signals.held() if plan.settings.train.resume is None else contextlib.nullcontext():
-                run_dir, start = open_run(plan, plan.data, again)
+                if living is None:
+                    run_dir, start = open_run(plan, plan.data, again)
+                else:
+                    run_dir, start = living.open_run_dir(), living.start
                 undo.callback(start.close)
                 undo.callback(run_dir.discard)
-            signals.check()
+            if living is None:
+                signals.check()
             launcher.ready()
             display = make_display(choice=plan.settings.run.display, captured=self._captured)
             board = plan.settings.run.tensorboard
@@ -311,9 +364,14 @@ class _Lives:
                 frequencies=frequencies,
                 has_gone_back=self._has_gone_back,
             )
-            launcher.hold(run_dir.path / WORKERS_LOCK)
+            if living is None:
+                launcher.hold(run_dir.path / WORKERS_LOCK)
             undo.pop_all()
+            until_made.pop_all()
         before, self.run_dir = self.run_dir, run_dir.path
+        if self._told is not None:
+            with contextlib.suppress(OSError):  # the supervisor is gone
+                os.write(self._told, os.fsencode(run_dir.path) + b"\n")
         with signals.held():
             ends = self._ending_callbacks(observer)
             with contextlib.closing(start), observer, ends as end, frequencies, contextlib.ExitStack() as ended:
@@ -477,12 +535,21 @@ def make_controller(
     start = start or ResumePoint.fresh(run_dir)
     checkpoints = CheckpointSpec.for_run(plan, start, run_dir)
     guard = frequencies.socket if frequencies is not None else None
-    io = ProcessIO(plan, launcher, scratch, run_dir, checkpoints, frequency_guard=guard)
+    io = ProcessIO(plan, launcher, scratch, run_dir, checkpoints, frequency_guard=guard, comeback=start.comeback)
     from elaswave_spmd.worker.plan_run import given_digests
 
     model_checks = ModelChecks(plan, start.digests, given_digests(plan))
     log = RunLog(plan, observer, start)
-    return Controller(plan, io, log, checkpoints, frequencies, model_checks, has_gone_back=has_gone_back)
+    return Controller(
+        plan,
+        io,
+        log,
+        checkpoints,
+        frequencies,
+        model_checks,
+        has_gone_back=has_gone_back,
+        comeback=start.comeback,
+    )
 
 
 def data_spec(settings: Settings) -> DataSpec:
@@ -531,7 +598,8 @@ def start_launcher(
         start = worker_start(settings)
         if settings.runtime.transport == "shm" and (why := why_not_shared()):
             print(f"links go over Unix sockets (runtime.transport=ipc): memory is not shared, since {why}", flush=True)
-        local = start_fork_server(start, scratch, grace_s, here=here, given=given, streams=streams)
+        adopt_s = settings.timeouts.adopt
+        local = start_fork_server(start, scratch, grace_s, here=here, given=given, streams=streams, adopt_s=adopt_s)
         undo.pop_all()
     return Launcher(local, agents)
 
@@ -544,11 +612,12 @@ def start_fork_server(
     here: bool = False,
     given: ByValue | None = None,
     streams: Mapping[int, int] | None = None,
+    adopt_s: float | None = None,
 ) -> ForkServerClient:
     """Start the fork server of a machine's workers, and print the environment variables that they get.
 
     Args:
-        streams: as for ForkServerClient.start.
+        streams, adopt_s: as for ForkServerClient.start.
     """
     if start.environment:
         print(f"variables of the workers: {start}", flush=True)
@@ -562,6 +631,7 @@ def start_fork_server(
         here=here,
         given=given,
         streams=streams,
+        adopt_s=adopt_s,
     )
 
 

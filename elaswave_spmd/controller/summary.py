@@ -48,6 +48,8 @@ class RunRecord:
         self._averaged: set[tuple[int, int, int]] = set()
         self.finished: dict[int, Finished] = {}
         """By rank: the last report of a worker, once it has sent its final pages."""
+        self.generation = 1
+        """Of the controller that ends the run: above 1 if it has come back (timeouts.adopt)."""
         self.last: MetricsLine | None = None
         self.validation_loss: float | None = None
         self.validation_metrics: dict[str, float] = {}
@@ -129,6 +131,7 @@ def make_summary(
         **({"checks": _checks(plan, record)} if plan.job.verify_rate else {}),
         **({"replicas": _replicas(plan, record)} if plan.job.verify_every else {}),
         **({"rejected": dict(sorted(record.rejected.items()))} if record.rejected else {}),
+        **({"controller_generation": record.generation} if record.generation > 1 else {}),
         "corpus": {
             "name": data.corpus,
             "sha256": data.sha256,

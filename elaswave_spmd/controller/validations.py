@@ -34,6 +34,18 @@ class Validations:
         return rule is not None and step < self._job.steps and rule.is_over(self._of_this_run)
 
     @property
+    def newest(self) -> int:
+        """The newest step whose loss is known; 0: none is."""
+        return max(self._losses, default=0)
+
+    @property
+    def ended_at(self) -> int | None:
+        """The step after which the run ends early, by the losses so far; None: by these it does not."""
+        rule, known = self._job.early_stop, self._of_this_run
+        is_over = rule is not None and bool(known) and max(known) < self._job.steps and rule.is_over(known)
+        return max(known) if is_over else None
+
+    @property
     def _of_this_run(self) -> dict[int, float]:
         """The losses that decide about the end. A run that was made longer has validated its last step as well, and one
         whose `train.validate_every` was another one has other steps: the run from the start has none of these.

@@ -68,7 +68,7 @@ class Verdicts:
     def __init__(self, settings: Settings, protocol: ControllerProtocol, *, has_gone_back: bool = False) -> None:
         self._action = settings.verify.action
         self._has_gone_back = has_gone_back
-        self._first = protocol.version  # the workers of this life have computed nothing before
+        self._first = protocol.began_at  # the workers of this life have computed nothing before
         self._device = settings.runtime.device
         self._protocol = protocol
         self._joined: dict[int, int] = {}  # rank -> the version at which it came later

@@ -37,6 +37,7 @@ VALUE: Final = "message with a value that cannot be"
 _FROM_CONTROLLER = (
     *(m.Prepare, m.PackedReconfigure, m.Validated, m.ReplicasAgree, m.Stop),
     *(m.CheckAgain, m.CheckAccepted, m.AddAgain, m.SumAccepted, m.Pace, m.Limits),
+    *(m.Adopt, m.OfGeneration, m.Written),
 )
 _TO_WORKERS = (
     m.Activation,
@@ -363,6 +364,8 @@ def _refused_report(
             return VALUE if rank in at.ready or not good else "" if short else SIZE
         case m.StepReport():
             return _refused_step_report(bounds, message, at)
+        case m.Adopted():
+            return _refused_adoption(bounds, message, at)
         case m.Applied(step=step):
             return "" if step >= 1 and bounds.has_step(step, at.version) else STEP
         case m.ValidationLoss():
@@ -423,6 +426,21 @@ def _refused_step_report(bounds: MessageBounds, report: m.StepReport, at: Contro
         return EPOCH
     good = bounds.has_ranges(report.ahead, STATE, LOSS, trained=True)
     return "" if good and all(_exists(bounds, part) for part in report.partial_steps) else PLACE
+
+
+def _refused_adoption(bounds: MessageBounds, message: m.Adopted, at: ControllerPosition) -> str:
+    """A controller that came back does not know yet how far the run is: a step need only be one of the run."""
+    steps = [report.step for report in message.applied]
+    if not 0 <= message.version <= bounds.steps or not all(1 <= step <= message.version for step in steps):
+        return STEP
+    if steps != sorted(set(steps)) or any(
+        report.rank != message.rank for report in (*message.applied, *message.damaged)
+    ):
+        return VALUE
+    if not all(0 <= report.epoch <= at.last_epoch for report in (*message.applied, *message.damaged)):
+        return EPOCH
+    good = all(bounds.has_ranges(report.page_ranges, STATE, LOSS) for report in message.damaged)
+    return "" if good and all(0 <= peer < at.num_ranks for peer in message.closed) else PLACE
 
 
 def _exists(bounds: MessageBounds, part: m.PartialStep) -> bool:

@@ -210,6 +210,31 @@ class _Membership:
     is_unchanged: bool
 
 
+@dataclass(frozen=True)
+class Predecessor:
+    """What a controller that came back knows of the one before it, from the journal and from the living workers.
+
+    Args:
+        placement: of the newest mesh epoch, as its Reconfigure has it.
+        reconfigure: that message.
+        versions: of the members that live.
+        lacking: members that live, and to which that message has not come.
+        prepared: the Prepare that was journaled last; None: the mesh has never been about to change.
+        last_epoch: no mesh epoch up to this one is used again.
+        validated: the newest step whose validation is complete.
+        ended_at: the step after which the run ends early; None: it does not, by what is validated.
+    """
+
+    placement: Placement
+    reconfigure: Reconfigure
+    versions: Mapping[int, int]
+    lacking: tuple[int, ...] = ()
+    prepared: Prepare | None = None
+    last_epoch: int = 0
+    validated: int = 0
+    ended_at: int | None = None
+
+
 class ControllerProtocol:
     """State of the controller's half over one run.
 
@@ -224,6 +249,7 @@ class ControllerProtocol:
         validates_at: whether the state after a step is validated; the same function as the workers' (Job.validates_at).
         policy: how the run reacts to losses.
         version: at which the run begins: the step of the checkpoint that it goes on from, or 0.
+        began_at: the version at which its workers began; None: at this one. A controller that came back does not know.
         assigner: decides which worker gets how many micro-batches after a change of members.
         checks: which micro-batches are checked; None: none.
     """
@@ -239,7 +265,10 @@ class ControllerProtocol:
         version: int = 0,
         assigner: MicrobatchAssigner | None = None,
         checks: CheckDraw | None = None,
+        began_at: int | None = None,
     ) -> None:
+        self.began_at = version if began_at is None else began_at
+        """The workers of this life of the run have computed nothing before this version."""
         self.placement = placement
         self.layout = layout
         self.steps = steps
@@ -440,6 +469,51 @@ class ControllerProtocol:
                 (self._policy.mirror_count, self._policy.mirror_scatter),
             )
         return self._send_all(self._reconfigure_message(self.version, None, as_planned=as_planned))
+
+    # ---- a controller that came back
+
+    def come_back(self, before: Predecessor) -> list[ProtocolAction]:
+        """Stand where the controller before this one stood, once all steps that workers had applied are reported.
+
+        What it was sending when it died is sent to the end: so every living member has been sent the same Reconfigures.
+        """
+        newest = before.reconfigure
+        self._started = True
+        self.placement = before.placement
+        self.running = Assignment.of(before.placement)
+        self.addresses = {rank: newest.addresses[rank] for rank in before.versions}
+        self._last_epoch = max(before.last_epoch, newest.epoch)
+        self._entered_at = newest.version
+        self._attempt, self._repair = newest.attempt, newest.repair
+        self._saving = "the run was about to stop when its controller died" if newest.save else ""
+        self._applied.update(before.versions)
+        self._validated, self._validated_in = before.validated, newest.epoch
+        if (ended_at := newest.version if newest.is_last else before.ended_at) is not None:
+            self.steps, self._ends_early = ended_at, True
+        if before.prepared is not None and before.prepared.epoch > newest.epoch:
+            # A change was under way. Members may have answered, and wait: what begins now is at least as urgent.
+            self._change = _Change(before.prepared.epoch, before.prepared.after)
+        again = [Broadcast(before.lacking, newest)] if before.lacking else []
+        # Whoever waits at a validated version may not have been told.
+        is_validated = self.version > 0 and self._validates_at(self.version) and not self._is_validating
+        return [*again, *([self._validated_message(self.version)] if is_validated else [])]
+
+    def attempt_again(self) -> list[ProtocolAction]:
+        """Two results of the step under way differ, and what was found out about them died with a controller."""
+        if self._pending.is_suspect:
+            return []
+        self._pending.is_suspect = True
+        return self._begin(after=AT_ONCE)
+
+    def begin_generation(self, before: Predecessor) -> list[ProtocolAction]:
+        """The mesh epoch with which a controller that came back begins, unless a loss or a wish to leave has begun one.
+
+        After the step under way, so that nothing is computed again; but at once where members may wait for what only
+        the controller before knew.
+        """
+        if self._last_epoch > max(before.last_epoch, before.reconfigure.epoch):
+            return []  # one has begun already
+        return self._begin(AT_ONCE if self._is_validating or self._saving else self._next_boundary())
 
     # ---- events, from the first epoch on
 

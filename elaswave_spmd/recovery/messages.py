@@ -908,6 +908,58 @@ class Stop(Message, frozen=True):
     """Controller -> worker: end now."""
 
 
+class Adopt(Message, frozen=True):
+    """Controller that came back -> living worker: it is the run's controller from now on, and listens at `address`.
+
+    Args:
+        generation: of the controller, above that of every one before.
+    """
+
+    generation: int
+    address: str
+
+
+class Adopted(Message, frozen=True):
+    """Worker -> the controller that came back: what its predecessor may not have lived to write down.
+
+    Args:
+        generation: of the controller that is answered.
+        version: the step that it applied last.
+        epoch: mesh epoch of the Reconfigure that came to it last.
+        reconfigure: that message, whole, as packed_reconfigure.py has it; that of an epoch is the same for all members.
+        applied: its reports of steps that were not acknowledged (Written), oldest first.
+        damaged: state that it has given up since it entered its mesh epoch.
+        closed: members to which its link is closed.
+        leaves: it has got SIGTERM.
+        is_suspect: it has other results than another worker of the step under way, and does not vote for it.
+    """
+
+    rank: int
+    generation: int
+    version: int
+    epoch: int
+    reconfigure: bytes
+    applied: tuple[Applied, ...] = ()
+    damaged: tuple[Damaged, ...] = ()
+    closed: tuple[int, ...] = ()
+    leaves: bool = False
+    is_suspect: bool = False
+
+
+class OfGeneration(Message, frozen=True):
+    """Controller that came back -> worker: another message, encoded, with the generation that fences it."""
+
+    generation: int
+    data: bytes
+
+
+class Written(Message, frozen=True):
+    """Controller -> members, now and then, where it may be replaced: steps up to `step` have their lines in
+    metrics.jsonl, and their reports need not be kept any more."""
+
+    step: int
+
+
 AnyMessage: TypeAlias = (
     Activation
     | ActivationGradient
@@ -955,6 +1007,10 @@ AnyMessage: TypeAlias = (
     | Failed
     | ShardWritten
     | Stop
+    | Adopt
+    | Adopted
+    | OfGeneration
+    | Written
 )
 
 

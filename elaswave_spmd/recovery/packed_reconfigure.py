@@ -77,6 +77,11 @@ class Unpacker:
     def __init__(self) -> None:
         self._last: _Last | None = None
 
+    @property
+    def last(self) -> tuple[int, bytes]:
+        """The mesh epoch of the Reconfigure that came last, and its bytes (`reconfigure_of`); (-1, b"") before it."""
+        return (_NOTHING, b"") if self._last is None else (self._last.epoch, self._last.data)
+
     def unpacked(self, packed: PackedReconfigure) -> Reconfigure:
         """The message, whole.
 
@@ -92,6 +97,11 @@ class Unpacker:
         message = _from_bytes(data)
         self._last = _Last(message.epoch, data)
         return message
+
+
+def reconfigure_of(data: bytes) -> Reconfigure:
+    """The message that these bytes are, which a worker had kept (`Unpacker.last`)."""
+    return _from_bytes(data)
 
 
 # ---- compression

@@ -21,7 +21,7 @@ import numpy as np
 
 from elaswave_spmd.errors import CheckpointError
 from elaswave_spmd.run_dir.atomic_write import sync_directory, writing
-from elaswave_spmd.run_dir.checkpoint_shard import CHECKPOINTS, Shard, checkpoint_path, read_shard
+from elaswave_spmd.run_dir.checkpoint_shard import CHECKPOINTS, Shard, ShardInfo, checkpoint_path, read_shard
 from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, load_manifest, save_manifest
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
@@ -148,6 +148,23 @@ def find_checkpoints(run_dir: str | Path) -> list[Path]:
 def step_of(path: Path) -> int:
     """The step of a checkpoint's directory."""
     return int(path.name.partition("_")[2])
+
+
+def newest_complete(run_dir: str | Path) -> int:
+    """The step of the newest checkpoint that has a manifest; 0: there is none."""
+    return next((step_of(path) for path in find_checkpoints(run_dir) if (path / MANIFEST).exists()), 0)
+
+
+def unfinished_shards(run_dir: str | Path, incarnation: int) -> list[ShardInfo]:
+    """The shards of a life of the run in checkpoints newer than the newest that has a manifest."""
+    found: list[ShardInfo] = []
+    for directory in find_checkpoints(run_dir):
+        if (directory / MANIFEST).exists():
+            break
+        for path in sorted(directory.glob("shard_*.safetensors")):
+            with contextlib.suppress(CheckpointError):  # damaged: the checkpoint will not become whole
+                found.append(read_shard(path).info)
+    return [shard for shard in found if shard.ballot.incarnation == incarnation]
 
 
 def load_newest_good(run_dir: str | Path, newest: int | None = None) -> tuple[Checkpoint, list[tuple[Path, str]]]:

@@ -17,6 +17,9 @@ from elaswave_spmd.errors import DataError
 from elaswave_spmd.run_dir.atomic_write import append_whole, open_private, sync_directory, writing
 
 EPOCHS = "epochs.jsonl"
+ORPHAN_GRACE = "orphan_grace"
+"""Field of the first line of a life whose workers wait to be adopted: seconds that they may live without a controller.
+"""
 
 
 class Ballot(NamedTuple):

@@ -87,6 +87,11 @@ def lock_run_dir(path: str | Path) -> RunLock:
     return RunLock(Path(path), fd)
 
 
+def workers_live(path: str | Path) -> bool:
+    """True if workers live that were started on this machine, or their fork server."""
+    return not _is_free(Path(path) / WORKERS_LOCK)
+
+
 def wait_for_workers(path: str | Path, seconds: float, on_wait: Callable[[], object]) -> None:
     """Wait until no worker of an earlier controller lives that was started on this machine.
 
@@ -106,7 +111,8 @@ def wait_for_workers(path: str | Path, seconds: float, on_wait: Callable[[], obj
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"run.dir={path} is in use by workers whose controller was killed, after {seconds:g} s",
-                rule="workers end within timeouts.controller + timeouts.shutdown after their controller",
+                rule="workers end within timeouts.controller + timeouts.shutdown after their controller; those of a "
+                "run with timeouts.adopt within timeouts.adopt + timeouts.shutdown",
                 where="run.dir",
                 fix="wait until they have ended, or end them",
             )

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from elaswave_spmd.recovery import admission
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.packed_reconfigure import Unpacker
+from elaswave_spmd.recovery.generations import ControllerFence
 from elaswave_spmd.runtime.devices import Device, HostCopy
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Interrupted, Item, Mailbox, PeerClosed
@@ -106,7 +106,7 @@ class SocketChannel:
         compute: dtype of activations and published parameters.
         device: of the payloads.
         early: messages that arrived before this channel was made.
-        unpacker: that has had the Reconfigure which came before this channel was made; None: none has come.
+        fence: that has had the Reconfigure which came before this channel was made; None: none has come.
     """
 
     def __init__(
@@ -116,14 +116,15 @@ class SocketChannel:
         compute: torch.dtype,
         device: Device,
         early: Sequence[Envelope] = (),
-        unpacker: Unpacker | None = None,
+        fence: ControllerFence | None = None,
     ) -> None:
         self._links = links
         self._mailbox = mailbox
         self._compute = compute
         self._device = device
         self._early: list[Item] = list(early)
-        self._unpacker = unpacker or Unpacker()
+        self._fence = fence or ControllerFence()
+        self._leaves = False
         self._copies = device.kind.capabilities.pinned_copies
         self._leaving: dict[int, deque[tuple[bytes, HostCopy | None]]] = {}
 
@@ -158,10 +159,13 @@ class SocketChannel:
         items, self._early = [*self._early, *self._mailbox.take_all()], []
         found = []
         for item in items:
-            if isinstance(item, ControllerLost):
+            if isinstance(item, ControllerLost) and not self._fence.was_adopted:
                 found.append(Incoming(self._links.me, m.LinkClosed(self._links.me, CONTROLLER)))
             if isinstance(item, Interrupted):  # by the handler of SIGTERM
+                self._leaves = True
                 self.send(CONTROLLER, m.Leaving(self._links.me))
+            if item == PeerClosed(CONTROLLER) and CONTROLLER in self._links.peers:
+                continue  # the link to a controller of the past
             if isinstance(item, PeerClosed):  # the controller finds out whether the peer is lost, or the link alone
                 closed = m.LinkClosed(self._links.me, item.peer)
                 self.send(CONTROLLER, closed)
@@ -169,8 +173,19 @@ class SocketChannel:
             if isinstance(item, Envelope) and (incoming := self._decode(item)) is not None:
                 if isinstance(incoming.message, m.Stop):
                     raise WorkerStopped
+                if isinstance(
+                    adopt := incoming.message, m.Adopt
+                ):  # at once: what follows may be the end of the old link
+                    self._links.drop(CONTROLLER)
+                    self._links.connect(CONTROLLER, adopt.address)
                 found.append(incoming)
         return found
+
+    def link_facts(self, members: Iterable[int]) -> m.Adopted:
+        """What this worker's links have to say to a controller that has come back; the rest is the executor's."""
+        me, (epoch, data) = self._links.me, self._fence.unpacker.last
+        closed = tuple(sorted({*members} - {*self._links.peers, me}))
+        return m.Adopted(me, self._fence.generation, 0, epoch, data, closed=closed, leaves=self._leaves)
 
     def reject(self, reason: str) -> None:
         self._links.reject(reason)
@@ -185,7 +200,7 @@ class SocketChannel:
 
     def _decode(self, envelope: Envelope) -> Incoming | None:
         """The message with its payload as a tensor; None if it is none, or not for this worker, which is counted."""
-        message = decoded(envelope, self._links, self._unpacker)
+        message = decoded(envelope, self._links, self._fence)
         if message is None or not envelope.payloads:
             return None if message is None else Incoming(envelope.sender, message)
         dtype, first = payload_dtype(message, self._compute), envelope.payloads[0]
@@ -203,8 +218,10 @@ def elements_in(envelope: Envelope, message: m.AnyMessage, compute: torch.dtype)
     return sum(payload.nbytes for payload in envelope.payloads) // payload_dtype(message, compute).itemsize
 
 
-def decoded(envelope: Envelope, links: Links, unpacker: Unpacker) -> m.AnyMessage | None:
+def decoded(envelope: Envelope, links: Links, fence: ControllerFence) -> m.AnyMessage | None:
     """The message in an envelope that came to a worker; None if it is none, or not for a worker, which is counted.
+
+    Of a controller of the past nothing is heard, nor counted: what it had sent may come late.
 
     Raises:
         RunError: it is a change to another Reconfigure than the last one.
@@ -217,4 +234,10 @@ def decoded(envelope: Envelope, links: Links, unpacker: Unpacker) -> m.AnyMessag
     if why := admission.not_for_workers(message, envelope.sender, me=links.me, controller=CONTROLLER):
         links.reject(why)
         return None
-    return unpacker.unpacked(message) if isinstance(message, m.PackedReconfigure) else message
+    if envelope.sender != CONTROLLER:
+        return message
+    try:
+        return fence.admitted(message)
+    except msgspec.MsgspecError:
+        links.reject(admission.UNREADABLE)
+        return None

@@ -115,6 +115,8 @@ class WorkerHooks:
         stage_group: process group of the worker's stage, for new parameters (`runtime.collectives=group`).
         clock: sets the frequency of the device within steps (`schedule.frequency`).
         device_recovery: brings a failed device back in the middle of a step, where the kind of device can be.
+        link_facts: (members): what the links have to say to a controller that has come back; None: none ever does, and
+            a worker without a controller ends.
     """
 
     on_point: OnFaultPoint = no_op
@@ -128,6 +130,7 @@ class WorkerHooks:
     stage_group: StageGroup | None = None
     clock: DeviceClock | None = None
     device_recovery: DeviceRecovery | None = None
+    link_facts: Callable[[Iterable[int]], m.Adopted] | None = None
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,17 @@ class HeartbeatSender:
         links: this worker's.
         progress: is read for each heartbeat.
         period: seconds.
+        outlives_link: the thread goes on when the link is closed: another controller may take this worker over.
     """
 
-    def __init__(self, rank: int, links: Links, progress: Progress, period: float) -> None:
+    def __init__(
+        self, rank: int, links: Links, progress: Progress, period: float, *, outlives_link: bool = False
+    ) -> None:
         self._rank = rank
         self._links = links
         self._progress = progress
         self._period = period
+        self._outlives_link = outlives_link
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"heartbeat-{rank}", daemon=True)
         self._thread.start()
@@ -55,5 +59,6 @@ class HeartbeatSender:
         now = self._progress
         while True:
             beat = Heartbeat(self._rank, now.count, now.waiting, now.action, tuple(self._links.rejected.items()))
-            if not self._links.send(CONTROLLER, encode(beat)) or self._stopping.wait(self._period):
+            is_heard = self._links.send(CONTROLLER, encode(beat)) or self._outlives_link
+            if not is_heard or self._stopping.wait(self._period):
                 return

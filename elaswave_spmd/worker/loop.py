@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
+from msgspec.structs import replace as replace_fields
+
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.admission import SIZE, WorkerPosition, refused_by_worker
 from elaswave_spmd.runtime.transport.links import CONTROLLER
@@ -26,6 +28,7 @@ from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.channel import Incoming, WorkerStopped
 from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import WorkerContext
+from elaswave_spmd.worker.kept_reports import KeepingChannel, KeptReports
 from elaswave_spmd.worker.memory_usage import peak_bytes, state_bytes
 from elaswave_spmd.worker.optimizers import averages
 from elaswave_spmd.worker.spec import message_bounds
@@ -49,7 +52,9 @@ class Executor:
     def __init__(self, context: WorkerContext, first: Configuration, saved: Saved | None = None) -> None:
         self.rank = context.rank
         self._attempts = Attempts()
-        context = replace(context, channel=AttemptChannel(context.channel, self._attempts))
+        self._reports = KeptReports() if context.hooks.link_facts is not None else None
+        channel = context.channel if self._reports is None else KeepingChannel(context.channel, self._reports)
+        context = replace(context, channel=AttemptChannel(channel, self._attempts))
         self._context = context
         self._saved = saved
         self._bounds = message_bounds(context.job, context.model.layout)
@@ -63,9 +68,11 @@ class Executor:
         self._last_step = context.job.steps  # or an earlier one, by a validation
         self._check_wishes: list[_CheckWish] = []  # of a mesh epoch that is not entered yet
         self._weights_sent = -1  # the epoch in which the final weights were sent
+        self._was_just_adopted = False  # until the first word of the new controller
         self.is_orphaned = False
         """The controller is gone. No worker begins another step, and a step that all have begun is still completed: so
-        all end at the same version, as a step needs the vote of every member."""
+        all end at the same version, as a step needs the vote of every member; or, where another controller may come
+        (`timeouts.adopt`), wait for it there."""
         self._failed_step = 0  # in which the device failed and was brought back; 0: none, or over
         self.enter_epoch(first)  # like every later configuration
 
@@ -112,6 +119,8 @@ class Executor:
                 if self._is_between_steps:
                     if self.is_orphaned:
                         yield from self._until_votes_are_passed_on()
+                    if self._reports is not None:
+                        yield from self._until_there_is_a_controller(self._reports)
                     self._between_steps()
                 if self._is_between_steps and self._may_not_begin:
                     # It answered a Prepare here: the next step begins in the next configuration, as that has it.
@@ -179,7 +188,13 @@ class Executor:
     def _until_votes_are_passed_on(self) -> Waits:
         """An orphan ends, and whoever is behind it needs the votes that it gets and adds up (S9)."""
         protocol = self.commit.protocol
-        yield from self.until(lambda: not protocol.owes_votes, "votes to pass on of step", self.version)
+        passed_on = lambda: not (self.is_orphaned and protocol.owes_votes)  # noqa: E731
+        yield from self.until(passed_on, "votes to pass on of step", self.version)
+
+    def _until_there_is_a_controller(self, reports: KeptReports) -> Waits:
+        """An orphan that may be adopted holds between two steps, as does a worker whose reports nobody writes down."""
+        goes_on = lambda: not (self.is_orphaned or self._was_just_adopted or reports.is_full)  # noqa: E731
+        yield from self.until(goes_on, "a controller, after step", self.version)
 
     def _send_weights(self) -> None:
         """Send the final values of all primary pages to the controller, once in every configuration.
@@ -258,6 +273,8 @@ class Executor:
             self._prepare = None  # this configuration is its outcome, or a later one
         self._next = None
         self._failed_step = 0
+        if self._reports is not None:
+            self._reports.entered()
         self._validation_due = configuration.validate
         if configuration.is_last:
             self._last_step = configuration.version
@@ -337,6 +354,7 @@ class Executor:
             case m.ReplicasAgree():
                 self._steps.replicas_agree(message)
             case m.Prepare():
+                self._was_just_adopted = False
                 # Handled after every layer, so that a loss is answered within the time of one.
                 if self._answers_at_once(message):
                     self._answer(message)
@@ -346,8 +364,32 @@ class Executor:
                 self._reconfigure(message)
             case m.LinkClosed(peer=peer) if peer == CONTROLLER:
                 self.is_orphaned = True
+            case m.Adopt():
+                self._adopted()
+            case m.Written(step=step):
+                if self._reports is not None:
+                    self._reports.written(step)
             case _:
                 self.commit.handle(incoming.sender, message, payload)
+
+    def _adopted(self) -> None:
+        """Another controller has taken the place of the one that is gone: tell it what that one may not have written.
+
+        Whatever is under way goes on. The mesh epoch with which the controller begins asks for all the rest.
+        """
+        link_facts, reports = self._context.hooks.link_facts, self._reports
+        if link_facts is None or reports is None:
+            return
+        # It begins with a change of the mesh, after a step that nobody should be past by then.
+        self.is_orphaned, self._was_just_adopted = False, True
+        told = replace_fields(
+            link_facts(self.placement.mesh.members),
+            version=self.version,
+            applied=tuple(reports.applied),
+            damaged=tuple(reports.damaged),
+            is_suspect=reports.is_suspect(self.version),
+        )
+        self._context.channel.send(CONTROLLER, told)
 
     def _check(self, message: _CheckWish) -> None:
         """Do what the controller wants about results that differ, in the mesh epoch that it means."""

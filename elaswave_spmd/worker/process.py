@@ -18,13 +18,14 @@ from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.errors import RunError, UserError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.admission import LONGEST_TEXT
-from elaswave_spmd.recovery.packed_reconfigure import Unpacker
+from elaswave_spmd.recovery.generations import FIRST, ControllerFence
 from elaswave_spmd.runtime.devices import Device, Island
 from elaswave_spmd.runtime.devices.dvfs import SIMULATED, GuardedClock, SimulatedClock
 from elaswave_spmd.runtime.devices.group_store import group_host
 from elaswave_spmd.runtime.devices.process_group import group_of
 from elaswave_spmd.runtime.devices.selection import kind_of
 from elaswave_spmd.runtime.processes import death_watch
+from elaswave_spmd.runtime.processes.adoption import write_address
 from elaswave_spmd.runtime.processes.malloc_tuning import keep_freed_memory
 from elaswave_spmd.runtime.transport.link_probe import LinkProbe
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
@@ -121,7 +122,7 @@ class WorkerProcess:
         self._trace = open_trace(spec.run.options.trace, rank)
         self._clock = _open_clock(settings, spec.run.options.frequency_guard, rank)
         self._group = self._open_group()
-        self._unpacker = Unpacker()
+        self._fence = ControllerFence(spec.run.options.generation or FIRST)
         self._progress = Progress(waiting=True, action="start")
         self._step = 0
         self._is_ready = False
@@ -152,9 +153,11 @@ class WorkerProcess:
         plan, model, data = self._become_ready()
         # From Ready on silence is a loss, so heartbeats begin now, in a thread of their own: they go on while the
         # training thread computes, and stop with the process.
-        HeartbeatSender(self._rank, self._links, self._progress, self._settings.timeouts.heartbeat)
+        timeouts = self._settings.timeouts
+        outlives = timeouts.adopt is not None
+        HeartbeatSender(self._rank, self._links, self._progress, timeouts.heartbeat, outlives_link=outlives)
         first, early = self._until_member(plan)
-        channel = SocketChannel(self._links, self._mailbox, plan.job.torch_dtype, self._device, early, self._unpacker)
+        channel = SocketChannel(self._links, self._mailbox, plan.job.torch_dtype, self._device, early, self._fence)
         executor = self._make_executor(plan, model, data, first, channel)
         self._train(executor, channel)
 
@@ -225,7 +228,7 @@ class WorkerProcess:
                 raise WorkerStopped
             if not isinstance(item, Envelope):
                 continue
-            message = decoded(item, self._links, self._unpacker)
+            message = decoded(item, self._links, self._fence)
             if message is None:
                 continue
             if isinstance(message, m.Reconfigure):
@@ -237,6 +240,8 @@ class WorkerProcess:
                 continue
             early[item.sender, item.header] = item  # of a member that entered this epoch first; the channel delivers it
         self._progress.waiting = False  # the first action may take long
+        if self._settings.timeouts.adopt is not None:  # from now on it has what a controller that comes back may need
+            write_address(self._spec.run.links.directory, self._rank, self._links.address)
         self._members_changed(message)
         others = [peer for peer in message.addresses if peer != self._rank]
         self._links.wait_connected(others, _CONNECT_TIMEOUT_S)  # the channel will report those that are closed
@@ -266,6 +271,7 @@ class WorkerProcess:
             stage_group=self._group,
             clock=self._clock if self._clock is None or trace is None else TracedClock(self._clock, trace),
             device_recovery=DeviceRecovery(self._device) if self._device.kind.capabilities.recovers else None,
+            link_facts=channel.link_facts if self._settings.timeouts.adopt is not None else None,
             **({"layer_ran": trace.action} if trace is not None else {}),
         )
         way: Channel = channel if trace is None else TracedChannel(channel, trace)
@@ -284,8 +290,10 @@ class WorkerProcess:
             progress.waiting = True
             progress.action = reason
             # Without a controller a worker completes the step that all have begun, and waits no longer than this.
-            if executor.is_orphaned and self._deadline is None:
-                self._deadline = time.monotonic() + self._settings.timeouts.controller
+            if not executor.is_orphaned:
+                self._deadline = None  # as ever, or adopted
+            elif self._deadline is None:
+                self._deadline = time.monotonic() + self._settings.timeouts.without_controller
             began = time.perf_counter()
             if not self._wait(executor, channel):
                 raise WorkerStopped

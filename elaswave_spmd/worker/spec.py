@@ -158,12 +158,14 @@ class OptionSpec:
         trace: the run's directory, for workers to write their part of a trace into (`run.trace`).
         frequency_guard: socket of the process that sets the devices' frequencies (`schedule.frequency`).
         groups: address of the TCPStore where process groups of stages meet (`runtime.collectives=group`).
+        generation: of the controller that starts the worker, if it is not the first one (`timeouts.adopt`).
     """
 
     profile: str | None = None
     trace: str | None = None
     frequency_guard: str | None = None
     groups: str | None = None
+    generation: int | None = None
 
 
 @dataclass(frozen=True)

@@ -29,14 +29,17 @@ from elaswave_spmd.controller.events import (
     WorkerEnded,
 )
 from elaswave_spmd.controller.loop import Controller
+from elaswave_spmd.controller.resume import Comeback
 from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.models import LayeredModel, Objective
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Save, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
+from elaswave_spmd.recovery.generations import FIRST, ControllerFence, stamped
 from elaswave_spmd.recovery.packed_reconfigure import Unpacker
 from elaswave_spmd.recovery.partial_step import WEIGHTS_ONLY
 from elaswave_spmd.recovery.vote_exchange import WIDEST
+from elaswave_spmd.run_dir import MetricsLine
 from elaswave_spmd.run_dir.checkpoint_shard import shard_name
 from elaswave_spmd.run_dir.checkpoint_writers import assign_writers
 from elaswave_spmd.run_dir.journal import Ballot
@@ -86,6 +89,12 @@ from tests.cluster.wires import PUT_OFF, Lateness, Link, SimulatedChannel, Wires
 
 # Messages that may begin a change of the mesh.
 _CHANGES = (m.Leaving, m.SpawnRequest, m.Ready, m.Failed, m.Damaged, m.LinkClosed)
+
+
+class ControllerKilled(BaseException):
+    """The end of the controller's process, wherever it is."""
+
+
 _PATIENCE = 1000  # turns that the last of the faults are waited for when nothing else moves
 
 
@@ -113,6 +122,8 @@ class SimulatedCluster:
         action: what becomes of a worker that is wrong (verify.action).
         late: when the controller's messages arrive; None: as any other.
         widest: members up to which all vote to all.
+        deaths: the controller is killed at its n-th act (something that it sends, decides or writes down) since it
+            began, or has adopted the workers of the one before, and another one comes; for each of these numbers.
     """
 
     def __init__(
@@ -135,7 +146,18 @@ class SimulatedCluster:
         action: str = "evict",
         late: Lateness | None = None,
         widest: int = WIDEST,
+        deaths: Sequence[int] = (),
     ) -> None:
+        self._deaths, self._adopts = list(deaths), bool(deaths)
+        self._acts: int | None = None  # of the controller, since its first mesh; None: before it
+        self._generation = FIRST
+        self._is_away = False  # there is no controller
+        self._takes_over = False  # it has not begun a mesh epoch of its own yet
+        self._ended: list[int] = []  # workers whose end no controller has made good
+        self._were_members: set[int] = set()
+        self.is_settled = True  # the controller has made good what had died with the one before
+        self.journal: list[m.Prepare] = []
+        self.lines: dict[int, MetricsLine] = {}  # that the run has written, by step
         self._widest = widest
         self._job = job if validation is not None or not job.validates else dataclasses.replace(job, validate_every=0)
         self._job = dataclasses.replace(self._job, checkpoint_every=checkpoint_every)
@@ -186,7 +208,17 @@ class SimulatedCluster:
         """A controller, for a run that begins or goes on from a checkpoint. It starts the workers of the placement."""
         for table in (self._workers, self._lost, self._absent, self._window, self._notices):
             table.clear()
-        for known in (self._applied, self._leaving, self._validation_losses, self.broken_links, self._closed_links):
+        self._ended.clear()
+        self._were_members.clear()
+        self.is_settled = True
+        for known in (
+            self._were_members,
+            self._applied,
+            self._leaving,
+            self._validation_losses,
+            self.broken_links,
+            self._closed_links,
+        ):
             known.clear()
         if self._phases is not None:
             self._phases.clear()
@@ -196,15 +228,27 @@ class SimulatedCluster:
         self._end = None
         self._told: defaultdict[int, Unpacker] = defaultdict(Unpacker)  # the controller's messages to each worker
         self._wires = Wires(self._job.torch_dtype, self._device, self._random, uneven=self._uneven, late=self._late)
-        plan = run_plan(self._job, placement, self._description, self._policy, self._starting.elastic, self._action)
+        self._acts, self._generation, self._takes_over = None, FIRST, False
+        self._last_epoch = 0
+        self.journal.clear()
+        self._make_controller(None)
+
+    def _make_controller(self, comeback: Comeback | None) -> None:
+        """A controller, which starts the workers of the placement, or adopts those that live."""
+        checkpoint, arguments = self._checkpoint, (self._policy, self._starting.elastic, self._action)
+        plan = run_plan(self._job, self._healthy, self._description, *arguments, adopts=self._adopts)
         self._io = SimulatedIO(self)
-        log = SimulatedLog(plan, self, checkpoint)
+        spec = checkpoint_spec(plan, self._orders, checkpoint)
+        if comeback is not None:
+            step = len(self.result.losses)
+            spec = dataclasses.replace(spec, step=step, newest=comeback.newest_checkpoint, came_back=True)
         self.controller = Controller(
             plan,
             self._io,
-            log,
-            checkpoint_spec(plan, self._orders, checkpoint),
+            SimulatedLog(plan, self, checkpoint, comeback),
+            spec,
             has_gone_back=self._has_gone_back,
+            comeback=comeback,
         )
         # Workers of the cluster try no model; the layers of these models have the same bits in two parts.
         every = tuple(range(len(self._description.layout.layers)))
@@ -243,6 +287,8 @@ class SimulatedCluster:
     def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
         """Sends a worker's message, with the faults that happen before and after that."""
         link = sender, peer
+        if peer == CONTROLLER and (self._is_away or self._wires.fences[sender].generation < self._generation):
+            return  # it has no link to this controller yet
         if isinstance(message, m.StepReport):
             check_report(self._workers[sender], message)
         self.at_message(sender, message, SENDER, link)
@@ -298,11 +344,13 @@ class SimulatedCluster:
         """Sends an encoded message of the controller. Workers that have ended get none."""
         if rank not in self._workers:
             return
-        if header == STOP:  # the worker ends
+        if header in (STOP, stamped(STOP, self._generation)):  # the worker ends
             del self._workers[rank]
             return
         self._wires.put_encoded(CONTROLLER, rank, header, None)
         message = m.decode(header)
+        if isinstance(message, m.OfGeneration):
+            message = m.decode(message.data)
         if isinstance(message, m.PackedReconfigure):
             message = self._told[rank].unpacked(message)
         if self._trace:
@@ -313,6 +361,11 @@ class SimulatedCluster:
 
     def _to_controller(self) -> None:
         """Turns the messages that have arrived at the controller, and the notices that are due, into events."""
+        if self._is_away:
+            for notice in [n for n in self._notices if n[0] <= self.turn]:
+                self._notices.remove(notice)
+                self._unheard(notice[1])
+            return
         for incoming in self._wires.arrivals(CONTROLLER):
             payloads = () if incoming.payload is None else (bytes_of(incoming.payload),)
             self._io.events.append(Received(incoming.message, payloads, incoming.sender))
@@ -324,6 +377,77 @@ class SimulatedCluster:
                 if not worker.stopped_for and not worker.silent:
                     self._io.events.append(Received(m.Heartbeat(rank, 0, True), (), rank))
 
+    # ---- a controller that dies, and the next one
+
+    def controller_acts(self) -> None:
+        """The controller has done something. Raises ControllerKilled if that was the last that it did."""
+        if self._acts is None or not self._deaths or self._is_away:
+            return
+        self._acts += 1
+        if self._acts >= self._deaths[0]:
+            self._deaths.pop(0)
+            raise ControllerKilled
+
+    def _unheard(self, event: Event | MoveDue) -> None:
+        """Something has happened while there is no controller. What workers say of themselves they say again."""
+        if isinstance(event, WorkerEnded):
+            self._ended.append(event.rank)
+
+    def _come_back(self) -> None:
+        """The controller was killed. The workers go on for a while, and another controller adopts them."""
+        self.note("CONTROLLER KILLED, generation", self._generation)
+        self._is_away = True
+        if self.is_settled:
+            self._ended.clear()
+        self.is_settled = False
+        for event in self._io.events:
+            self._unheard(event)
+        self._wires.controller_died(self._generation)
+        for rank in [rank for rank, worker in self._workers.items() if worker.executor is None]:
+            del self._workers[rank]  # it was no member, and ends without a controller
+            self._wires.cut(rank, None)
+            self._ended.append(rank)
+        for _ in range(self._random.choice((0, 5, 50, 300))):
+            self.take_turn()
+        self._is_away, self._takes_over = False, True
+        self._generation += 1
+        self._told.clear()
+        checkpoint = self.checkpoints.newest
+        prepared = self.journal[-1] if self.journal else None
+        # The journal has a line of each controller that came back, with an epoch that no Prepare has.
+        self._last_epoch = 1 + max(self._last_epoch, prepared.epoch if prepared is not None else 0)
+        self._make_controller(
+            Comeback(
+                RUN_DIR,
+                self._generation,
+                self._last_epoch,
+                prepared,
+                newest_checkpoint=checkpoint.step if checkpoint is not None else 0,
+                pids=dict.fromkeys(self._workers, 0),
+                next_rank=self._newest + 1,
+                newcomers=tuple(rank for rank in self._ended if rank not in self._were_members),
+            )
+        )
+        self._acts = 0
+        self.result.comebacks += 1
+
+    def _facts_of(self, worker: Worker) -> Callable[[Iterable[int]], m.Adopted] | None:
+        """What a worker's links tell a controller that has come back; None if none does."""
+        if not self._adopts:
+            return None
+        rank, fence = worker.rank, self._wires.fences[worker.rank]
+
+        def facts(members: Iterable[int]) -> m.Adopted:
+            closed = tuple(sorted(peer for peer in members if peer != rank and self._is_broken((rank, peer))))
+            leaves = rank in self._leaving
+            return m.Adopted(rank, fence.generation, 0, *fence.unpacker.last, closed=closed, leaves=leaves)
+
+        return facts
+
+    def epoch_begun(self) -> None:
+        """The controller has begun a mesh epoch."""
+        self._takes_over = False
+
     def _exits_later(self, rank: int) -> None:
         exited = Exited(rank, 1000 + rank, None, 9)
         at = self.turn + self._random.randint(0, 60 if self._late is None else 3)
@@ -334,6 +458,8 @@ class SimulatedCluster:
         self.heard.append(message)
         if isinstance(message, m.StepReport):
             self.result.num_put_off += sum(len(part.put_off) for part in message.partial_steps)
+        if isinstance(message, m.Adopted):
+            self._applied[message.rank] = message.version
         if isinstance(message, m.Applied):
             before = self._applied.setdefault(message.rank, message.step - 1)
             assert message.step == before + 1, f"worker {message.rank} applied {message.step} after {before}"
@@ -377,6 +503,7 @@ class SimulatedCluster:
     def spawn(self, rank: int) -> None:
         """A worker starts, and is ready at once; or, where starts take time, in some of its turns."""
         self._newest = rank
+        self._wires.fences[rank] = ControllerFence(self._generation)
         worker = self._workers[rank] = Worker(rank, SimulatedChannel(rank, self))
         if self._uneven:
             worker.pace = self._random.choice((1.0, 1.0, 1.0, 0.05))
@@ -398,6 +525,7 @@ class SimulatedCluster:
 
     def first_mesh_begun(self, members: Sequence[int]) -> None:
         """The first workers have their places. Who was lost before took no state away."""
+        self._acts = 0
         self._window = [rank for rank in self._window if rank in members]
         self._mirrored = len(members)
 
@@ -430,6 +558,7 @@ class SimulatedCluster:
             self._widest,
         )
         saved = self.checkpoints.reader(self._checkpoint) if self._checkpoint is not None else None
+        self._were_members.add(worker.rank)
         worker.executor = Executor(context, Configuration.from_message(self._healthy, first), saved)
         worker.running = worker.executor.train()
 
@@ -443,6 +572,7 @@ class SimulatedCluster:
             save=lambda _: self._save(worker),
             clock=self._clock(),
             device_recovery=DeviceRecovery(cast(Device, FailingDevice())) if self._devices_fail else None,
+            link_facts=self._facts_of(worker),
         )
 
     def _clock(self) -> TurnClock | None:
@@ -614,7 +744,14 @@ class SimulatedCluster:
                 stopped for a reason that no fault explains.
             LostStateError: all replicas of some pages are gone and there is no checkpoint, or too few workers are left.
         """
-        while isinstance(outcome := self.controller.run(), RestartFrom):
+        while True:
+            try:
+                outcome = self.controller.run()
+            except ControllerKilled:
+                self._come_back()
+                continue
+            if not isinstance(outcome, RestartFrom):
+                break
             self._restart(outcome)
         if isinstance(outcome, RunFinished):
             return self.result
@@ -632,6 +769,10 @@ class SimulatedCluster:
             self.result.validation = {s: loss for s, loss in self.result.validation.items() if s <= restart.step}
             self._has_gone_back |= restart.is_undecided
         checkpoint = self.checkpoints.newest
+        if checkpoint is None and not restart.is_begin:  # a controller that came back can adopt nobody
+            losses = len({*self._window}) if not {*self._window}.isdisjoint(self._lost) else 0
+            left = len({*self._workers} - {*self._lost})
+            raise LostStateError(Unrecoverable((), "nobody can be adopted"), losses, self._mirrored, left)
         assert restart.is_begin == (checkpoint is None) and restart.step == (checkpoint.step if checkpoint else 0)
         self.note("RESTART", restart.mesh, "after step", restart.step)
         self.result.restarts.append(restart.step)
@@ -679,6 +820,8 @@ class SimulatedCluster:
         is_stopped = any(w.stopped_for or w.silent for rank, w in self._workers.items() if rank not in self._lost)
         # Events that the controller has not taken yet may begin a change. Messages of a step change nothing.
         nothing_comes = all(isinstance(it, Received) and not isinstance(it.message, _CHANGES) for it in self._io.events)
+        if self._is_away or self._takes_over:
+            return False
         return self.protocol.settled and nothing_comes and not self._notices and not is_stopped
 
     def _can_go(self, worker: Worker) -> bool:
@@ -697,6 +840,9 @@ class SimulatedCluster:
 
     def _skip(self) -> None:
         """Passes a turn in which no worker can do anything: notices, faults and timeouts come by themselves."""
+        if self._is_away:
+            self._idle_since = self.turn
+            return
         reports = any(not is_heartbeat(event) for event in self._io.events)  # heartbeats alone move nothing
         if reports or self._wires.has_some_for(CONTROLLER) or self._notices or self.is_paused:
             self._idle_since = self.turn

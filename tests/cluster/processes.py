@@ -46,6 +46,7 @@ class Trained:
         num_put_off: micro-batches that StepReports named of which only the weight gradients were left.
         num_weights_only: lines of plans that asked for these alone.
         turns: of the simulated clock.
+        comebacks: how often a controller was killed, and another one came.
     """
 
     losses: list[str] = field(default_factory=list)
@@ -59,6 +60,7 @@ class Trained:
     num_put_off: int = 0
     num_weights_only: int = 0
     turns: int = 0
+    comebacks: int = 0
 
 
 class Worker:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -63,6 +63,7 @@ class Schedule:
         action: what becomes of a worker that is wrong.
         late: when the controller's messages arrive; None: as any other.
         widest: members up to which all vote to all; on larger meshes votes are passed on.
+        deaths: acts of controllers that are their last, as in SimulatedCluster.
     """
 
     seed: int
@@ -83,6 +84,7 @@ class Schedule:
     action: str = "evict"
     late: Lateness | None = None
     widest: int = WIDEST
+    deaths: tuple[int, ...] = ()
 
     @classmethod
     def draw(
@@ -98,6 +100,7 @@ class Schedule:
         miscompute: bool = False,
         late: bool = False,
         votes: bool = False,
+        controllers: bool = False,
     ) -> Schedule:
         """The schedule of a seed.
 
@@ -111,6 +114,7 @@ class Schedule:
             miscompute: the same, and micro-batches are checked; where all are, workers compute some of them wrongly.
             late: the same on a mesh with stages, and the controller's messages arrive in the middle of actions.
             votes: the same, and votes are passed on, in up to three rounds.
+            controllers: the same, and the controller dies up to three times, anywhere, and another one comes.
         """
         r = random.Random(seed)
         run = TinyRun(
@@ -149,6 +153,10 @@ class Schedule:
             drawn = drawn._with_miscomputes(random.Random(f"miscompute {seed}"), workers)
         if late:
             drawn = drawn._late(random.Random(f"late {seed}"))
+        if controllers and not drawn.verify_every:  # the settings refuse the two together
+            acts = random.Random(f"controllers {seed}")
+            number = acts.choice((1, 1, 2, 3))
+            drawn = replace(drawn, deaths=tuple(acts.randint(1, acts.choice((20, 60, 200))) for _ in range(number)))
         if votes:
             drawn = replace(drawn, widest=random.Random(f"votes {seed}").choice((2, 2, 3)))
         if not checkpoints:
@@ -322,6 +330,7 @@ def cluster_of(
     """The cluster that a schedule describes, before its first step."""
     run = schedule.run
     cluster = GroupedCluster if schedule.grouped else kind
+    options: dict[str, Any] = {"deaths": schedule.deaths} if schedule.deaths else {}
     return cluster(
         replace(run.job(), verify_rate=schedule.verify_rate, verify_every=schedule.verify_every),
         schedule.placement,
@@ -339,6 +348,7 @@ def cluster_of(
         starting=schedule.starting,
         action=schedule.action,
         late=schedule.late,
+        **options,
     )
 
 
@@ -358,6 +368,7 @@ class Ended:
         restarts: how often the run began again from a checkpoint.
         put_off: micro-batches that StepReports named of which only the weight gradients were left.
         weights_only: lines of plans that asked for these alone.
+        comebacks: controllers that were killed and followed by another one.
     """
 
     how: str
@@ -371,6 +382,7 @@ class Ended:
     restarts: int = 0
     put_off: int = 0
     weights_only: int = 0
+    comebacks: int = 0
 
 
 def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended:
@@ -392,7 +404,7 @@ def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended
     placements = [schedule.placement, *(begun.placement for begun in trained.epochs)]
     moves = sum(_moved(a, b) for a, b in itertools.pairwise(placements))
     counts = len(trained.epochs), trained.turns, moves, len(trained.restarts)
-    counts = *counts, trained.num_put_off, trained.num_weights_only
+    counts = *counts, trained.num_put_off, trained.num_weights_only, trained.comebacks
     return Ended(how, failure, detail, plan.num_injected, plan.lost_at, *counts)
 
 
@@ -451,6 +463,7 @@ class Tally:
     restarts: int = 0
     put_off: int = 0
     weights_only: int = 0
+    comebacks: int = 0
 
     def add(self, seed: int, ended: Ended) -> None:
         """Counts the end of one schedule."""
@@ -462,6 +475,7 @@ class Tally:
         self.restarts += ended.restarts
         self.put_off += ended.put_off
         self.weights_only += ended.weights_only
+        self.comebacks += ended.comebacks
         if ended.failure:
             self.failures.setdefault(ended.failure, []).append(seed)
 
@@ -498,12 +512,13 @@ def run_many(
     miscompute: bool = False,
     late: bool = False,
     votes: bool = False,
+    controllers: bool = False,
 ) -> Tally:
     """Runs the schedules of these seeds, in so many processes. Other arguments: see `Schedule.draw`."""
     tally = Tally()
     kinds = {"moving": moving, "grouped": grouped, "checkpoints": checkpoints, "silent": silent, "starting": starting}
     kinds |= {"frozen": frozen}
-    kinds |= {"miscompute": miscompute, "late": late, "votes": votes}
+    kinds |= {"miscompute": miscompute, "late": late, "votes": votes, "controllers": controllers}
     run_seed = partial(_run_seed, kinds)
     if jobs == 1:
         for seed in seeds:
@@ -519,7 +534,18 @@ def _run_seed(kinds: Mapping[str, bool], seed: int) -> tuple[int, Ended]:
     return seed, run(Schedule.draw(seed, **kinds))
 
 
-_KINDS = ("moving", "grouped", "checkpoints", "silent", "starting", "frozen", "miscompute", "late", "votes")
+_KINDS = (
+    "moving",
+    "grouped",
+    "checkpoints",
+    "silent",
+    "starting",
+    "frozen",
+    "miscompute",
+    "late",
+    "votes",
+    "controllers",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -536,6 +562,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--frozen", action="store_true", help="some parameters are not trained")
     parser.add_argument("--miscompute", action="store_true", help="micro-batches are checked, and some are wrong")
     parser.add_argument("--late", action="store_true", help="the controller's messages arrive in the middle of actions")
+    parser.add_argument("--controllers", action="store_true", help="the controller dies, and another one comes")
     parser.add_argument("--votes", action="store_true", help="votes are passed on, in rounds")
     parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and print everything")
     options = parser.parse_args(arguments)

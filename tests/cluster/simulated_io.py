@@ -39,13 +39,14 @@ from elaswave_spmd.controller.events import (
 )
 from elaswave_spmd.controller.io import Spawned
 from elaswave_spmd.controller.planning import PlanRequest
-from elaswave_spmd.controller.resume import ResumePoint
+from elaswave_spmd.controller.resume import Comeback, ResumePoint
 from elaswave_spmd.controller.run_log import RunLog
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast, EpochBegun, Save, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.run_dir import RunObserver
+from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo
 from elaswave_spmd.run_dir.display import Pace
 from elaswave_spmd.run_dir.faults import FaultCount
 from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint
@@ -77,6 +78,8 @@ TIMEOUTS = Timeouts(
     controller=10.0,
     shutdown=100.0,
 )
+ADOPTING = replace(TIMEOUTS, adopt=50.0)
+"""The same where a controller that dies is followed by another one."""
 LONGEST_TURNS = int(max(TIMEOUTS.start, TIMEOUTS.leave, TIMEOUTS.shutdown) / TURN_S)
 """Longer than any timeout of the controller: a run in which nothing has moved for so many turns never goes on."""
 MOST_TURNS = 300_000
@@ -91,10 +94,13 @@ def run_plan(
     policy: Policy,
     elastic: ElasticSettings,
     action: str = "evict",
+    *,
+    adopts: bool = False,
 ) -> RunPlan:
     """The plan of a run in the simulated cluster, with settings that say the same.
 
     Args:
+        adopts: controllers die, and the next one adopts the workers.
         elastic: what is replaced.
         action: what becomes of a worker that is wrong (verify.action).
     """
@@ -105,7 +111,7 @@ def run_plan(
         mirror=MirrorSettings(count=policy.mirror_count, scatter=scatter),
         verify=VerifySettings(action=action),
         checkpoint=CheckpointSettings(every=job.checkpoint_every),
-        timeouts=TIMEOUTS,
+        timeouts=ADOPTING if adopts else TIMEOUTS,
         chaos=ChaosSettings(random=True),  # workers may ask for new ones
     )
     data = PreparedData("made up", "", 0, "", 2, job.seq_len, 1, 1, target="made up")
@@ -141,7 +147,7 @@ class MemoryObserver(RunObserver):
 
     def on_step(self, line: Any) -> None:
         """A step that is computed again, after a restart, has the bits that it had."""
-        self.last = line
+        self.last = self._cluster.lines[line.step] = line
         result = self._cluster.result
         for values, value in ((result.losses, line.loss_hex), (result.norms, line.grad_norm_hex)):
             if line.step <= len(values):
@@ -173,22 +179,32 @@ class MemoryObserver(RunObserver):
 class SimulatedLog(RunLog):
     """The product's log, and a listener for what tests want to see of the controller's decisions."""
 
-    def __init__(self, plan: RunPlan, cluster: SimulatedCluster, start: KeptCheckpoint | None) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        cluster: SimulatedCluster,
+        start: KeptCheckpoint | None,
+        comeback: Comeback | None = None,
+    ) -> None:
         job, known = plan.job, cluster.result.validation
         tokens = job.num_validation_microbatches * job.microbatch_size * job.seq_len
         validations = {(step, job.num_validation_microbatches): (loss / tokens).hex() for step, loss in known.items()}
-        point = ResumePoint("simulated", 1, cast(Any, start), validations=validations)
+        lines = cluster.lines if comeback is not None else {}
+        checkpoint = cast(Any, start)
+        point = ResumePoint("simulated", 1, checkpoint, lines=lines, validations=validations, comeback=comeback)
         super().__init__(plan, MemoryObserver(cluster), point)
         self._cluster = cluster
 
     def action(self, action: Action, now: float) -> None:
         super().action(action, now)
+        self._cluster.controller_acts()
         match action:
             case Broadcast(ranks, m.Reconfigure(epoch=0)):
                 self._cluster.first_mesh_begun(ranks)
             case Broadcast(_, m.Reconfigure(recovery_plan=plan)) if plan:
                 self._cluster.reconfigured(plan)
             case EpochBegun():
+                self._cluster.epoch_begun()
                 self._cluster.result.epochs.append(action)
                 self._cluster.note("EPOCH", action)
             case Save() | Unrecoverable():
@@ -217,6 +233,7 @@ class SimulatedIO:
 
     def next_event(self, until: float) -> Event:
         cluster = self._cluster
+        cluster.controller_acts()
         while cluster.is_paused or (not self.events and self.now() < until):
             cluster.take_turn()
         if self.now() >= until:
@@ -233,6 +250,7 @@ class SimulatedIO:
 
     def send(self, rank: int, message: bytes) -> None:
         self._cluster.from_controller(rank, message)
+        self._cluster.controller_acts()
 
     def connect(self, rank: int, address: str, *, holds_mutex: bool) -> None: ...
 
@@ -265,7 +283,18 @@ class SimulatedIO:
     def open_admin(self) -> str:
         return ""
 
-    def journal(self, prepare: m.Prepare) -> None: ...
+    def journal(self, prepare: m.Prepare) -> None:
+        self._cluster.journal.append(prepare)
+        self._cluster.controller_acts()
+
+    def adopt(self, rank: int, generation: int) -> None:
+        self._cluster.from_controller(rank, m.encode(m.Adopt(generation, "sim://controller")))
+
+    def find_shards(self) -> list[ShardInfo]:
+        return []  # such a checkpoint does not become whole
+
+    def settle(self) -> None:
+        self._cluster.is_settled = True
 
     def plan(self, request: PlanRequest) -> None:
         self.events.append(request.answer())

@@ -100,6 +100,7 @@ REPORTS: tuple[m.AnyMessage, ...] = (
     ),
     m.Constructed(SENDER, (("block0.weight", False, bytes(16)), ("block0.table", True, bytes(range(16))))),
     m.Refused(SENDER, {"what": "a layer draws", "rule": "keyed", "fix": "KeyedDropout"}),
+    m.Adopted(SENDER, 2, 4, 2, b"columns", (m.Applied(4, 2, SENDER, 2.5, 1.5, True),)),
 )
 
 
@@ -128,6 +129,9 @@ def test_every_message_of_a_worker_has_an_example() -> None:
         m.SumAccepted,
         m.Pace,
         m.Limits,
+        m.Adopt,
+        m.OfGeneration,
+        m.Written,
     }  # of the controller, which is trusted
     assert kinds | others == set(get_args(m.AnyMessage))
 

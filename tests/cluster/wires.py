@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.packed_reconfigure import Unpacker
+from elaswave_spmd.recovery.generations import ControllerFence
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.worker.channel import Incoming, arrived, payload_dtype, tensor_of
@@ -41,6 +41,8 @@ class InFlight:
         return Incoming(self.sender, message, arrived(message, payload, device))
 
 
+_OLD = -1000
+"""Less the generation of a controller that has died: the sender of its links, as far as their order goes."""
 PUT_OFF = "put off"
 """The time in which a worker has micro-batches left of which nothing but the weight gradients is to come, as a point
 for `Lateness`."""
@@ -97,7 +99,7 @@ class Wires:
         self.in_flight: dict[Link, deque[InFlight]] = {}
         self._links: dict[int, list[Link]] = {}  # by receiver
         self._slow: dict[Link, bool] = {}
-        self._unpackers: defaultdict[int, Unpacker] = defaultdict(Unpacker)  # of receivers
+        self.fences: defaultdict[int, ControllerFence] = defaultdict(ControllerFence)  # of receivers
         self._frozen: dict[int, defaultdict[Link, int]] = {}  # of who stands still: how much of it is out, by link
 
     def has_some_for(self, peer: int) -> bool:
@@ -133,8 +135,10 @@ class Wires:
                         break
                     frozen[link] -= 1
                 incoming = queue.popleft().arrive(self._compute, self._device)
-                if isinstance(packed := incoming.message, m.PackedReconfigure):
-                    incoming = replace(incoming, message=self._unpackers[peer].unpacked(packed))
+                if incoming.sender == CONTROLLER:
+                    if (message := self.fences[peer].admitted(incoming.message)) is None:
+                        continue
+                    incoming = replace(incoming, message=message)
                 yield incoming
 
         self._passed.discard(peer)
@@ -185,6 +189,20 @@ class Wires:
                     queue.pop()
             if peer == rank:
                 queue.clear()
+
+    def controller_died(self, generation: int) -> None:
+        """What this controller has sent to each worker still arrives in part, and then its links are closed.
+
+        That comes on links of their own: nothing orders it with what the next controller sends.
+        """
+        self.cut(CONTROLLER, None)
+        old = _OLD - generation
+        for peer in [peer for sender, peer in self.in_flight if sender == CONTROLLER]:
+            left = self.in_flight.pop((CONTROLLER, peer))
+            left.append(InFlight(CONTROLLER, m.encode(m.LinkClosed(peer, CONTROLLER)), None))
+            self.in_flight[old, peer] = left
+            self._links[peer].remove((CONTROLLER, peer))
+            insort(self._links[peer], (old, peer))
 
 
 class Cluster(Protocol):

@@ -85,14 +85,19 @@ class Job:
     @property
     def needs_device(self) -> bool:
         """True if workers compute on what Ray gives out. Then none is beside the controller, which has no device."""
-        return self.device in _RESOURCES
+        return bool(self._resource)
+
+    @property
+    def _resource(self) -> str:
+        """Ray's name of the devices that workers compute on; "" if it gives out none."""
+        return device_of(self.device).capabilities.resource if self.device in device_names() else ""
 
     @property
     def resources(self) -> dict[str, float]:
         """What an agent asks Ray for."""
         asked = {"CPU": float(self.places * self.threads)}
-        if self.device in device_names() and (resource := device_of(self.device).capabilities.resource):
-            asked[resource] = float(self.places)
+        if self._resource:
+            asked[self._resource] = float(self.places)
         return asked
 
     def shared_out(self, nodes: Sequence[Mapping[str, float]]) -> Job:

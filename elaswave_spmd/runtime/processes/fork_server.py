@@ -6,9 +6,10 @@ of all workers, so it alone reaps them, signals them without a race on process i
 killed.
 
 Lines of JSON, controller -> fork server: first the setup, then {"spawn": rank, "spec": {...}}, {"signal": number,
-"rank": rank}, {"orphan_grace_s": seconds}, {"hold": path}, {"stop": grace_s}; each is answered by one line. On a second
-pipe the fork server writes a line {"exited": rank, ...} for each worker that ended. `by_value` in the setup is the
-descriptor of what the run gets by value, or null.
+"rank": rank}, {"orphan_grace_s": seconds}, {"hold": path}, {"settled": true}, {"stop": grace_s}; each is answered by
+one line. On a second pipe the fork server writes a line {"exited": rank, ...} for each worker that ended. `by_value` in
+the setup is the descriptor of what the run gets by value, or null. With `adopt_s` in the setup another controller may
+take it over for so many seconds once the controller is gone (adoption.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any, NoReturn
 
 from elaswave_spmd import by_value
 from elaswave_spmd.runtime.processes import child
+from elaswave_spmd.runtime.processes.adoption import accept_next, listen_for_next
 from elaswave_spmd.runtime.processes.scratch import hold_lock, hold_scratch
 
 _REAP_PERIOD_S = 0.01  # while all workers are ended
@@ -59,6 +61,11 @@ class ForkServer:
         self._orders = orders
         self._notices = notices
         self._pids: dict[int, int] = {}  # rank -> pid, the living only
+        self._next_rank = 0  # above all that were ever made
+        self._ended: list[int] = []  # ranks whose end no controller has made good: there was none, or it was adopting
+        self._is_settled = True  # the controller has made good all that died with the one before
+        self._waited_s = 0.0  # for another controller, since the last one was lost
+        self._listener: socket.socket | None = None  # for the next controller
         self._buffer = b""
         read, write = os.pipe()  # written by Python's signal handler when a child has ended
         os.set_blocking(read, False)
@@ -90,12 +97,16 @@ class ForkServer:
             signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
             gc.collect()
             gc.freeze()  # children share these objects' pages as long as no collector writes to them
+            if setup["adopt_s"] is not None:
+                with contextlib.suppress(OSError):  # a file system without sockets: nobody adopts
+                    self._listener = listen_for_next(setup["scratch"][0])
             self._answer({"ready": True, "threads": num_threads()})
-            self._loop()
+            self._serve_controllers()
         except _ControllerLostError:
-            # Workers notice by the life pipe, and may write a checkpoint before they end.
+            # Workers notice by the life pipe, and may write a checkpoint before they end. Those that were waiting for
+            # another controller have had the most of this time already.
             grace = float(setup["orphan_grace_s"])
-            self._wait_until_none(grace)
+            self._wait_until_none(grace - self._waited_s)
             self._end_all(min(grace, 1.0))
         finally:
             for path in setup["scratch"]:
@@ -136,6 +147,48 @@ class ForkServer:
             return by_value.leaves_threads(num_threads()).fields()
         return {}
 
+    def _serve_controllers(self) -> None:
+        """One controller after another, until one orders the end.
+
+        Raises:
+            _ControllerLostError: the last one is gone, and none came in its place.
+        """
+        while True:
+            try:
+                self._loop()
+                return
+            except _ControllerLostError:
+                if not self._next_controller():
+                    raise
+
+    def _next_controller(self) -> bool:
+        """Wait for another controller, as long as there is a worker. Returns False if none came."""
+        lost_at, self._waited_s = time.monotonic(), 0.0
+        if self._is_settled:
+            self._ended.clear()
+        while self._listener is not None and self._pids:
+            left = lost_at + float(self._setup["adopt_s"]) - time.monotonic()
+            if left <= 0:
+                break
+            ready, _, _ = select.select([self._listener, self._wake_read], [], [], left)
+            if self._wake_read in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+            self._reap()
+            if self._listener in ready and self._pids and (taken := accept_next(self._listener)) is not None:
+                self._orders.close()
+                os.close(self._notices)
+                os.close(
+                    self._setup["life_fd"]
+                )  # living workers have it, and see the end of the next one by their links
+                self._orders, self._notices, self._setup["life_fd"] = taken
+                self._buffer, self._is_settled = b"", False
+                about = {"pids": self._pids, "next_rank": self._next_rank, "ended": self._ended}
+                self._answer({**about, "seconds": time.monotonic() - lost_at})
+                return True
+        self._waited_s = time.monotonic() - lost_at
+        return False
+
     def _loop(self) -> None:
         while True:
             ready, _, _ = select.select([self._orders, self._wake_read], [], [])
@@ -159,10 +212,14 @@ class ForkServer:
                 rank = int(order["spawn"])
                 spec = order["spec"] | {"rank": rank, "life_fd": self._setup["life_fd"]}
                 self._pids[rank] = self._fork(spec) if self._setup["method"] == "fork" else self._spawn(spec)
+                self._next_rank = max(self._next_rank, rank + 1)
                 self._answer({"pid": self._pids[rank]})
             elif "orphan_grace_s" in order:
                 self._setup["orphan_grace_s"] = float(order["orphan_grace_s"])
                 self._answer({"set": True})
+            elif "settled" in order:
+                self._is_settled = True
+                self._answer({"settled": True})
             elif "hold" in order:
                 hold_lock(order["hold"])
                 self._answer({"held": True})
@@ -185,6 +242,8 @@ class ForkServer:
             signal.set_wakeup_fd(-1)
             # The child must not keep the server's descriptors open: their end tells that the server has died.
             self._orders.close()
+            if self._listener is not None:
+                self._listener.close()
             for fd in (self._notices, self._wake_read, self._wake_write):
                 os.close(fd)
             child.set_up()
@@ -228,6 +287,7 @@ class ForkServer:
             if done == 0:
                 continue
             del self._pids[rank]
+            self._ended.append(rank)
             code = os.waitstatus_to_exitcode(status)
             notice = {
                 "exited": rank,

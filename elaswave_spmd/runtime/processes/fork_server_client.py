@@ -20,6 +20,7 @@ from typing import Any, Literal
 from elaswave_spmd.by_value import ByValue
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.processes import fork_server
+from elaswave_spmd.runtime.processes.adoption import AdoptedProcess, Orphans, ask_for_orphans
 from elaswave_spmd.runtime.processes.child import GROUP_SIGNALS
 from elaswave_spmd.runtime.processes.fork_server import num_threads
 from elaswave_spmd.runtime.processes.forked_process import ForkedProcess, fork_process
@@ -75,7 +76,7 @@ class ForkServerClient:
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes] | ForkedProcess,
+        process: subprocess.Popen[bytes] | ForkedProcess | AdoptedProcess,
         orders: socket.socket,
         notices: int,
         life: int,
@@ -109,6 +110,7 @@ class ForkServerClient:
         here: bool = False,
         given: ByValue | None = None,
         streams: Mapping[int, int] | None = None,
+        adopt_s: float | None = None,
     ) -> ForkServerClient:
         """Launch the fork server and return at once; it imports `preload` meanwhile.
 
@@ -124,6 +126,8 @@ class ForkServerClient:
             given: what all workers get by value, through a descriptor that the fork server inherits.
             streams: descriptor (1 for the standard output, 2 for that of errors) -> the descriptor that takes its place
                 in the fork server and all workers; others are those of this process.
+            adopt_s: how long workers of a controller that has died wait for the next one, which takes them over with
+                `adopt`; a part of `orphan_grace_s`. None: they do not.
 
         Raises:
             ConfigError: an unknown method.
@@ -154,9 +158,33 @@ class ForkServerClient:
                 "by_value": lent,
                 "orphan_grace_s": orphan_grace_s,
                 "scratch": client._scratch,
+                "adopt_s": adopt_s,
             }
         )
         return client
+
+    @classmethod
+    def adopt(cls, scratch: str, orphan_grace_s: float) -> tuple[ForkServerClient, Orphans] | None:
+        """Take over the fork server of a controller that has died, with its workers; None: there is none.
+
+        Args:
+            scratch: its directory.
+            orphan_grace_s: as it was started with.
+        """
+        notices, notices_theirs = os.pipe()
+        life_theirs, life = os.pipe()
+        found = ask_for_orphans(scratch, [notices_theirs, life_theirs])
+        os.close(notices_theirs)
+        os.close(life_theirs)
+        if found is None:
+            os.close(notices)
+            os.close(life)
+            return None
+        orders, process, orphans = found
+        os.set_blocking(notices, False)
+        client = cls(process, orders, notices, life, [scratch], orphan_grace_s)
+        client._ready = True
+        return client, orphans
 
     @property
     def pid(self) -> int:
@@ -215,6 +243,16 @@ class ForkServerClient:
         """Have the fork server share the lock of a file, with all workers that it forks. Waits until ready."""
         self.ready()
         self._request({"hold": str(lock)})
+
+    def settle(self) -> None:
+        """All that died with the controller before is made good: the next one is not told of it once more."""
+        self._request({"settled": True})
+
+    def give_back(self) -> None:
+        """End as if this process had died, without a wait: workers that were taken over wait for another controller."""
+        if not self._stopped:
+            self._close_our_ends()
+            os.close(self._notices)
 
     def fileno(self) -> int:
         """The descriptor that is readable when `poll` has something to return."""

@@ -164,6 +164,14 @@ class Launcher:
         """Share the lock of a file as long as a worker of this machine lives, whatever becomes of this process."""
         self._fork_server.hold(lock)
 
+    def settle(self) -> None:
+        """All that died with the controller before is made good, on this machine."""
+        self._fork_server.settle()
+
+    def give_back(self) -> None:
+        """Leave the workers that were taken over, on this machine, to another controller; instead of `stop`."""
+        self._fork_server.give_back()
+
     def spawn(self, rank: int, spec: Mapping[str, Any], host: str | None = None) -> int | None:
         """Start worker `rank` on its machine, which is assigned now for a newcomer.
 

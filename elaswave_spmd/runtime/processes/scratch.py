@@ -30,6 +30,19 @@ class Scratch:
     def __init__(self) -> None:
         self._make()
 
+    @classmethod
+    def adopted(cls, path: str) -> Scratch:
+        """The directory of a command that has died, whose processes go on; the one that removes it still waits.
+
+        Raises:
+            OSError: it is gone, or is being removed.
+        """
+        scratch = cls.__new__(cls)
+        scratch.path = path
+        scratch._held = hold_lock(Path(path) / _OWNER, os.O_RDWR)
+        scratch._remover = None
+        return scratch
+
     def make_again(self) -> None:
         """Have another directory instead, for another fork server: the one before has removed its own at its end.
 
@@ -46,14 +59,22 @@ class Scratch:
         new = folder / f".{_OWNER}"
         self._held = hold_lock(new)
         new.rename(folder / _OWNER)
-        self._remover = _start_remover(folder)
+        self._remover: subprocess.Popen[bytes] | None = _start_remover(folder)
+
+    def give_up(self) -> None:
+        """Hold one that was adopted no more, and leave it to its other processes; `remove` does nothing then."""
+        os.close(self._held)
+        self._held = -1
 
     def remove(self) -> None:
         """Remove the directory, if its fork server has not; once."""
+        if self._held < 0:
+            return
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._held)
-        self._remover.kill()
-        self._remover.wait()
+        if self._remover is not None:
+            self._remover.kill()
+            self._remover.wait()
 
 
 def hold_scratch(folder: str) -> None:

@@ -6,6 +6,8 @@ from elaswave_spmd.controller.checkpoints import CheckpointCoordinator, Checkpoi
 from elaswave_spmd.controller.events import Action, Record, WriteManifest
 from elaswave_spmd.recovery.actions import Save
 from elaswave_spmd.recovery.messages import ShardWritten
+from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo
+from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.run_dir.manifest import layout_fingerprint
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from tests.unit.runtime.runtime_cases import small_layout
@@ -61,3 +63,19 @@ def test_the_run_may_stop_with_that_state_once_it_is_right() -> None:
     found.distrust(5, 0)
     found.stop_and_save(Save(5, 1, "too few workers"))
     assert write(found, 5, epoch=1) == [] and manifests(found.compared(5)) == [5]
+
+
+def test_shards_that_are_found_complete_a_checkpoint_with_those_that_are_reported() -> None:
+    """A controller that came back finds what its predecessor was told of (A10)."""
+    shards = [
+        ShardInfo(f"shard_{rank}", "made up", 5, Ballot(1, 0), rank, 1, "0" * 64, ranges)
+        for rank, ranges in enumerate((RANGES[:1], RANGES[1:]))
+    ]
+    assert manifests(coordinator(compares=False).found(shards, 0.0)) == [5]
+    found = coordinator(compares=False)
+    assert found.found(shards[:1], 0.0) == [] and found.found(shards[:1], 0.0) == [], "the same one, counted once"
+    report = ShardWritten(5, 1, 0, "shard_1", 1, "0" * 64, RANGES[1:])
+    assert manifests(found.wrote(report, 0.0)) == [5]
+    assert found.found(shards, 0.0) == [], "it is being written"
+    compared = coordinator()
+    assert compared.found(shards, 0.0) == [] and manifests(compared.compared(5)) == [5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from dataclasses import replace
@@ -16,6 +17,8 @@ from elaswave_spmd.conf.schema import RunSettings, RuntimeSettings, Settings, Tr
 from elaswave_spmd.controller import ending as module
 from elaswave_spmd.controller.ending import Command, Ending
 from elaswave_spmd.errors import FilesError, RunError, StoppedBySignal, WorkerError
+from elaswave_spmd.run_dir.lock import WORKERS_LOCK
+from elaswave_spmd.runtime.processes.scratch import hold_lock
 from elaswave_spmd.runtime.processes.stop_signals import Signalled
 
 TYPED = Command(("python", "train.py"), ("mesh=dp2", "run.trace=true", "run.dir=runs/a b", "chaos=random", "seed=3"))
@@ -128,6 +131,16 @@ def test_a_run_that_ends_while_it_starts_is_begun_as_it_was(good: set[Path]) -> 
         "newest checkpoint: /runs/a/checkpoints/step_00000004, after step 4",
         "resume with: python train.py train.resume=/runs/a run.dir=/runs/b",
     ]
+
+
+def test_workers_that_live_on_are_named_and_not_said_to_be_nothing(good: set[Path], tmp_path: Path) -> None:
+    held = hold_lock(tmp_path / WORKERS_LOCK)
+    try:
+        _, who, command = ending(Signalled(15), None, resume=str(tmp_path)).lines()
+    finally:
+        os.close(held)
+    assert str(tmp_path) in who and "still live" in who and command == f"resume with: {TYPED.again()}"
+    assert "no good checkpoint" in ending(Signalled(15), None, resume=str(tmp_path)).lines()[-1]
 
 
 def test_a_directory_that_is_taken_is_not_named_again(good: set[Path], tmp_path: Path) -> None:

@@ -107,6 +107,22 @@ EXAMPLES: list[m.AnyMessage] = [
     m.ShardWritten(20, 1, 3, "shard_1_1-3.safetensors", 2**33, "ab" * 32, ((0, 0, 3), (2, 1, 2)), 1.5, 20.25),
     m.ShardWritten(20, 1, 3, error="the disk is full"),
     m.Stop(),
+    m.Adopt(2, "ipc:///tmp/c"),
+    m.Adopted(1, 2, 7, 3, b"columns"),
+    m.Adopted(
+        1,
+        2,
+        7,
+        3,
+        b"columns",
+        (m.Applied(7, 3, 1, 0.5, 0.25, True),),
+        (m.Damaged(1, 3, 8, ((0, 0, 3),)),),
+        (2,),
+        True,
+        True,
+    ),
+    m.OfGeneration(2, m.encode(m.Stop())),
+    m.Written(64),
 ]
 
 

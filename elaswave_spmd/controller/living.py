@@ -1,0 +1,166 @@
+"""Finds the living workers of a controller that has died, when the run is resumed: they are adopted, not ended.
+
+The run's journal names the directory of their sockets, and says with which settings they were started. Whoever has
+locked the run's directory may take them over (docs/protocol.md, A2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from elaswave_spmd.conf import checks
+from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.controller.resume import Comeback, ResumePoint, known_digests, known_validations
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.recovery.generations import FIRST
+from elaswave_spmd.recovery.messages import Prepare
+from elaswave_spmd.run_dir import RunDir, read_metrics
+from elaswave_spmd.run_dir.checkpoints import newest_complete
+from elaswave_spmd.run_dir.directory import SUMMARY
+from elaswave_spmd.run_dir.journal import ORPHAN_GRACE, read_journal
+from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, workers_live
+from elaswave_spmd.runtime.processes.adoption import Orphans, read_address
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
+from elaswave_spmd.runtime.processes.scratch import Scratch
+from elaswave_spmd.runtime.transport.credentials import credentials_from_dict
+
+ADOPT, SCRATCH = "adopt", "scratch"
+_OF_ONE_COMMAND = ("run", "chaos", "mesh")
+_OF_ONE_START = (("train", "resume"), ("train", "resume_at"), ("train", "reschedule"), ("runtime", "launcher"))
+
+
+def adoption_record(settings: Settings, scratch: str) -> dict[str, Any]:
+    """The fields of the journal's first line by which the next controller finds the workers, and knows them again."""
+    mesh = checks.plain(dataclasses.asdict(settings.mesh))
+    grace = settings.timeouts.orphan_grace
+    return {SCRATCH: scratch, "mesh": mesh, "settings": _digest(settings), ORPHAN_GRACE: grace}
+
+
+def _digest(settings: Settings) -> str:
+    """What tells settings apart by which workers train; the mesh is the journal's, as it may have begun again."""
+    fields = settings.to_dict()
+    for group in _OF_ONE_COMMAND:
+        del fields[group]
+    for group, name in _OF_ONE_START:
+        del fields[group][name]
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Living:
+    """The living workers of a controller that has died, taken over with their fork server.
+
+    Args:
+        settings: of the run, on the mesh that it was started with.
+        fork_server: the parent of the workers.
+        scratch: the directory of the sockets.
+        start: where the run stands.
+    """
+
+    settings: Settings
+    fork_server: ForkServerClient
+    scratch: Scratch
+    start: ResumePoint
+
+    def open_run_dir(self) -> RunDir:
+        """The run's directory, whose lock is held."""
+        assert self.start.comeback is not None
+        return RunDir.reopen(self.start.comeback.run_dir)
+
+    def give_back(self) -> None:
+        """Leave the workers to another controller: this one cannot begin, and has told them nothing yet."""
+        self.fork_server.give_back()
+        self.scratch.give_up()
+        self.start.close()
+
+
+def find_living(settings: Settings) -> Living | None:
+    """Take over the workers of the run that is resumed; None: it has none that wait for a controller.
+
+    Raises:
+        ConfigError: another controller drives the run; or the workers were started with other settings.
+    """
+    resume, place = settings.train.resume, settings.run.dir
+    if settings.timeouts.adopt is None or resume is None or settings.train.resume_at is not None:
+        return None
+    path = Path(resume).expanduser().absolute()
+    if (place is not None and Path(place).expanduser().absolute() != path) or (path / SUMMARY).exists():
+        return None
+    if not any(SCRATCH in line for line in read_journal(path)):
+        return None
+    lock = lock_run_dir(path)
+    found = None
+    try:
+        found = _take_over(settings, path, lock)
+    finally:
+        if found is None:
+            lock.close()
+    return found
+
+
+def newcomers(scratch: str, orphans: Orphans) -> tuple[int, ...]:
+    """The workers that were about to join: those that live and have no address, and those that ended without one.
+
+    Whoever was a member once has written its address, and is not started anew where it had left.
+    """
+    known = sorted({*orphans.pids, *orphans.ended})
+    return tuple(rank for rank in known if read_address(scratch, rank) is None)
+
+
+def _take_over(settings: Settings, path: Path, lock: RunLock) -> Living | None:
+    journal = read_journal(path)
+    lines = [line for line in journal if line["incarnation"] == journal[-1]["incarnation"]]
+    first = lines[0]
+    if SCRATCH not in first or not workers_live(path):
+        return None
+    if first["settings"] != _digest(settings):
+        # Before anything is taken over: with the settings that they have they can still be adopted.
+        raise ConfigError(
+            f"workers of the run in {path} still live, and were started with other settings",
+            rule="a controller that comes back has the settings of the workers that it adopts",
+            where=checks.override("train.resume", str(path)),
+            fix="the command of the run as it was; or with timeouts.adopt=null: it waits until they have saved their "
+            "state and ended, and goes on from there",
+        )
+    with contextlib.ExitStack() as undo:
+        try:
+            scratch = Scratch.adopted(first[SCRATCH])
+        except OSError:
+            return None
+        undo.callback(scratch.give_up)
+        taken = ForkServerClient.adopt(first[SCRATCH], settings.timeouts.orphan_grace)
+        if taken is None:
+            return None
+        fork_server, orphans = taken
+        prepared = [line for line in lines if line["reason"] == "prepare"]
+        comeback = Comeback(
+            run_dir=path,
+            generation=FIRST + 1 + sum(line["reason"] == ADOPT for line in lines),
+            last_epoch=lines[-1]["epoch"] + 1,  # of the journal's next line
+            prepared=Prepare(prepared[-1]["epoch"], prepared[-1]["after"]) if prepared else None,
+            credentials=credentials_from_dict(first["credentials"]) if "credentials" in first else None,
+            newest_checkpoint=newest_complete(path),
+            pids=orphans.pids,
+            next_rank=orphans.next_rank,
+            newcomers=newcomers(first[SCRATCH], orphans),
+            seconds=orphans.seconds,
+        )
+        mesh = Settings.from_dict({**settings.to_dict(), "mesh": first["mesh"]}).mesh
+        known = {line.step: line for line in read_metrics(path)}
+        start = ResumePoint(
+            first["run"],
+            first["incarnation"],
+            lines=known,
+            validations=known_validations(path),
+            digests=known_digests(path),
+            locks=(lock,),
+            comeback=comeback,
+        )
+        undo.pop_all()
+        return Living(replace(settings, mesh=mesh), fork_server, scratch, start)

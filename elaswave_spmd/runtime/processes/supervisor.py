@@ -1,0 +1,288 @@
+"""`train --supervise`: a small process that starts a run's controller, and starts it again when it dies.
+
+The next controller adopts the workers that still live (docs/protocol.md, A1 to A12); where there are none, it goes on
+from the newest checkpoint. What counts as a death is an end by a signal, or by an exit code that the command line does
+not have. Exit codes of its own are ends that were told, and end the supervisor with the same code.
+
+The controller is in a session of its own, so that each signal reaches it once: the supervisor passes them on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from elaswave_spmd.errors import ConfigError
+
+VARIABLE = "ELASWAVE_SPMD_SUPERVISOR"
+"""The descriptor, in the environment of a supervised command, on which it tells the directory of its run."""
+ADOPT_S = 120
+"""timeouts.adopt of a supervised command that names none."""
+
+_STOPPED_S = 10.0  # that a controller may stand still (SIGSTOP) before another one takes its place
+_POLL_S = 0.05
+_REST_S = 5.0  # for processes of earlier controllers to end, once the last one has
+_PR_SET_CHILD_SUBREAPER = 36
+_TOLD = (0, 1, 2, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
+_NOT_AGAIN = ("run.dir", "train.resume", "train.resume_at", "train.reschedule")
+_SUMMARY, _METRICS, _EPOCHS = "summary.json", "metrics.jsonl", "epochs.jsonl"
+
+
+@dataclass(frozen=True)
+class Deaths:
+    """The deaths of controllers since a step was committed last.
+
+    Args:
+        steps: committed so far.
+        in_a_row: deaths in which no step was committed; 0: none yet.
+    """
+
+    steps: int = 0
+    in_a_row: int = 0
+
+    MOST = 3
+    """So many deaths in a row without a step between them: the next controller would die as well."""
+
+    def one_more(self, steps: int) -> Deaths:
+        """A controller has died, when so many steps were committed."""
+        return replace(self, in_a_row=self.in_a_row + 1) if steps <= self.steps else Deaths(steps, 1)
+
+    @property
+    def are_too_many(self) -> bool:
+        """True if no other controller is to be started."""
+        return self.in_a_row >= self.MOST
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a controller's process: an exit code or, below 0, a signal."""
+
+    code: int
+
+    @property
+    def is_death(self) -> bool:
+        """True if nobody meant it."""
+        return self.code not in _TOLD
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"ended with exit code {self.code}"
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(-self.code).name}"
+        return f"was ended by signal {-self.code}"
+
+
+def supervised_by(environment: MutableMapping[str, str]) -> int | None:
+    """The descriptor of the supervisor that has started this process, which is taken out; None: it has none."""
+    number = environment.pop(VARIABLE, None)
+    return int(number) if number is not None and number.isdigit() else None
+
+
+def with_adoption(words: Sequence[str]) -> list[str]:
+    """The words of a supervised command: its workers wait for the next controller, unless they say something else."""
+    named = any(word.lstrip("+").startswith("timeouts.adopt=") for word in words)
+    return [*words, *([] if named else [f"timeouts.adopt={ADOPT_S}"])]
+
+
+def words_again(words: Sequence[str], run_dir: str) -> list[str]:
+    """The words of the command that goes on with a run, whose controller was started with `words`.
+
+    Faults that were to be injected are not named again: what has happened of them has happened.
+    """
+    from elaswave_spmd.conf.compose import setting_of, word_of  # Hydra: not before it is needed
+
+    names = [(word, setting_of(word)) for word in words]
+    kept = [word for word, name in names if name not in _NOT_AGAIN and name.partition(".")[0] != "chaos"]
+    return [*kept, word_of("train.resume", run_dir)]
+
+
+def end_orphans(run_dir: Path) -> None:
+    """End the workers of a run whose result is written, and which wait for a controller that need not come."""
+    from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient  # not before it is needed
+
+    with contextlib.suppress(OSError, ValueError):
+        lines = (json.loads(line) for line in (run_dir / _EPOCHS).read_bytes().splitlines() if b'"scratch"' in line)
+        for scratch in [line["scratch"] for line in lines if "scratch" in line][-1:]:
+            if (taken := ForkServerClient.adopt(scratch, 0.0)) is not None:
+                taken[0].stop(grace_s=0.0)
+
+
+def supervise(words: Sequence[str]) -> int:
+    """Run the command of this process with a supervisor.
+
+    Args:
+        words: of the command, without the flag.
+
+    Returns:
+        The exit code: that of the last controller; 1 if it died and no other one was started.
+
+    Raises:
+        ConfigError: a signal of the terminal or of a batch system could not be passed on: this is no command of ours.
+    """
+    whole, typed = sys.orig_argv, sys.argv[1:]
+    if whole[len(whole) - len(typed) :] != typed:
+        raise ConfigError(
+            "--supervise is given to a process that no command line has started",
+            rule="a supervisor starts the command of its own process again",
+            where="--supervise",
+            fix="python train.py --supervise ..., or python -m elaswave_spmd train --supervise ...",
+        )
+    return _Supervisor([sys.executable, *whole[1 : len(whole) - len(typed)]], list(words)).run()
+
+
+class _Supervisor:
+    """One supervisor: it starts one controller after another.
+
+    Args:
+        program: what is started, without the words of the run.
+        words: those.
+    """
+
+    def __init__(self, program: Sequence[str], words: list[str]) -> None:
+        self._program = program
+        self._words = words
+        self._signals: deque[int] = deque()  # filled by handlers
+        self._is_asked = False  # to end
+        self._asked_by = int(signal.SIGTERM)
+        self._is_last = False  # it was asked to, and the controller that is started adopts workers only to save
+        self._run_dir = ""
+
+    def run(self) -> int:
+        """Until the run has ended, or dies without getting any further. Returns the exit code."""
+        # The fork server of a controller that has died becomes a child of this process, and is reaped here.
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGCONT)
+        for number in numbers:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda came, _: self._signals.append(came))
+        deaths, words = Deaths(), self._words
+        while True:
+            ended = self._one_life(words)
+            if not ended.is_death:
+                self._wait_for_the_rest()
+                return ended.code
+            if self._run_dir and (Path(self._run_dir) / _SUMMARY).exists():
+                end_orphans(Path(self._run_dir))
+                self._wait_for_the_rest()
+                return 0  # it died when the result was written
+            if why_not := self._why_not_again(deaths := deaths.one_more(self._steps())):
+                self._say(f"the controller {ended}; {why_not}")
+                return 1
+            to_save = ", to save the state and end" if self._is_asked else ""
+            self._say(f"the controller {ended}; another one takes its place{to_save}")
+            if self._is_asked:
+                self._is_last = True
+                self._signals.append(self._asked_by)
+            words = words_again(self._words, self._run_dir)
+
+    def _why_not_again(self, deaths: Deaths) -> str:
+        """Why no other controller is started; empty: one is."""
+        waits = f"; workers that still live save their state and end, after timeouts.adopt ({ADOPT_S} s by default)"
+        if self._is_last:
+            return f"it had been asked to end, and is not started again{waits}"
+        if not self._run_dir:
+            return "its run had not begun yet, so there is nothing to go on with"
+        if deaths.are_too_many:
+            return (
+                f"that was death {deaths.in_a_row} in a row without a step in between (step {deaths.steps}), and it is "
+                f"not started again{waits}. Resume the run with train.resume={self._run_dir}"
+            )
+        return ""
+
+    def _one_life(self, words: Sequence[str]) -> Ended:
+        """One controller, from its start to its end."""
+        read, write = os.pipe()
+        environment = {**os.environ, VARIABLE: str(write)}
+        process = subprocess.Popen([*self._program, *words], env=environment, pass_fds=[write], start_new_session=True)
+        os.close(write)
+        os.set_blocking(read, False)
+        try:
+            return self._wait(process, read)
+        finally:
+            os.close(read)
+
+    def _wait(self, process: subprocess.Popen[bytes], read: int) -> Ended:
+        stopped_at: float | None = None
+        told = b""
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                told += os.read(read, 65536)
+            # One that was started to save is told to end once it has begun: before that a signal would kill it. A user
+            # who asks twice means now.
+            while self._signals and (not self._is_last or told or len(self._signals) > 1):
+                self._pass_on(self._signals.popleft(), process.pid)
+            pid, status = self._next_change()
+            if pid == process.pid and os.WIFSTOPPED(status):
+                stopped_at = time.monotonic()
+            elif pid == process.pid and os.WIFCONTINUED(status):
+                stopped_at = None
+            elif pid == process.pid:
+                with contextlib.suppress(BlockingIOError):
+                    told += os.read(read, 65536)
+                *lines, _ = told.decode("utf-8", "surrogateescape").split("\n")
+                self._run_dir = lines[-1] if lines else self._run_dir
+                process.returncode = os.waitstatus_to_exitcode(status)  # reaped here
+                return Ended(process.returncode)
+            elif not pid:
+                if stopped_at is not None and time.monotonic() > stopped_at + _STOPPED_S:
+                    self._say(
+                        f"the controller (process {process.pid}) has stood still for {_STOPPED_S:g} s: it is killed"
+                    )
+                    # Killed, it has no lock on the run any more, and whatever it was about to write is not written.
+                    os.kill(process.pid, signal.SIGKILL)
+                    stopped_at = None
+                time.sleep(_POLL_S)
+
+    def _next_change(self) -> tuple[int, int]:
+        """A child that has ended, was stopped, or goes on; (0, 0): none."""
+        try:
+            return os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+        except ChildProcessError:
+            return 0, 0
+
+    def _wait_for_the_rest(self) -> None:
+        """Wait until nothing is left of controllers that have died, mostly for milliseconds, but not for ever."""
+        deadline = time.monotonic() + _REST_S
+        with contextlib.suppress(ChildProcessError):
+            while time.monotonic() < deadline:
+                if not os.waitpid(-1, os.WNOHANG)[0]:
+                    time.sleep(_POLL_S)
+
+    def _pass_on(self, number: int, pid: int) -> None:
+        """Pass a signal on to the controller; a Ctrl-Z stops its whole group, and then this process."""
+        if number == signal.SIGTSTP:
+            self._signal_group(pid, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            self._signal_group(pid, signal.SIGCONT)
+        elif number != signal.SIGCONT:
+            self._is_asked, self._asked_by = True, number
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    @staticmethod
+    def _signal_group(pid: int, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, number)
+
+    def _steps(self) -> int:
+        """The number of steps that the run has committed."""
+        try:
+            return (Path(self._run_dir) / _METRICS).read_bytes().count(b"\n") if self._run_dir else 0
+        except OSError:
+            return 0
+
+    @staticmethod
+    def _say(text: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal is closed
+            print(f"supervisor: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,195 @@
+"""A controller is killed, or stopped, while a run trains: the next one adopts the workers; nothing is done again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaswave_spmd.run_dir import read_events, read_summary
+from elaswave_spmd.run_dir.journal import read_journal
+from elaswave_spmd.run_dir.lock import LOCK
+from tests.faults.fault_runs import TINY, Bits
+from tests.multiprocess.real_runs import Launched, eventually, launch, write_text
+from tests.waiting import PATIENCE_S
+from tests.waiting import eventually as waiting
+
+STEPS = 40
+KILLS = 5
+Undisturbed = Callable[[int], Bits]
+WORDS = (*TINY, "mesh=dp2_pp2", f"train.steps={STEPS}")
+
+
+def controller_of(folder: Path) -> int:
+    """The process that has locked the run's directory."""
+    return int((folder / "run" / LOCK).read_text())
+
+
+def comebacks(folder: Path) -> list[dict[str, Any]]:
+    return [event for event in read_events(folder / "run") if event["event"] == "controller"]
+
+
+def killed_at(run: Launched, step: int, number: int = signal.SIGKILL) -> int:
+    """Sends a signal to the controller once so many steps are written. Returns its process id."""
+    run.wait_for_steps(step)
+    os.kill(pid := controller_of(run.folder), number)
+    return pid
+
+
+def assert_nothing_was_done_again(folder: Path, wanted: Bits, generation: int) -> None:
+    """Every step has one line, with the bits of a run in which nothing happens; no run was begun again."""
+    assert Bits.of(folder / "run") == wanted
+    assert read_summary(folder / "run")["controller_generation"] == generation
+    events = read_events(folder / "run")
+    assert not [event for event in events if event["event"] in ("restart", "resume", "rollback")]
+    assert sum(event.get("microbatches_redone", 0) for event in events) == 0
+    assert len({line["incarnation"] for line in read_journal(folder / "run")}) == 1, "no life of the run but the first"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_text(tmp_path)
+    return tmp_path
+
+
+def test_a_controller_that_is_killed_five_times_is_adopted_from_five_times(
+    folder: Path, undisturbed: Undisturbed
+) -> None:
+    with launch(folder, "--supervise", *WORDS) as run:
+        pids = [killed_at(run, (number + 1) * STEPS // (KILLS + 1)) for number in range(KILLS)]
+        done = run.finish()
+    assert done.code == 0, done.err
+    assert len(set(pids)) == KILLS
+    found = comebacks(folder)
+    assert [(event["generation"], event["workers"]) for event in found] == [(n + 2, 4) for n in range(KILLS)]
+    assert done.err.count("another one takes its place") == KILLS
+    assert "controller came back as generation 2 after" in done.out
+    assert_nothing_was_done_again(folder, undisturbed(STEPS), KILLS + 1)
+
+
+def test_a_controller_that_is_stopped_is_killed_and_writes_nothing_any_more(
+    folder: Path, undisturbed: Undisturbed
+) -> None:
+    with launch(folder, "--supervise", *WORDS) as run:
+        killed_at(run, STEPS // 2, signal.SIGSTOP)
+        done = run.finish()
+    assert done.code == 0 and "has stood still" in done.err, done
+    assert_nothing_was_done_again(folder, undisturbed(STEPS), 2)
+
+
+def test_a_worker_that_dies_while_there_is_no_controller_is_lost_as_ever(
+    folder: Path, undisturbed: Undisturbed
+) -> None:
+    with launch(folder, *WORDS, "timeouts.adopt=100") as first:
+        first.wait_for_steps(STEPS // 2)
+        victim = first.workers()[1]
+        os.kill(first.process.pid, signal.SIGKILL)
+        os.kill(victim, signal.SIGKILL)
+        first.process.wait(PATIENCE_S)
+        mark = first.mark
+        with launch(folder, *_resuming(), mark=mark) as run:
+            out, err = run.process.communicate(timeout=PATIENCE_S)
+            assert run.process.returncode == 0, (out, err)
+        waiting(lambda: not first.processes() and not first.removers())
+    (back,) = comebacks(folder)
+    assert back["workers"] == 3 and "worker 1 ended meanwhile" in back["message"]
+    assert Bits.of(folder / "run") == undisturbed(STEPS)
+    lost = [event["ranks"] for event in read_events(folder / "run") if event["event"] == "fail"]
+    assert lost == [[1]]
+
+
+def test_workers_whom_nobody_adopts_save_their_state_and_end(folder: Path, undisturbed: Undisturbed) -> None:
+    with launch(folder, *WORDS, "timeouts.adopt=1", "checkpoint.every=1000") as run:
+        killed_at(run, STEPS // 2)
+        run.process.communicate(timeout=PATIENCE_S)
+        waiting(lambda: not run.processes() and not run.removers())
+    assert not comebacks(folder)
+    with launch(folder, *_resuming(), "checkpoint.every=1000") as run:
+        assert run.finish().code == 0
+    assert not comebacks(folder), "they had ended"
+    assert [event for event in read_events(folder / "run") if event["event"] == "resume"]
+    assert Bits.of(folder / "run") == undisturbed(STEPS)
+
+
+def test_a_stop_that_was_asked_for_ends_the_supervisor_as_well(folder: Path) -> None:
+    with launch(folder, "--supervise", *WORDS, "train.steps=2000") as run:
+        run.wait_for_steps(5)
+        run.process.send_signal(signal.SIGTERM)
+        done = run.finish()
+    assert done.code == 128 + signal.SIGTERM, done
+    assert "its state after step" in done.err.lower() and not comebacks(folder)
+
+
+def test_other_settings_are_refused_and_the_workers_live_on(folder: Path, undisturbed: Undisturbed) -> None:
+    with launch(folder, *WORDS, "timeouts.adopt=100") as first:
+        killed_at(first, STEPS // 2)
+        first.process.wait(PATIENCE_S)
+        with launch(folder, *_resuming(), "optim.lr=0.5", mark=first.mark) as other:
+            out, err = other.process.communicate(timeout=PATIENCE_S)
+            assert other.process.returncode == 2 and "other settings" in err, (out, err)
+            assert len(first.processes()) >= 4
+            with launch(folder, *_resuming(), mark=first.mark) as run:
+                eventually(lambda: comebacks(folder), run.process)
+                out, err = run.process.communicate(timeout=PATIENCE_S)
+                assert run.process.returncode == 0, (out, err)
+        waiting(lambda: not first.processes() and not first.removers())
+    assert_nothing_was_done_again(folder, undisturbed(STEPS), 2)
+
+
+def test_a_signal_while_workers_are_taken_over_stops_the_run_with_its_state_saved(folder: Path) -> None:
+    with launch(folder, *WORDS, "train.steps=2000", "timeouts.adopt=100", "checkpoint.every=1000") as first:
+        killed_at(first, 5)
+        first.process.wait(PATIENCE_S)
+        with launch(folder, *_resuming(), "train.steps=2000", "checkpoint.every=1000", mark=first.mark) as run:
+            eventually(lambda: _has_lock(folder, run.process.pid), run.process)
+            run.process.send_signal(signal.SIGTERM)
+            out, err = run.process.communicate(timeout=PATIENCE_S)
+            assert run.process.returncode == 128 + signal.SIGTERM, (out, err)
+            assert "its state after step" in err.lower(), err
+        waiting(lambda: not first.processes() and not first.removers())
+
+
+def test_a_controller_that_cannot_begin_leaves_the_workers_to_the_next_one(
+    folder: Path, undisturbed: Undisturbed
+) -> None:
+    with launch(folder, *WORDS, "timeouts.adopt=100") as first:
+        killed_at(first, STEPS // 2)
+        first.process.wait(PATIENCE_S)
+        (folder / "text.txt").rename(folder / "elsewhere.txt")
+        (folder / "cache").rename(folder / "elsewhere")
+        with launch(folder, *_resuming(), mark=first.mark) as failing:
+            out, err = failing.process.communicate(timeout=PATIENCE_S)
+            assert failing.process.returncode == 2, (out, err)
+            assert len(first.processes()) >= 4
+            (folder / "elsewhere.txt").rename(folder / "text.txt")
+            if not (folder / "cache").exists():
+                (folder / "elsewhere").rename(folder / "cache")
+            with launch(folder, *_resuming(), mark=first.mark) as run:
+                out, err = run.process.communicate(timeout=PATIENCE_S)
+                assert run.process.returncode == 0, (out, err)
+        waiting(lambda: not first.processes() and not first.removers())
+    assert Bits.of(folder / "run") == undisturbed(STEPS)
+    assert [(event["generation"], event["workers"]) for event in comebacks(folder)] == [(2, 4)]
+    assert not [event for event in read_events(folder / "run") if event["event"] in ("restart", "resume", "fail")]
+
+
+def test_a_signal_after_a_death_is_passed_on_to_a_controller_that_saves_the_state(folder: Path) -> None:
+    with launch(folder, "--supervise", *WORDS, "train.steps=2000", "checkpoint.every=1000") as run:
+        killed_at(run, 5)
+        run.process.send_signal(signal.SIGTERM)
+        done = run.finish()
+    assert done.code == 128 + signal.SIGTERM, done
+    assert "its state after step" in done.err.lower(), done
+
+
+def _has_lock(folder: Path, pid: int) -> bool:
+    return (folder / "run" / LOCK).read_text().strip() == str(pid)
+
+
+def _resuming() -> list[str]:
+    """The words of a command that goes on with the run."""
+    return [*(word for word in WORDS if not word.startswith("run.dir")), "train.resume=run", "timeouts.adopt=100"]

@@ -1,0 +1,126 @@
+"""Random schedules in which the controller dies anywhere, and another one adopts the workers: A1 to A12."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.actions import ProtocolAction
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Predecessor
+from elaswave_spmd.recovery.generations import ControllerFence
+from elaswave_spmd.worker.kept_reports import KeptReports
+from tests.cluster.cluster import ControllerKilled, SimulatedCluster
+from tests.cluster.faults import SENDER, Fault, MessageFault
+from tests.cluster.schedules import Schedule, cluster_of, judge, run, run_many, undisturbed
+from tests.cluster.tiny import TinyRun
+
+CHUNK = 30
+# Failures that long searches have found, and that are mended.
+FAILED_ONCE = {
+    181: "a change was under way that a member had answered, and a wish to leave began another one for a later step",
+}
+
+
+def test_no_death_of_a_controller_changes_a_bit_or_gets_stuck() -> None:
+    tally = run_many(range(CHUNK), controllers=True)
+    assert tally.failures == {}
+    assert tally.comebacks > CHUNK // 2 and tally.ends["bits"] > CHUNK // 2
+
+
+@pytest.mark.parametrize("kind", ["checkpoints", "moving", "miscompute"])
+def test_so_it_is_with_checkpoints_moves_and_workers_that_compute_wrongly(kind: str) -> None:
+    tally = run_many(range(1000, 1000 + CHUNK // 2), controllers=True, **{kind: True})
+    assert tally.failures == {}
+    assert tally.comebacks > CHUNK // 4
+
+
+@pytest.mark.parametrize("seed", FAILED_ONCE, ids=list(FAILED_ONCE.values()))
+def test_what_failed_once(seed: int) -> None:
+    ended = run(Schedule.draw(seed, controllers=True))
+    assert ended.how and not ended.failure, ended.detail
+
+
+class HalfTold(SimulatedCluster):
+    """A cluster whose controller is killed when it has sent the second Reconfigure to one of its members."""
+
+    was_killed = False
+
+    def from_controller(self, rank: int, header: bytes) -> None:
+        super().from_controller(rank, header)
+        is_told = isinstance(m.decode(header), m.PackedReconfigure)
+        if is_told and self.protocol.placement.mesh.epoch and not self.was_killed:
+            self.was_killed = True
+            raise ControllerKilled
+
+
+def half_told(seed: int) -> bool:
+    """Runs one. Returns True if all bits are those of the undisturbed run."""
+    fault = MessageFault("kill", "Applied", SENDER, True, 2 + seed)
+    schedule = Schedule(seed, TinyRun(), zero=2, mirror_count=2, faults=(fault,), deaths=(10**9,))
+    cluster = cluster_of(schedule, kind=HalfTold)
+    assert isinstance(cluster, HalfTold)
+    how, failure, _ = judge(schedule, cluster, undisturbed(schedule.run.key))
+    assert cluster.was_killed and cluster.result.comebacks == 1
+    return how == "bits" and not failure
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_reconfigure_that_some_members_have_comes_to_the_others(seed: int) -> None:
+    assert half_told(seed)
+
+
+def test_without_that_members_wait_for_each_other_in_two_mesh_epochs() -> None:
+    """So the test above can fail."""
+    come_back = ControllerProtocol.come_back
+
+    def without(self: ControllerProtocol, before: Predecessor) -> list[ProtocolAction]:
+        return come_back(self, replace(before, lacking=()))
+
+    with mock.patch.object(ControllerProtocol, "come_back", without), pytest.raises(AssertionError, match="moves"):
+        half_told(1)
+
+
+class DyingAgain(SimulatedCluster):
+    """A cluster whose controller is killed when the run has begun again at step 8, and has done one step anew."""
+
+    was_killed = False
+
+    def controller_acts(self) -> None:
+        super().controller_acts()
+        if self.result.restarts and self.protocol.version == 9 and not self.was_killed:
+            self.was_killed = True
+            raise ControllerKilled
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_death_while_steps_are_done_a_second_time_goes_back_to_the_checkpoint(seed: int) -> None:
+    fault = Fault(14, "kill", 0, "forward")
+    steps = TinyRun(steps=16)
+    schedule = Schedule(seed, steps, mirror_count=0, faults=(fault,), checkpoint_every=8, deaths=(10**9,))
+    cluster = cluster_of(schedule, kind=DyingAgain)
+    assert isinstance(cluster, DyingAgain)
+    how, failure, detail = judge(schedule, cluster, undisturbed(schedule.run.key))
+    assert cluster.was_killed and cluster.result.comebacks == 1
+    assert cluster.result.restarts == [8, 8], "the steps up to 13 had been done"
+    assert how == "bits" and not failure, detail
+
+
+def test_without_the_fence_messages_of_the_past_are_followed() -> None:
+    def admitted(self: ControllerFence, message: m.AnyMessage) -> m.AnyMessage | None:
+        if isinstance(message, m.Adopt):
+            self.generation = max(self.generation, message.generation)
+            return message
+        if isinstance(message, m.OfGeneration):
+            message = m.decode(message.data)
+        return self.unpacker.unpacked(message) if isinstance(message, m.PackedReconfigure) else message
+
+    with mock.patch.object(ControllerFence, "admitted", admitted):
+        assert any(run(Schedule.draw(seed, controllers=True)).failure for seed in (8, 11, 13))
+
+
+def test_without_kept_reports_steps_are_not_written_down() -> None:
+    with mock.patch.object(KeptReports, "keep", lambda self, message: None):
+        assert any(run(Schedule.draw(seed, controllers=True)).failure for seed in (0, 2, 6))
