@@ -18,6 +18,7 @@ from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller.on_ray import command as on_ray
 from elaswave_spmd.errors import MeshError, RunError, WorkerError
 from elaswave_spmd.runtime.devices import ThisMachine, device_of
+from elaswave_spmd.runtime.processes.supervisor import with_adoption
 from tests.pages import TUTORIALS, blocks_of
 
 PREPARING = f"{cli.FIRST_LINE}\n"  # all that is printed before an error
@@ -33,7 +34,7 @@ class Ran:
         self.settings: list[Settings] = []
         self.ends: BaseException | int = 0
 
-    def __call__(self, settings: Settings, signals: object) -> int:
+    def __call__(self, settings: Settings, signals: object, told: int | None = None) -> int:
         self.settings.append(settings)
         if isinstance(self.ends, BaseException):
             raise self.ends
@@ -44,6 +45,7 @@ class Ran:
 def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ran:
     made = Ran()
     monkeypatch.setattr(cli, "_run", made)
+    monkeypatch.setattr(cli, "supervise", lambda words: command(monkeypatch, *with_adoption(words)))
     monkeypatch.setattr(on_ray, "run_on_ray", lambda job: 0)
     monkeypatch.chdir(tmp_path)
     return made

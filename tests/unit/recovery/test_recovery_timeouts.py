@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elaswave_spmd.conf.schema import Timeouts
 from elaswave_spmd.errors import ConfigError
 
-NAMES = [field.name for field in dataclasses.fields(Timeouts)]
+NAMES = [field.name for field in dataclasses.fields(Timeouts) if field.name != "adopt"]  # which may be left out
 seconds = st.floats(1e-3, 1e4, allow_nan=False)
 
 
@@ -73,6 +73,13 @@ def test_each_rung_names_both_values_and_its_reason(given_seconds: dict[str, flo
 
 def test_orphans_wait_for_the_controller_and_then_have_the_time_of_a_shutdown() -> None:
     assert Timeouts(controller=4.0, shutdown=9.0).orphan_grace == 13.0
+
+
+def test_adopted_workers_wait_for_the_next_controller_instead() -> None:
+    assert Timeouts(controller=4.0, shutdown=9.0, adopt=60.0).orphan_grace == 69.0
+    for value in (0, -1, float("nan"), "1", True):
+        with pytest.raises(ConfigError, match="adopt"):
+            Timeouts(adopt=value)  # type: ignore[arg-type]
 
 
 def test_three_beats_are_enough() -> None:
