@@ -70,8 +70,9 @@ def test_events_tell_the_start_the_validations_and_the_finish(run: Run) -> None:
 
 
 def test_the_summary_has_the_documented_fields(run: Run) -> None:
-    # Connections and messages of strangers, and options: mirrors, optim.ema, metrics of a model, early stopping.
+    # Messages of strangers, options (mirrors, optim.ema, metrics of a model, early stopping), other controllers.
     only_if_any = {"rejected", "replicas", "weights_ema_sha256", "validation_metrics", "early_stop", "best"}
+    only_if_any.add("controller_generation")
     assert documented("summary.json") - {"sha256", "bytes"} - only_if_any <= set(run.summary) | {
         *run.summary["corpus"],
         *run.summary["state_bytes_per_worker"]["0"],
