@@ -9,14 +9,13 @@ began with a *repair*, which that was the reason for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TypeAlias
 
 import msgspec
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.worker.channel import Channel, Incoming
+from elaswave_spmd.worker.channel import Channel, ForwardingChannel, Incoming
 
 _OfAttempt: TypeAlias = (
     m.Activation | m.ActivationGradient | m.PartialSum | m.ReducedGradient | m.CheckDigests | m.Addend
@@ -70,7 +69,7 @@ def _id(message: m.Message) -> tuple[object, ...]:
     return type(message), *fields
 
 
-class AttemptChannel:
+class AttemptChannel(ForwardingChannel):
     """A channel whose data messages carry the attempt of their sender.
 
     Args:
@@ -78,29 +77,11 @@ class AttemptChannel:
     """
 
     def __init__(self, channel: Channel, attempts: Attempts) -> None:
-        self._channel = channel
+        super().__init__(channel)
         self._attempts = attempts
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
         """Send a message to a peer; see `Channel.send`."""
         if attempt := self._attempts.of(message):
             message = msgspec.structs.replace(message, attempt=attempt)
-        self._channel.send(peer, message, payload)
-
-    def receive_all(self) -> list[Incoming]:
-        """Return the messages that have arrived; see `Channel.receive_all`."""
-        return self._channel.receive_all()
-
-    def reject(self, reason: str) -> None:
-        """Count a message that was refused; see `Channel.reject`."""
-        self._channel.reject(reason)
-
-    @property
-    def rejected(self) -> Mapping[str, int]:
-        """The messages and connections that were refused so far; see `Channel.rejected`."""
-        return self._channel.rejected
-
-    @property
-    def copies_payloads(self) -> bool:
-        """True if what is sent is copied; see `Channel.copies_payloads`."""
-        return self._channel.copies_payloads
+        super().send(peer, message, payload)

@@ -65,6 +65,39 @@ class Channel(Protocol):
         ...
 
 
+class ForwardingChannel:
+    """A channel that leaves all to another one: the base of those that do something more with what is sent.
+
+    Args:
+        channel: does the work.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
+        """Send a message to a peer; see `Channel.send`."""
+        self._channel.send(peer, message, payload)
+
+    def receive_all(self) -> list[Incoming]:
+        """Return the messages that have arrived; see `Channel.receive_all`."""
+        return self._channel.receive_all()
+
+    def reject(self, reason: str) -> None:
+        """Count a message that was refused; see `Channel.reject`."""
+        self._channel.reject(reason)
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        """The messages and connections that were refused so far; see `Channel.rejected`."""
+        return self._channel.rejected
+
+    @property
+    def copies_payloads(self) -> bool:
+        """True if what is sent is copied; see `Channel.copies_payloads`."""
+        return self._channel.copies_payloads
+
+
 def payload_dtype(message: m.Message, compute: torch.dtype) -> torch.dtype:
     """The dtype of a message's payload.
 

@@ -9,13 +9,12 @@ state, and are made again in the mesh epoch with which a controller that came ba
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.transport.links import CONTROLLER
-from elaswave_spmd.worker.channel import Channel, Incoming
+from elaswave_spmd.worker.channel import Channel, ForwardingChannel
 
 _MOST = 1024
 """A worker with so many reports begins no other step: the controller has stood still for long, or is gone."""
@@ -58,7 +57,7 @@ class KeptReports:
         self._differ = 0
 
 
-class KeepingChannel:
+class KeepingChannel(ForwardingChannel):
     """A channel that keeps the reports which go over it.
 
     Args:
@@ -66,29 +65,11 @@ class KeepingChannel:
     """
 
     def __init__(self, channel: Channel, reports: KeptReports) -> None:
-        self._channel = channel
+        super().__init__(channel)
         self._reports = reports
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
         """Send a message to a peer; see `Channel.send`."""
         if peer == CONTROLLER:
             self._reports.keep(message)
-        self._channel.send(peer, message, payload)
-
-    def receive_all(self) -> list[Incoming]:
-        """Return the messages that have arrived; see `Channel.receive_all`."""
-        return self._channel.receive_all()
-
-    def reject(self, reason: str) -> None:
-        """Count a message that was refused; see `Channel.reject`."""
-        self._channel.reject(reason)
-
-    @property
-    def rejected(self) -> Mapping[str, int]:
-        """The messages and connections that were refused so far; see `Channel.rejected`."""
-        return self._channel.rejected
-
-    @property
-    def copies_payloads(self) -> bool:
-        """True if what is sent is copied; see `Channel.copies_payloads`."""
-        return self._channel.copies_payloads
+        super().send(peer, message, payload)

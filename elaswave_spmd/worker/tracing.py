@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.run_dir.trace import TracePart
-from elaswave_spmd.worker.channel import Channel, Incoming
+from elaswave_spmd.worker.channel import Channel, ForwardingChannel
 from elaswave_spmd.worker.pacing import DeviceClock
 from elaswave_spmd.worker.stage_collectives import CollectiveWork, StageGroup
 
@@ -30,7 +30,7 @@ def open_trace(folder: str | None, rank: int) -> TracePart | None:
         return None
 
 
-class TracedChannel:
+class TracedChannel(ForwardingChannel):
     """A channel that also records each send with a payload in the trace: receiver, message type, bytes, start and end.
 
     Args:
@@ -39,33 +39,15 @@ class TracedChannel:
     """
 
     def __init__(self, channel: Channel, part: TracePart) -> None:
-        self._channel = channel
+        super().__init__(channel)
         self._part = part
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
         """Sends a message to a peer; see `Channel.send`."""
         began = perf_counter()
-        self._channel.send(peer, message, payload)
+        super().send(peer, message, payload)
         if payload is not None:
             self._part.send(peer, type(message).__name__, payload.nbytes, began, perf_counter())
-
-    def receive_all(self) -> list[Incoming]:
-        """Returns the messages that have arrived; see `Channel.receive_all`."""
-        return self._channel.receive_all()
-
-    @property
-    def rejected(self) -> Mapping[str, int]:
-        """The numbers of messages that were refused; see `Channel.rejected`."""
-        return self._channel.rejected
-
-    def reject(self, reason: str) -> None:
-        """Counts a message that was refused; see `Channel.reject`."""
-        self._channel.reject(reason)
-
-    @property
-    def copies_payloads(self) -> bool:
-        """True if what is sent is copied; see `Channel.copies_payloads`."""
-        return self._channel.copies_payloads
 
 
 class TracedGroup:
