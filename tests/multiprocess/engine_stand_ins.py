@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -187,8 +186,3 @@ def alone(folder: Path) -> Path:
     done = train(folder, *WORDS, "mesh=single", "run.dir=run", *patient_model.write(folder, folder / "go"))
     assert done.code == 0, done.err
     return folder / "run"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]

@@ -6,7 +6,6 @@ import os
 import random
 import resource
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from elaswave_spmd.runtime.transport.credentials import Credentials, RunKeys, Ru
 from elaswave_spmd.runtime.transport.frames import FRAME_BYTES, frames_of
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from tests.faults.test_strangers import listening_ports
+from tests.ports import free_port
 from tests.waiting import PATIENCE_S, eventually
 
 NUM_MESSAGES = 10_000
@@ -66,8 +66,7 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scene]:
     token, mark = tmp_path / "token", f"ELASWAVE_TEST={secrets.token_hex(8)}"
     token.touch(0o600)
     token.write_text(secrets.token_hex(16))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     with ExitStack() as stack:
         agents = Agents(("127.0.0.1", port), token.read_bytes(), credentials, "127.0.0.1", 1)
         stack.callback(agents.close, PATIENCE_S)

@@ -28,6 +28,7 @@ from elaswave_spmd.runtime.transport.credentials import RunKeys
 from tests import mistaken_model
 from tests.multiprocess import held_model, patient_model
 from tests.multiprocess.real_runs import SMALL, Done, Launched, eventually, launch, train, write_text
+from tests.ports import free_port
 from tests.unit.runtime.test_rendezvous import Tap, serve_again
 from tests.waiting import PATIENCE_S
 
@@ -94,9 +95,7 @@ def site(tmp_path: Path) -> Site:
     token_file = tmp_path / "token"
     token_file.touch(0o600)
     token_file.write_text(secrets.token_hex(16))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    return Site(here, there, port, token_file, f"ELASWAVE_TEST={uuid.uuid4()}")
+    return Site(here, there, free_port(), token_file, f"ELASWAVE_TEST={uuid.uuid4()}")
 
 
 @pytest.fixture(scope="module")

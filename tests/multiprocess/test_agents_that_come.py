@@ -44,8 +44,8 @@ class Held:
 
 
 def events_of(site: Site, kind: str) -> list[dict[str, Any]]:
-    path = site.here / "run"
-    return [event for event in read_events(path) if event["event"] == kind] if path.is_dir() else []
+    path = site.here / "run"  # a directory comes before its files
+    return [event for event in read_events(path) if event["event"] == kind] if (path / "events.jsonl").exists() else []
 
 
 def told(site: Site, state: str) -> list[dict[str, Any]]:

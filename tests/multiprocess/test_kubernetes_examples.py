@@ -24,12 +24,12 @@ from tests.multiprocess.engine_stand_ins import (
     Engine,
     alone,
     assert_same_bits,
-    free_port,
     holds,
     patient,
     steps,
 )
 from tests.multiprocess.real_runs import write_text
+from tests.ports import free_port
 from tests.waiting import eventually
 
 FOLDER = ROOT / "examples" / "kubernetes"

@@ -17,12 +17,12 @@ from tests.multiprocess.engine_stand_ins import (
     Script,
     alone,
     assert_same_bits,
-    free_port,
     holds,
     patient,
     steps,
 )
 from tests.multiprocess.real_runs import write_text
+from tests.ports import free_port
 
 SCRIPTS = ROOT / "examples" / "slurm"
 

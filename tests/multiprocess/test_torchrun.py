@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import secrets
-import socket
 import subprocess
 import sys
 import uuid
@@ -18,6 +17,7 @@ import pytest
 from benchmarks.processes import processes_with
 from elaswave_spmd.run_dir import read_metrics, read_summary
 from tests.multiprocess.real_runs import SMALL, Done, train, write_text
+from tests.ports import free_port
 from tests.waiting import PATIENCE_S, eventually
 
 ROOT = Path(__file__).parents[2]
@@ -39,11 +39,6 @@ def new_loopback() -> str:
     """An address of this machine that no other test uses: the ports at it are free."""
     draw = random.SystemRandom()
     return f"127.{draw.randint(2, 254)}.{draw.randint(1, 254)}.{draw.randint(1, 254)}"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @contextmanager

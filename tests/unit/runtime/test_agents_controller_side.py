@@ -26,6 +26,7 @@ from elaswave_spmd.runtime.processes.rendezvous import find_controller
 from elaswave_spmd.runtime.transport.credentials import RunKeys, RunToken
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed
+from tests.ports import free_port
 
 SECRET = b"a secret of some bytes"
 
@@ -100,8 +101,7 @@ Make = Callable[[], Remote]
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    return free_port()
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from elaswave_spmd.runtime.processes.rendezvous import (
     resolve_address,
 )
 from elaswave_spmd.runtime.transport.credentials import RunKeys, RunToken
+from tests.ports import free_port
 from tests.waiting import eventually
 
 SECRET, ADDRESS = b"a secret of some bytes", "tcp://127.0.0.1:1234"
@@ -32,8 +33,7 @@ KEYS = RunKeys.make()
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    return free_port()
 
 
 @pytest.fixture
