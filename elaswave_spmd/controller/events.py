@@ -158,7 +158,7 @@ class RunStopped:
 
 @dataclass(frozen=True)
 class RestartFrom:
-    """State was lost for good: the run in this directory begins again, on this mesh, at its checkpoint of this step.
+    """The run in this directory begins again, on this mesh, at its checkpoint of this step.
 
     Args:
         is_begin: it has no checkpoint that it could begin with, and begins again with what it began with.
@@ -382,7 +382,7 @@ class PlanChange:
 class WriteManifest:
     """Write the manifest of a checkpoint, whose shards are all on the disk, and remove old checkpoints.
 
-    One that the run may have to go back to stays (`Verdicts.trusted`).
+    One that the run may have to go back to stays (`Controller._trusted`).
     """
 
     manifest: Manifest

@@ -97,7 +97,9 @@ class EpochBegun:
 
 @dataclass(frozen=True)
 class Save:
-    """The Reconfigure of an epoch orders its members to write their state and to begin no other step: they are too few.
+    """The Reconfigure of an epoch orders its members to write their state and to begin no other step.
+
+    Too few workers are left, or the run was asked to stop.
 
     Args:
         version: of the state.
@@ -116,7 +118,12 @@ class Done:
 
 @dataclass(frozen=True)
 class Unrecoverable:
-    """Pages of state have no replica left, or no worker is left: only a checkpoint helps."""
+    """The run cannot go on from the state that its workers have: only a checkpoint helps.
+
+    Args:
+        lost: page ranges without a replica; empty if that is not the cause.
+        reason: in words.
+    """
 
     lost: tuple[ReplicaSet, ...]
     reason: str

@@ -1,7 +1,7 @@
 """Partial-step recovery: which worker recomputes what of a step that was under way when the mesh changed.
 
 `recovery_plan` is a pure function of the StepReports of the members and of the new placement. The controller calls it
-once for each change of the mesh that finds a step under way; the simulator calls it for what a loss would cost.
+once for each change of the mesh that finds a step under way.
 
 **Covered.** A contribution is the gradient of one micro-batch u by one layer l. It goes into every page range r whose
 gradient includes l: those of layer l itself, and those of parameters that l reads (ties). It is covered for r if, and

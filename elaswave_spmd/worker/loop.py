@@ -1,11 +1,12 @@
 """The life of a worker as a member of the mesh: one step after another, one configuration after another.
 
-`Executor.train` is the loop, `Executor.enter` a recovery. A worker decides nothing by itself: what runs where is in the
+`Executor.train` is the loop, `Executor.enter_epoch` a recovery. A worker decides nothing by itself: what runs where is in the
 placement, when a step may be applied is up to the protocol, and the controller alone changes the configuration.
 
-A recovery, in the order of this file: a Prepare arrives (`_handle`) and is answered with a StepReport (`_answer`); the
-worker goes on with what it has. A Reconfigure arrives (`_reconfigure`); the next wait raises ConfigurationChanged, from
-wherever the step is; `train` catches it and calls `enter`; then `train_step` runs what is left of the step.
+A recovery, in the order in which it happens: a Prepare arrives (`_handle`) and is answered with a StepReport
+(`_answer`); the worker goes on with what it has. A Reconfigure arrives and is noted (`_reconfigure`); the next wait
+raises ConfigurationChanged, from wherever the step is; `train` catches it and calls `enter_epoch`; then `train_step`
+runs what is left of the step.
 
 The loop is a generator that yields whenever it has nothing to do until a message arrives. The process resumes it from
 its mailbox (process.py); the simulated cluster resumes many of them in one process, in any order.
@@ -68,7 +69,7 @@ class Executor:
         self._last_step = context.job.steps  # or an earlier one, by a validation
         self._check_wishes: list[_CheckWish] = []  # of a mesh epoch that is not entered yet
         self._weights_sent = -1  # the epoch in which the final weights were sent
-        self._was_just_adopted = False  # until the first word of the new controller
+        self._was_just_adopted = False  # until the Prepare with which the new controller begins
         self.is_orphaned = False
         """The controller is gone. No worker begins another step, and a step that all have begun is still completed: so
         all end at the same version, as a step needs the vote of every member; or, where another controller may come
@@ -216,7 +217,7 @@ class Executor:
         made = (checks.num_made, checks.num_idle, self.replica.sums.num_made) if checks.is_on else ()
         channel.send(CONTROLLER, m.Finished(self.rank, epoch, *sizes, rejected, made))
 
-    # ---- a change of configuration: Prepare -> StepReport -> Reconfigure -> enter
+    # ---- a change of configuration: Prepare -> StepReport -> Reconfigure -> enter_epoch
 
     def _answers_at_once(self, prepare: m.Prepare) -> bool:
         """True if a Prepare is answered where this worker is; else it is answered between two steps.
@@ -413,7 +414,7 @@ class Executor:
         if device_recovery is not None and not device_recovery.accepts(message):
             return
         pending = self._next.epoch if self._next is not None else -1
-        # Not entered here: this is called in the middle of an action, whose buffers `enter` would change.
+        # Not entered here: this is called in the middle of an action, whose buffers `enter_epoch` would change.
         if message.epoch > pending and self.commit.protocol.accepts(message.epoch):
             self._context.hooks.members_changed(message)
             self._next = Configuration.from_message(self._context.placement, message)

@@ -134,7 +134,7 @@ class StepRunner:
         (StepCommit).
 
         Raises:
-            ConfigurationChanged: called again after `enter`, it goes on with what is left.
+            ConfigurationChanged: called again after `enter_epoch`, it goes on with what is left.
         """
         if self._plan is not None and self._plan.step > step:
             # Others have applied this step, so this worker has voted for it, and has all that it needs to apply it. It
@@ -502,7 +502,7 @@ class StepRunner:
     def resume(self, configuration: Configuration) -> None:
         """Work out what is left of the step under way, and send boundary tensors again that its plan needs.
 
-        Called by `Executor.enter` when state and sums are where the new configuration has them.
+        Called by `Executor.enter_epoch` when state and sums are where the new configuration has them.
         """
         lines, step = configuration.recovery_plan, configuration.version + 1
         self._plan = RecoveryPlan(step, lines) if lines is not None else None

@@ -37,6 +37,13 @@ def test_files_that_a_rooms_readme_names_exist(page: Path) -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("page", READMES, ids=lambda page: str(page.relative_to(PACKAGE)))
+def test_a_rooms_readme_names_all_of_its_files(page: Path) -> None:
+    named = set(re.findall(r"`(\w+\.py)`", page.read_text(encoding="utf-8"))) | {"__init__.py"}
+    named |= set(re.findall(r"\((\w+\.py)\)", page.read_text(encoding="utf-8")))
+    assert not {path.name for path in page.parent.glob("*.py")} - named
+
+
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 def test_code_that_the_docs_name_exists(page: Path) -> None:
     wrong = []
