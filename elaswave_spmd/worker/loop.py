@@ -1,7 +1,7 @@
 """The life of a worker as a member of the mesh: one step after another, one configuration after another.
 
-`Executor.train` is the loop, `Executor.enter_epoch` a recovery. A worker decides nothing by itself: what runs where is in the
-placement, when a step may be applied is up to the protocol, and the controller alone changes the configuration.
+`Executor.train` is the loop, `Executor.enter_epoch` a recovery. A worker decides nothing by itself: what runs where is
+in the placement, when a step may be applied is up to the protocol, and the controller alone changes the configuration.
 
 A recovery, in the order in which it happens: a Prepare arrives (`_handle`) and is answered with a StepReport
 (`_answer`); the worker goes on with what it has. A Reconfigure arrives and is noted (`_reconfigure`); the next wait

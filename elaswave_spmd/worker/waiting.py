@@ -1,9 +1,9 @@
 """Waiting inside the training thread: a worker is a generator that yields whenever it can only go on after a message.
 
 The process resumes it from its mailbox. The simulated cluster resumes many of them in one process, in an order drawn
-from a seed. So nothing in this room blocks or sleeps while it trains, but for two things that the simulated cluster does
-not have: a batch of a user's dataset that is still being read (loading.py), and a device that is synchronized since it
-may be brought back (device_fault.py).
+from a seed. So nothing in this room blocks or sleeps while it trains, but for two things that the simulated cluster
+does not have: a batch of a user's dataset that is still being read (loading.py), and a device that is synchronized
+since it may be brought back (device_fault.py).
 """
 
 from __future__ import annotations
