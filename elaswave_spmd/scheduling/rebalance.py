@@ -74,18 +74,29 @@ _EXACT_ACTIONS, _EXACT_WORKERS = 1024, 32
 """Up to this size paces are chosen by the order of actions; beyond it one frequency by class of workers, on the lower
 bound."""
 
-_MOST_SHIFTS = 16
+_MOST_SHIFTS = 16  # of cuts, by one layer each
 
-_SEARCHED_WORKERS = 64  # up to this number all is tried: cuts shifted by a layer, workers parked or left out
-_TIMED_WORKERS = 256  # up to this number, even groupings into all numbers of stages are timed
+# Meshes up to these numbers of workers.
+_SEARCHED_WORKERS = 64  # all is tried: cuts shifted by a layer, workers parked or left out
+_TIMED_WORKERS = 256  # even groupings into all numbers of stages are timed
+
+# Groupings of the workers into other stages.
 _UNEVEN = 1.1  # the least that even stages take is seldom more than this part of what uneven ones take
 _MOST_REGROUPED = 192  # groupings that are timed
-_MOST_OF_A_NUMBER, _FEW_OF_A_NUMBER = 32, 4  # and of these into the same number of stages, on small meshes and others
-_MOST_SEARCHED = 6  # numbers of stages for which uneven stages are searched for, on meshes that are not small
-_MOST_REFINED = 4  # of the groupings that were timed
-_SETTLED_ACTIONS, _MOST_SETTLED = 65_536, 12  # a plan is decided on by steps of so many actions, of so many candidates
-_MOST_TUNED = 12  # of the best candidates, workers are parked, and limits varied, to see whether that is faster
-_MOST_CHOICES, _MOST_SIMULATED, _PARKED_ACTIONS = 4096, 48, 32_768  # that are looked at and simulated for each of these
+_MOST_OF_A_NUMBER = 32  # of these, groupings into the same number of stages, on searched meshes
+_FEW_OF_A_NUMBER = 4  # the same on larger ones
+_MOST_SEARCHED = 6  # numbers of stages for which uneven stages are searched for, on meshes that are not searched
+_MOST_REFINED = 4  # of the groupings that were timed, those whose cuts are shifted
+
+# Candidates that are looked at more closely.
+_SETTLED_ACTIONS = 65_536  # simulated of a step by which a plan is decided on
+_MOST_SETTLED = 12  # candidates whose steps are simulated so far
+_MOST_TUNED = 12  # candidates of which workers are parked, and limits varied, to see whether that is faster
+
+# For each of these, workers that may be parked.
+_MOST_CHOICES = 4096  # combinations that are listed
+_MOST_SIMULATED = 48  # combinations that are simulated, at most
+_PARKED_ACTIONS = 32_768  # actions that are simulated for all of them
 
 
 @dataclass(frozen=True)
@@ -225,10 +236,10 @@ def plan_change(
     sharding = placement.state_sharding(mirror_count)
     moves = StateMoves(sharding, layout or layout_of_costs(costs), costs, placement.replicas)
     planner = _Planner(old, costs, remaining_steps, rule, memory_limit, moves, split, align)
-    crew = planner.crew(present)
-    at_once, why_anew = planner.now(crew)
+    grouping = planner.grouping_of(present)
+    at_once, why_anew = planner.now(grouping)
     now = at_once.planned(moves.at_once(*at_once.key))
-    later, why = planner.later(crew, at_once, stage_counts)
+    later, why = planner.later(grouping, at_once, stage_counts)
     reasons = [_reason_for_now(now, why_anew), why]
     hints: tuple[Hint, ...] = ()
     plan = None
@@ -262,7 +273,7 @@ def reassign_microbatches(
 
 
 @dataclass(frozen=True)
-class _Crew:
+class _Grouping:
     """Workers grouped into stages, with everything that does not depend on how layers are cut."""
 
     stages: Stages
@@ -295,31 +306,33 @@ class _Planner:
         most = _SETTLED_ACTIONS if small else MOST_ACTIONS
         by_rule = executed(self.old, self.split) if running is None else running
         time = step_time(by_rule, self.costs, self.rule, most_actions=most)
-        return time if running is not None else self.limited(by_rule, time)[1]
+        return time if running is not None else self.with_best_limits(by_rule, time)[1]
 
-    def crew(self, stages: Stages) -> _Crew:
+    def grouping_of(self, stages: Stages) -> _Grouping:
         """These stages with their micro-batches assigned."""
         speeds = [self.costs.speeds_of(members) for members in stages]
         rows, _ = stage_workers(speeds, self.old.num_microbatches, self.memory_limit, self.split)
         estimates = MoveEstimates(self.costs, self.old.layer_cuts, old_stages_of(stages, self.old.stages))
         candidates = reassign_microbatches(self.old, self.old.num_microbatches, stages, self.costs, self.align)
-        return _Crew(stages, rows, estimates, candidates)
+        return _Grouping(stages, rows, estimates, candidates)
 
-    def now(self, crew: _Crew) -> tuple[Candidate, str]:
+    def now(self, grouping: _Grouping) -> tuple[Candidate, str]:
         """The candidate that can run at once: the old layers on the present stages, if they fit in memory.
 
         Returns: the candidate, and why layers are cut anew for it; empty if they stay.
         """
-        if len(crew.stages) == self.old.num_stages:
-            kept = self.decided(crew, self.old.layer_cuts)
+        if len(grouping.stages) == self.old.num_stages:
+            kept = self.settled_candidate(grouping, self.old.layer_cuts)
             if self.fits(kept):
-                return self.tuned(crew, kept), ""
+                return self.tune(grouping, kept), ""
             why = "the layers where they are do not fit in memory any more"
         else:
-            why = f"{len(crew.stages)} of {self.old.num_stages} stages are left"
-        return self.tuned(crew, self.recut(crew, 0.0)), why
+            why = f"{len(grouping.stages)} of {self.old.num_stages} stages are left"
+        return self.tune(grouping, self.recut(grouping, 0.0)), why
 
-    def later(self, crew: _Crew, now: Candidate, stage_counts: Collection[int] | None) -> tuple[Variant | None, str]:
+    def later(
+        self, grouping: _Grouping, now: Candidate, stage_counts: Collection[int] | None
+    ) -> tuple[Variant | None, str]:
         """The variant with other cuts or another number of stages whose gain over the remaining steps exceeds its move.
 
         The search ranks candidates by estimates, which count moves from where layers were before the event. The
@@ -329,23 +342,25 @@ class _Planner:
         """
         candidates: dict[object, Candidate] = {}
         with suppress(PlanError):  # what runs now may be the only one that fits in memory
-            candidates = {found.key: found for found in (self.recut(crew, tolerance) for tolerance in TOLERANCES)}
-            refined = self.refined(crew, min(candidates.values(), key=self.total))
+            candidates = {found.key: found for found in (self.recut(grouping, tolerance) for tolerance in TOLERANCES)}
+            refined = self.with_shifted_cuts(grouping, min(candidates.values(), key=self.total))
             candidates[refined.key] = refined
-        crews = dict.fromkeys(candidates, crew)
+        by_key = dict.fromkeys(candidates, grouping)
         if stage_counts is None or stage_counts:
             least = min(self.total(found) for found in (now, *candidates.values()))
-            for theirs, found in self.regrouped(crew, stage_counts, least) + self.left_out(crew, stage_counts, least):
+            others = self.regrouped(grouping, stage_counts, least)
+            others += self.without_slowest(grouping, stage_counts, least)
+            for theirs, found in others:
                 known = candidates.get(found.key)
                 if known is None or self.total(found) < self.total(known):
-                    candidates[found.key], crews[found.key] = found, theirs
+                    candidates[found.key], by_key[found.key] = found, theirs
         for found in sorted(candidates.values(), key=self.total)[:_MOST_TUNED]:
-            candidates[found.key] = self.tuned(crews[found.key], found)
+            candidates[found.key] = self.tune(by_key[found.key], found)
         # What runs now is no change. Its time is compared with the best of the others below.
         candidates.pop(now.key, None)
         if not candidates:
             return None, "layers stay: no partition is better"
-        best = self.settled(candidates.values())
+        best = self.best_settled(candidates.values())
         now_s, best_s = now.time.seconds, best.time.seconds
         gain = (now_s - best_s) * self.remaining_steps
         # On a large mesh a plan takes seconds, and no move is shorter than the latency of a link.
@@ -359,12 +374,12 @@ class _Planner:
         if move is None or gain <= move.seconds:
             return None, f"layers stay: the best other plan does not pay for its move: {shown}"
         number = best.assignment.num_stages
-        what = "layers move" if number == len(crew.stages) else f"{number} stages instead of {len(crew.stages)}"
+        what = "layers move" if number == len(grouping.stages) else f"{number} stages instead of {len(grouping.stages)}"
         return best.planned(move), f"{what}: {shown}"
 
     def regrouped(
-        self, crew: _Crew, stage_counts: Collection[int] | None, total: float
-    ) -> list[tuple[_Crew, Candidate]]:
+        self, grouping: _Grouping, stage_counts: Collection[int] | None, total: float
+    ) -> list[tuple[_Grouping, Candidate]]:
         """Other groupings of the workers into stages.
 
         On small meshes several of each number of stages are timed, and the best are refined; on larger ones even
@@ -376,7 +391,7 @@ class _Planner:
         old = self.old
         groupings = Groupings(
             self.costs,
-            crew.stages,
+            grouping.stages,
             old.num_microbatches,
             old.stages,
             old.layer_cuts,
@@ -385,22 +400,22 @@ class _Planner:
             self.memory_limit,
             self.split,
         )
-        found: list[tuple[_Crew, Candidate]] = []
+        found: list[tuple[_Grouping, Candidate]] = []
 
         def look_at(choice: StageChoice) -> None:
-            theirs = self.crew(choice.stages)
+            theirs = self.grouping_of(choice.stages)
             found.append((theirs, self.candidate(theirs, choice.partition.cuts)))
 
-        num_workers = sum(map(len, crew.stages))
+        num_workers = sum(map(len, grouping.stages))
         small = num_workers <= _SEARCHED_WORKERS
         if num_workers > _TIMED_WORKERS:
             choice = groupings.best(stage_counts)
-            if choice.stages != crew.stages:
+            if choice.stages != grouping.stages:
                 look_at(choice)
             return found
         # Even stages of every number come first: what the best of them takes ends the search among uneven ones early.
         # Those, or other cuts than those with the least bottleneck, may take less than a lower bound of others.
-        seen = {crew.stages}
+        seen = {grouping.stages}
         numbers = groupings.numbers(stage_counts)
         for room, searches in ((1.0, False), (_UNEVEN, True)):
             for even_s, number in numbers if small or not searches else numbers[:_MOST_SEARCHED]:
@@ -419,12 +434,12 @@ class _Planner:
         if small:
             # The least bottleneck is not always the shortest step: the best may be one with other cuts.
             found.sort(key=lambda each: self.total(each[1]))
-            found += [(theirs, self.refined(theirs, start)) for theirs, start in found[:_MOST_REFINED]]
+            found += [(theirs, self.with_shifted_cuts(theirs, start)) for theirs, start in found[:_MOST_REFINED]]
         return found
 
-    def left_out(
-        self, crew: _Crew, stage_counts: Collection[int] | None, total: float
-    ) -> list[tuple[_Crew, Candidate]]:
+    def without_slowest(
+        self, grouping: _Grouping, stage_counts: Collection[int] | None, total: float
+    ) -> list[tuple[_Grouping, Candidate]]:
         """On small meshes, groupings of all workers but the slowest, which is parked in its stage, or in the last.
 
         So a plan is seldom faster when a worker is lost: what would be planned then is among these.
@@ -432,32 +447,34 @@ class _Planner:
         Args:
             total: as for `regrouped`.
         """
-        number = sum(map(len, crew.stages))
+        number = sum(map(len, grouping.stages))
         if not 2 < number <= _SEARCHED_WORKERS:
             return []
         # Of stages that are not empty without it; of equal workers one of the largest stage.
         homes = [
             (self.costs.speed(rank), -len(members), -rank)
-            for members in crew.stages
+            for members in grouping.stages
             for rank in members
             if len(members) > 1
         ]
         if not homes:
             return []
         idle = -min(homes)[2]
-        home = next(s for s, members in enumerate(crew.stages) if idle in members)
-        fewer = self.crew(tuple(tuple(rank for rank in members if rank != idle) for members in crew.stages))
+        home = next(s for s, members in enumerate(grouping.stages) if idle in members)
+        fewer = self.grouping_of(tuple(tuple(rank for rank in members if rank != idle) for members in grouping.stages))
         found = self.regrouped(fewer, stage_counts, total)
         with suppress(PlanError):  # fewer workers have room for less
             found.append((fewer, self.recut(fewer, 0.0)))
         found.sort(key=lambda each: self.total(each[1]))
-        return [self.joined(theirs, one, idle, home) for theirs, one in found[:_MOST_REFINED]]
+        return [self.with_idle_worker(theirs, one, idle, home) for theirs, one in found[:_MOST_REFINED]]
 
-    def joined(self, crew: _Crew, found: Candidate, idle: int, home: int) -> tuple[_Crew, Candidate]:
+    def with_idle_worker(
+        self, grouping: _Grouping, found: Candidate, idle: int, home: int
+    ) -> tuple[_Grouping, Candidate]:
         """The same candidate with one worker more, which has no micro-batches."""
         stages, order = found.assignment.stages, found.assignment.microbatch_order
         at = min(home, len(stages) - 1)
-        theirs = self.crew(tuple((*members, idle) if s == at else members for s, members in enumerate(stages)))
+        theirs = self.grouping_of(tuple((*members, idle) if s == at else members for s, members in enumerate(stages)))
         speeds = [self.costs.speeds_of(members) for members in theirs.stages]
         active = [np.arange(len(members)) for members in stages]
         counts = with_parked(found.assignment.microbatch_counts, active, speeds, order)
@@ -466,18 +483,18 @@ class _Planner:
         assert best is not None, "the first candidate has a time"
         return theirs, best
 
-    def recut(self, crew: _Crew, tolerance: float) -> Candidate:
+    def recut(self, grouping: _Grouping, tolerance: float) -> Candidate:
         """The partition that moves the fewest bytes within a tolerance of the least bottleneck."""
-        table = crew.estimates.table(self.rule)
-        found = partition(self.costs, crew.rows, rule=self.rule, move_bytes=table, tolerance=tolerance)
-        return self.candidate(crew, found.cuts)
+        table = grouping.estimates.table(self.rule)
+        found = partition(self.costs, grouping.rows, rule=self.rule, move_bytes=table, tolerance=tolerance)
+        return self.candidate(grouping, found.cuts)
 
-    def refined(self, crew: _Crew, start: Candidate) -> Candidate:
+    def with_shifted_cuts(self, grouping: _Grouping, start: Candidate) -> Candidate:
         """On small meshes, shifts cuts by one layer as long as the step gets faster.
 
         The partition minimizes the bottleneck, which does not include the time to fill the pipeline.
         """
-        if start.time.how != EXACT or sum(map(len, crew.stages)) > _SEARCHED_WORKERS:
+        if start.time.how != EXACT or sum(map(len, grouping.stages)) > _SEARCHED_WORKERS:
             return start
         best, last = start, None
         for _ in range(_MOST_SHIFTS):
@@ -486,7 +503,7 @@ class _Planner:
             last, cuts = best, best.assignment.layer_cuts
             for i, step in product(range(1, len(cuts) - 1), (-1, 1)):
                 if cuts[i - 1] < cuts[i] + step < cuts[i + 1]:
-                    found = self.candidate(crew, (*cuts[:i], cuts[i] + step, *cuts[i + 1 :]))
+                    found = self.candidate(grouping, (*cuts[:i], cuts[i] + step, *cuts[i + 1 :]))
                     if self.total(found) < self.total(best) and self.fits(found):
                         best = found
         return best
@@ -504,26 +521,26 @@ class _Planner:
         """Seconds until the end, the move included."""
         return candidate.time.seconds * self.remaining_steps + candidate.estimate.seconds
 
-    def candidate(self, crew: _Crew, cuts: Sequence[int]) -> Candidate:
+    def candidate(self, grouping: _Grouping, cuts: Sequence[int]) -> Candidate:
         """These cuts, with the candidate assignment of micro-batches whose step is fastest.
 
         Of those that fit in memory, if any does: a worker beside parked ones has more micro-batches.
         """
-        estimate = crew.estimates.to(cuts, self.rule)
-        best = self.fastest(crew, cuts, estimate, crew.candidates, None)
+        estimate = grouping.estimates.to(cuts, self.rule)
+        best = self.fastest(grouping, cuts, estimate, grouping.candidates, None)
         assert best is not None, "the first candidate has a time"
         return best
 
-    def decided(self, crew: _Crew, cuts: Sequence[int]) -> Candidate:
+    def settled_candidate(self, grouping: _Grouping, cuts: Sequence[int]) -> Candidate:
         """As `candidate`, also where only parts of steps were simulated: then the best is settled."""
-        best = self.candidate(crew, cuts)
+        best = self.candidate(grouping, cuts)
         if not self.is_unsettled(best):
             return best
-        each = [self.fastest(crew, cuts, best.estimate, [one], None) for one in crew.candidates]
+        each = [self.fastest(grouping, cuts, best.estimate, [one], None) for one in grouping.candidates]
         fits = self.fits(best)
-        return self.settled([found for found in each if found is not None and self.fits(found) == fits])
+        return self.best_settled([found for found in each if found is not None and self.fits(found) == fits])
 
-    def settled(self, candidates: Collection[Candidate]) -> Candidate:
+    def best_settled(self, candidates: Collection[Candidate]) -> Candidate:
         """The best of these, by the steps of the best ones as a whole.
 
         A part of a step mostly takes less than its share of it: by parts alone, a plan was left for one that took 5 %
@@ -547,7 +564,7 @@ class _Planner:
 
     def fastest(
         self,
-        crew: _Crew,
+        grouping: _Grouping,
         cuts: Sequence[int],
         estimate: MoveEstimate,
         choices: Iterable[MicrobatchAssignment],
@@ -557,7 +574,7 @@ class _Planner:
         best_fits = best is not None and self.fits(best)
         for microbatches in choices:
             order = self.old.microbatch_order
-            assignment = executed(Assignment(crew.stages, tuple(cuts), microbatches.counts, order), self.split)
+            assignment = executed(Assignment(grouping.stages, tuple(cuts), microbatches.counts, order), self.split)
             fits = self.has_room(assignment)
             if best_fits and not fits:
                 continue
@@ -567,13 +584,13 @@ class _Planner:
                 best, best_fits = Candidate(assignment, microbatches, time, estimate), fits
         return best
 
-    def tuned(self, crew: _Crew, start: Candidate) -> Candidate:
+    def tune(self, grouping: _Grouping, start: Candidate) -> Candidate:
         """The same stages and layers, with workers parked and other limits where that is faster."""
-        found = self.parked(crew, start)
-        assignment, time = self.limited(found.assignment, found.time)
+        found = self.with_parked_workers(grouping, start)
+        assignment, time = self.with_best_limits(found.assignment, found.time)
         return replace(found, assignment=assignment, time=time)
 
-    def limited(self, assignment: Assignment, time: StepTime) -> tuple[Assignment, StepTime]:
+    def with_best_limits(self, assignment: Assignment, time: StepTime) -> tuple[Assignment, StepTime]:
         """The assignment with the limits that the controller would send, and its step time.
 
         Args:
@@ -583,30 +600,30 @@ class _Planner:
             return assignment, time
         return best_limits(assignment, time, self.split, self.costs, self.rule)
 
-    def parked(self, crew: _Crew, start: Candidate) -> Candidate:
+    def with_parked_workers(self, grouping: _Grouping, start: Candidate) -> Candidate:
         """On small meshes, the same layers with some workers of any stages parked, if that is faster.
 
         Fewer workers are never faster in themselves. But the micro-batches of their stages may then be cut at places
         that suit the other stages better.
         """
-        if start.time.how != EXACT or sum(map(len, crew.stages)) > _SEARCHED_WORKERS:
+        if start.time.how != EXACT or sum(map(len, grouping.stages)) > _SEARCHED_WORKERS:
             return start
         actions = 2 * start.assignment.num_stages * start.assignment.num_microbatches
-        choices = parked_assignments(crew, start, self.costs)
+        choices = parked_assignments(grouping, start, self.costs)
         best = self.fastest(
-            crew, start.assignment.layer_cuts, start.estimate, choices[: max(1, _PARKED_ACTIONS // actions)], start
+            grouping, start.assignment.layer_cuts, start.estimate, choices[: max(1, _PARKED_ACTIONS // actions)], start
         )
         return best or start
 
 
-def parked_assignments(crew: _Crew, start: Candidate, costs: CostModel) -> list[MicrobatchAssignment]:
+def parked_assignments(grouping: _Grouping, start: Candidate, costs: CostModel) -> list[MicrobatchAssignment]:
     """Assignments to some of the workers that may take less than `start`, those with the least raggedness first.
 
     The slowest workers of a stage are parked. A stage uses no fewer workers than it takes to compute everything in less
     time than `start` takes.
     """
     number, order = start.assignment.num_microbatches, start.assignment.microbatch_order
-    speeds = [costs.speeds_of(members) for members in crew.stages]
+    speeds = [costs.speeds_of(members) for members in grouping.stages]
     spans = [sum(costs.stage_s(a, b)) for a, b in pairwise(start.assignment.layer_cuts)]
     # Before and after its part, a micro-batch passes the other stages, at best on their fastest workers.
     path = [each / v.max() for each, v in zip(spans, speeds, strict=True)]
