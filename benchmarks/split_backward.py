@@ -69,7 +69,7 @@ class Block:
         value.flat.zero_()
         fill_initial(value, self._model, job.seed)
         self._programs.bind({_LAYER: module}, {_LAYER: value})
-        self._programs.put_off([_LAYER] if splits else ())
+        self._programs.set_split_layers([_LAYER] if splits else ())
         self._into = GradientBuffer(self._model.layout.layers[_LAYER], CPU)
         self._keys = Keys.make(job.seed, 1, np.arange(job.microbatch_size), 0).at(_LAYER)
         self._x = torch.randn(job.microbatch_size, SEQ_LEN, settings.model.d_model, generator=_generator(1))

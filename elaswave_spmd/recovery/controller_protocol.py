@@ -168,14 +168,14 @@ class _Standing:
             votes of the new epoch.
         partial_steps: rank -> what it has of step version + 1; None: nothing. What a member that is behind has of its
             own next step does not matter: that step is decided.
-        is_level: all members are at the version.
+        all_at_version: all members are at the version.
         is_between_steps: all members are at the version and have nothing of the next step.
         attempts: the attempts that members are in.
     """
 
     version: int
     partial_steps: Mapping[int, PartialStep | None]
-    is_level: bool
+    all_at_version: bool
     is_between_steps: bool
     attempts: frozenset[int] = frozenset()
 
@@ -183,9 +183,9 @@ class _Standing:
     def from_reports(cls, reports: Mapping[int, StepReport]) -> _Standing:
         version = max(report.version for report in reports.values())
         parts = {rank: reconfiguration.partial_step_of(report, version + 1) for rank, report in reports.items()}
-        level = all(report.version == version for report in reports.values())
+        all_at = all(report.version == version for report in reports.values())
         attempts = frozenset(report.attempt for report in reports.values())
-        return cls(version, parts, level, level and not any(parts.values()), attempts)
+        return cls(version, parts, all_at, all_at and not any(parts.values()), attempts)
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ class ControllerProtocol:
         self._stop_wanted = ""  # why somebody wants it to stop
         # State that moves. The plan stays until all of its copies are there; the goal, until then or until members come
         # or go.
-        self._plan: ReshardPlan | None = None
+        self._reshard: ReshardPlan | None = None
         self._goal: Goal | None = None
         # What workers have reported of steps.
         self._first_reports: dict[int, Applied] = {}  # step -> the first report of it
@@ -353,7 +353,7 @@ class ControllerProtocol:
     @property
     def learners(self) -> frozenset[int]:
         """Members that are being sent state: their copies of some pages are not complete."""
-        return self._plan.learners if self._plan is not None else frozenset()
+        return self._reshard.learners if self._reshard is not None else frozenset()
 
     @property
     def changing(self) -> tuple[int, ...]:
@@ -393,7 +393,7 @@ class ControllerProtocol:
     @property
     def settled(self) -> bool:
         """No change of the epoch is under way or about to come, and every page has all its mirrors."""
-        return self._change is None and self._plan is None
+        return self._change is None and self._reshard is None
 
     # ---- events
 
@@ -657,19 +657,16 @@ class ControllerProtocol:
         if stops and not standing.version:
             return [Unrecoverable((), f"{stops}, and no step is applied yet")]
         placement = self._next_placement(epoch, membership)
-        pending, is_begun = self._pending, not standing.is_between_steps
-        is_begun = is_begun or bool(pending.lost)  # nobody left has anything of it; but what was sent may still arrive
-        # A member that never entered the epoch in which an attempt began has what is given up, and reports it.
-        is_torn = bool(standing.attempts - {self._attempt}) and self._attempt > 0
-        anew = begins_anew(self._checks.rate, is_begun=is_begun, is_suspect=pending.is_suspect)
-        repairs = self._is_in_doubt(standing.version)
-        if anew := anew or repairs or is_torn:
+        # If members are lost, nobody left may have anything of a step; but what was sent may still arrive.
+        is_begun = not standing.is_between_steps or bool(self._pending.lost)
+        is_in_doubt = self._is_in_doubt(standing.version)
+        if anew := is_in_doubt or self._begins_anew(standing, is_begun):
             self._attempt = epoch
             if ahead := reconfiguration.ahead_everywhere(membership.replicas, self._change.reports):
                 step = standing.version + 1
                 what = f"all workers that had applied step {step} are lost, and it cannot begin anew: of {len(ahead)}"
                 return [Unrecoverable(ahead, f"{what} page ranges nothing but the state after it is left")]
-        if repairs:
+        if is_in_doubt:
             self._repair = epoch
         kinds, reasons = reconfiguration.membership_changes(
             self._pending.lost, membership.leaving, membership.newcomers, self._pending.relinked
@@ -681,25 +678,36 @@ class ControllerProtocol:
             placement, plan, recovery = replace(placement, replicas=promoted.during), promoted, ()
         else:
             placement, plan = self._with_state(placement, membership, standing)
-            recovery = whole_step(placement, standing.is_level) if anew else self._recovery_plan(placement, standing)
+            of_all = standing.all_at_version
+            recovery = whole_step(placement, of_all) if anew else self._recovery_plan(placement, standing)
         if anew:
             num_redone = sum(len(part.computed) for part in standing.partial_steps.values() if part is not None)
         else:
             num_redone = reconfiguration.num_recomputed(recovery, standing.partial_steps, self.placement)
-        dropped = 0
-        if is_begun and not anew and not stops:  # the step goes on, without the checks of it that are not complete
-            step = standing.version + 1
-            dropped = self._checks.num_pairs(step, self.placement)
-            dropped += sum(1 for _ in drawn_ranges(self._checks, step, self.layout, self._replicas()))
+        goes_on = is_begun and not anew and not stops
+        dropped = self._num_checks(standing.version + 1) if goes_on else 0  # those of it that are not complete
         begun = EpochBegun(placement, kinds, reasons, standing.version, num_redone, why, plan, dropped)
         reconfigure = self._enter(placement, standing.version, recovery, membership.leaving, stops)
         if stops:
             return [reconfigure, *([begun] if kinds else []), Save(standing.version, epoch, stops)]
         actions = [reconfigure, begun, *self._release(membership.leaving)]
-        if self._plan is not None and not plan.copies:
+        if self._reshard is not None and not plan.copies:
             # All replicas are there, but primaries are not those wanted: they change hands between two steps.
             actions += self._begin(after=self._next_boundary())
         return actions
+
+    def _begins_anew(self, standing: _Standing, is_begun: bool) -> bool:
+        """True if what was computed of the step under way is given up, and the step begins anew (V5)."""
+        # A member that never entered the epoch in which an attempt began has what is given up, and reports it.
+        is_behind_attempt = bool(standing.attempts - {self._attempt}) and self._attempt > 0
+        return is_behind_attempt or begins_anew(
+            self._checks.rate, is_begun=is_begun, is_suspect=self._pending.is_suspect
+        )
+
+    def _num_checks(self, step: int) -> int:
+        """The checks of a step as it is placed: of micro-batches, and of sums."""
+        of_sums = sum(1 for _ in drawn_ranges(self._checks, step, self.layout, self._replicas()))
+        return self._checks.num_pairs(step, self.placement) + of_sums
 
     def _is_in_doubt(self, version: int) -> bool:
         """True if members may have parameters or state of this version that came from a wrong replica."""
@@ -757,7 +765,7 @@ class ControllerProtocol:
         mirror_count = max(self._policy.mirror_count, int(stays_for_its_pages))
         aim = reconfiguration.placement_at(self._goal, placement)
         plan = self._plan_state(aim, membership, mirror_count, goes_on=goes_on)
-        if self._goal is not None and self._plan is None:  # no state has to be copied for it any more
+        if self._goal is not None and self._reshard is None:  # no state has to be copied for it any more
             placement = aim
             self._goal = None
             self._wanted_stages = aim.num_stages
@@ -770,13 +778,13 @@ class ControllerProtocol:
             goes_on: members are the same and all at one step. Only then may a plan be finished: primaries change hands
                 between two steps.
         """
-        if goes_on and self._plan is not None:
-            plan = self._plan.advanced(membership.replicas)
+        if goes_on and self._reshard is not None:
+            plan = self._reshard.advanced(membership.replicas)
         else:
             sharding = aim.state_sharding(mirror_count, self._policy.mirror_scatter)
             plan = plan_reshard(self.layout, membership.replicas, lost=membership.removed, to=sharding)
         is_finished = not plan.copies and (goes_on or (plan.during == plan.after and self._goal is None))
-        self._plan = None if is_finished else plan
+        self._reshard = None if is_finished else plan
         return replace(plan, during=plan.adopted()) if is_finished else plan
 
     def _recovery_plan(self, placement: Placement, standing: _Standing) -> tuple[Recompute, ...] | None:

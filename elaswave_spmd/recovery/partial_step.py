@@ -113,13 +113,13 @@ def recovery_plan(
     return tuple(sorted(lines, key=_place_of))
 
 
-def whole_step(placement: Placement, is_level: bool) -> tuple[Recompute, ...] | None:
+def whole_step(placement: Placement, all_at_version: bool) -> tuple[Recompute, ...] | None:
     """The plan of a step that begins anew on a placement: all of it, as it is placed.
 
     Args:
-        is_level: all members are at the version before: then no plan is needed, and it runs as placed.
+        all_at_version: all members are at the version before: then no plan is needed, and it runs as placed.
     """
-    if is_level:
+    if all_at_version:
         return None
     return tuple(
         Recompute(stage, microbatch, placement.worker_of_microbatch(stage, microbatch), True, FULL)

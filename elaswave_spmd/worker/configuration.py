@@ -10,7 +10,7 @@ from elaswave_spmd.recovery.messages import Recompute, Reconfigure
 from elaswave_spmd.scheduling.pipeline import in_flight_limits
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.replicas import from_rows
-from elaswave_spmd.worker.ready_order import Limits
+from elaswave_spmd.worker.ready_order import KeptLimits
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Configuration:
         """The mesh epoch, which fences control messages."""
         return self.placement.mesh.epoch
 
-    def limits_of(self, stage: int) -> Limits:
+    def limits_of(self, stage: int) -> KeptLimits:
         """The most micro-batches that a worker of a stage keeps anything of."""
         mesh, counts = self.placement.mesh, self.placement.microbatch_counts
         in_flight = self.in_flight or in_flight_limits([len(members) for members in mesh.stages], counts)
-        return Limits(in_flight[stage], self.put_off[stage] if self.put_off else 0)
+        return KeptLimits(in_flight[stage], self.put_off[stage] if self.put_off else 0)
 
     def limited(self, message: LimitsMessage) -> Configuration:
         """The same mesh epoch with the limits of the controller's message."""

@@ -345,9 +345,9 @@ class Executor:
             case m.CheckAgain() | m.CheckAccepted() | m.AddAgain() | m.SumAccepted():
                 self._check(message)
             case m.Pace():
-                self._steps.paced(message)
+                self._steps.receive_pace(message)
             case m.Limits():
-                self._steps.limited(message)
+                self._steps.receive_limits(message)
             case m.Validated():
                 if message.is_last:
                     self._last_step = message.step

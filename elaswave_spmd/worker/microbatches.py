@@ -92,7 +92,7 @@ class MicrobatchRunner:
 
     def split(self, layers: Collection[int]) -> None:
         """From the next forward on, backwards of the stage's layers among these may be in two parts, and no others."""
-        self.programs.put_off([layer for layer in self._layers if layer in layers])
+        self.programs.set_split_layers([layer for layer in self._layers if layer in layers])
 
     def _take_layers(self, placement: Placement, stage: int) -> bool:
         layers = placement.layers_of_stage(stage)

@@ -358,15 +358,15 @@ class _Check:
             programs.discard_all()
             return 0
         finally:
-            programs.put_off(())
+            programs.set_split_layers(())
             values.flat.copy_(initial)
         return max(kept) if all(kept) else 0
 
     def _bytes_if_equal(self, layer: LayerLayout, sample: Sample) -> int:
         """What is kept of a micro-batch whose backward in two parts has the bits of the whole; 0 if it has others."""
-        self._programs.put_off([layer.index])
+        self._programs.set_split_layers([layer.index])
         put_off, found = self._run_in_parts(layer, sample)
-        self._programs.put_off(())
+        self._programs.set_split_layers(())
         if not put_off:
             return 0
         # Infinities and what comes of them would be the same whatever is wrong.

@@ -46,7 +46,7 @@ class MicrobatchWork:
 
 
 @dataclass(frozen=True)
-class Limits:
+class KeptLimits:
     """The most micro-batches that a worker keeps anything of.
 
     Args:
@@ -64,7 +64,7 @@ def next_ready(
     turn: Callable[[int], float],
     has_activation: Callable[[int], bool],
     has_gradient: Callable[[int], bool],
-    limits: Limits,
+    limits: KeptLimits,
 ) -> int | None:
     """A micro-batch whose next action has its input; None if there is none.
 
@@ -94,7 +94,7 @@ def is_ready(
     work: Mapping[int, MicrobatchWork],
     has_activation: Callable[[int], bool],
     has_gradient: Callable[[int], bool],
-    limits: Limits,
+    limits: KeptLimits,
 ) -> bool:
     """True if an action of this kind (`scheduling.pipeline`) may run now.
 

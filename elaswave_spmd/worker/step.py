@@ -38,7 +38,7 @@ from elaswave_spmd.worker.partial_step import (
     remaining_of_new_step,
 )
 from elaswave_spmd.worker.programs.eager import ScoreForm
-from elaswave_spmd.worker.ready_order import Limits, MicrobatchWork, is_ready, next_ready
+from elaswave_spmd.worker.ready_order import KeptLimits, MicrobatchWork, is_ready, next_ready
 from elaswave_spmd.worker.stage_boundary import ACTIVATION, GRADIENT, Boundaries, Crossing
 from elaswave_spmd.worker.step_commit import StepCommit
 from elaswave_spmd.worker.waiting import Reason, Waiting, Waits
@@ -51,7 +51,7 @@ class MicrobatchAction:
     Args:
         forward: forward, else backward.
         saves: of a forward: its backward will be run here too.
-        level: of a backward: FULL, INPUT_GRADIENT if only the gradient of its input is wanted, or WEIGHTS_ONLY.
+        backward: of a backward: FULL, INPUT_GRADIENT if only the gradient of its input is wanted, or WEIGHTS_ONLY.
         alone: of a backward: its weight gradients are sent by themselves, not added to those of others here.
         last: nothing that needs parameters is left to do in this step after it.
     """
@@ -59,7 +59,7 @@ class MicrobatchAction:
     forward: bool
     microbatch: int
     saves: bool = True
-    level: int = FULL
+    backward: int = FULL
     alone: bool = False
     last: bool = False
 
@@ -76,10 +76,10 @@ class _Order:
 
     turns: Mapping[int, float]
     num_microbatches: int
-    limits: Limits
+    limits: KeptLimits
 
     @classmethod
-    def of(cls, placement: Placement, rank: int, limits: Limits) -> _Order:
+    def of(cls, placement: Placement, rank: int, limits: KeptLimits) -> _Order:
         """The order of a worker with these limits."""
         return cls(turns(placement, placement.microbatches_of(rank)), placement.num_microbatches, limits)
 
@@ -114,13 +114,13 @@ class StepRunner:
         draw = CheckDraw(context.job.seed, context.job.verify_rate)
         self.checks = StepChecks(context.rank, draw, Digester(context.device), context.channel.send)
         self._under_way: StepUnderWay | None = None
-        self._plan: RecoveryPlan | None = None
+        self._recovery: RecoveryPlan | None = None
         self._work: dict[int, MicrobatchWork] = {}  # micro-batch -> what is left of it in the step under way
         self._order: _Order | None = None  # of this mesh epoch, worked out once
-        self._limits = Limits(1)  # of this worker in this mesh epoch
+        self._limits = KeptLimits(1)  # of this worker in this mesh epoch
         self.pacing = self._microbatches.pacing
-        self._paced: m.Pace | None = None  # of a mesh epoch that is not entered yet
-        self._limited: m.Limits | None = None  # from the next step of their mesh epoch on
+        self._next_pace: m.Pace | None = None  # of a mesh epoch that is not entered yet
+        self._next_limits: m.Limits | None = None  # from the next step of their mesh epoch on
         self._validated = -1
         self._agreed = -1, -1  # the newest (mesh epoch, version) at which all replicas were the same
         self._unchecked = 0  # a step of which a part was computed in an older mesh epoch: it is not checked
@@ -136,12 +136,12 @@ class StepRunner:
         Raises:
             ConfigurationChanged: called again after `enter_epoch`, it goes on with what is left.
         """
-        if self._plan is not None and self._plan.step > step:
+        if self._recovery is not None and self._recovery.step > step:
             # Others have applied this step, so this worker has voted for it, and has all that it needs to apply it. It
             # only lacks votes, which all members send again in the new epoch.
             yield from self._until_applied(step)
             return
-        if self._plan is None or self._plan.step < step:  # no recovery plan is for this step: it runs as placed
+        if self._recovery is None or self._recovery.step < step:  # no recovery plan is for this step: it runs as placed
             placed = self._placement.microbatches_of(self._context.rank)
             self._work = {microbatch: MicrobatchWork(True, FULL, alone=False) for microbatch in placed}
         yield from self._before_step(step)
@@ -185,8 +185,8 @@ class StepRunner:
             self.checks.begin(step, self._stage, self._placement, is_compared=self.is_compared(step - 1))
             self._replica.begin_checks(step)
         self._microbatches.begin_step(step, sorted(microbatches))
-        if self._plan is None or self._plan.step < step:  # a step from its start; of others the pace knows nothing
-            self.pacing.begin_step()
+        if self._recovery is None or self._recovery.step < step:
+            self.pacing.begin_step()  # of a step that does not begin at its start the pace knows nothing
 
     def _next_action(self, step: int) -> Generator[Reason, None, MicrobatchAction | None]:
         """The next action of the step; None when nothing is left. Checks are run while it has no input.
@@ -207,7 +207,7 @@ class StepRunner:
             return MicrobatchAction(True, microbatch, saves=left.backward > 0)
         others = (other for u, other in self._work.items() if u != microbatch)
         last = not any(other.forward or other.needs_gradient for other in others)
-        return MicrobatchAction(False, microbatch, level=left.backward, alone=left.alone, last=last)
+        return MicrobatchAction(False, microbatch, backward=left.backward, alone=left.alone, last=last)
 
     def _ready(self, step: int) -> int | None:
         """A micro-batch whose next action has its input, by the order of this mesh epoch."""
@@ -226,19 +226,19 @@ class StepRunner:
         neighbour = self._stage + 1 if action.forward else self._stage - 1
         receivers = lambda: self._receivers(step, neighbour, microbatch)  # noqa: E731
         digests, run = self.checks.digests_of(microbatch), self._microbatches
-        left, full, alone = self._work[microbatch], action.level == FULL, action.alone
+        left, full, alone = self._work[microbatch], action.backward == FULL, action.alone
         # ZeRO-3: after the last action of a step its parameters are not needed before the next version comes.
         drop = action.last and self._replica.drops_params and not self.checks.pending(step)
-        kind = FORWARD if action.forward else WEIGHTS if action.level == WEIGHTS_ONLY else BACKWARD
+        kind = FORWARD if action.forward else WEIGHTS if action.backward == WEIGHTS_ONLY else BACKWARD
         self.pacing.begin_action((kind, microbatch))
         if action.forward:
             yield from run.forward(step, microbatch, receivers, saves=action.saves, digests=digests)
             left.forward = False
             if left.backward:
                 return
-        elif action.level == WEIGHTS_ONLY:
+        elif action.backward == WEIGHTS_ONLY:
             run.backward_weights(step, microbatch, alone=alone, digests=digests)
-        elif full and self._puts_off():
+        elif full and self._splits_backward():
             yield from run.backward_input(step, microbatch, receivers, drop=drop, digests=digests)
             left.backward = WEIGHTS_ONLY
             return
@@ -246,14 +246,14 @@ class StepRunner:
             yield from run.backward(step, microbatch, receivers, weights=full, alone=alone, drop=drop, digests=digests)
         if not action.forward:
             self.checks.computed(microbatch)
-            if action.level != INPUT_GRADIENT:
+            if action.backward != INPUT_GRADIENT:
                 assert self._under_way is not None
                 self._under_way.note(microbatch, alone=alone)
         del self._work[microbatch]
 
-    def _puts_off(self) -> bool:
+    def _splits_backward(self) -> bool:
         """True if backwards are in two parts: another stage waits for the first, and the second has time."""
-        return self._limits.put_off > 0 and self._microbatches.programs.puts_off
+        return self._limits.put_off > 0 and self._microbatches.programs.has_split_layers
 
     def _receivers(self, step: int, stage: int, microbatch: int) -> tuple[int | None, ...]:
         """The workers that take the input of a micro-batch on another stage: its own, and one that checks it."""
@@ -262,8 +262,8 @@ class StepRunner:
 
     def _worker_of(self, step: int, stage: int, microbatch: int) -> int | None:
         """The worker that runs a micro-batch on another stage in this step; None if no worker has to any more."""
-        if self._plan is not None and self._plan.step == step:
-            return self._plan.worker_of(stage, microbatch)
+        if self._recovery is not None and self._recovery.step == step:
+            return self._recovery.worker_of(stage, microbatch)
         return self._placement.worker_of_microbatch(stage, microbatch)
 
     # ---- checks
@@ -316,25 +316,25 @@ class StepRunner:
         layers = self._placement.layers_of_stage(message.stage)
         self._boundaries.send_inputs_again(message.step, message.microbatch, layers, message.ranks)
 
-    def paced(self, message: m.Pace) -> None:
+    def receive_pace(self, message: m.Pace) -> None:
         """The controller sends the frequencies of a mesh epoch: of this one, or of one that is not entered yet."""
         epoch = self._placement.mesh.epoch
         if message.epoch == epoch:
             self.pacing.plan(PlannedPace.of(message))
         elif message.epoch > epoch:
-            self._paced = message
+            self._next_pace = message
 
-    def limited(self, message: m.Limits) -> None:
+    def receive_limits(self, message: m.Limits) -> None:
         """The controller sends other limits, of this mesh epoch or of one that is not entered yet."""
         if message.epoch >= self._placement.mesh.epoch:
-            self._limited = message
+            self._next_limits = message
 
     def _change_limits(self) -> None:
         """Take the limits that have come. Between two steps: nothing is in flight, and nothing is put off."""
-        message, epoch = self._limited, self._placement.mesh.epoch
+        message, epoch = self._next_limits, self._placement.mesh.epoch
         if message is None or message.epoch > epoch:
             return
-        self._limited = None
+        self._next_limits = None
         if message.epoch == epoch:  # else they were for another mesh
             self._microbatches.split(self._keep_to(self._configuration.limited(message)))
 
@@ -476,10 +476,10 @@ class StepRunner:
             reducer.layer_sums() if current else {},
             reducer.page_sums(step, current=current),
             self._replica.reduced_gradients(step),
-            self._put_off() if mine else (),
+            self._awaiting_weight_gradients() if mine else (),
         )
 
-    def _put_off(self) -> tuple[int, ...]:
+    def _awaiting_weight_gradients(self) -> tuple[int, ...]:
         """Micro-batches of which nothing but the weight gradients is left, and no part of these has been given up."""
         found = {u for u, left in self._work.items() if not left.forward and left.backward == WEIGHTS_ONLY}
         if self._replica.reducer.gives_up:
@@ -505,21 +505,21 @@ class StepRunner:
         Called by `Executor.enter_epoch` when state and sums are where the new configuration has them.
         """
         lines, step = configuration.recovery_plan, configuration.version + 1
-        self._plan = RecoveryPlan(step, lines) if lines is not None else None
+        self._recovery = RecoveryPlan(step, lines) if lines is not None else None
         self.pacing.plan(None)
-        if (early := self._paced) is not None:
-            self._paced = None
-            self.paced(early)
+        if (early := self._next_pace) is not None:
+            self._next_pace = None
+            self.receive_pace(early)
         # What was computed of the step in an older epoch was checked there, or is not checked any more.
         self._unchecked = step if lines is not None and configuration.attempt != configuration.epoch else 0
         if self._unchecked:
             self.checks.forget()
             self._replica.forget_checks()
-        self._work = self._remaining_of(self._plan) if self._plan is not None else {}
+        self._work = self._remaining_of(self._recovery) if self._recovery is not None else {}
         if lines is not None:
             self._boundaries.send_again(step, lines, configuration.placement)
         # Sharded parameters that were dropped after this worker's last micro-batch stay dropped if nothing is left.
-        needed = self._plan is None or self._work or configuration.validate is not None
+        needed = self._recovery is None or self._work or configuration.validate is not None
         version = configuration.version
         wanted = [layer for layer in self._layers if needed or self._values[layer].dropped_at != version]
         self._replica.parameters.refresh(wanted, version)

@@ -7,7 +7,7 @@ import pytest
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.partial_step import RecoveryPlan
-from elaswave_spmd.worker.ready_order import Limits
+from elaswave_spmd.worker.ready_order import KeptLimits
 from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.processes import Worker
 from tests.cluster.schedules import Schedule, cluster_of
@@ -63,7 +63,7 @@ def test_what_was_put_off_in_an_older_attempt_is_given_up(interrupted: _Interrup
     executor, programs = interrupted.found.executor, interrupted.found.programs
     assert executor is not None and programs is not None
     executor._steps.forget_beyond(interrupted.step - 1)
-    assert not programs.begun and executor._steps._put_off() == ()
+    assert not programs.begun and executor._steps._awaiting_weight_gradients() == ()
 
 
 def test_limits_that_come_in_the_middle_of_a_step_hold_from_the_next_one(interrupted: _Interrupted) -> None:
@@ -71,15 +71,15 @@ def test_limits_that_come_in_the_middle_of_a_step_hold_from_the_next_one(interru
     assert executor is not None and programs is not None
     steps, epoch = executor._steps, executor.configuration.epoch
     number, before = executor.placement.num_stages, executor._steps._limits
-    assert before.put_off and programs.puts_off
-    steps.limited(m.Limits(epoch, (), (), (1,) * number))
+    assert before.put_off and programs.has_split_layers
+    steps.receive_limits(m.Limits(epoch, (), (), (1,) * number))
     steps._begin(interrupted.step)  # as after each wait in which the mesh has changed
-    assert steps._limits == before and programs.puts_off
+    assert steps._limits == before and programs.has_split_layers
     steps._begin(interrupted.step + 1)
-    assert steps._limits == Limits(1, 0) and not programs.puts_off
-    steps.limited(m.Limits(epoch, (1, 2), (0,) + (3,) * (number - 1), ()))
+    assert steps._limits == KeptLimits(1, 0) and not programs.has_split_layers
+    steps.receive_limits(m.Limits(epoch, (1, 2), (0,) + (3,) * (number - 1), ()))
     steps._begin(interrupted.step + 2)
-    assert steps._limits.put_off == 3 and programs.puts_off
+    assert steps._limits.put_off == 3 and programs.has_split_layers
 
 
 def test_limits_of_another_mesh_epoch_are_not_taken(interrupted: _Interrupted) -> None:
@@ -87,7 +87,7 @@ def test_limits_of_another_mesh_epoch_are_not_taken(interrupted: _Interrupted) -
     assert executor is not None
     steps, before, number = executor._steps, executor._steps._limits, executor.placement.num_stages
     for epoch in (executor.configuration.epoch - 1, executor.configuration.epoch + 1):
-        steps.limited(m.Limits(epoch, (), (), (1,) * number))
+        steps.receive_limits(m.Limits(epoch, (), (), (1,) * number))
         steps._begin(interrupted.step + 1)
         assert steps._limits == before
-    assert steps._limited is not None, "the epoch may begin yet"
+    assert steps._next_limits is not None, "the epoch may begin yet"

@@ -26,7 +26,7 @@ from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.gradient_reduction import GradientReducer
 from elaswave_spmd.worker.microbatches import MicrobatchRunner
 from elaswave_spmd.worker.partial_step import StepUnderWay
-from elaswave_spmd.worker.ready_order import Limits
+from elaswave_spmd.worker.ready_order import KeptLimits
 from elaswave_spmd.worker.stage_collectives import StageCollectives
 from elaswave_spmd.worker.state import HeldState
 from elaswave_spmd.worker.state_replica import StateReplica
@@ -164,7 +164,7 @@ def _no_fence() -> Patches:
 
 def _puts_off_without_limit() -> Patches:
     """A worker puts off the weight gradients of any number of micro-batches."""
-    return {(configuration, "Limits"): lambda in_flight, put_off: Limits(in_flight, 99 if put_off else 0)}
+    return {(configuration, "KeptLimits"): lambda in_flight, put_off: KeptLimits(in_flight, 99 if put_off else 0)}
 
 
 def _makes_weights_twice() -> Patches:
@@ -191,7 +191,7 @@ def _reports_what_has_left() -> Patches:
         found = (u for u, left in self._work.items() if not left.forward and left.backward == WEIGHTS_ONLY)
         return tuple(sorted(found))
 
-    return {(StepRunner, "_put_off"): _put_off}
+    return {(StepRunner, "_awaiting_weight_gradients"): _put_off}
 
 
 def _weights_alone_of_the_lost() -> Patches:

@@ -47,11 +47,11 @@ class PairPrograms(StagePrograms):
         if self._example is not None:
             refuse_other_form(self._example, batch)
 
-    def put_off(self, layers: Collection[int]) -> None:
+    def set_split_layers(self, layers: Collection[int]) -> None:
         self._put_off = frozenset(layers)
 
     @property
-    def puts_off(self) -> bool:
+    def has_split_layers(self) -> bool:
         return bool(self._put_off)
 
     def backward(

@@ -201,11 +201,11 @@ class StagePrograms:
         self._modules = modules
         self._values = values
         self._keyed = frozenset(layer for layer, module in modules.items() if takes_keys(module))
-        self.put_off(())
+        self.set_split_layers(())
         # A model may keep a part of itself in evaluation mode (a frozen encoder): `set_training` leaves that alone.
         self._training = [m for module in modules.values() for m in module.modules() if m.training]
 
-    def put_off(self, layers: Collection[int]) -> None:
+    def set_split_layers(self, layers: Collection[int]) -> None:
         """Sets the bound layers whose forwards, from now on, let their backward put off the products of weights."""
         for layer in self._split.keys() - set(layers):
             del self._split[layer]
@@ -214,7 +214,7 @@ class StagePrograms:
                 self._split[layer] = SplitLayer(self._values[layer].trained)
 
     @property
-    def puts_off(self) -> bool:
+    def has_split_layers(self) -> bool:
         """True if any bound layer lets its backward put off the products of weights."""
         return bool(self._split)
 

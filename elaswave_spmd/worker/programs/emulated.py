@@ -109,11 +109,11 @@ class EmulatedPrograms(StagePrograms):
         # (layer, shapes of the input) -> the real layer's output for the first such input.
         self._forms: dict[tuple[int, tuple[tuple[int, ...], ...]], Activation] = {}
 
-    def put_off(self, layers: Collection[int]) -> None:
+    def set_split_layers(self, layers: Collection[int]) -> None:
         self._in_parts = frozenset(layer for layer in layers if layer >= self._first_trained)
 
     @property
-    def puts_off(self) -> bool:
+    def has_split_layers(self) -> bool:
         return bool(self._in_parts)
 
     def forward(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Any) -> Activation:

@@ -113,7 +113,7 @@ def test_both_parts_of_a_backward_have_the_bits_of_the_whole(add: bool, checkpoi
         if len(results) == 2:  # no first forward any more
             made.forward(1, 5, x, KEYS, BATCH)
             made.discard(5)
-        made.put_off([1] if parts else [])
+        made.set_split_layers([1] if parts else [])
         y = made.forward(1, 0, x, KEYS, BATCH)
         into = GradientBuffer(LAYOUT.layers[1], CPU)
         into.flat.fill_(0.25)
@@ -154,7 +154,7 @@ def test_parameters_that_are_dropped_before_the_second_part_are_no_operands(part
         value = ValueBuffer(layout, LowRank(part), torch.float32, CPU)
         value.flat.copy_(torch.linspace(-1, 1, len(value.flat)))
         made.bind({1: value.module}, {1: value})
-        made.put_off(layers)
+        made.set_split_layers(layers)
         x, into = torch.linspace(-1, 1, 24).view(2, 3, 4), GradientBuffer(layout, CPU)
         for microbatch in (5, 0):  # nothing is put off in the first forward of a layer
             made.forward(1, microbatch, x, KEYS, BATCH)
@@ -171,7 +171,7 @@ def test_a_backward_whose_forward_put_products_off_is_whole_all_the_same() -> No
     for made in (whole, other):
         forward(made)
         backward(made)
-    other.put_off([1, 2])
+    other.set_split_layers([1, 2])
     assert torch.equal(forward(whole), forward(other))
     for one, two in zip(backward(whole), backward(other), strict=True):
         assert torch.equal(one, two)

@@ -63,8 +63,8 @@ def test_a_backward_in_two_parts_gives_the_same_bits() -> None:
     """Whatever runs in between; and added to a buffer, too."""
     whole = through(programs(), 3)
     made = programs()
-    made.put_off([1])
-    assert made.puts_off
+    made.set_split_layers([1])
+    assert made.has_split_layers
     y: Any = made.forward(0, 3, TOKENS, KEYS, None)
     loss: Any = made.forward(1, 3, y, KEYS, BATCH)
     dy = made.backward_input(1, 3, None, batch=BATCH)
@@ -87,7 +87,7 @@ def test_each_part_of_a_backward_takes_its_share_of_the_time(monkeypatch: pytest
     monkeypatch.setattr(emulated, "_sleep_until", slept.append)
     made = programs(device=EmulatedDevice(1.0, 8.0, weight_share=0.25, speed=lambda step: 2.0))
     buffers = [GradientBuffer(layer, HOST) for layer in LAYOUT.layers]
-    made.put_off([1])
+    made.set_split_layers([1])
     made.forward(1, 3, made.forward(0, 3, TOKENS, KEYS, None), KEYS, BATCH)
     dy = made.backward_input(1, 3, None, batch=BATCH)
     made.backward_input(0, 3, dy, batch=None)

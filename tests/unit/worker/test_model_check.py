@@ -244,7 +244,7 @@ def test_parameters_have_their_initial_values_after_both_parts_were_compared() -
         seen.clear()
         splits = any(layer.put_off_bytes for layer in check_model(made, job, Numbers(), CPU).layers)
         with_parts = list(seen)
-        made.programs.put_off = lambda layers: None
+        made.programs.set_split_layers = lambda layers: None
         seen.clear()
         check_model(made, job, Numbers(), CPU)
         assert splits and seen and all(torch.equal(one, two) for one, two in zip(seen, with_parts, strict=True))
@@ -263,8 +263,8 @@ def test_a_validation_has_the_bits_of_plain_parameters_where_products_are_put_of
     programs.bind({1: module}, {1: value})
     x, keys, found = torch.randn(2, TIME, WIDTH), Keys.make(3, 1, [0, 1], 1), []
     for layers in ([], [1]):
-        programs.put_off(layers)
-        assert programs.puts_off == bool(layers)
+        programs.set_split_layers(layers)
+        assert programs.has_split_layers == bool(layers)
         programs.forward(1, 0, x, keys, None)
         programs.forward(1, 1, x, keys, None)  # in a layer's first forward nothing is put off
         programs.set_training(False)

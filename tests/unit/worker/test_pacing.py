@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.scheduling.dvfs import Pace
 from elaswave_spmd.worker.pacing import Action, Pacing, PlannedPace
-from elaswave_spmd.worker.ready_order import Limits, MicrobatchWork, is_ready
+from elaswave_spmd.worker.ready_order import KeptLimits, MicrobatchWork, is_ready
 
 
 class MadeUpClock:
@@ -161,7 +161,7 @@ def test_a_message_is_a_planned_pace() -> None:
 )
 def test_which_action_of_a_micro_batch_is_next(left: MicrobatchWork | None, ready: str) -> None:
     work = {} if left is None else {4: left}
-    yes, no, limits = (lambda _: True), (lambda _: False), Limits(2, 2)
+    yes, no, limits = (lambda _: True), (lambda _: False), KeptLimits(2, 2)
     assert "".join(kind for kind in "FBW" if is_ready(kind, 4, work, yes, yes, limits)) == ready
     without_input = ready.replace("F", "").replace("B", "")
     assert "".join(kind for kind in "FBW" if is_ready(kind, 4, work, no, no, limits)) == without_input
@@ -176,7 +176,9 @@ def test_a_planned_action_is_not_ready_beyond_the_limits() -> None:
     )
     yes = lambda _: True  # noqa: E731
     work = {0: in_flight, 1: forward, 2: put_off, 3: MicrobatchWork(True, 0, False)}
-    assert not is_ready("F", 1, work, yes, yes, Limits(1, 2)) and is_ready("F", 1, work, yes, yes, Limits(2, 2))
-    assert is_ready("F", 3, work, yes, yes, Limits(1, 2)), "another worker runs its backward"
-    assert not is_ready("B", 0, work, yes, yes, Limits(1, 1)) and is_ready("B", 0, work, yes, yes, Limits(1, 2))
-    assert is_ready("B", 0, {0: in_flight}, yes, yes, Limits(1, 0)) and is_ready("W", 2, work, yes, yes, Limits(1, 0))
+    assert not is_ready("F", 1, work, yes, yes, KeptLimits(1, 2)) and is_ready("F", 1, work, yes, yes, KeptLimits(2, 2))
+    assert is_ready("F", 3, work, yes, yes, KeptLimits(1, 2)), "another worker runs its backward"
+    assert not is_ready("B", 0, work, yes, yes, KeptLimits(1, 1)) and is_ready("B", 0, work, yes, yes, KeptLimits(1, 2))
+    assert is_ready("B", 0, {0: in_flight}, yes, yes, KeptLimits(1, 0)) and is_ready(
+        "W", 2, work, yes, yes, KeptLimits(1, 0)
+    )

@@ -15,7 +15,7 @@ from elaswave_spmd.recovery.partial_step import FULL, INPUT_GRADIENT, WEIGHTS_ON
 from elaswave_spmd.scheduling import Placement, pipeline
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS, PipelineAction
 from elaswave_spmd.sharding import Shardings
-from elaswave_spmd.worker.ready_order import Limits, MicrobatchWork, next_ready
+from elaswave_spmd.worker.ready_order import KeptLimits, MicrobatchWork, next_ready
 
 
 def has(*microbatches: int):
@@ -23,7 +23,7 @@ def has(*microbatches: int):
 
 
 def ready(work: dict[int, MicrobatchWork], activation, gradient, limit: int = 99, put_off: int = 0) -> int | None:
-    return next_ready(work, lambda u: u, activation, gradient, Limits(limit, put_off))
+    return next_ready(work, lambda u: u, activation, gradient, KeptLimits(limit, put_off))
 
 
 FORWARDS = {u: MicrobatchWork(True, FULL, False) for u in (5, 3, 4)}
@@ -37,7 +37,7 @@ def test_a_backward_goes_before_any_forward() -> None:
 def test_the_lowest_turn_goes_first() -> None:
     assert ready(FORWARDS, has(3, 4, 5), has()) == 3
     assert ready({u: MicrobatchWork(False, FULL, False) for u in (5, 3, 4)}, has(), has(4, 5)) == 4
-    assert next_ready(FORWARDS, lambda u: -u, has(3, 4, 5), has(), Limits(99)) == 5
+    assert next_ready(FORWARDS, lambda u: -u, has(3, 4, 5), has(), KeptLimits(99)) == 5
 
 
 def test_nothing_goes_without_its_input() -> None:
@@ -100,7 +100,7 @@ class Line:
         limits: per worker. One that may put nothing off runs whole backwards.
     """
 
-    def __init__(self, owners: list[list[int]], limits: dict[int, Limits], turns, rng: random.Random) -> None:
+    def __init__(self, owners: list[list[int]], limits: dict[int, KeptLimits], turns, rng: random.Random) -> None:
         self.owners, self.limits, self.turns, self.rng = owners, limits, turns, rng
         self.last = len(owners) - 1
         self.work: dict[int, dict[int, MicrobatchWork]] = {rank: {} for of_stage in owners for rank in of_stage}
@@ -177,7 +177,7 @@ def test_every_step_comes_to_its_end_with_any_owners_limits_and_delays(sizes, nu
     rng = random.Random(seed)
     first = [sum(sizes[:s]) for s in range(len(sizes))]
     owners = [[first[s] + rng.randrange(size) for _ in range(num_microbatches)] for s, size in enumerate(sizes)]
-    limits = {rank: Limits(rng.randint(1, 3), rng.randint(0, 2)) for of_stage in owners for rank in of_stage}
+    limits = {rank: KeptLimits(rng.randint(1, 3), rng.randint(0, 2)) for of_stage in owners for rank in of_stage}
     line = Line(owners, limits, lambda u: rng.random(), rng)
     # Of some micro-batches the forwards up to some stage are done already: an interrupted step.
     wanted = {FORWARD: 0, BACKWARD: 0, WEIGHTS: 0}
@@ -216,7 +216,7 @@ def even_line(shape: str, num_microbatches: int, *, splits: bool) -> tuple[Place
     ]
     limits = pipeline.in_flight_limits([len(members) for members in mesh.stages], counts)
     put_off = pipeline.weight_limits(limits) if splits else (0,) * len(limits)
-    by_rank = {rank: Limits(limits[s], put_off[s]) for s, members in enumerate(mesh.stages) for rank in members}
+    by_rank = {rank: KeptLimits(limits[s], put_off[s]) for s, members in enumerate(mesh.stages) for rank in members}
     turns = pipeline.turns(placement, range(num_microbatches))
     line = Line(owners, by_rank, lambda u: turns[u], random.Random(0))
     line.work = {
@@ -253,7 +253,7 @@ def test_the_simulated_step_of_plans_is_what_workers_do(sizes, num_microbatches,
     forward_s, input_s, weights_s = ([rng.randint(least, 4) for _ in range(sum(sizes))] for least in (1, 1, 0))
     delays = [rng.randint(0, 2) for _ in sizes[1:]]
     turns = {u: rng.randint(0, 4) / 4 for u in range(num_microbatches)}
-    limits = {rank: Limits(in_flight[s], put_off[s]) for rank, s in stage_of.items()}
+    limits = {rank: KeptLimits(in_flight[s], put_off[s]) for rank, s in stage_of.items()}
     line = Line(owners, limits, lambda u: (turns[u], u), rng)
     for of_stage in owners:
         for u, rank in enumerate(of_stage):

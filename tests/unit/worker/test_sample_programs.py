@@ -99,7 +99,7 @@ def test_parts_and_checkpointing_have_the_bits_of_the_whole(name: str) -> None:
     assert all(value.isfinite().all() for value in wanted) and any(value.any() for value in wanted[1:])
     parts, again = Stack(name), Stack(name, checkpointing=True)
     parts.run(IDS + 2)
-    parts.programs.put_off(range(len(parts.buffers)))
+    parts.programs.set_split_layers(range(len(parts.buffers)))
     in_parts = parts.run(parts=True)
     for found in (in_parts, again.run(), again.run()):
         assert all(map(torch.equal, found, wanted))
@@ -129,7 +129,7 @@ def test_compiled_layers_are_right_and_take_one_form(name: str) -> None:
     whole = stack.run()
     for one, other in zip(whole, Stack(name).run(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    stack.programs.put_off(range(len(stack.buffers)))
+    stack.programs.set_split_layers(range(len(stack.buffers)))
     assert all(map(torch.equal, stack.run(parts=True), whole))
     stack.programs.check_form(stack.batch(IDS))
     assert stack.programs.num_compiled == number, "nothing is compiled late"

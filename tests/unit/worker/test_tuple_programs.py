@@ -87,7 +87,7 @@ def test_parts_and_checkpointing_have_the_bits_of_the_whole(name: str) -> None:
     assert all(value.isfinite().all() for value in wanted) and any(value.any() for value in wanted[1:])
     parts, again = eager(name), eager(name, checkpointing=True)
     parts.run(1)
-    parts.programs.put_off(range(len(parts.buffers)))
+    parts.programs.set_split_layers(range(len(parts.buffers)))
     in_parts = parts.run(parts=True)
     for found in (in_parts, again.run(), again.run()):
         assert all(map(torch.equal, found, wanted))
@@ -119,7 +119,7 @@ def test_compiled_layers_are_right_and_their_parts_have_the_bits_of_the_whole(na
     whole = stack.run()
     for one, other in zip(whole, eager(name).run(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    programs.put_off(range(len(stack.buffers)))
+    programs.set_split_layers(range(len(stack.buffers)))
     assert all(map(torch.equal, stack.run(parts=True), whole))
     assert programs.num_compiled == number, "nothing is compiled late"
 
