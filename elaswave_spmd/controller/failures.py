@@ -447,14 +447,14 @@ class FailureHandler:
         left = num_members - (0 if policy.replaces else len({*action.without} & {*protocol.members}))
         if self._signal:
             return self._cannot_go_back(action, f"it was asked to by {self._signal}")
-        if left < max(1, policy.min_workers):
+        if left < policy.min_workers:
             return self._cannot_go_back(
                 action, f"{left} workers would be left, elastic.min_workers is {policy.min_workers}"
             )
         if checkpoint is None and (self._first or (not policy.saves and protocol.version)):
             return self._cannot_go_back(action, f"there is no checkpoint of step {action.newest} or before")
         step, where = (0, "its begin") if checkpoint is None else (checkpoint.step, str(checkpoint.path))
-        mesh = policy.mesh if left == policy.mesh.shape.num_workers else mesh_of(left, policy.mesh)
+        mesh = self._mesh_for(left)
         again = f"{left} workers ({mesh.shape.name}) begin again after step {step}, from {where}"
         fields = {
             "step": step,
@@ -572,7 +572,7 @@ class FailureHandler:
         step = self._first if checkpoint is None else checkpoint.step
         where = "with what the run began with" if checkpoint is None else f"from {checkpoint.path}"
         where += "" if checkpoint is None else " or one that is becoming whole just now"
-        mesh = mesh_of(left, policy.mesh)
+        mesh = self._mesh_for(left)
         pages = sum(replica_set.num_pages for replica_set in end.lost) or "all"
         fields = {
             "step": step,
@@ -585,7 +585,12 @@ class FailureHandler:
             "message": f"{end.reason}: {pages} pages of state after step {protocol.version} are gone; "
             f"{left} workers ({mesh.shape.name}) begin again after step {step}, {where}",
         }
-        return [Record("restart", fields), End(RestartFrom(self._run_dir, mesh, step, is_begin))]
+        return [Record("restart", fields), End(RestartFrom(self._run_dir, mesh, step, is_begin=is_begin))]
+
+    def _mesh_for(self, num_workers: int) -> MeshSettings:
+        """The run's own mesh if it has so many workers, ragged stages included; else one as even as can be."""
+        mesh = self._policy.mesh
+        return mesh if num_workers == mesh.shape.num_workers else mesh_of(num_workers, mesh)
 
     def _killed(self, event: WorkerEnded) -> list[Action]:
         """The end of the run, if the worker was killed: that is the cause, and what others report a consequence.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -44,7 +44,7 @@ from elaswave_spmd.sharding.replicas import ReplicaSet
 class World:
     """Workers 0 and 1 are members, 2 is a newcomer; keeps what is decided about losses."""
 
-    def __init__(self, **elastic: Any) -> None:
+    def __init__(self, *, mesh: Mapping[str, Any] | None = None, **elastic: Any) -> None:
         self.roster = Roster([0, 1, 2])
         for rank in (0, 1, 2):
             self.roster.add(rank, None)
@@ -52,19 +52,19 @@ class World:
         self.awaited: list[int | None] = []  # for each of these losses, the replacement that the first mesh waits for
         self.spares_used: list[int] = []
         self.relinked: list[tuple[set[int], str]] = []
-        mesh = Mesh.initial(MeshShape.of_stages((2,)))
+        members = Mesh.initial(MeshShape.of_stages((2,)))
         self.protocol = SimpleNamespace(
             started=True,
             version=4,
             steps=9,
             stops=False,
             addresses={0: "a", 1: "b"},
-            placement=SimpleNamespace(mesh=mesh),
+            placement=SimpleNamespace(mesh=members),
             members=(0, 1),
             lost=self.lost,
             relink=self.relink,
         )
-        settings = Settings.from_dict({"elastic": elastic, "mesh": {"dp": 2}})
+        settings = Settings.from_dict({"elastic": elastic, "mesh": mesh or {"dp": 2}})
         self.replacements = Replacements(ReplacementPolicy.from_settings(settings.elastic), self.roster)
         self.losses = FailureHandler(
             FailurePolicy.from_settings(settings),
@@ -566,12 +566,20 @@ def test_a_run_whose_workers_are_all_lost_at_each_start_does_not_begin_again(sta
     end = Unrecoverable((), "no worker is left")
     if started:
         world.do(world.losses.end(end, world.now))
-        assert cast(End, world.actions[-1]).outcome == RestartFrom(
-            Path("run"), MeshSettings(dp=2, pp=1), 4, is_begin=True
-        )
+        assert cast(End, world.actions[-1]).outcome == RestartFrom(Path("run"), MeshSettings(dp=2), 4, is_begin=True)
         return
     with pytest.raises(RunError, match="the run cannot go on: no worker is left"):
         world.do(world.losses.end(end, world.now))
+
+
+def test_a_run_that_replaces_its_workers_begins_again_on_its_own_ragged_mesh() -> None:
+    """As even as can be it would be [2, 1]: the larger stage would be another one than the user's."""
+    world = World(replace=True, mesh={"stages": [1, 2]})
+    world.protocol.members = ()
+    world.do(world.losses.end(Unrecoverable((), "no worker is left"), world.now))
+    assert cast(End, world.actions[-1]).outcome == RestartFrom(
+        Path("run"), MeshSettings(stages=(1, 2)), 4, is_begin=True
+    )
 
 
 def test_a_spare_that_goes_with_its_machine_is_no_failure_and_another_one_is_started() -> None:
