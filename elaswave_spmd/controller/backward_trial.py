@@ -36,7 +36,7 @@ _UNDER_WAY = 3  # steps after an order that may have run without it, or with som
 
 
 @dataclass
-class Trial:
+class BackwardTrial:
     """The times of steps of one mesh, run in two ways.
 
     Args:
@@ -112,7 +112,7 @@ class BackwardChoice:
         self._assigner = assigner
         self._interrupted_every = [number for number in interrupted_every if number]
         self._tries = tries and 1 not in self._interrupted_every  # else there is no step that counts
-        self._trial = Trial()
+        self._trial = BackwardTrial()
         self._known: Stages | None = None  # the mesh that was decided about last
         self._others: Assignment | None = None  # the placement with the limits of the other way
         self._committed_s: float | None = None  # when the step before was, in this mesh epoch
@@ -127,7 +127,7 @@ class BackwardChoice:
     def begun(self) -> None:
         """A mesh epoch begins: workers have the limits of its Reconfigure."""
         self._committed_s = None
-        self._trial = Trial()
+        self._trial = BackwardTrial()
         self._others = None
 
     def committed(self, step: int, now: float) -> list[Action]:

@@ -64,7 +64,7 @@ class Guard(Protocol):
 
 
 @dataclass
-class Trial:
+class PaceTrial:
     """The times of steps in one mesh epoch, before workers had paces and since.
 
     Args:
@@ -134,7 +134,7 @@ class Frequencies:
         self._power = power
         self._paces: dict[int, Pace] = {}  # of the present mesh epoch
         self._hinted: object = None  # what the last hints were for
-        self._trial = Trial()  # of the present mesh epoch
+        self._trial = PaceTrial()  # of the present mesh epoch
 
     @classmethod
     def open(cls, settings: ScheduleSettings, scratch: str) -> Frequencies:
@@ -190,7 +190,7 @@ class Frequencies:
     def begun(self, placement: Placement, step: int) -> list[Action]:
         """A mesh epoch begins after `step`: workers have forgotten their paces, which were for another mesh."""
         self._hinted = None
-        self._trial = Trial()
+        self._trial = PaceTrial()
         if not self._paces:
             return []
         if self._guard is not None:

@@ -322,7 +322,7 @@ class ControllerProtocol:
 
     @property
     def started(self) -> bool:
-        """True once the workers of the first mesh have been told their places in it."""
+        """True once the workers of the first mesh have been sent their first Reconfigure."""
         return self._started
 
     @property
@@ -402,7 +402,7 @@ class ControllerProtocol:
         self._domains[rank] = domain
 
     def ready(self, message: Ready) -> list[ProtocolAction]:
-        """A worker listens. When all of the first mesh do, they get their places; a later one is a newcomer."""
+        """A worker is ready. When all of the first mesh are, they are sent the first Reconfigure; a later one is a newcomer."""
         self.addresses[message.rank] = message.address
         if not self._started:
             self._starters.add(message.rank)  # also one that was not waited for: it has come in time

@@ -145,7 +145,7 @@ class WorkerProtocol:
         self._rounds: tuple[Round, ...] = ()  # none before the first configuration
         if self.members:
             self._rounds = rounds_of(self.members, self.rank, self.widest)
-        self.voters = tuple(turn.senders for turn in self._rounds)
+        self.voters = tuple(round_.senders for round_ in self._rounds)
 
     # ---- the step
 
@@ -473,5 +473,8 @@ def _resplit(
 def held_ranges(replica_map: ReplicaMap, rank: int) -> tuple[ReplicaSet, ...]:
     """The page ranges whose reduced gradients a worker gets, as replica or learner, in layer and page order."""
     return tuple(
-        run for _, runs in sorted(replica_map.items()) for run in runs if rank in run.replicas or rank in run.learners
+        pages
+        for _, ranges in sorted(replica_map.items())
+        for pages in ranges
+        if rank in pages.replicas or rank in pages.learners
     )

@@ -84,7 +84,7 @@ class _Order:
         return cls(turns(placement, placement.microbatches_of(rank)), placement.num_microbatches, limits)
 
     def turn(self, microbatch: int) -> float:
-        """The turn of a micro-batch; one that was another worker's comes by its number."""
+        """The turn of a micro-batch; one taken over from another worker gets that of its position in the step."""
         return self.turns.get(microbatch, (2 * microbatch + 1) / (2 * self.num_microbatches))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.controller.backward_trial import BLOCK, ORDER, SPLIT_BACKWARD, BackwardChoice, Trial
+from elaswave_spmd.controller.backward_trial import BLOCK, ORDER, SPLIT_BACKWARD, BackwardChoice, BackwardTrial
 from elaswave_spmd.controller.events import Action, Record
 from elaswave_spmd.controller.rescheduler import ReschedulePolicy
 from elaswave_spmd.recovery.actions import Broadcast
@@ -115,7 +115,7 @@ def test_either_way_has_as_many_steps_and_comes_first_as_often() -> None:
     assert 2 * sum(ORDER) == len(ORDER) and not ORDER[0]
     pairs = list(zip(ORDER[::2], ORDER[1::2], strict=True))
     assert all(one != two for one, two in pairs) and 2 * sum(one for one, _ in pairs) == len(pairs)
-    trial = Trial(left_out=0)
+    trial = BackwardTrial(left_out=0)
     changes = [trial.add(1.0) for _ in range(len(ORDER) * BLOCK)]
     assert not trial.is_complete, "steps after a change do not count"
     assert sum(changes) < sum(one != two for one, two in pairwise(ORDER)) + 1
