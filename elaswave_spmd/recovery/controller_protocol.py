@@ -402,7 +402,7 @@ class ControllerProtocol:
         self._domains[rank] = domain
 
     def ready(self, message: Ready) -> list[ProtocolAction]:
-        """A worker is ready. When all of the first mesh are, they are sent the first Reconfigure; a later one is a newcomer."""
+        """A worker is ready. When all of the first mesh are, they are sent a Reconfigure; a later one is a newcomer."""
         self.addresses[message.rank] = message.address
         if not self._started:
             self._starters.add(message.rank)  # also one that was not waited for: it has come in time

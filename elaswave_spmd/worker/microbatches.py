@@ -27,9 +27,9 @@ from elaswave_spmd.worker.stage_boundary import ACTIVATION, GRADIENT, VALIDATION
 from elaswave_spmd.worker.waiting import ConfigurationChanged, Reason, Waiting, Waits
 
 Receivers = Callable[[], tuple[int | None, ...]]
-"""Returns the workers to send an action's output to: the neighbouring stage's, None if it needs nothing any more, and its
-checker where it is checked. It is called when the output is there, not before: messages are handled in between, and the
-mesh may have changed."""
+"""Returns the workers to send an action's output to: the neighbouring stage's, None if it needs nothing any more, and
+its checker where it is checked. It is called when the output is there, not before: messages are handled in between, and
+the mesh may have changed."""
 
 
 class MicrobatchRunner:
