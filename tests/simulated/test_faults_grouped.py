@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.worker.sum_exchange import SumExchanges
+from elaswave_spmd.worker.sum_exchange import StageExchanges
 from tests.cluster.faults import SENDER, AnyFault, Fault, MessageFault
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.schedules import run_many
@@ -20,18 +20,19 @@ CHUNK = 30
 
 
 class Grouped(GroupedCluster, MirroredCluster):
-    """The workers of a run, and how often one sent parameters or sums to another of its stage by a link, by step."""
+    """The workers of a run, and how often one sent something to another of its stage by a link, by step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.by_link: Counter[int] = Counter()
         self.sums_by_link: Counter[int] = Counter()
+        self.gradients_by_link: Counter[int] = Counter()
         super().__init__(*args, **kwargs)
 
     def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
         mesh = self.protocol.placement.mesh
-        if isinstance(message, m.Publish | m.PartialSum) and {sender, peer} <= {*mesh.members}:
-            counter = self.by_link if isinstance(message, m.Publish) else self.sums_by_link
-            counter[message.step] += mesh.stage_of(sender) == mesh.stage_of(peer)
+        counters = {m.Publish: self.by_link, m.PartialSum: self.sums_by_link, m.ReducedGradient: self.gradients_by_link}
+        if isinstance(message, (*counters,)) and {sender, peer} <= {*mesh.members}:
+            counters[type(message)][message.step] += mesh.stage_of(sender) == mesh.stage_of(peer)
         if isinstance(message, m.Vote):
             executor = self._workers[sender].executor
             assert executor is None or executor.replica.parameters.grouped.idle, "nobody votes while it still copies"
@@ -47,14 +48,14 @@ def train(run: Run, mesh: str, zero: int, *faults: AnyFault, **how: Any) -> Grou
 @pytest.fixture
 def returned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The sums that exchanges had been given and may not have brought, as they come back."""
-    found, take_back = list[Any](), SumExchanges.take_back
+    found, take_back = list[Any](), StageExchanges.take_back
 
-    def _take_back(self: SumExchanges) -> Any:
+    def _take_back(self: StageExchanges) -> Any:
         sums = take_back(self)
         found.extend(sums)
         return sums
 
-    monkeypatch.setattr(SumExchanges, "take_back", _take_back)
+    monkeypatch.setattr(StageExchanges, "take_back", _take_back)
     return found
 
 
@@ -70,6 +71,7 @@ def test_a_stage_publishes_and_adds_up_through_its_group(mesh: str, zero: int) -
     # A group may come too late for the first steps; none is needed for what its last step leaves behind.
     assert cluster.by_link[4] == 0
     assert cluster.sums_by_link[1] > 0 == cluster.sums_by_link[4], "the first step of an epoch goes by links"
+    assert cluster.gradients_by_link[1] > 0 == cluster.gradients_by_link[4]
 
 
 @pytest.mark.parametrize("model", ["gpt_tied", "llama_tied", "inf"])
