@@ -46,16 +46,18 @@ def train(run: Run, mesh: str, zero: int, *faults: AnyFault, **how: Any) -> Grou
 
 
 @pytest.fixture
-def returned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The sums that exchanges had been given and may not have brought, as they come back."""
-    found, take_back = list[Any](), StageExchanges.take_back
+def returned(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many sums and reduced gradients exchanges had been given and may not have brought."""
+    found = Counter[str]()
+    for kind, name in (("sums", "take_back"), ("gradients", "take_back_gradients")):
+        take_back = getattr(StageExchanges, name)
 
-    def _take_back(self: StageExchanges) -> Any:
-        sums = take_back(self)
-        found.extend(sums)
-        return sums
+        def _take_back(self: StageExchanges, kind: str = kind, take_back: Any = take_back) -> Any:
+            taken = take_back(self)
+            found[kind] += len(taken)
+            return taken
 
-    monkeypatch.setattr(StageExchanges, "take_back", _take_back)
+        monkeypatch.setattr(StageExchanges, name, _take_back)
     return found
 
 
@@ -103,21 +105,21 @@ def test_a_worker_is_lost_while_its_stage_publishes(point: str, seed: int) -> No
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 @pytest.mark.parametrize("zero", range(4))
 @one_thread()
-def test_a_worker_is_lost_while_its_stage_exchanges_sums(point: str, kind: str, zero: int, returned: list[Any]) -> None:
+def test_a_worker_is_lost_while_its_stage_exchanges(point: str, kind: str, zero: int, returned: Counter[str]) -> None:
     fault = Fault(4, kind, 1, point, count=2, turns=30)
     cluster = train(Run(microbatches=8, steps=6), "dp4", zero, fault, failing=0.0, seed=zero)
     assert cluster.result.epochs and cluster.hub.ended["exchanged"] > 0
-    assert returned
+    assert returned["sums"] and (point != "norm" or returned["gradients"])
 
 
 @pytest.mark.parametrize("zero", range(4))
 @one_thread()
-def test_a_change_that_loses_nobody_is_in_the_middle_of_exchanges(zero: int, returned: list[Any]) -> None:
-    """A link is lost: sums that the group may not have brought are sent again, in the next epoch, over links."""
-    fault = MessageFault("unlink", "ReducedGradient", SENDER, False, 50)
-    cluster = train(Run(microbatches=8, steps=6), "dp4", zero, fault, failing=0.0, seed=zero)
+def test_a_change_that_loses_nobody_is_in_the_middle_of_exchanges(zero: int, returned: Counter[str]) -> None:
+    """A link is lost: what the group may not have brought is sent again, in the next epoch, over links."""
+    fault = MessageFault("unlink", "ActivationGradient", SENDER, False, 32)
+    cluster = train(Run(microbatches=8, steps=6), "dp3_pp2", zero, fault, failing=0.0, seed=zero)
     assert cluster.result.epochs and cluster.hub.ended["exchanged"] > 0
-    assert returned
+    assert returned["sums"] and returned["gradients"]
 
 
 @one_thread()
