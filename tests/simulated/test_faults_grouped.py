@@ -31,7 +31,8 @@ class Grouped(GroupedCluster, MirroredCluster):
     def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
         mesh = self.protocol.placement.mesh
         counters = {m.Publish: self.by_link, m.PartialSum: self.sums_by_link, m.ReducedGradient: self.gradients_by_link}
-        if isinstance(message, (*counters,)) and {sender, peer} <= {*mesh.members}:
+        is_counted = isinstance(message, m.Publish | m.PartialSum | m.ReducedGradient)
+        if is_counted and {sender, peer} <= {*mesh.members}:
             counters[type(message)][message.step] += mesh.stage_of(sender) == mesh.stage_of(peer)
         if isinstance(message, m.Vote):
             executor = self._workers[sender].executor
