@@ -102,9 +102,8 @@ class StateReplica:
         self.background = BackgroundCopies()
         """Copies of state that is sent and received, done in small pieces whenever this worker waits."""
         self._gradients: dict[int, dict[PageRange, Tensor]] = {}  # step -> reduced gradients that are here
-        self._gradients_sent: set[tuple[int, PageRange, int]] = (
-            set()
-        )  # (step, pages, receiver) of reduced gradients sent
+        # (step, pages, receiver) of reduced gradients that were sent, or given to an exchange.
+        self._gradients_sent: set[tuple[int, PageRange, int]] = set()
         self._sent_state: set[tuple[PageRange, int]] = set()  # (pages, learner) whose state was sent
         self._early: dict[tuple[int, m.Message], Tensor] = {}  # for pages that this worker does not hold yet
         self._written: dict[PageRange, bytes] = {}  # hashes of the state when it was written last
@@ -153,7 +152,7 @@ class StateReplica:
         self._split_gradients()
         self.state.rebind((r for r in held if not self.is_loss(r)), self._values)
         self.parameters.bind(placement, replica_map)
-        self._take_back_gradients(self.protocol.version + 1)  # to whomever they concern now they are sent below
+        self._take_back_gradients(self.protocol.version + 1)  # sent below to whomever they concern now
         self.sums.bind(placement, replica_map, self.protocol.version)
         layers = placement.layers_of_stage(placement.mesh.stage_of(self.rank))
         self.reducer.bind(replica_map, layers, self.protocol.version + 1, self._unsure)
@@ -271,7 +270,7 @@ class StateReplica:
                 self.parameters.install_arrived(what, values)
                 continue
             for reduced in self.reducer.exchanged(what, values):
-                message = _message(grouped.exchanges.step, reduced)
+                message = _as_message(grouped.exchanges.step, reduced)
                 self._gradient_received(reduced.pages.primary, message, reduced.gradient)
         grouped.begin_exchanges()
         if not grouped.serves:
@@ -352,7 +351,7 @@ class StateReplica:
             if (step, pages.key, receiver) not in self._gradients_sent:
                 self._gradients_sent.add((step, pages.key, receiver))
                 if receiver not in by_group:
-                    self._send(receiver, _message(step, reduced), gradient)
+                    self._send(receiver, _as_message(step, reduced), gradient)
 
     def _loss_in(self, key: PageRange, gradient: Tensor) -> tuple[float | None, float | None]:
         """The loss and its weight in a reduced gradient, if it is that of the loss page, and losses have a weight.
@@ -548,5 +547,6 @@ class StateReplica:
         return self._loss_received < newest and self.protocol.loss_at(newest) is None
 
 
-def _message(step: int, reduced: ReducedPages) -> m.ReducedGradient:
+def _as_message(step: int, reduced: ReducedPages) -> m.ReducedGradient:
+    """A reduced gradient as links bring it, without its payload."""
     return m.ReducedGradient(step, *reduced.pages.key, np.array(reduced.norms, "<f4").tobytes())

@@ -292,5 +292,6 @@ def test_with_the_option_off_nothing_is_under_way_or_reached_by_a_broadcast() ->
     assert none.idle and not none.has_news and not none.serves
     none.begin_exchanges()
     assert none.arrived() == [] and not none.exchanges.takes(1, LAYER, (0, 1)) and not none.reached(RUNS[1].key)
+    assert not none.exchanges.mirrors(1, RUNS[1].key)
     with pytest.raises(AssertionError, match="no vote"):
         none.broadcast(LAYER, 1, {})

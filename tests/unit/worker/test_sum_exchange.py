@@ -222,6 +222,7 @@ def kept_in_a_step(placement: Placement, pace: tuple[int, ...]) -> dict[int, int
     return kept
 
 
+@pytest.mark.parametrize("mirrors", [0, 1])
 @pytest.mark.parametrize(
     ("counts", "pace", "waiting"),
     [
@@ -231,10 +232,15 @@ def kept_in_a_step(placement: Placement, pace: tuple[int, ...]) -> dict[int, int
     ],
 )
 def test_sharded_sums_are_given_up_on_the_way(
-    counts: tuple[int, ...], pace: tuple[int, ...], waiting: tuple[int, ...]
+    counts: tuple[int, ...], pace: tuple[int, ...], waiting: tuple[int, ...], mirrors: int
 ) -> None:
-    """A worker keeps the sum of the layer under way, those of two exchanges that are complete, and what has to wait."""
-    kept = kept_in_a_step(placed((2,), (0, 3), (counts,), 2), pace)
+    """A worker keeps the sum of the layer under way, those of two exchanges that are complete, and what has to wait.
+
+    Exchanges of reduced gradients come between those of the last round, and keep no further sum.
+    """
+    placement = placed((2,), (0, 3), (counts,), 2)
+    replicas = place_replicas(LAYOUT, placement.state_sharding(mirrors))
+    kept = kept_in_a_step(replace(placement, replicas=replicas), pace)
     assert kept == {rank: WINDOW + 1 + number for rank, number in enumerate(waiting)}
 
 
