@@ -51,7 +51,7 @@ class GradientExchange:
     ranges: Mapping[int, tuple[ReplicaSet, ...]]
 
     @classmethod
-    def of(cls, layout: LayerLayout, found: Sequence[ReplicaSet], members: Sequence[int]) -> GradientExchange | None:
+    def of(cls, layout: LayerLayout, found: Sequence[ReplicaSet], members: frozenset[int]) -> GradientExchange | None:
         """The exchange of a layer; None if no member has a reduced gradient for another one.
 
         Args:
@@ -103,9 +103,9 @@ class GradientExchange:
         return [ReducedPages(p, value, [next(norms) for _ in range(_num_norms(layout, p))]) for p, value in found]
 
 
-def mirrors_in(members: Sequence[int], pages: ReplicaSet) -> frozenset[int]:
+def mirrors_in(members: frozenset[int], pages: ReplicaSet) -> frozenset[int]:
     """The mirrors of a page range among the members of a stage."""
-    return pages.replicas.intersection(members) - {pages.primary}
+    return (pages.replicas & members) - {pages.primary}
 
 
 def _num_elements(layout: LayerLayout, pages: ReplicaSet) -> int:

@@ -123,7 +123,7 @@ class ExchangePlan:
         nodes = {m: maximal_nodes(mine[m], placement.num_microbatches) for m in members}
         rounds = _rounds(mine, nodes) if placement.shardings.grads.axes else [nodes]
         sums = [SumExchange(layer, found) for found in rounds for layer in reversed(layers)]
-        behind = _gradients_behind(sums, layout, replica_map, members)
+        behind = _gradients_behind(sums, layout, replica_map, frozenset(members))
         order: list[Exchange] = []
         for at, exchange in enumerate(sums):
             if _has_any(exchange, ways[exchange.layer]):
@@ -219,7 +219,7 @@ def _by_primary(found: Sequence[Route], members: Sequence[int]) -> dict[int, tup
 
 
 def _gradients_behind(
-    sums: Sequence[SumExchange], layout: ModelLayout, replica_map: ReplicaMap, members: Sequence[int]
+    sums: Sequence[SumExchange], layout: ModelLayout, replica_map: ReplicaMap, members: frozenset[int]
 ) -> dict[int, list[GradientExchange]]:
     """Index of an exchange of sums -> the exchanges of reduced gradients that come right after it."""
     behind: dict[int, list[GradientExchange]] = {}
@@ -269,7 +269,8 @@ class StageExchanges:
         self._exchanged = frozenset(layer_sum for sent in sums for layer_sum in _sums(plan, sent))
         gradients = (sent for sent in plan.order if isinstance(sent, GradientExchange))
         ranges = (pages for sent in gradients for pages in sent.sent_by(plan.rank))
-        self._mirrors = {pages.key: mirrors_in(plan.members, pages) for pages in ranges}
+        members = frozenset(plan.members)
+        self._mirrors = {pages.key: mirrors_in(members, pages) for pages in ranges}
 
     def agree(self, step: int) -> None:
         """All votes for the step before had the mark: this one is exchanged, once this worker begins it."""

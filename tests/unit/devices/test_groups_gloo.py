@@ -197,8 +197,9 @@ def test_an_exchange_that_not_all_take_part_in_has_failed_and_blocks_nobody() ->
     change(workers, 0)
     eventually(lambda: all_ready(workers, 0))
     received = {rank: torch.zeros(2) for rank in (0, 2)}
+    sizes = {rank: [int(member != rank) for member in range(3)] for rank in (0, 2)}
     works = [
-        workers[rank].exchange(torch.zeros(2), received[rank], *[[int(n != rank) for n in range(3)]] * 2)
+        workers[rank].exchange(torch.zeros(2), received[rank], sizes[rank], sizes[rank], "PartialSum")
         for rank in (0, 2)
     ]
     assert not any(work.is_completed() for work in works), "it is polled, never waited for"
