@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.worker.sum_exchange import StageExchanges
 from tests.cluster.faults import SENDER, AnyFault, Fault, MessageFault
 from tests.cluster.grouped import GroupedCluster
@@ -26,6 +27,7 @@ class Grouped(GroupedCluster, MirroredCluster):
         self.by_link: Counter[int] = Counter()
         self.sums_by_link: Counter[int] = Counter()
         self.gradients_by_link: Counter[int] = Counter()
+        self.beside_groups = 0  # reduced gradients that went over a link while a group brought them to other mirrors
         super().__init__(*args, **kwargs)
 
     def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
@@ -34,6 +36,11 @@ class Grouped(GroupedCluster, MirroredCluster):
         is_counted = isinstance(message, m.Publish | m.PartialSum | m.ReducedGradient)
         if is_counted and {sender, peer} <= {*mesh.members}:
             counters[type(message)][message.step] += mesh.stage_of(sender) == mesh.stage_of(peer)
+        if isinstance(message, m.ReducedGradient) and (executor := self._workers[sender].executor) is not None:
+            exchanges = executor.replica.parameters.grouped.exchanges
+            by_group = exchanges.mirrors(message.step, (message.layer, message.first, message.stop))
+            assert peer not in by_group, "whoever the group serves gets nothing over links"
+            self.beside_groups += bool(by_group)
         if isinstance(message, m.Vote):
             executor = self._workers[sender].executor
             assert executor is None or executor.replica.parameters.grouped.idle, "nobody votes while it still copies"
@@ -121,6 +128,15 @@ def test_a_change_that_loses_nobody_is_in_the_middle_of_exchanges(zero: int, ret
     cluster = train(Run(microbatches=8, steps=6), "dp3_pp2", zero, fault, failing=0.0, seed=zero)
     assert cluster.result.epochs and cluster.hub.ended["exchanged"] > 0
     assert returned["sums"] and returned["gradients"]
+
+
+@pytest.mark.parametrize("zero", range(4))
+@one_thread()
+def test_mirrors_in_another_stage_get_reduced_gradients_over_links(zero: int) -> None:
+    """A stage of two has one mirror for each page of its own; the other of two mirrors is in the other stage."""
+    policy = Policy(mirror_count=2)
+    cluster = train(Run(microbatches=5, steps=4), "dp2_pp2", zero, failing=0.0, policy=policy, seed=zero)
+    assert cluster.hub.ended["exchanged"] > 0 and cluster.beside_groups > 0
 
 
 @one_thread()
