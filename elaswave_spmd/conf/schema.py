@@ -368,7 +368,7 @@ class RuntimeSettings(Section, group="runtime"):
     whose bits depend on more than the micro-batch is refused.
 
     `collectives`: while a stage has a process group of the device's library (NCCL, HCCL; gloo on the CPU), partial
-    sums of gradients and new parameters go through it, and over links otherwise. The bits are the same.
+    sums, reduced gradients and new parameters go through it, and over links otherwise. The bits are the same.
 
     Several machines: the controller listens at `rendezvous`, where agents find it, `agents` of them before the run
     begins (with 0 it begins alone) and others at any time later. `local_workers` run beside the controller, the others
@@ -390,7 +390,7 @@ class RuntimeSettings(Section, group="runtime"):
     activation_checkpointing: bool = setting(False, "keep only the inputs of layers, compute the rest again")
     compile: bool = setting(False, "make layer programs by torch.compile, all before the first step")
     check_model: bool = setting(True, "compute a micro-batch twice before the first step, refuse layers that differ")
-    collectives: str = setting(LINKS, "the way of sums and new parameters inside a stage", choices=COLLECTIVES)
+    collectives: str = setting(LINKS, "the way of gradients and new parameters inside a stage", choices=COLLECTIVES)
     host: str | None = setting(None, "address on which links listen; null: 127.0.0.1, or that of the rendezvous")
     rendezvous: str | None = setting(None, "HOST:PORT of the controller for agents; null: one machine")
     agents: int | None = setting(

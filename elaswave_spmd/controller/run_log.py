@@ -279,8 +279,8 @@ class DamageLog:
 
 
 class GroupLog:
-    """Writes `group` lines: from this step on parameters are published through groups, and sums from the step after it
-    on; or both by links again, also since a group has failed, the first of each mesh epoch. Where stages have no groups
+    """Writes `group` lines: from this step on parameters are published through groups, and sums and reduced gradients
+    from the step after it on; or all by links again, also since a group has failed, the first of each mesh epoch. Where stages have no groups
     there is nothing to write."""
 
     def __init__(self, observer: RunObserver) -> None:
@@ -304,9 +304,9 @@ class GroupLog:
 
     def _write(self, step: int, epoch: int, reason: str) -> None:
         what = (
-            f"parameters go by a group, and sums from step {step + 1} on"
+            f"parameters go by a group, and gradients from step {step + 1} on"
             if self._serves
-            else "parameters and sums go by links"
+            else "parameters and gradients go by links"
         )
         message = f"from step {step} on {what}" + (f": {reason}" if reason else "")
         line = {"mesh_epoch": epoch, "serves": self._serves, "reason": reason, "message": message}

@@ -20,8 +20,9 @@ from elaswave_spmd.recovery.messages import PartialSum
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.worker.buffers import GradientBuffer, GradientPool
+from elaswave_spmd.worker.gradient_exchange import GradientExchange, ReducedPages
 from elaswave_spmd.worker.gradient_routes import Route, routes
-from elaswave_spmd.worker.sum_exchange import LayerSum, SumExchange, SumExchanges
+from elaswave_spmd.worker.sum_exchange import Exchange, LayerSum, StageExchanges
 
 
 class SumObserver(Protocol):
@@ -60,7 +61,7 @@ class GradientReducer:
         send: (primary, message, fp32 payload); the payload must not change until the step is decided.
         gradient_done: called with (step, pages, gradient) when the reduced gradient of pages that this worker is the
             primary of is complete. The step may be one that this worker has not begun.
-        exchanges: sums that go through the group of the stage in place of `send`; None: none do.
+        exchanges: what goes through the group of the stage in place of `send`; None: nothing does.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class GradientReducer:
         add_in_place: bool,
         send: Send,
         gradient_done: GradientDone,
-        exchanges: SumExchanges | None = None,
+        exchanges: StageExchanges | None = None,
     ) -> None:
         self.rank = rank
         self.num_microbatches = num_microbatches
@@ -84,7 +85,7 @@ class GradientReducer:
         self._add_in_place = add_in_place
         self._send = send
         self._gradient_done = gradient_done
-        self._exchanges = exchanges or SumExchanges()
+        self._exchanges = exchanges or StageExchanges()
         self.observer: SumObserver | None = None
         """Set by whoever checks sums, before the first step."""
         self.send_copies = False
@@ -341,20 +342,25 @@ class GradientReducer:
         if gradient is not None:
             self._gradient_done(step, pages, gradient)
 
-    # ---- sums through the group of the stage
+    # ---- what comes through the group of the stage
 
-    def exchanged(self, exchange: SumExchange, values: Tensor) -> None:
-        """An exchange is complete here: add what has come, and give up own sums that are now known to be everywhere.
+    def exchanged(self, exchange: Exchange, values: Tensor) -> list[ReducedPages]:
+        """An exchange is complete here: add sums that have come, and give up own ones that are now known everywhere.
 
         Args:
             values: of all members, one behind the other.
+
+        Returns:
+            The reduced gradients that have come: none if it has brought sums.
         """
         plan, step = self._exchanges.plan, self._exchanges.step
         if not step:  # the group has failed since: nobody takes this exchange for complete here, and links bring it
-            return
+            return []
         assert plan is not None and step == self.applied_step + 1, (step, self.applied_step)
         for layer_sum in self._exchanges.complete():
             self._known_everywhere(layer_sum)
+        if isinstance(exchange, GradientExchange):
+            return plan.gradients(exchange, values)
         parts = plan.parts(exchange, values)
         for node, route, part in parts:
             self._add(step, route.pages, route.layer, node, part, owned=False)
@@ -362,6 +368,7 @@ class GradientReducer:
         for node, route, _ in parts:  # one that waits for others must not keep the memory of the whole exchange
             if (reduction := reductions.get(route.pages.key)) is not None:
                 reduction.own(route.layer, node)
+        return []
 
     def _known_everywhere(self, layer_sum: LayerSum) -> None:
         """A sum need not be kept any more, unless gradients are replicated, or a StepReport has named it."""

@@ -1,12 +1,12 @@
 """The option `runtime.collectives=group`: what goes through a process group of a stage's workers in place of links.
 
-That is new parameters of a step, and partial sums of the next one (sum_exchange.py). A group only copies: sums have an
-order of their own. It is used for a step for which all votes carried the extension GROUPED. Then every worker of the
-stage applies the step in this epoch, or no worker goes on in it, and all issue the same collectives in the same order:
-broadcasts of the step by layer and page, then exchanges of the next step in the order of its plan. Received values lie
-in memory of their own until the collective is complete, since one that a dead peer has left half done may still write.
-A new epoch gives up everything that is under way: pages that are missing then are asked for over links, and sums that
-may be missing are sent over links.
+That is new parameters of a step, and partial sums and reduced gradients of the next one (sum_exchange.py). A group only
+copies: sums have an order of their own. It is used for a step for which all votes carried the extension GROUPED. Then
+every worker of the stage applies the step in this epoch, or no worker goes on in it, and all issue the same collectives
+in the same order: broadcasts of the step by layer and page, then exchanges of the next step in the order of its plan.
+Received values lie in memory of their own until the collective is complete, since one that a dead peer has left half
+done may still write. A new epoch gives up everything that is under way: pages that are missing then are asked for over
+links, and sums and reduced gradients that may be missing are sent over links.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
-from elaswave_spmd.worker.sum_exchange import ExchangePlan, SumExchange, SumExchanges
+from elaswave_spmd.worker.sum_exchange import Exchange, ExchangePlan, StageExchanges
 
 
 class CollectiveWork(Protocol):
@@ -71,9 +71,17 @@ class StageGroup(Protocol):
         ...
 
     def exchange(
-        self, sent: Tensor, received: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]
+        self,
+        sent: Tensor,
+        received: Tensor,
+        sent_sizes: Sequence[int],
+        received_sizes: Sequence[int],
+        what: str,
     ) -> CollectiveWork:
         """Begin an all-to-all; sizes are in elements, by member. The group keeps the memory, as for a broadcast.
+
+        Args:
+            what: the kind of message that it stands for. It is told with what becomes of it.
 
         Raises:
             RuntimeError: as for a broadcast.
@@ -91,7 +99,7 @@ class StageGroup(Protocol):
 
 @dataclass(frozen=True)
 class _UnderWay:
-    what: Publish | SumExchange
+    what: Publish | Exchange
     values: Tensor  # that are received, or sent
     work: CollectiveWork
     sent: bool
@@ -106,7 +114,7 @@ class NoCollectives:
     epoch = -1
 
     def __init__(self) -> None:
-        self.exchanges = SumExchanges()
+        self.exchanges = StageExchanges()
 
     def bind(self, placement: Placement, replica_map: ReplicaMap) -> None: ...
 
@@ -118,7 +126,7 @@ class NoCollectives:
 
     def begin_exchanges(self) -> None: ...
 
-    def arrived(self) -> list[tuple[Publish | SumExchange, Tensor]]:
+    def arrived(self) -> list[tuple[Publish | Exchange, Tensor]]:
         return []
 
     def reached(self, pages: PageRange) -> frozenset[int]:
@@ -155,8 +163,8 @@ class StageCollectives:
         self._dtype = dtype
         self._send = send
         self._group = group
-        self.exchanges = SumExchanges()
-        """Of partial sums: the reducer fills it, and takes from it what links have to bring after all."""
+        self.exchanges = StageExchanges()
+        """Filled by reducer and replica, which take from it what links have to bring after all."""
         self._under_way: deque[_UnderWay] = deque()
         self._ranges: dict[int, tuple[ReplicaSet, ...]] = {}  # layer -> page ranges that are broadcast, in page order
         self._keys: frozenset[PageRange] = frozenset()
@@ -263,7 +271,7 @@ class StageCollectives:
                 return
 
     def begin_exchanges(self) -> None:
-        """Begin the exchanges whose turn it is and whose sums are complete here. Called when messages were handled."""
+        """Begin the exchanges whose turn it is, if what is sent is complete here. Called when messages were handled."""
         while not self._lost and (exchange := self.exchanges.next()) is not None:
             assert self.exchanges.plan is not None
             sent_sizes, sizes = self.exchanges.plan.sizes(exchange)
@@ -271,7 +279,7 @@ class StageCollectives:
             received = torch.empty(sum(sizes), dtype=torch.float32, device=self._place)
             refused = ""
             try:
-                work = self._group.exchange(sent, received, sent_sizes, sizes)
+                work = self._group.exchange(sent, received, sent_sizes, sizes, exchange.message)
                 self._under_way.append(_UnderWay(exchange, received, work, sent=False))
                 del work  # as in `arrived`
             except RuntimeError as error:  # as for a broadcast
@@ -279,7 +287,7 @@ class StageCollectives:
             if refused:
                 self.lose(refused)
 
-    def arrived(self) -> list[tuple[Publish | SumExchange, Tensor]]:
+    def arrived(self) -> list[tuple[Publish | Exchange, Tensor]]:
         """(what, values) of the collectives that are complete since the last call, in order; not what was sent only."""
         found = []
         failed = ""

@@ -26,6 +26,7 @@ from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.context import WorkerContext
 from elaswave_spmd.worker.digests import Digester
 from elaswave_spmd.worker.fault_points import FaultPoint
+from elaswave_spmd.worker.gradient_exchange import ReducedPages
 from elaswave_spmd.worker.gradient_reduction import GradientReducer
 from elaswave_spmd.worker.optimizers import clip_divisor
 from elaswave_spmd.worker.page_norms import page_norm_values
@@ -35,7 +36,6 @@ from elaswave_spmd.worker.stage_collectives import NoCollectives, StageCollectiv
 from elaswave_spmd.worker.state import LEARNING, BackgroundCopies, HeldState, Saved, contains, cut
 from elaswave_spmd.worker.state_transfer import receive_state, send_state
 from elaswave_spmd.worker.sum_checks import SumChecks
-from elaswave_spmd.worker.sum_exchange import SumExchange
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.step_commit import StepCommit
@@ -90,6 +90,7 @@ class StateReplica:
             gradient_done=self._gradient_reduced,
             exchanges=grouped.exchanges,
         )
+        self._exchanges = grouped.exchanges
         self.reducer.send_copies = context.channel.copies_payloads
         self.reducer.step_decided(protocol.version)
         draw, digester = CheckDraw(job.seed, job.verify_rate), Digester(context.device)
@@ -101,9 +102,8 @@ class StateReplica:
         self.background = BackgroundCopies()
         """Copies of state that is sent and received, done in small pieces whenever this worker waits."""
         self._gradients: dict[int, dict[PageRange, Tensor]] = {}  # step -> reduced gradients that are here
-        self._gradients_sent: set[tuple[int, PageRange, int]] = (
-            set()
-        )  # (step, pages, receiver) of reduced gradients sent
+        # (step, pages, receiver) of reduced gradients that were sent, or given to an exchange.
+        self._gradients_sent: set[tuple[int, PageRange, int]] = set()
         self._sent_state: set[tuple[PageRange, int]] = set()  # (pages, learner) whose state was sent
         self._early: dict[tuple[int, m.Message], Tensor] = {}  # for pages that this worker does not hold yet
         self._written: dict[PageRange, bytes] = {}  # hashes of the state when it was written last
@@ -152,6 +152,7 @@ class StateReplica:
         self._split_gradients()
         self.state.rebind((r for r in held if not self.is_loss(r)), self._values)
         self.parameters.bind(placement, replica_map)
+        self._take_back_gradients(self.protocol.version + 1)  # sent below to whomever they concern now
         self.sums.bind(placement, replica_map, self.protocol.version)
         layers = placement.layers_of_stage(placement.mesh.stage_of(self.rank))
         self.reducer.bind(replica_map, layers, self.protocol.version + 1, self._unsure)
@@ -242,7 +243,7 @@ class StateReplica:
                 self.parameters.needed(sender, message)
             case m.GroupLost():
                 self.parameters.group_lost(message)
-                self.reducer.send_returned()
+                self._send_returned()
             case m.PageState():
                 assert payload is not None
                 self._state_received(sender, message, payload)
@@ -265,16 +266,31 @@ class StateReplica:
         was_idle = grouped.idle
         grouped.check()
         for what, values in grouped.arrived() if not was_idle else ():
-            if isinstance(what, SumExchange):
-                self.reducer.exchanged(what, values)
-            else:
+            if isinstance(what, m.Publish):
                 self.parameters.install_arrived(what, values)
+                continue
+            for reduced in self.reducer.exchanged(what, values):
+                message = _as_message(grouped.exchanges.step, reduced)
+                self._gradient_received(reduced.pages.primary, message, reduced.gradient)
         grouped.begin_exchanges()
         if not grouped.serves:
             if not was_idle:
                 self.parameters.ask_for_rest()
-            self.reducer.send_returned()
+            self._send_returned()
         grouped.update_offer()
+
+    def _send_returned(self) -> None:
+        """The group has failed within the mesh epoch: what it may not have brought goes over links."""
+        self.reducer.send_returned()
+        step = self.protocol.version + 1
+        for reduced in self._take_back_gradients(step):
+            self._relay_gradient(step, reduced.pages, reduced.gradient, reduced.norms)
+
+    def _take_back_gradients(self, step: int) -> list[ReducedPages]:
+        """The reduced gradients that the group may not have brought to all mirrors: these count as not sent."""
+        found = self._exchanges.take_back_gradients()
+        self._gradients_sent -= {(step, one.pages.key, mirror) for one, mirrors in found for mirror in mirrors}
+        return [one for one, _ in found]
 
     # ---- reduced gradients
 
@@ -319,17 +335,23 @@ class StateReplica:
     ) -> None:
         """Send a reduced gradient to the other replicas and learners; a mirror sends it to a primary that is new.
 
+        In a step that the stage exchanges the mirrors in it get it through the group.
+
         Args:
             was: the primary in the older epoch, if it may be another one now, or may have missed what it was sent.
         """
+        reduced = ReducedPages(pages, gradient, norms)
         if pages.primary == self.rank:
-            receivers = pages.receivers
+            receivers, by_group = pages.receivers, self._exchanges.mirrors(step, pages.key)
         else:
-            receivers = () if was in (None, pages.primary) else (pages.primary,)
+            receivers, by_group = () if was in (None, pages.primary) else (pages.primary,), frozenset[int]()
+        if by_group:
+            self._exchanges.add_gradient(reduced)
         for receiver in receivers:
             if (step, pages.key, receiver) not in self._gradients_sent:
                 self._gradients_sent.add((step, pages.key, receiver))
-                self._send(receiver, m.ReducedGradient(step, *pages.key, np.array(norms, "<f4").tobytes()), gradient)
+                if receiver not in by_group:
+                    self._send(receiver, _as_message(step, reduced), gradient)
 
     def _loss_in(self, key: PageRange, gradient: Tensor) -> tuple[float | None, float | None]:
         """The loss and its weight in a reduced gradient, if it is that of the loss page, and losses have a weight.
@@ -523,3 +545,8 @@ class StateReplica:
             return False
         newest = self.protocol.newest_version
         return self._loss_received < newest and self.protocol.loss_at(newest) is None
+
+
+def _as_message(step: int, reduced: ReducedPages) -> m.ReducedGradient:
+    """A reduced gradient as links bring it, without its payload."""
+    return m.ReducedGradient(step, *reduced.pages.key, np.array(reduced.norms, "<f4").tobytes())

@@ -87,12 +87,17 @@ class TracedGroup:
         return work
 
     def exchange(
-        self, sent: Tensor, received: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]
+        self,
+        sent: Tensor,
+        received: Tensor,
+        sent_sizes: Sequence[int],
+        received_sizes: Sequence[int],
+        what: str,
     ) -> CollectiveWork:
         """Begins an all-to-all; see `StageGroup.exchange`."""
         began = perf_counter()
-        work = self._group.exchange(sent, received, sent_sizes, received_sizes)
-        self._part.copy("PartialSum", sent.nbytes, began, perf_counter())
+        work = self._group.exchange(sent, received, sent_sizes, received_sizes, what)
+        self._part.copy(what, sent.nbytes, began, perf_counter())
         return work
 
     def give_up(self) -> None:

@@ -140,12 +140,17 @@ class MadeUpGroup:
         return work
 
     def exchange(
-        self, sent: Tensor, received: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]
+        self,
+        sent: Tensor,
+        received: Tensor,
+        sent_sizes: Sequence[int],
+        received_sizes: Sequence[int],
+        what: str,
     ) -> MadeUpExchange:
         assert (sum(sent_sizes), sum(received_sizes)) == (sent.numel(), received.numel())
         self._may_refuse()
         sizes = tuple(sent_sizes), tuple(received_sizes)
-        number = self._made.add(self._rank, _Call(("exchange",), sent, received, sent.clone(), sizes))
+        number = self._made.add(self._rank, _Call(("exchange", what), sent, received, sent.clone(), sizes))
         work = MadeUpExchange(self._hub, self._made, number, self._rank)
         self._works.append(work)
         return work

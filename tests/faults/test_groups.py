@@ -40,7 +40,9 @@ def test_a_group_serves_each_stage(tmp_path: Path, undisturbed: Undisturbed) -> 
 
 
 @pytest.mark.parametrize("sharding", ["zero0", "zero2"])
-def test_sums_go_through_the_groups_and_by_no_link(tmp_path: Path, undisturbed: Undisturbed, sharding: str) -> None:
+def test_sums_and_reduced_gradients_go_through_the_groups_and_by_no_link(
+    tmp_path: Path, undisturbed: Undisturbed, sharding: str
+) -> None:
     run_with(tmp_path, *ARGUMENTS, "mesh=dp3_pp2", f"sharding={sharding}", "run.trace=true")
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
     (served,) = group_events(tmp_path)
@@ -48,10 +50,11 @@ def test_sums_go_through_the_groups_and_by_no_link(tmp_path: Path, undisturbed: 
     trace = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     applied = {e["pid"]: e["ts"] for e in trace if e["name"] == f"step {served['step']} applied"}
     assert len(applied) == 6
-    sums = [e for e in trace if e["name"].startswith("PartialSum")]
-    later = [e for e in sums if e["ts"] > applied[e["pid"]]]
-    assert {e["name"] for e in later} == {"PartialSum to the group"} and {e["pid"] for e in later} == {*applied}
-    assert any("to worker" in e["name"] for e in sums), "the first step of an epoch goes by links"
+    for kind in ("PartialSum", "ReducedGradient"):
+        sent = [e for e in trace if e["name"].startswith(kind)]
+        later = [e for e in sent if e["ts"] > applied[e["pid"]]]
+        assert {e["name"] for e in later} == {f"{kind} to the group"} and {e["pid"] for e in later} == {*applied}
+        assert any("to worker" in e["name"] for e in sent), "the first step of an epoch goes by links"
 
 
 @pytest.mark.parametrize(
@@ -61,6 +64,9 @@ def test_sums_go_through_the_groups_and_by_no_link(tmp_path: Path, undisturbed: 
         ("stop", "zero3", "publish"),
         ("kill", "zero2", "reduce"),
         ("kill", "zero0", "norm"),
+        ("kill", "zero1", "norm"),
+        ("kill", "zero3", "norm"),
+        ("stop", "zero2", "norm"),
         ("stop", "zero1", "backward"),
     ],
 )
@@ -71,6 +77,15 @@ def test_a_worker_is_lost_in_the_middle_of_its_collectives(
     changes = run_with(tmp_path, *ARGUMENTS, "mesh=dp4", f"sharding={sharding}", chaos(event))
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS) and changes.ranks("fail") == [[1]]
     assert serve_at(tmp_path, LATE - 1), all_events(tmp_path)
+
+
+def sent_in_step(folder: Path, step: int, rank: int) -> list[str]:
+    """What a worker has sent between the ends of the step before and of this one, by the trace."""
+    trace = json.loads((folder / "run" / "trace.json").read_text())["traceEvents"]
+    (pid,) = {e["pid"] for e in trace if e["name"] == "process_name" and e["args"]["name"] == f"worker {rank}"}
+    mine = [e for e in trace if e["pid"] == pid and "ts" in e]
+    began, ended = ([e["ts"] for e in mine if e["name"] == f"step {n} applied"] for n in (step - 1, step))
+    return [e["name"] for e in mine if began[0] < e["ts"] < ended[0]]
 
 
 def test_members_come_and_go(tmp_path: Path, undisturbed: Undisturbed) -> None:
@@ -88,11 +103,14 @@ def test_members_come_and_go(tmp_path: Path, undisturbed: Undisturbed) -> None:
     assert serve_at(tmp_path, LATE + 19), all_events(tmp_path)
 
 
-@pytest.mark.parametrize(("sharding", "point"), [("zero2", "publish"), ("zero1", "reduce"), ("zero3", "reduce")])
+@pytest.mark.parametrize(
+    ("sharding", "point"),
+    [("zero2", "publish"), ("zero1", "reduce"), ("zero3", "reduce"), ("zero0", "norm"), ("zero2", "norm")],
+)
 def test_links_take_over_when_a_collective_takes_too_long(
     tmp_path: Path, undisturbed: Undisturbed, sharding: str, point: str
 ) -> None:
-    """One stands still in the middle of broadcasts or of an exchange, longer than these may take, and is not lost."""
+    """One stands still in the middle of broadcasts or of exchanges, longer than these may take, and is not lost."""
 
     def is_stopped(pid: int) -> bool:
         with suppress(OSError):
@@ -103,8 +121,10 @@ def test_links_take_over_when_a_collective_takes_too_long(
     event = chaos(f"step: {LATE}, kind: stop, rank: 1, point: {point}")
     patience = "timeouts.group=4", "timeouts.suspect=30", "timeouts.status=40", "timeouts.progress=50"
     patience = (*patience, "timeouts.join=60", "timeouts.leave=60")
-    with launch(tmp_path, *TINY, *ARGUMENTS, *patience, "mesh=dp3", f"sharding={sharding}", event) as run:
-        run.wait_for_steps(LATE - (point == "reduce"))
+    with launch(
+        tmp_path, *TINY, *ARGUMENTS, *patience, "mesh=dp3", f"sharding={sharding}", event, "run.trace=true"
+    ) as run:
+        run.wait_for_steps(LATE - (point != "publish"))
         eventually(lambda: any(map(is_stopped, run.workers())), run.process)
         (victim,) = filter(is_stopped, run.workers())
         with suppress(TimeoutError):
@@ -116,3 +136,5 @@ def test_links_take_over_when_a_collective_takes_too_long(
     assert before["serves"] and not after["serves"] and after["mesh_epoch"] == 0, all_events(tmp_path)
     assert after["step"] == LATE + (point == "publish"), all_events(tmp_path)
     assert re.search("worker [02]: .*(not complete within 4 s|[Tt]imed? ?out|closed)", str(after["reason"]))
+    if point == "norm":  # it had a reduced gradient that no exchange has taken
+        assert any(name.startswith("ReducedGradient to worker") for name in sent_in_step(tmp_path, LATE, rank=1))

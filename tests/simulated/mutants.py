@@ -21,8 +21,10 @@ from elaswave_spmd.recovery.messages import AT_ONCE, Publish, Ready, Reconfigure
 from elaswave_spmd.recovery.partial_step import WEIGHTS_ONLY
 from elaswave_spmd.recovery.vote_exchange import added
 from elaswave_spmd.recovery.worker_protocol import Apply, Effect, Install, SendVote, WorkerProtocol
+from elaswave_spmd.sharding.replicas import ReplicaSet
 from elaswave_spmd.worker import configuration, sum_exchange
 from elaswave_spmd.worker.buffers import ValueBuffer
+from elaswave_spmd.worker.gradient_exchange import GradientExchange
 from elaswave_spmd.worker.gradient_reduction import GradientReducer
 from elaswave_spmd.worker.microbatches import MicrobatchRunner
 from elaswave_spmd.worker.partial_step import StepUnderWay
@@ -32,7 +34,7 @@ from elaswave_spmd.worker.state import HeldState
 from elaswave_spmd.worker.state_replica import StateReplica
 from elaswave_spmd.worker.step import StepRunner
 from elaswave_spmd.worker.sum_checks import SumChecks
-from elaswave_spmd.worker.sum_exchange import ExchangePlan, LayerSum, SumExchange, SumExchanges
+from elaswave_spmd.worker.sum_exchange import Exchange, ExchangePlan, LayerSum, StageExchanges, SumExchange
 from elaswave_spmd.worker.waiting import Waits
 from tests.cluster import cluster
 from tests.cluster.schedules import Schedule, run, undisturbed
@@ -354,16 +356,18 @@ def _exchanges_unagreed() -> Patches:
 def _gives_up_at_its_own_end() -> Patches:
     """A sum is given up when the exchange that brings it is complete here, whatever has become of it elsewhere."""
 
-    def _complete(self: SumExchanges) -> list[LayerSum]:
+    def _complete(self: StageExchanges) -> list[LayerSum]:
         assert self.plan is not None
         self._complete += 1
         exchange = self.plan.order[self._complete - 1]
-        found = [(exchange.layer, node) for node in exchange.nodes[self.plan.rank]]
-        for one in found:
-            self._sums.pop(one)
-        return found
+        if isinstance(exchange, SumExchange):
+            return self._known_everywhere(exchange)
+        known = self._complete - sum_exchange.WINDOW
+        if known > 0 and isinstance(gradients := self.plan.order[known - 1], GradientExchange):
+            self._known_everywhere(gradients)
+        return []
 
-    return {(SumExchanges, "complete"): _complete}
+    return {(StageExchanges, "complete"): _complete}
 
 
 def _failed_groups_are_believed() -> Patches:
@@ -373,27 +377,27 @@ def _failed_groups_are_believed() -> Patches:
 
 def _older_groups_are_believed() -> Patches:
     """What the group of an older epoch was given has arrived, it is thought in the new one."""
-    bind = SumExchanges.bind
+    bind = StageExchanges.bind
 
-    def _bind(self: SumExchanges, plan: ExchangePlan) -> None:
+    def _bind(self: StageExchanges, plan: ExchangePlan) -> None:
         bind(self, plan)
         self.take_back()
 
-    return {(SumExchanges, "bind"): _bind}
+    return {(StageExchanges, "bind"): _bind}
 
 
 def _exchanges_without_a_window() -> Patches:
     """All exchanges whose sums are complete here are issued at once."""
-    following = SumExchanges.next
+    following = StageExchanges.next
 
-    def _next(self: SumExchanges) -> SumExchange | None:
+    def _next(self: StageExchanges) -> Exchange | None:
         complete, self._complete = self._complete, self._issued
         try:
             return following(self)
         finally:
             self._complete = complete
 
-    return {(SumExchanges, "next"): _next}
+    return {(StageExchanges, "next"): _next}
 
 
 def _nothing_for_some() -> Patches:
@@ -402,20 +406,69 @@ def _nothing_for_some() -> Patches:
 
 
 def _exchanges_in_any_order() -> Patches:
-    """Exchanges are issued as their sums get complete, and not in the order of the plan."""
+    """Exchanges are issued as what is sent in them gets complete, and not in the order of the plan."""
 
-    def _next(self: SumExchanges) -> SumExchange | None:
+    def _next(self: StageExchanges) -> Exchange | None:
         if self.plan is None or not self._is_begun or self._issued - self._complete >= sum_exchange.WINDOW:
             return None
         for at, one in enumerate(self.plan.order[self._issued :], self._issued):
-            if all((one.layer, node) in self._sums for node in one.nodes[self.plan.rank]):
+            if self._has_all_of(one):
                 order = [*self.plan.order]
                 order.insert(self._issued, order.pop(at))
                 self.plan = replace(self.plan, order=tuple(order))
                 return one
         return None
 
-    return {(SumExchanges, "next"): _next}
+    return {(StageExchanges, "next"): _next}
+
+
+def _gradients_before_their_sums() -> Patches:
+    """The reduced gradients of a layer are exchanged before the last sums that they are made of."""
+    return {(sum_exchange, "LAG"): -1}  # type: ignore[dict-item]
+
+
+def _all_receivers_by_the_group() -> Patches:
+    """A reduced gradient that the group takes goes over no link, to mirrors in other stages and learners neither."""
+    relay = StateReplica._relay_gradient
+
+    def _relay(self: StateReplica, step: int, pages: ReplicaSet, *reduced: Any) -> None:
+        if pages.primary == self.rank and self._exchanges.mirrors(step, pages.key):
+            self._gradients_sent.update((step, pages.key, receiver) for receiver in pages.receivers)
+        relay(self, step, pages, *reduced)
+
+    return {(StateReplica, "_relay_gradient"): _relay}
+
+
+def _gradients_are_known_at_once() -> Patches:
+    """A gradient counts as brought when its exchange is complete here, whatever has become of it elsewhere."""
+
+    def _complete(self: StageExchanges) -> list[LayerSum]:
+        assert self.plan is not None
+        self._complete += 1
+        if isinstance(exchange := self.plan.order[self._complete - 1], GradientExchange):
+            return self._known_everywhere(exchange)
+        known = self._complete - sum_exchange.WINDOW
+        if known > 0 and isinstance(sums := self.plan.order[known - 1], SumExchange):
+            return self._known_everywhere(sums)
+        return []
+
+    return {(StageExchanges, "complete"): _complete}
+
+
+def _failed_groups_have_brought_gradients() -> Patches:
+    """The gradients that a group was given arrive, it is thought, also if the group fails within the epoch."""
+    return {(StateReplica, "_send_returned"): lambda self: self.reducer.send_returned()}
+
+
+def _older_groups_have_brought_gradients() -> Patches:
+    """The gradients that the group of an older epoch was given have arrived, it is thought in the new one."""
+    bind = StageExchanges.bind
+
+    def _bind(self: StageExchanges, plan: ExchangePlan) -> None:
+        bind(self, plan)
+        self.take_back_gradients()
+
+    return {(StageExchanges, "bind"): _bind}
 
 
 MUTANTS: dict[str, Callable[[], Patches]] = {
@@ -442,6 +495,11 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "issues exchanges without a limit": _exchanges_without_a_window,
     "sends nothing to a member that is to get no sum": _nothing_for_some,
     "issues exchanges in the order of its own sums": _exchanges_in_any_order,
+    "exchanges reduced gradients before their sums": _gradients_before_their_sums,
+    "leaves a gradient that the group takes to the group alone": _all_receivers_by_the_group,
+    "takes a gradient for sent that only this worker has exchanged": _gradients_are_known_at_once,
+    "sends no gradient again when a group has failed": _failed_groups_have_brought_gradients,
+    "sends no gradient again when the epoch of a group is over": _older_groups_have_brought_gradients,
     "sends no replicas to a first mesh that was not planned": _first_replicas_unsent,
     "waits for workers that were lost while they started": _waits_for_the_lost,
     "gives a place to a spare that was lost": _spares_that_are_gone,
@@ -468,7 +526,7 @@ LATE = frozenset(list(MUTANTS)[10:14])
 """Mutants that show where steps are interrupted with weight gradients put off: schedules with `late`."""
 VOTING = frozenset(list(MUTANTS)[14:16])
 """Mutants that show where votes are passed on: schedules with `votes`."""
-GROUPED = frozenset(list(MUTANTS)[16:23])
+GROUPED = frozenset(list(MUTANTS)[16:28])
 """Mutants that show where stages have process groups: schedules with `grouped`."""
 
 

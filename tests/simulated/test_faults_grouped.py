@@ -9,7 +9,8 @@ import pytest
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.worker.sum_exchange import SumExchanges
+from elaswave_spmd.recovery.controller_protocol import Policy
+from elaswave_spmd.worker.sum_exchange import StageExchanges
 from tests.cluster.faults import SENDER, AnyFault, Fault, MessageFault
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.schedules import run_many
@@ -20,18 +21,26 @@ CHUNK = 30
 
 
 class Grouped(GroupedCluster, MirroredCluster):
-    """The workers of a run, and how often one sent parameters or sums to another of its stage by a link, by step."""
+    """The workers of a run, and how often one sent something to another of its stage by a link, by step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.by_link: Counter[int] = Counter()
         self.sums_by_link: Counter[int] = Counter()
+        self.gradients_by_link: Counter[int] = Counter()
+        self.beside_groups = 0  # reduced gradients that went over a link while a group brought them to other mirrors
         super().__init__(*args, **kwargs)
 
     def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
         mesh = self.protocol.placement.mesh
-        if isinstance(message, m.Publish | m.PartialSum) and {sender, peer} <= {*mesh.members}:
-            counter = self.by_link if isinstance(message, m.Publish) else self.sums_by_link
-            counter[message.step] += mesh.stage_of(sender) == mesh.stage_of(peer)
+        counters = {m.Publish: self.by_link, m.PartialSum: self.sums_by_link, m.ReducedGradient: self.gradients_by_link}
+        is_counted = isinstance(message, m.Publish | m.PartialSum | m.ReducedGradient)
+        if is_counted and {sender, peer} <= {*mesh.members}:
+            counters[type(message)][message.step] += mesh.stage_of(sender) == mesh.stage_of(peer)
+        if isinstance(message, m.ReducedGradient) and (executor := self._workers[sender].executor) is not None:
+            exchanges = executor.replica.parameters.grouped.exchanges
+            by_group = exchanges.mirrors(message.step, (message.layer, message.first, message.stop))
+            assert peer not in by_group, "whoever the group serves gets nothing over links"
+            self.beside_groups += bool(by_group)
         if isinstance(message, m.Vote):
             executor = self._workers[sender].executor
             assert executor is None or executor.replica.parameters.grouped.idle, "nobody votes while it still copies"
@@ -45,16 +54,18 @@ def train(run: Run, mesh: str, zero: int, *faults: AnyFault, **how: Any) -> Grou
 
 
 @pytest.fixture
-def returned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The sums that exchanges had been given and may not have brought, as they come back."""
-    found, take_back = list[Any](), SumExchanges.take_back
+def returned(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many sums and reduced gradients exchanges had been given and may not have brought."""
+    found = Counter[str]()
+    for kind, name in (("sums", "take_back"), ("gradients", "take_back_gradients")):
+        take_back = getattr(StageExchanges, name)
 
-    def _take_back(self: SumExchanges) -> Any:
-        sums = take_back(self)
-        found.extend(sums)
-        return sums
+        def _take_back(self: StageExchanges, kind: str = kind, take_back: Any = take_back) -> Any:
+            taken = take_back(self)
+            found[kind] += len(taken)
+            return taken
 
-    monkeypatch.setattr(SumExchanges, "take_back", _take_back)
+        monkeypatch.setattr(StageExchanges, name, _take_back)
     return found
 
 
@@ -70,6 +81,7 @@ def test_a_stage_publishes_and_adds_up_through_its_group(mesh: str, zero: int) -
     # A group may come too late for the first steps; none is needed for what its last step leaves behind.
     assert cluster.by_link[4] == 0
     assert cluster.sums_by_link[1] > 0 == cluster.sums_by_link[4], "the first step of an epoch goes by links"
+    assert cluster.gradients_by_link[1] > 0 == cluster.gradients_by_link[4]
 
 
 @pytest.mark.parametrize("model", ["gpt_tied", "llama_tied", "inf"])
@@ -101,21 +113,30 @@ def test_a_worker_is_lost_while_its_stage_publishes(point: str, seed: int) -> No
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 @pytest.mark.parametrize("zero", range(4))
 @one_thread()
-def test_a_worker_is_lost_while_its_stage_exchanges_sums(point: str, kind: str, zero: int, returned: list[Any]) -> None:
+def test_a_worker_is_lost_while_its_stage_exchanges(point: str, kind: str, zero: int, returned: Counter[str]) -> None:
     fault = Fault(4, kind, 1, point, count=2, turns=30)
     cluster = train(Run(microbatches=8, steps=6), "dp4", zero, fault, failing=0.0, seed=zero)
     assert cluster.result.epochs and cluster.hub.ended["exchanged"] > 0
-    assert returned
+    assert returned["sums"] and (point != "norm" or returned["gradients"])
 
 
 @pytest.mark.parametrize("zero", range(4))
 @one_thread()
-def test_a_change_that_loses_nobody_is_in_the_middle_of_exchanges(zero: int, returned: list[Any]) -> None:
-    """A link is lost: sums that the group may not have brought are sent again, in the next epoch, over links."""
-    fault = MessageFault("unlink", "ReducedGradient", SENDER, False, 50)
-    cluster = train(Run(microbatches=8, steps=6), "dp4", zero, fault, failing=0.0, seed=zero)
+def test_a_change_that_loses_nobody_is_in_the_middle_of_exchanges(zero: int, returned: Counter[str]) -> None:
+    """A link is lost: what the group may not have brought is sent again, in the next epoch, over links."""
+    fault = MessageFault("unlink", "ActivationGradient", SENDER, False, 32)
+    cluster = train(Run(microbatches=8, steps=6), "dp3_pp2", zero, fault, failing=0.0, seed=zero)
     assert cluster.result.epochs and cluster.hub.ended["exchanged"] > 0
-    assert returned
+    assert returned["sums"] and returned["gradients"]
+
+
+@pytest.mark.parametrize("zero", range(4))
+@one_thread()
+def test_mirrors_in_another_stage_get_reduced_gradients_over_links(zero: int) -> None:
+    """A stage of two has one mirror for each page of its own; the other of two mirrors is in the other stage."""
+    policy = Policy(mirror_count=2)
+    cluster = train(Run(microbatches=5, steps=4), "dp2_pp2", zero, failing=0.0, policy=policy, seed=zero)
+    assert cluster.hub.ended["exchanged"] > 0 and cluster.beside_groups > 0
 
 
 @one_thread()

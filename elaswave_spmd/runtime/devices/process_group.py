@@ -1,10 +1,10 @@
 """A process group whose members change: it is abandoned and made anew in the background, while links carry the data.
 
-The group copies bytes between the workers of a stage (partial sums to the primaries that add them, new parameters to
-the workers that compute with them) by NCCL, HCCL or gloo. It never sums gradients, since the library would choose the
-order of the sum, and so the bits. Making a group takes seconds, and HCCL cannot remove a member from one. A mesh epoch
-does not wait for that: the old group is abandoned at once, links carry everything meanwhile, and the new group is used
-from the step on for which all of its members have voted to use it.
+The group copies bytes between the workers of a stage (partial sums to the primaries that add them, reduced gradients to
+their mirrors, new parameters to the workers that compute with them) by NCCL, HCCL or gloo. It never sums gradients,
+since the library would choose the order of the sum, and so the bits. Making a group takes seconds, and HCCL cannot
+remove a member from one. A mesh epoch does not wait for that: the old group is abandoned at once, links carry
+everything meanwhile, and the new group is used from the step on for which all of its members have voted to use it.
 
 A group is a backend object of c10d by itself, unknown to torch.distributed. So there may be several at a time, and one
 that hangs while it connects or ends blocks no other.
@@ -96,12 +96,14 @@ class Collective:
         work: c10d's handle.
         values: the tensors that are sent or received; kept alive for the library.
         timeout_s: the time limit, from now on.
+        what: the kind of message that it stands for; "": not named.
     """
 
-    def __init__(self, work: Any, values: Any, timeout_s: float) -> None:
+    def __init__(self, work: Any, values: Any, timeout_s: float, what: str = "") -> None:
         self.values = values
         self._work = work
         self._timeout_s = timeout_s
+        self._name = f"a collective ({what})" if what else "a collective"
         self._until = time.monotonic() + timeout_s
         self._failure: str | None = None  # text, not an exception: its traceback would refer to this object
 
@@ -111,7 +113,7 @@ class Collective:
             return True
         if time.monotonic() < self._until:
             return False
-        self._failure = f"a collective was not complete within {self._timeout_s:g} s"
+        self._failure = f"{self._name} was not complete within {self._timeout_s:g} s"
         return True
 
     def _is_done(self) -> bool:
@@ -206,16 +208,19 @@ class GroupInBackground:
         return self._begun(made, self._library.broadcast(made.backend, values, made.members.index(root)), values)
 
     def exchange(
-        self, sent: Any, received: Any, sent_sizes: Sequence[int], received_sizes: Sequence[int]
+        self, sent: Any, received: Any, sent_sizes: Sequence[int], received_sizes: Sequence[int], what: str = ""
     ) -> Collective:
         """Start an all-to-all among all members. Sizes are in elements, by member, in the order of their ranks.
+
+        Args:
+            what: the kind of message that it stands for. The reason names it if it takes too long.
 
         Raises:
             RuntimeError: the library refuses, since it has lost the connection to a peer.
         """
         made = self._serving()
         work = self._library.exchange(made.backend, sent, received, list(sent_sizes), list(received_sizes))
-        return self._begun(made, work, (sent, received))
+        return self._begun(made, work, (sent, received), what)
 
     def _serving(self) -> _Group:
         made = self._made
@@ -224,8 +229,8 @@ class GroupInBackground:
             made.in_progress.popleft()
         return made
 
-    def _begun(self, made: _Group, work: Any, values: Any) -> Collective:
-        made.in_progress.append(Collective(work, values, self._timeout_s))
+    def _begun(self, made: _Group, work: Any, values: Any, what: str = "") -> Collective:
+        made.in_progress.append(Collective(work, values, self._timeout_s, what))
         return made.in_progress[-1]
 
     def give_up(self) -> None:

@@ -39,9 +39,9 @@ def test_each_change_of_the_way_is_told_once(tmp_path: Path) -> None:
     none_yet = "a new mesh epoch has none yet"
     assert told(folder) == [(2, 0, True, ""), (4, 1, False, none_yet), (5, 1, True, "")]
     assert [event["message"] for event in read_events(folder) if event["event"] == "group"] == [
-        "from step 2 on parameters go by a group, and sums from step 3 on",
-        f"from step 4 on parameters and sums go by links: {none_yet}",
-        "from step 5 on parameters go by a group, and sums from step 6 on",
+        "from step 2 on parameters go by a group, and gradients from step 3 on",
+        f"from step 4 on parameters and gradients go by links: {none_yet}",
+        "from step 5 on parameters go by a group, and gradients from step 6 on",
     ]
 
 

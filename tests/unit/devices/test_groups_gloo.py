@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPr
 
 from elaswave_spmd.runtime.devices import device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
-from elaswave_spmd.runtime.devices.process_group import DeviceGroups, GroupInBackground
+from elaswave_spmd.runtime.devices.process_group import Collective, DeviceGroups, GroupInBackground
 from tests.waiting import eventually
 
 KIND = device_of("cpu")
@@ -196,14 +197,24 @@ def test_an_exchange_that_not_all_take_part_in_has_failed_and_blocks_nobody() ->
     change(workers, 0)
     eventually(lambda: all_ready(workers, 0))
     received = {rank: torch.zeros(2) for rank in (0, 2)}
+    sizes = {rank: [int(member != rank) for member in range(3)] for rank in (0, 2)}
     works = [
-        workers[rank].exchange(torch.zeros(2), received[rank], *[[int(n != rank) for n in range(3)]] * 2)
+        workers[rank].exchange(torch.zeros(2), received[rank], sizes[rank], sizes[rank], "PartialSum")
         for rank in (0, 2)
     ]
     assert not any(work.is_completed() for work in works), "it is polled, never waited for"
     eventually(lambda: all(work.is_completed() for work in works))
     for work in works:
         with pytest.raises(RuntimeError, match=r"not complete within 5 s|[Tt]imed out|[Cc]losed"):
+            work.wait()
+
+
+def test_the_reason_names_what_took_too_long() -> None:
+    never = SimpleNamespace(is_completed=lambda: False)
+    for what, name in (("ReducedGradient", "a collective \\(ReducedGradient\\)"), ("", "a collective")):
+        work = Collective(never, None, 0.0, what)
+        assert work.is_completed()
+        with pytest.raises(RuntimeError, match=f"^{name} was not complete within 0 s$"):
             work.wait()
 
 

@@ -16,7 +16,7 @@ from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
 from elaswave_spmd.sharding.replicas import ReplicaSet
 from elaswave_spmd.worker.gradient_reduction import GradientReducer, uses_of
-from elaswave_spmd.worker.sum_exchange import SumExchanges
+from elaswave_spmd.worker.sum_exchange import StageExchanges
 from tests.unit.runtime.runtime_cases import HOST, placed, small_layout
 
 
@@ -31,7 +31,7 @@ class Cluster:
         self.flying: list[tuple[int, PartialSum, Tensor]] = []
         self.entries: dict[tuple[int, ReplicaSet], Tensor] = {}
         runs = placement.replica_map(layout)
-        self.exchanges = {rank: SumExchanges() for rank in placement.mesh.members}
+        self.exchanges = {rank: StageExchanges() for rank in placement.mesh.members}
         self.reducers = {
             rank: GradientReducer(
                 rank,

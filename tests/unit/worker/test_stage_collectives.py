@@ -16,6 +16,7 @@ from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
 from elaswave_spmd.worker.buffers import GradientBuffer
+from elaswave_spmd.worker.gradient_exchange import GradientExchange, ReducedPages
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.stage_collectives import NoCollectives, StageCollectives
 from elaswave_spmd.worker.sum_exchange import SumExchange
@@ -53,6 +54,7 @@ class ListedGroup:
     changes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     calls: list[tuple[Tensor, int, ListedWork]] = field(default_factory=list)
     exchanges: list[tuple[Tensor, Tensor, ListedWork]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
 
     def change(self, epoch: int, members: Sequence[int], rank: int) -> None:
         assert rank == ME
@@ -71,12 +73,18 @@ class ListedGroup:
         return work
 
     def exchange(
-        self, sent: Tensor, received: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]
+        self,
+        sent: Tensor,
+        received: Tensor,
+        sent_sizes: Sequence[int],
+        received_sizes: Sequence[int],
+        what: str,
     ) -> ListedWork:
         if self.refuses is not None:
             raise self.refuses
         work = ListedWork()
         self.exchanges.append((sent, received, work))
+        self.names.append(what)
         return work
 
 
@@ -218,14 +226,14 @@ def test_pages_of_another_stage_come_over_links() -> None:
 
 
 def begin_a_step(grouped: StageCollectives, step: int = 2) -> None:
-    """A step whose sums go through the group, all of them complete."""
+    """A step that goes through the group. All of its sums are complete, and no reduced gradient is."""
     exchanges = grouped.exchanges
     assert exchanges.plan is not None
     exchanges.agree(step)
     exchanges.begin(step)
     buffer = GradientBuffer(LAYOUT.layers[LAYER], CPU)
     for exchange in exchanges.plan.order:
-        for node in exchange.nodes[ME]:
+        for node in exchange.nodes[ME] if isinstance(exchange, SumExchange) else ():
             exchanges.add(exchange.layer, node, buffer)
     grouped.begin_exchanges()
 
@@ -238,6 +246,16 @@ def test_an_exchange_is_returned_when_it_is_complete() -> None:
     work.done = True
     ((exchange, found),) = grouped.arrived()
     assert isinstance(exchange, SumExchange) and exchange.layer == LAYER and found is received and grouped.idle
+    grouped.begin_exchanges()
+    assert grouped.idle and not grouped.exchanges.is_over, "the reduced gradients of the layer are to come"
+    grouped.exchanges.add_gradient(ReducedPages(RUNS[1], values(RUNS[1], 3.0), [7.0]))
+    grouped.begin_exchanges()
+    assert group.names == ["PartialSum", "ReducedGradient"]
+    (sent, _, work) = group.exchanges[1]
+    assert torch.equal(sent[64:128], values(RUNS[1], 3.0)) and sent[128] == 7.0 and not sent[:64].any()
+    work.done = True
+    ((exchange, _),) = grouped.arrived()
+    assert isinstance(exchange, GradientExchange) and exchange.layer == LAYER
 
 
 @pytest.mark.parametrize("how", ["refused", "failed", "another member gives it up", "a new epoch"])
@@ -274,5 +292,6 @@ def test_with_the_option_off_nothing_is_under_way_or_reached_by_a_broadcast() ->
     assert none.idle and not none.has_news and not none.serves
     none.begin_exchanges()
     assert none.arrived() == [] and not none.exchanges.takes(1, LAYER, (0, 1)) and not none.reached(RUNS[1].key)
+    assert not none.exchanges.mirrors(1, RUNS[1].key)
     with pytest.raises(AssertionError, match="no vote"):
         none.broadcast(LAYER, 1, {})

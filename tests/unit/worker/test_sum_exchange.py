@@ -17,11 +17,29 @@ from torch import Tensor
 from elaswave_spmd.determinism.reduction_tree import maximal_nodes
 from elaswave_spmd.recovery.messages import PartialSum
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.layout import ALIGNMENT, LOSS, ModelLayout
+from elaswave_spmd.sharding.replica_placement import place_replicas
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaSet
 from elaswave_spmd.worker.buffers import GradientBuffer
-from elaswave_spmd.worker.sum_exchange import WINDOW, ExchangePlan, SumExchange, SumExchanges
+from elaswave_spmd.worker.gradient_exchange import GradientExchange, ReducedPages
+from elaswave_spmd.worker.page_norms import page_norm_values
+from elaswave_spmd.worker.sum_exchange import WINDOW, Exchange, ExchangePlan, Given, StageExchanges, SumExchange
 from tests.unit.runtime.runtime_cases import HOST, placed, small_layout
 from tests.unit.worker.test_gradient_reduction import Cluster, placements, wanted_entry
+
+
+def norms_of(layout: ModelLayout, pages: ReplicaSet, gradient: Tensor) -> list[float]:
+    """As a primary makes them."""
+    is_loss = layout.layers[pages.layer].block_of(pages.first).kind == LOSS
+    return [] if is_loss else page_norm_values(gradient, layout.page_size)
+
+
+@st.composite
+def mirrored(draw: st.DrawFn, page_sizes: tuple[int, ...] = (64, 128)) -> tuple[ModelLayout, Placement]:
+    """A placement with up to two mirrors of each page, in uneven ranges; some of them in other stages."""
+    layout, placement = small_layout(draw(st.sampled_from(page_sizes))), draw(placements())
+    sharding = placement.state_sharding(draw(st.integers(0, 2)), draw(st.integers(0, 3)))
+    return layout, replace(placement, replicas=place_replicas(layout, sharding))
 
 
 def plans_of(layout: ModelLayout, placement: Placement) -> dict[int, ExchangePlan]:
@@ -29,8 +47,14 @@ def plans_of(layout: ModelLayout, placement: Placement) -> dict[int, ExchangePla
     return {rank: ExchangePlan.of(rank, layout, placement, replica_map) for rank in placement.mesh.members}
 
 
+def sums_of(plan: ExchangePlan) -> list[SumExchange]:
+    return [exchange for exchange in plan.order if isinstance(exchange, SumExchange)]
+
+
 class ExchangingCluster(Cluster):
-    """The reducers of all workers; sums of a stage go through exchanges, which end on each member at its own time.
+    """The reducers of all workers; what a stage exchanges ends on each member at its own time.
+
+    Reduced gradients that no group brings are with their mirrors at once.
 
     Args:
         fails: workers that take no part any more after some exchanges, drawn; everybody goes on by links then.
@@ -40,13 +64,16 @@ class ExchangingCluster(Cluster):
         super().__init__(*args, **kwargs)
         self.fails = fails
         self.by_group = 0
+        self.step = 0
+        self.mirrored: dict[tuple[int, PageRange, int], tuple[Tensor, list[float], bool]] = {}
         for rank, plan in plans_of(self.layout, self.placement).items():
             self.exchanges[rank].bind(plan)
 
     def run_step(self, step: int, leaves: dict[tuple[int, int], Tensor]) -> None:
-        self.issued: defaultdict[int, list[tuple[SumExchange, Tensor]]] = defaultdict(list)
+        self.issued: defaultdict[int, list[tuple[Exchange, Tensor]]] = defaultdict(list)
         self.done: defaultdict[int, int] = defaultdict(int)
-        self.left = self.draw.randrange(8) if self.fails else 1 << 30
+        self.left = self.draw.randrange(16) if self.fails else 1 << 30
+        self.step = step
         for exchanges in self.exchanges.values():
             exchanges.agree(step)
         super().run_step(step, leaves)
@@ -64,6 +91,9 @@ class ExchangingCluster(Cluster):
             for rank, exchanges in self.exchanges.items():
                 exchanges.stop()
                 self.reducers[rank].send_returned()
+                for reduced, mirrors in exchanges.take_back_gradients():
+                    for mirror in mirrors:
+                        self._mirror(mirror, self.step, reduced, by_group=False)
         return bool(self.flying) or not all(exchanges.is_over for exchanges in self.exchanges.values())
 
     def _compute(self, rank: int, step: int, microbatch: int, leaves: dict[tuple[int, int], Tensor]) -> None:
@@ -91,21 +121,35 @@ class ExchangingCluster(Cluster):
         self.done[rank] += 1
         self.by_group += 1
         self.left -= 1
-        self.reducers[rank].exchanged(self.issued[rank][number][0], torch.cat(parts))
+        for reduced in self.reducers[rank].exchanged(self.issued[rank][number][0], torch.cat(parts)):
+            self._mirror(rank, self.step, reduced, by_group=True)
+
+    def _gradient_done(self, step: int, run: ReplicaSet, entry: Tensor) -> None:
+        super()._gradient_done(step, run, entry)
+        reduced = ReducedPages(run, entry, norms_of(self.layout, run, entry))
+        by_group = self.exchanges[run.primary].mirrors(step, run.key)
+        if by_group:
+            self.exchanges[run.primary].add_gradient(reduced)
+        for mirror in {*run.mirrors} - by_group:
+            self._mirror(mirror, step, reduced, by_group=False)
+
+    def _mirror(self, mirror: int, step: int, reduced: ReducedPages, *, by_group: bool) -> None:
+        found = reduced.gradient.clone(), [*reduced.norms], by_group
+        self.mirrored.setdefault((step, reduced.pages.key, mirror), found)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=150)
 @given(
-    placement=placements(),
+    case=mirrored(),
     seed=st.integers(0, 2**32),
     in_place=st.booleans(),
     copies=st.booleans(),
     fails=st.booleans(),
 )
-def test_reduced_gradients_are_those_of_the_tree_also_when_the_group_fails(
-    placement: Placement, seed: int, in_place: bool, copies: bool, fails: bool
+def test_primaries_and_mirrors_have_the_gradient_of_the_tree_and_its_norms_also_when_the_group_fails(
+    case: tuple[ModelLayout, Placement], seed: int, in_place: bool, copies: bool, fails: bool
 ) -> None:
-    layout, generator = small_layout(), torch.Generator().manual_seed(seed)
+    (layout, placement), generator = case, torch.Generator().manual_seed(seed)
     cluster = ExchangingCluster(layout, placement, random.Random(seed), in_place=in_place, copies=copies, fails=fails)
     runs = [run for of_layer in placement.replica_map(layout).values() for run in of_layer]
     for step in (1, 2, 3):  # buffers are used again
@@ -118,7 +162,18 @@ def test_reduced_gradients_are_those_of_the_tree_also_when_the_group_fails(
         for run in runs:
             wanted = wanted_entry(layout, run, leaves, placement.num_microbatches)
             assert torch.equal(cluster.entries[step, run], wanted), (step, run)
+            for mirror in run.mirrors:
+                gradient, norms, by_group = cluster.mirrored[step, run.key, mirror]
+                assert torch.equal(gradient, wanted) and norms == norms_of(layout, run, wanted), (step, run, mirror)
+                assert fails or by_group == is_exchanged(placement, run, mirror), (step, run, mirror)
     assert len(cluster.entries) == 3 * len(runs)
+    assert len(cluster.mirrored) == 3 * sum(len(run.mirrors) for run in runs)
+
+
+def is_exchanged(placement: Placement, pages: ReplicaSet, mirror: int) -> bool:
+    """True if primary and mirror belong to the stage that computes the layer."""
+    members = placement.mesh.stages[placement.stage_of_layer(pages.layer)]
+    return pages.primary in members and mirror in members
 
 
 def test_nothing_that_the_group_brings_is_sent_over_links() -> None:
@@ -167,6 +222,7 @@ def kept_in_a_step(placement: Placement, pace: tuple[int, ...]) -> dict[int, int
     return kept
 
 
+@pytest.mark.parametrize("mirrors", [0, 1])
 @pytest.mark.parametrize(
     ("counts", "pace", "waiting"),
     [
@@ -176,10 +232,15 @@ def kept_in_a_step(placement: Placement, pace: tuple[int, ...]) -> dict[int, int
     ],
 )
 def test_sharded_sums_are_given_up_on_the_way(
-    counts: tuple[int, ...], pace: tuple[int, ...], waiting: tuple[int, ...]
+    counts: tuple[int, ...], pace: tuple[int, ...], waiting: tuple[int, ...], mirrors: int
 ) -> None:
-    """A worker keeps the sum of the layer under way, those of two exchanges that are complete, and what has to wait."""
-    kept = kept_in_a_step(placed((2,), (0, 3), (counts,), 2), pace)
+    """A worker keeps the sum of the layer under way, those of two exchanges that are complete, and what has to wait.
+
+    Exchanges of reduced gradients come between those of the last round, and keep no further sum.
+    """
+    placement = placed((2,), (0, 3), (counts,), 2)
+    replicas = place_replicas(LAYOUT, placement.state_sharding(mirrors))
+    kept = kept_in_a_step(replace(placement, replicas=replicas), pace)
     assert kept == {rank: WINDOW + 1 + number for rank, number in enumerate(waiting)}
 
 
@@ -192,11 +253,11 @@ def test_a_sum_whose_exchange_would_bring_nothing_is_given_up_at_once(monkeypatc
     }
     monkeypatch.setattr(Placement, "replica_map", lambda *_: alone)
     plan = plans_of(layout, placement)[0]
-    assert all(exchange.nodes[1] for exchange in plan.order) and len(plan.order) == 2 * 3 < 3 * 4
-    exchanges = SumExchanges()
+    assert all(exchange.nodes[1] for exchange in sums_of(plan)) and len(plan.order) == 2 * 3 < 3 * 4
+    exchanges = StageExchanges()
     exchanges.bind(plan)
     exchanges.agree(1)
-    sent = {node for exchange in plan.order for node in exchange.nodes[0]}
+    sent = {node for exchange in sums_of(plan) for node in exchange.nodes[0]}
     nodes = maximal_nodes(placement.microbatches_of(0), 6)
     assert {node for node in nodes if exchanges.takes(1, 2, node)} == sent < {*nodes}
 
@@ -206,7 +267,7 @@ def test_a_round_has_the_sums_that_are_complete_at_about_the_same_time() -> None
     (plan, _) = plans_of(small_layout(), placement).values()
     mine = [placement.microbatches_of(rank) for rank in (0, 1)]
     assert mine == [(0, 2, 4, 6, 8, 9, 10, 11), (1, 3, 5, 7)]
-    rounds = [dict(exchange.nodes) for exchange in plan.order if exchange.layer == 2]
+    rounds = [dict(exchange.nodes) for exchange in sums_of(plan) if exchange.layer == 2]
     assert rounds == [
         {0: ((0, 1),), 1: ()},
         {0: ((2, 3),), 1: ((1, 2),)},
@@ -217,9 +278,9 @@ def test_a_round_has_the_sums_that_are_complete_at_about_the_same_time() -> None
 
 
 @settings(deadline=None, max_examples=100)
-@given(placement=placements(), page_size=st.sampled_from([64, 128, 4096]))
-def test_all_members_of_a_stage_plan_the_same_exchanges(placement: Placement, page_size: int) -> None:
-    layout = small_layout(page_size)
+@given(case=mirrored((64, 128, 4096)))
+def test_all_members_of_a_stage_plan_the_same_exchanges(case: tuple[ModelLayout, Placement]) -> None:
+    layout, placement = case
     plans = plans_of(layout, placement)
     for members in placement.mesh.stages:
         order = plans[members[0]].order
@@ -239,7 +300,7 @@ def test_sharded_gradients_go_in_rounds_of_one_sum_and_replicated_ones_at_once()
         placement = placed((2,), (0, 3), ((3, 2),), zero)
         (plan, _) = plans_of(layout, placement).values()
         assert [exchange.layer for exchange in plan.order] == [2, 1, 0] * rounds
-        assert len(plan.order[0].nodes[0]) == (1 if zero == 2 else 2)
+        assert len(sums_of(plan)[0].nodes[0]) == (1 if zero == 2 else 2)
 
 
 # ---- one worker's part
@@ -248,20 +309,20 @@ PLACEMENT = placed((2,), (0, 3), ((4, 4),), 2)
 LAYOUT = small_layout()
 
 
-def begun(step: int = 1) -> SumExchanges:
-    exchanges = SumExchanges()
+def begun(step: int = 1) -> StageExchanges:
+    exchanges = StageExchanges()
     exchanges.bind(plans_of(LAYOUT, PLACEMENT)[0])
     exchanges.agree(step)
     exchanges.begin(step)
     return exchanges
 
 
-def add(exchanges: SumExchanges, layer: int, microbatch: int) -> None:
+def add(exchanges: StageExchanges, layer: int, microbatch: int) -> None:
     buffer = GradientBuffer(LAYOUT.layers[layer], HOST.place)
     exchanges.add(layer, (microbatch, microbatch + 1), buffer)
 
 
-def issue_all(exchanges: SumExchanges) -> list[int]:
+def issue_all(exchanges: StageExchanges) -> list[int]:
     """Issues what can be issued; returns the layers."""
     found = []
     while (exchange := exchanges.next()) is not None:
@@ -300,7 +361,7 @@ def test_a_sum_is_given_up_when_all_are_known_to_have_it() -> None:
 
 @pytest.mark.parametrize("how", ["not agreed", "not begun", "another step", "no group any more", "decided"])
 def test_without_an_agreement_links_serve(how: str) -> None:
-    exchanges = SumExchanges()
+    exchanges = StageExchanges()
     exchanges.bind(plans_of(LAYOUT, PLACEMENT)[0])
     if how != "not agreed":
         exchanges.agree(2 if how == "another step" else 1)
@@ -315,7 +376,7 @@ def test_without_an_agreement_links_serve(how: str) -> None:
 
 
 def test_a_worker_without_microbatches_issues_them_too_once_it_begins_the_step() -> None:
-    exchanges = SumExchanges()
+    exchanges = StageExchanges()
     exchanges.bind(plans_of(LAYOUT, placed((2,), (0, 3), ((0, 4),), 1))[0])
     exchanges.agree(1)
     assert issue_all(exchanges) == [], "the run may have ended with the step before"
@@ -329,3 +390,116 @@ def test_a_new_epoch_returns_what_may_be_missing() -> None:
     issue_all(exchanges)
     exchanges.bind(plans_of(LAYOUT, PLACEMENT)[0])
     assert [*exchanges.take_back()] == [(2, (MINE[0], MINE[0] + 1))]
+
+
+# ---- reduced gradients
+
+REPLICATED = placed((2,), (0, 3), ((4, 4),), 0)
+"""Each worker is the primary of some pages, and a mirror of those of the other one."""
+
+
+def order_of(placement: Placement, rank: int = 0) -> list[tuple[str, int]]:
+    return [(one.message[0], one.layer) for one in plans_of(LAYOUT, placement)[rank].order]
+
+
+def test_gradients_come_one_exchange_of_sums_after_the_last_sums_that_they_are_made_of() -> None:
+    sums, gradients = ("P", 2), ("R", 2)
+    assert order_of(REPLICATED) == [sums, ("P", 1), gradients, ("P", 0), ("R", 1), ("R", 0)]
+    sharded = placed((2,), (0, 3), ((2, 2),), 2)
+    sharded = replace(sharded, replicas=place_replicas(LAYOUT, sharded.state_sharding(1)))
+    before = [("P", layer) for _ in range(len(order_of(sharded)) // 3 - 2) for layer in (2, 1, 0)]
+    assert before and order_of(sharded) == [*before, *order_of(REPLICATED)], "in the last round"
+
+
+def test_a_tied_parameter_waits_for_the_sums_of_its_reader() -> None:
+    """The reader belongs to the same stage and comes first in a backward; its sums have a place of their own."""
+    for stages, cuts, counts in (((2,), (0, 3), ((4, 4),)), ((2, 1), (0, 2, 3), ((4, 4), (8,)))):
+        order = order_of(placed(stages, cuts, counts, 0))
+        uses = [at for at, (kind, layer) in enumerate(order) if kind == "P" and layer in LAYOUT.uses_of(0, 0)]
+        assert order.index(("R", 0)) > max(uses)
+
+
+def test_pages_without_a_mirror_in_the_stage_are_not_exchanged() -> None:
+    alone = placed((1, 1), (0, 2, 3), ((4,), (4,)), 0)
+    alone = replace(alone, replicas=place_replicas(LAYOUT, alone.state_sharding(1)))
+    assert {kind for rank in (0, 1) for kind, _ in order_of(alone, rank)} == set()
+    assert {kind for kind, _ in order_of(placed((3,), (0, 3), ((2, 2, 2),), 2))} == {"P"}
+
+
+def begun_replicated() -> tuple[StageExchanges, dict[int, list[ReducedPages]]]:
+    """A step of worker 1 with all of its sums, and by layer the reduced gradients that it is the primary of."""
+    exchanges = StageExchanges()
+    plan = plans_of(LAYOUT, REPLICATED)[1]
+    exchanges.bind(plan)
+    exchanges.agree(1)
+    exchanges.begin(1)
+    for exchange in sums_of(plan):
+        for node in exchange.nodes[1]:
+            exchanges.add(exchange.layer, node, GradientBuffer(LAYOUT.layers[exchange.layer], HOST.place))
+    generator, found = torch.Generator().manual_seed(0), dict[int, list[ReducedPages]]()
+    for layer, sets in REPLICATED.replica_map(LAYOUT).items():
+        mine = [pages for pages in sets if pages.primary == 1]
+        assert mine and all(exchanges.mirrors(1, pages.key) == {0} for pages in mine)
+        assert not any(exchanges.mirrors(2, pages.key) for pages in mine), "of another step nothing is agreed"
+        found[layer] = [random_gradient(LAYOUT, pages, generator) for pages in mine]
+    return exchanges, found
+
+
+def test_gradients_wait_until_all_of_their_layer_are_reduced_and_hold_up_what_is_behind_them() -> None:
+    exchanges, reduced = begun_replicated()
+    assert issue_all(exchanges) == [2, 1]
+    exchanges.complete()
+    exchanges.complete()
+    for one in reduced[2]:
+        assert issue_all(exchanges) == []
+        exchanges.add_gradient(one)
+    assert issue_all(exchanges) == [2, 0]
+
+
+@pytest.mark.parametrize(("complete", "known"), [(3, ()), (4, ()), (5, (2,)), (6, (2,))])
+def test_gradients_are_taken_back_until_all_are_known_to_have_them(complete: int, known: tuple[int, ...]) -> None:
+    exchanges, reduced = begun_replicated()
+    for one in (one for of_layer in reduced.values() for one in of_layer):
+        exchanges.add_gradient(one)
+    for _ in range(complete):  # S(2), S(1), G(2), S(0), G(1), G(0)
+        issue_all(exchanges)
+        exchanges.complete()
+    exchanges.stop()
+    returned = exchanges.take_back_gradients()
+    left = [one for layer, of_layer in reduced.items() if layer not in known for one in of_layer]
+    assert [one for one, _ in returned] == left
+    assert all(mirrors == {0} for _, mirrors in returned) and exchanges.take_back_gradients() == []
+
+
+@settings(deadline=None, max_examples=100)
+@given(case=mirrored((64, 128, 4096)), seed=st.integers(0, 2**32))
+def test_what_is_packed_is_unpacked(case: tuple[ModelLayout, Placement], seed: int) -> None:
+    """Each mirror in the stage gets each of its gradients once, bit for bit, with its norms, and aligned."""
+    layout, placement = case
+    generator = torch.Generator().manual_seed(seed)
+    plans, came = plans_of(layout, placement), set[tuple[PageRange, int]]()
+    for members in placement.mesh.stages:
+        exchanges = [one for one in plans[members[0]].order if isinstance(one, GradientExchange)]
+        for exchange in exchanges:
+            reduced = {
+                pages.key: random_gradient(layout, pages, generator)
+                for pages in placement.replica_map(layout)[exchange.layer]
+            }
+            sent = {rank: plans[rank].pack(exchange, Given(gradients=reduced), HOST.place) for rank in members}
+            for at, rank in enumerate(members):
+                parts = [sent[peer].split(plans[peer].sizes(exchange)[0])[at] for peer in members]
+                for one in plans[rank].gradients(exchange, torch.cat(parts)):
+                    wanted = reduced[one.pages.key]
+                    assert torch.equal(one.gradient, wanted.gradient) and one.norms == wanted.norms
+                    assert one.pages.primary != rank and rank in one.pages.mirrors
+                    assert one.gradient.storage_offset() % ALIGNMENT == 0
+                    assert (one.pages.key, rank) not in came
+                    came.add((one.pages.key, rank))
+    pairs = ((p, mirror) for sets in placement.replica_map(layout).values() for p in sets for mirror in p.mirrors)
+    assert came == {(pages.key, mirror) for pages, mirror in pairs if is_exchanged(placement, pages, mirror)}
+
+
+def random_gradient(layout: ModelLayout, pages: ReplicaSet, generator: torch.Generator) -> ReducedPages:
+    start, stop = layout.layers[pages.layer].span(pages.first, pages.stop)
+    gradient = torch.randn(stop - start, generator=generator)
+    return ReducedPages(pages, gradient, norms_of(layout, pages, gradient))
