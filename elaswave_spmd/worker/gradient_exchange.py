@@ -60,7 +60,8 @@ class GradientExchange:
         """
         ranges: dict[int, tuple[ReplicaSet, ...]] = {}
         for pages in found:
-            if not layout.is_frozen(pages.first) and pages.primary in members and mirrors_in(members, pages):
+            is_sent = any(rank != pages.primary and rank in members for rank in pages.replicas)
+            if is_sent and pages.primary in members and not layout.is_frozen(pages.first):
                 ranges[pages.primary] = (*ranges.get(pages.primary, ()), pages)
         return cls(layout.index, ranges) if ranges else None
 
@@ -78,29 +79,44 @@ class GradientExchange:
         norms = sum(_num_norms(layout, pages) for pages in found)
         return sum(_num_elements(layout, pages) for pages in found) + norms + _fill(norms)
 
-    def pack(self, sender: int, receiver: int, reduced: Mapping[PageRange, ReducedPages]) -> list[Tensor]:
-        """What goes from one member to another one, in parts; no parts if that is nothing."""
-        found = [reduced[pages.key] for pages in self.between(sender, receiver)]
-        if not found:
-            return []
-        gradients = [one.gradient for one in found]
-        norms = [norm for one in found for norm in one.norms]
-        norms += [0.0] * _fill(len(norms))
-        return [*gradients, torch.tensor(norms, dtype=torch.float32, device=gradients[0].device)]
-
-    def unpack(self, layout: LayerLayout, sender: int, receiver: int, values: Tensor) -> list[ReducedPages]:
-        """What has come from another member, in the memory in which it came: there is nothing else in it.
+    def pack(
+        self, sender: int, receivers: Sequence[int], reduced: Mapping[PageRange, ReducedPages]
+    ) -> list[list[Tensor]]:
+        """What goes from one member to others, in parts for each of them.
 
         Args:
-            values: what `pack` has made, one part behind the other.
+            receivers: those to which anything goes.
         """
-        ranges = self.between(sender, receiver)
-        sizes = [_num_elements(layout, pages) for pages in ranges]
-        *gradients, rest = values.split([*sizes, len(values) - sum(sizes)])
+        parts, norms, sizes = list[list[Tensor]](), list[float](), list[int]()
+        for receiver in receivers:
+            found = [reduced[pages.key] for pages in self.between(sender, receiver)]
+            before = len(norms)
+            norms += [norm for one in found for norm in one.norms]
+            norms += [0.0] * _fill(len(norms) - before)
+            sizes.append(len(norms) - before)
+            parts.append([one.gradient for one in found])
+        if not parts:
+            return []
+        # At once for all receivers: on a device each copy from the host is waited for.
+        behind = torch.tensor(norms, dtype=torch.float32, device=parts[0][0].device).split(sizes)
+        return [[*mine, rest] for mine, rest in zip(parts, behind, strict=True)]
+
+    def unpack(self, layout: LayerLayout, receiver: int, came: Mapping[int, Tensor]) -> list[ReducedPages]:
+        """What has come from other members, in the memory in which it came: there is nothing else in it.
+
+        Args:
+            came: sender -> what `pack` has made for the receiver, one part behind the other.
+        """
+        gradients, behind = list[tuple[ReplicaSet, Tensor]](), list[Tensor]()
+        for sender, values in came.items():
+            ranges = self.between(sender, receiver)
+            sizes = [_num_elements(layout, pages) for pages in ranges]
+            *mine, rest = values.split([*sizes, len(values) - sum(sizes)])
+            gradients += zip(ranges, mine, strict=True)
+            behind.append(rest[: sum(_num_norms(layout, pages) for pages in ranges)])
         # Waits for the device, as a primary does that makes the norms: they are voted with.
-        norms = iter(rest.tolist() if ranges else ())
-        found = zip(ranges, gradients, strict=True)
-        return [ReducedPages(p, value, [next(norms) for _ in range(_num_norms(layout, p))]) for p, value in found]
+        norms = iter(torch.cat(behind).tolist() if behind else ())
+        return [ReducedPages(p, value, [next(norms) for _ in range(_num_norms(layout, p))]) for p, value in gradients]
 
 
 def mirrors_in(members: frozenset[int], pages: ReplicaSet) -> frozenset[int]:

@@ -265,12 +265,13 @@ class StateReplica:
         grouped = self.parameters.grouped
         was_idle = grouped.idle
         grouped.check()
+        step = grouped.exchanges.step  # what has arrived is of this one, whatever it brings about
         for what, values in grouped.arrived() if not was_idle else ():
             if isinstance(what, m.Publish):
                 self.parameters.install_arrived(what, values)
                 continue
             for reduced in self.reducer.exchanged(what, values):
-                message = _as_message(grouped.exchanges.step, reduced)
+                message = _as_message(step, reduced)
                 self._gradient_received(reduced.pages.primary, message, reduced.gradient)
         grouped.begin_exchanges()
         if not grouped.serves:

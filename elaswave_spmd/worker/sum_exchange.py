@@ -123,12 +123,11 @@ class ExchangePlan:
         nodes = {m: maximal_nodes(mine[m], placement.num_microbatches) for m in members}
         rounds = _rounds(mine, nodes) if placement.shardings.grads.axes else [nodes]
         sums = [SumExchange(layer, found) for found in rounds for layer in reversed(layers)]
-        behind = _gradients_behind(sums, layout, replica_map, frozenset(members))
-        order: list[Exchange] = []
+        sums = [exchange for exchange in sums if _has_any(exchange, ways[exchange.layer])]
+        behind = _gradients_behind(sums, layers, layout, replica_map, frozenset(members))
+        order: list[Exchange] = [*behind.get(-1, ())]
         for at, exchange in enumerate(sums):
-            if _has_any(exchange, ways[exchange.layer]):
-                order.append(exchange)
-            order += behind.get(at, ())
+            order += [exchange, *behind.get(at, ())]
         return cls(rank, members, tuple(order), ways, layout)
 
     def sizes(self, exchange: Exchange) -> tuple[list[int], list[int]]:
@@ -153,12 +152,12 @@ class ExchangePlan:
     def pack(self, exchange: Exchange, given: Given, place: torch.device) -> Tensor:
         """What this worker sends: a copy, so that sums may be given up while the library still reads it."""
         padding, parts = torch.zeros(_PADDING, dtype=torch.float32, device=place), list[Tensor]()
-        for member in self.members:
-            if member == self.rank:
-                continue
-            if isinstance(exchange, GradientExchange):
-                parts += exchange.pack(self.rank, member, given.gradients) or [padding]
-                continue
+        others = [member for member in self.members if member != self.rank]
+        if isinstance(exchange, GradientExchange):
+            served = [member for member in others if exchange.between(self.rank, member)]
+            packed = dict(zip(served, exchange.pack(self.rank, served, given.gradients), strict=True))
+            return torch.cat([part for member in others for part in packed.get(member, (padding,))])
+        for member in others:
             found = self.ways[exchange.layer].get(member, ())
             mine = [given.sums[exchange.layer, node] for node in exchange.nodes[self.rank]]
             parts += [buffer.pages(route.first, route.stop) for buffer in mine for route in found] or [padding]
@@ -182,11 +181,9 @@ class ExchangePlan:
     def gradients(self, exchange: GradientExchange, values: Tensor) -> list[ReducedPages]:
         """The reduced gradients that have come."""
         sizes = [self._size(exchange, member, self.rank) for member in self.members]
-        layout, found = self.layout.layers[exchange.layer], list[ReducedPages]()
-        for member, part in zip(self.members, values.split(sizes), strict=True):
-            if exchange.between(member, self.rank):
-                found += exchange.unpack(layout, member, self.rank, part)
-        return found
+        came = zip(self.members, values.split(sizes), strict=True)
+        from_others = {member: part for member, part in came if exchange.between(member, self.rank)}
+        return exchange.unpack(self.layout.layers[exchange.layer], self.rank, from_others)
 
 
 def _rounds(
@@ -219,19 +216,30 @@ def _by_primary(found: Sequence[Route], members: Sequence[int]) -> dict[int, tup
 
 
 def _gradients_behind(
-    sums: Sequence[SumExchange], layout: ModelLayout, replica_map: ReplicaMap, members: frozenset[int]
+    sums: Sequence[SumExchange], layers: range, layout: ModelLayout, replica_map: ReplicaMap, members: frozenset[int]
 ) -> dict[int, list[GradientExchange]]:
-    """Index of an exchange of sums -> the exchanges of reduced gradients that come right after it."""
-    behind: dict[int, list[GradientExchange]] = {}
-    for layer in dict.fromkeys(one.layer for one in sums):
+    """Index of an exchange of sums -> the exchanges of reduced gradients that come right after it; -1: there is none.
+
+    Args:
+        sums: all exchanges of sums that are made.
+        layers: of the stage.
+    """
+    behind, last = dict[int, list[GradientExchange]](), list[GradientExchange]()
+    for layer in reversed(layers):
         exchange = GradientExchange.of(layout.layers[layer], replica_map[layer], members)
         if exchange is None:
             continue
         # Those of a tied parameter are made of sums of its readers as well. Links bring those of other stages.
         ranges = (pages for sent in exchange.ranges.values() for pages in sent)
         uses = {use for pages in ranges for use in layout.uses_of(layer, pages.first)}
-        last = max(at for at, one in enumerate(sums) if one.layer in uses)
-        behind.setdefault(min(last + LAG, len(sums) - 1), []).append(exchange)
+        # A stage before this one has its last sums when the pipeline is empty, and so would all exchanges behind this.
+        # One member alone may have computed all of a layer: then no exchange says when its gradient is complete.
+        made_of = [] if min(uses) < layers.start else [at for at, one in enumerate(sums) if one.layer in uses]
+        if made_of:
+            behind.setdefault(min(made_of[-1] + LAG, len(sums) - 1), []).append(exchange)
+        else:
+            last.append(exchange)
+    behind.setdefault(len(sums) - 1, []).extend(last)
     return behind
 
 

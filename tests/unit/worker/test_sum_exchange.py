@@ -17,7 +17,7 @@ from torch import Tensor
 from elaswave_spmd.determinism.reduction_tree import maximal_nodes
 from elaswave_spmd.recovery.messages import PartialSum
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.sharding.layout import ALIGNMENT, LOSS, ModelLayout
+from elaswave_spmd.sharding.layout import ALIGNMENT, LOSS, LayerUse, ModelLayout, ParameterInfo, lay_out
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaSet
 from elaswave_spmd.worker.buffers import GradientBuffer
@@ -398,8 +398,8 @@ REPLICATED = placed((2,), (0, 3), ((4, 4),), 0)
 """Each worker is the primary of some pages, and a mirror of those of the other one."""
 
 
-def order_of(placement: Placement, rank: int = 0) -> list[tuple[str, int]]:
-    return [(one.message[0], one.layer) for one in plans_of(LAYOUT, placement)[rank].order]
+def order_of(placement: Placement, rank: int = 0, *, layout: ModelLayout = LAYOUT) -> list[tuple[str, int]]:
+    return [(one.message[0], one.layer) for one in plans_of(layout, placement)[rank].order]
 
 
 def test_gradients_come_one_exchange_of_sums_after_the_last_sums_that_they_are_made_of() -> None:
@@ -409,6 +409,31 @@ def test_gradients_come_one_exchange_of_sums_after_the_last_sums_that_they_are_m
     sharded = replace(sharded, replicas=place_replicas(LAYOUT, sharded.state_sharding(1)))
     before = [("P", layer) for _ in range(len(order_of(sharded)) // 3 - 2) for layer in (2, 1, 0)]
     assert before and order_of(sharded) == [*before, *order_of(REPLICATED)], "in the last round"
+
+
+def weights_of(name: str) -> LayerUse:
+    return LayerUse(name, (ParameterInfo(f"{name}.weight", (9, 33)),))
+
+
+def test_a_layer_without_parameters_does_not_shorten_the_lag() -> None:
+    layout = lay_out([weights_of("a"), LayerUse("relu", ()), weights_of("b")], page_size=128)
+    assert order_of(REPLICATED, layout=layout) == [("P", 2), ("P", 0), ("R", 2), ("R", 0)]
+
+
+def test_a_layer_that_one_member_computes_alone_comes_last() -> None:
+    alone = placed((2,), (0, 3), ((8, 0),), 0)
+    layout = lay_out([weights_of("a"), weights_of("b"), weights_of("c")], page_size=128)
+    order = order_of(alone, layout=layout)
+    assert [layer for kind, layer in order if kind == "R"] == [2, 1, 0]
+    assert order_of(alone, 1, layout=layout) == order
+
+
+def test_what_an_earlier_stage_reads_holds_up_nothing() -> None:
+    """Its sums are there when the pipeline is empty."""
+    embed = LayerUse("embed", (), (("embed.weight", "c.weight"),))
+    layout = lay_out([embed, weights_of("b"), weights_of("c")], page_size=128)
+    tied = placed((1, 2), (0, 1, 3), ((8,), (4, 4)), 0)
+    assert order_of(tied, 1, layout=layout) == [("P", 2), ("P", 1), ("R", 1), ("R", 2)]
 
 
 def test_a_tied_parameter_waits_for_the_sums_of_its_reader() -> None:
