@@ -280,8 +280,8 @@ class DamageLog:
 
 class GroupLog:
     """Writes `group` lines: from this step on parameters are published through groups, and sums and reduced gradients
-    from the step after it on; or all by links again, also since a group has failed, the first of each mesh epoch. Where stages have no groups
-    there is nothing to write."""
+    from the step after it on; or all by links again, also since a group has failed, the first of each mesh epoch. Where
+    stages have no groups there is nothing to write."""
 
     def __init__(self, observer: RunObserver) -> None:
         self._observer = observer
