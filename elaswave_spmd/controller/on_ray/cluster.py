@@ -9,6 +9,7 @@ from elaswave_spmd.controller.on_ray.decisions import Agent, Node, State
 from elaswave_spmd.controller.on_ray.job import Job
 from elaswave_spmd.controller.on_ray.node import NodeAgent, NodeReport
 from elaswave_spmd.controller.on_ray.vendor import ray_module
+from elaswave_spmd.errors import headline_of
 
 NAMESPACE = "elaswave_spmd"
 _ANSWER_S = 0.3
@@ -176,10 +177,13 @@ class RayCluster:
         for key, order in [*self._starts.items()]:
             if ray.wait([order], timeout=0)[0]:
                 del self._starts[key]
-                self._states.pop(key, None)  # it tells of the time before
+                before = self._states.pop(key, None)  # it tells of the time before
                 self._asked.pop(key, None)
                 try:
                     found.append((key, ray.get(order)))
+                except errors.RayTaskError as error:  # the actor lives, and has raised it
+                    node = before.node if before is not None else self._homes.get(key, "")
+                    found.append((key, NodeReport(node, "", "", headline_of(error.cause))))
                 except errors.RayError:
                     continue  # the actor is lost; its state tells that
         return found

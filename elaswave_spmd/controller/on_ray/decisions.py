@@ -146,7 +146,8 @@ class Fleet:
         self._aim = aim
         self._home = home
         self._told: set[tuple[str, str]] = set()
-        self._failures: dict[int, int] = {}
+        self._failures: dict[tuple[int, str], int] = {}  # ends of an agent on a node: key, node
+        self._not_started: dict[tuple[int, str], int] = {}  # likewise starts in a row that were none
         self._handled: set[tuple[int, str]] = set()  # ends of agents: key, start
         self._drained: set[tuple[int, str]] = set()
         self._refused: set[str] = set()  # nodes that cannot serve
@@ -171,7 +172,7 @@ class Fleet:
             elif agent.state is State.ENDED and agent.serves == rendezvous:
                 actions += self._ended(agent, node)
             elif agent.state is not State.PLACING and agent.serves != rendezvous and (node is None or node.stays):
-                actions.append(StartAgent(agent.key))
+                actions += [] if self.cannot_start(agent) else [StartAgent(agent.key)]
         if self._moves:
             return actions
         stuck = self._stuck(nodes, agents, now)
@@ -228,10 +229,36 @@ class Fleet:
         self._refused.add(node)
         return [Tell(f"node {name} is not used: {why}"), RemoveAgent(key)]
 
+    def not_started(self, key: int, node: str, name: str, why: str) -> list[Action]:
+        """An agent could not be started on a node that the run can use: the turns that follow try it a few times.
+
+        Args:
+            node: its id.
+        """
+        self._not_started[key, node] = times = self._not_started.get((key, node), 0) + 1
+        then = (
+            "it is tried again" if times < _MOST_FAILURES else f"that has failed {times} times, and is not tried again"
+        )
+        return [Tell(f"the agent on node {name} could not be started: {why}; {then}")]
+
+    def started(self, key: int, node: str, name: str, facts: str) -> list[Action]:
+        """An agent was started.
+
+        Args:
+            node: its id.
+            facts: what was checked there, in words.
+        """
+        self._not_started.pop((key, node), None)
+        return [Tell(f"an agent is on node {name}: {facts}")]
+
+    def cannot_start(self, agent: Agent) -> bool:
+        """True if the agent could not be started on its node, and that is not tried again."""
+        return self._not_started.get((agent.key, agent.node), 0) >= _MOST_FAILURES
+
     def _is_useful(self, agent: Agent, nodes: Mapping[str, Node], rendezvous: str) -> bool:
         """True if the agent serves the run or is about to."""
         node = nodes.get(agent.node)
-        if self._failures.get(agent.key, 0) >= _MOST_FAILURES:
+        if self.cannot_start(agent) or self._failures.get((agent.key, agent.node), 0) >= _MOST_FAILURES:
             return False
         if node is not None and (node.drain_by is not None or (not node.alive and not agent.is_first)):
             return False
@@ -278,7 +305,8 @@ class Fleet:
             return []  # it ends with the run
         if agent.code in (0, REFUSED) or leaves:
             return [Tell(line)]  # it was let go, or what it is refused for stays
-        self._failures[agent.key] = failures = self._failures.get(agent.key, 0) + 1
+        of_agent = (agent.key, agent.node)
+        self._failures[of_agent] = failures = self._failures.get(of_agent, 0) + 1
         if failures >= _MOST_FAILURES:
             return [Tell(f"{line}; it has failed {failures} times, and is not started again")]
         return [Tell(f"{line}; it is started again"), StartAgent(agent.key)]

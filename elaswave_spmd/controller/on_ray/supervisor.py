@@ -39,7 +39,7 @@ from elaswave_spmd.controller.on_ray.files import LOG, JobFiles, free_port
 from elaswave_spmd.controller.on_ray.job import MARK, Job, process_environment, words_at, words_going_on
 from elaswave_spmd.controller.on_ray.node import check_node, node_id
 from elaswave_spmd.controller.on_ray.vendor import ray_module
-from elaswave_spmd.errors import ConfigError, ControlError, RunError
+from elaswave_spmd.errors import ConfigError, ControlError, FilesError, RunError
 
 _TURN_S = 0.3
 _REGATHER_S = 15.0
@@ -74,12 +74,31 @@ class Supervisor:
         return os.getpid()
 
     def _run(self, job: Job) -> None:
-        ray, files = ray_module(), JobFiles(job)
+        """The thread. It ends only with its process: nobody would notice an actor that answers and does nothing."""
+        try:
+            if self._is_over(job):
+                ray = ray_module()
+                ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+                return
+            time.sleep(_ELSEWHERE_S)
+        except _MovesError:
+            pass  # Ray starts the actor again, elsewhere, as this node takes nobody any more
+        except BaseException:
+            _say(traceback.format_exc())
+            time.sleep(_ELSEWHERE_S)
+        os._exit(1)
+
+    def _is_over(self, job: Job) -> bool:
+        """One life of the actor. Returns False if Ray is to start it again.
+
+        Raises:
+            _MovesError: at once, and on another node.
+        """
+        files = JobFiles(job)
         if problem := check_node(job).problem:
             # Started again on a node that has come since. Where nothing is shared, nothing can be said in the log.
-            print(f"{node_id()} cannot have the controller: {problem}", flush=True)
-            time.sleep(_ELSEWHERE_S)
-            os._exit(1)
+            _say(f"{node_id()} cannot have the controller: {problem}")
+            return False
         cluster, supervision = None, None
         try:
             cluster = RayCluster(job)
@@ -88,35 +107,39 @@ class Supervisor:
                 # Written before anything is removed: what fails from here on is not the run.
                 files.end(supervision.run())
         except _MovesError:
-            os._exit(1)  # Ray starts the actor again, elsewhere, as this node takes nobody any more
+            raise
         except BaseException:  # of Ray, of the file system, or of this program
-            print(traceback.format_exc(), flush=True)  # the disk may be what has failed
+            _say(traceback.format_exc())  # the disk of the run may be what has failed
             files.append(traceback.format_exc().encode())
             if not _is_broken(files):
                 files.tell("the supervisor has failed, and is started again")
-                time.sleep(_ELSEWHERE_S)
-                os._exit(1)
+                return False
             files.tell("the supervisor has failed again and again: the run saves its state and ends")
             if supervision is not None:
                 supervision.save()
-            with contextlib.suppress(OSError):
-                files.end(1)
+            files.end(1)
         for _ in range(_CLEANS if cluster is not None else 0):
             try:
                 assert cluster is not None
                 cluster.remove_all()
                 break
             except BaseException:
-                print(traceback.format_exc(), flush=True)
+                _say(traceback.format_exc())
                 time.sleep(_ELSEWHERE_S)
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+        return True
+
+
+def _say(text: str) -> None:
+    """Print for Ray's log of this actor, where that can be written: its disk may be the one that is full."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
 
 
 def _is_broken(files: JobFiles) -> bool:
     """Count an error of the supervisor; True if it is not to be started again. A disk that is full counts nothing."""
     try:
         files.progress = progress = files.progress.crashed()
-    except OSError:
+    except (OSError, FilesError):
         return False
     return progress.is_broken
 
@@ -195,9 +218,12 @@ class Supervision:
                     files.tell(f"the controller has ended {how}: it is started again")
                     time.sleep(0.0 if code < 0 else _ELSEWHERE_S)
 
+    def _name(self, node: str) -> str:
+        """The name of a node by its id."""
+        return self._nodes[node].name if node in self._nodes else node
+
     def _refuse(self, node: str, problem: str) -> int:
-        name = self._nodes[node].name if node in self._nodes else node
-        self._files.append(f"error: node {name} cannot serve the run: {problem}\n".encode())
+        self._files.append(f"error: node {self._name(node)} cannot serve the run: {problem}\n".encode())
         return REFUSED
 
     def _gather(self, *, is_first: bool) -> int | None:
@@ -272,7 +298,8 @@ class Supervision:
 
     def _is_ready(self, agent: Agent) -> bool:
         node = self._nodes.get(agent.node)
-        return node is not None and node.stays and agent.state is not State.PLACING and agent.code != REFUSED
+        is_there = node is not None and node.stays and agent.state is not State.PLACING
+        return is_there and agent.code != REFUSED and not self._fleet.cannot_start(agent)
 
     def _words(self) -> list[str]:
         """The words of the user, or those that go on with the run."""
@@ -311,18 +338,19 @@ class Supervision:
 
     def _start(self, key: int) -> None:
         agent = next(agent for agent in self._cluster.agents() if agent.key == key)
-        name = self._nodes[agent.node].name if agent.node in self._nodes else agent.node
-        self._cluster.start(key, self._rendezvous, name)
+        self._cluster.start(key, self._rendezvous, self._name(agent.node))
 
     def _turn(self) -> None:
         """Look at the cluster, and do what follows."""
         self._nodes = self._cluster.nodes()
         for key, report in self._cluster.answers():
-            name = self._nodes[report.node].name
+            name = self._name(report.node)
             if report.problem:
                 self._carry_out(self._fleet.failed(key, report.node, name, report.problem))
+            elif report.failure:
+                self._carry_out(self._fleet.not_started(key, report.node, name, report.failure))
             else:
-                self._files.tell(f"an agent is on node {name}: {report.facts}")
+                self._carry_out(self._fleet.started(key, report.node, name, report.facts))
         # Ray's clock: deadlines are times of day.
         self._carry_out(self._fleet.turn(self._nodes, self._cluster.agents(), self._rendezvous, time.time()))
 

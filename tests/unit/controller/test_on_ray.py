@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -12,7 +16,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from elaswave_spmd.conf.compose import settings_from
-from elaswave_spmd.controller.on_ray import cluster, supervisor, vendor
+from elaswave_spmd.controller.on_ray import cluster, decisions, node, supervisor, vendor
 from elaswave_spmd.controller.on_ray.decisions import (
     REFUSED,
     AddAgent,
@@ -44,6 +48,7 @@ from elaswave_spmd.controller.on_ray.job import (
 from elaswave_spmd.controller.on_ray.node import NodeReport
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.run_dir.lock import lock_run_dir
+from tests.full_disk import room_for
 
 WORDS = ["mesh=dp4", "run.dir=runs/one", "runtime.launcher=ray"]
 HERE = "10.0.0.1:20001"
@@ -301,9 +306,9 @@ def test_no_key_of_an_agent_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> No
     ray = MagicMock()
     monkeypatch.setattr(cluster, "ray_module", lambda name="": ray)
     made = cluster.RayCluster(job("runtime.agents=2").shared_out([]))
-    for node in (A, B):
-        made.add(node)
-        made.remove(2 if node is A else 3)
+    for there in (A, B):
+        made.add(there)
+        made.remove(2 if there is A else 3)
     names = [call.kwargs["name"] for call in ray.remote.return_value.options.call_args_list]
     assert [name.partition("/agent/")[2] for name in names] == ["2/a", "3/b"]
 
@@ -356,10 +361,12 @@ class Supervised:
     """A supervisor whose cluster and controller are made up.
 
     Args:
-        lives: what each life of it does: its exit code, or what it raises.
+        lives: what each life of it does: its exit code, what it raises, or a function that is called.
     """
 
-    def __init__(self, found: Job, monkeypatch: pytest.MonkeyPatch, *lives: int | BaseException) -> None:
+    def __init__(
+        self, found: Job, monkeypatch: pytest.MonkeyPatch, *lives: int | BaseException | Callable[[], int]
+    ) -> None:
         self.job = found
         self.saved = self.removed = self.killed = 0
         self._lives = [*lives]
@@ -391,7 +398,7 @@ class Supervised:
         life = self._lives.pop(0)
         if isinstance(life, BaseException):
             raise life
-        return life
+        return life() if callable(life) else life
 
     def save(self) -> None:
         self.saved += 1
@@ -430,6 +437,223 @@ def test_a_supervisor_that_fails_again_and_again_saves_and_ends_the_run(
     assert [made.live() for _ in range(4)] == [True, True, True, False]
     assert (files.code, made.saved, made.killed) == (1, 1, 1)
     assert files.progress.started(5, 1, "a").crashes == 0, "a run that gets further is not one that fails for ever"
+
+
+def test_a_disk_that_is_full_has_the_supervisor_try_again_until_there_is_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = job(folder=str(tmp_path))
+    files = JobFiles(found)
+    files.make()
+
+    def controller_ends_with_1() -> int:
+        files.progress = files.progress.ended(1, 0.0)  # as Supervision.run writes it
+        return 1
+
+    made = Supervised(found, monkeypatch, *[controller_ends_with_1] * 9)
+    with open("/dev/full", "wb", buffering=0) as nowhere, io.TextIOWrapper(nowhere, write_through=True) as no_output:
+        monkeypatch.setattr(sys, "stdout", no_output)
+        with room_for(0):
+            assert [made.live() for _ in range(6)] == [True] * 6, "and not counted: there were more than a few"
+        monkeypatch.undo()
+    made = Supervised(found, monkeypatch, controller_ends_with_1)
+    assert files.progress.crashes == 0 and files.code is None and not made.saved
+    assert not made.live() and files.code == 1
+
+
+def test_an_end_that_cannot_be_written_has_the_supervisor_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = job(folder=str(tmp_path))
+    files = JobFiles(found)
+    files.make()
+    files.progress = Progress(crashes=9)
+    made = Supervised(found, monkeypatch, *[ValueError("a fault")] * 2)
+    real = os.replace
+    full = {"ended.json"}
+
+    def replace(source: Path, target: Path) -> None:
+        if target.name in full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    assert made.live() and files.code is None and not made.removed, "the command would follow for ever"
+    full.clear()
+    assert not made.live() and files.code == 1 and made.removed
+
+
+def test_a_node_whose_mount_is_stale_is_refused_with_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = job(folder=str(tmp_path))
+
+    def stale(path: Path) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", stale)
+    monkeypatch.setattr(node, "node_id", lambda: "a")
+    monkeypatch.setenv(node.MONITOR, "0")
+    monkeypatch.setenv(node.AUTH, "token")
+    problem = node.check_node(found).problem
+    assert "cannot be looked at there" in problem and "Stale file handle" in problem and str(tmp_path) in problem
+
+
+def test_a_supervisor_that_cannot_check_its_node_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = job(folder=str(tmp_path))
+    JobFiles(found).make()
+    made = Supervised(found, monkeypatch, 0)
+    checks = [OSError(errno.ESTALE, "Stale file handle"), NodeReport("a", "", "")]
+    monkeypatch.setattr(supervisor, "check_node", MagicMock(side_effect=checks))
+    assert made.live() and not made.killed, "an actor whose thread has died would answer for ever"
+    assert not made.live() and made.killed == 1
+
+
+class RayError(Exception):
+    """As ray.exceptions has it."""
+
+
+class RayTaskError(RayError):
+    """What a call of an actor has raised."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__("a traceback of many lines")
+        self.cause = cause
+
+
+class RayOfNodes:
+    """A Ray that runs the calls of actors on made-up nodes at once, in this process.
+
+    Args:
+        names: of the nodes; each of the first `agents` ones has the actor of a first agent already.
+    """
+
+    RayError, RayTaskError = RayError, RayTaskError
+
+    def __init__(self, found: Job, names: Sequence[str]) -> None:
+        self._job = found
+        self._names = names
+        self.here = names[0]
+
+    def __getattr__(self, name: str) -> Any:
+        return MagicMock() if not name.startswith("__") else object.__getattribute__(self, name)
+
+    def list_named_actors(self) -> list[str]:
+        return [f"{self._job.name}/agent/{key}" for key in range(self._job.agents)]
+
+    def get_actor(self, name: str) -> Any:
+        return ActorOfNode(self, self._job, self._names[int(name.rpartition("/")[2])])
+
+    def remote(self, kind: object) -> Any:
+        made = MagicMock()
+        made.options = lambda **options: MagicMock(
+            remote=lambda found: ActorOfNode(self, found, options["name"].rpartition("/")[2])
+        )
+        return made
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [
+            {"NodeID": name, "NodeManagerHostname": name, "Alive": True, "Resources": {"CPU": 8.0}}
+            for name in self._names
+        ]
+
+    @property
+    def state(self) -> Any:
+        return MagicMock(get_draining_nodes=lambda: {})
+
+    def get_runtime_context(self) -> Any:
+        return MagicMock(get_node_id=lambda: self.here)
+
+    def wait(self, asked: list[Any], **options: object) -> tuple[list[Any], list[Any]]:
+        return asked, []
+
+    def get(self, answer: Any) -> Any:
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+class ActorOfNode:
+    """The handle of a NodeAgent on a node."""
+
+    def __init__(self, ray: RayOfNodes, found: Job, on: str) -> None:
+        self._ray, self._agent, self._on = ray, node.NodeAgent(found), on
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*arguments: object) -> object:
+            self._ray.here = self._on
+            try:
+                return getattr(self._agent, method)(*arguments)
+            except Exception as error:
+                return RayTaskError(error)
+
+        return MagicMock(remote=call)
+
+
+def test_an_agent_that_cannot_be_started_is_a_failure_of_its_node_and_another_node_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = job("runtime.agents=2", "runtime.agent_workers=2", folder=str(tmp_path)).shared_out([])
+    files = JobFiles(found)
+    files.make()
+    ray = RayOfNodes(found, ["a", "b", "c"])
+    for module in (cluster, node, supervisor):
+        monkeypatch.setattr(module, "ray_module", lambda name="": ray)
+    monkeypatch.setattr(node, "check_node", lambda job: NodeReport(ray.here, "", "all is well"))
+    monkeypatch.setattr(node, "_environment_of", lambda process, otherwise: otherwise)
+    monkeypatch.setattr(node.tied, "start", lambda *arguments: MagicMock(pid=2**30, poll=lambda: None))
+    monkeypatch.setattr(decisions, "_SETTLED_S", 0.0)
+    (found.files / "agent-a-a.log").mkdir()  # the log of the agent there cannot be opened
+    there = cluster.RayCluster(found)
+    made = supervisor.Supervision(found, files, there, threading.Event())
+    made._rendezvous = HERE  # pyright: ignore[reportPrivateUsage]
+    for _ in range(12):
+        made._turn()  # pyright: ignore[reportPrivateUsage]
+    lines = files.log.read_text().splitlines()
+    failed = [line for line in lines if "agent on node a-a could not be started: IsADirectoryError" in line]
+    assert [line.rpartition("; ")[2] for line in failed] == [
+        *["it is tried again"] * 2,
+        "that has failed 3 times, and is not tried again",
+    ]
+    states = {agent.node: agent.state for agent in there.agents()}
+    assert states == {"a": State.IDLE, "b": State.SERVING, "c": State.SERVING}, lines
+    ready = [agent.node for agent in there.agents() if made._is_ready(agent)]  # pyright: ignore[reportPrivateUsage]
+    assert ready == ["b", "c"], "the next controller does not wait for it"
+
+
+def test_tries_to_start_an_agent_are_counted_in_a_row_and_for_each_node() -> None:
+    found, idle = fleet(), Agent(1, "b", True, State.IDLE)
+    for _ in range(4):
+        for _ in range(2):
+            assert found.not_started(1, "b", "b", "why") == [
+                Tell("the agent on node b could not be started: why; it is tried again")
+            ]
+            assert StartAgent(1) in found.turn(nodes(A, B), [serving(0, "a"), idle], HERE, 0.0)
+        assert found.started(1, "b", "b", "facts") == [Tell("an agent is on node b: facts")]
+    for _ in range(3):
+        found.not_started(1, "b", "b", "why")
+    assert found.cannot_start(idle) and not found.turn(nodes(A, B), [serving(0, "a"), idle], HERE, 0.0)
+    moved = Agent(1, "c", True, State.IDLE)
+    assert found.turn(nodes(A, B, C), [serving(0, "a"), moved], HERE, 0.0) == [StartAgent(1)]
+
+
+def test_an_actor_that_is_lost_while_it_starts_its_agent_is_no_failure_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = job("runtime.agents=1", folder=str(tmp_path)).shared_out([])
+    ray = RayOfNodes(found, ["a"])
+    monkeypatch.setattr(cluster, "ray_module", lambda name="": ray)
+    there = cluster.RayCluster(found)
+    lost = MagicMock(start=MagicMock(remote=lambda *arguments: RayError("the actor died")))
+    there._actors[0] = lost  # pyright: ignore[reportPrivateUsage]
+    there.start(0, HERE, "a")
+    assert there.answers() == []
+
+
+def test_a_run_that_cannot_be_begun_on_a_full_disk_is_refused(tmp_path: Path) -> None:
+    found = job(folder=str(tmp_path))
+    with room_for(0), pytest.raises(ConfigError, match=r"cannot write .*one\.ray \(File too large\)"):
+        JobFiles(found).make()
 
 
 def test_a_stop_is_seen_by_a_supervisor_that_is_started_after_it(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,17 +14,7 @@ from elaswave_spmd.errors import FilesError, RunError
 from elaswave_spmd.run_dir import PlainDisplay, RunDir, RunObserver, observer, read_events, read_summary, save_weights
 from elaswave_spmd.run_dir.json_lines import JsonLines, read_json_lines
 from elaswave_spmd.run_dir.tensorboard import Board
-
-
-@contextlib.contextmanager
-def room_for(size: int) -> Iterator[None]:
-    """No file can grow beyond `size` bytes: for a program the same as a full disk, but for the error's number."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+from tests.full_disk import room_for
 
 
 def _observer(tmp_path: Path, *, board: bool = False) -> RunObserver:
