@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import secrets
@@ -18,7 +17,7 @@ from elaswave_spmd.controller.on_ray.decisions import Progress
 from elaswave_spmd.controller.on_ray.job import Job
 from elaswave_spmd.errors import ConfigError, FilesError
 from elaswave_spmd.run_dir.atomic_write import open_private, replacing
-from elaswave_spmd.run_dir.lock import lock_run_dir
+from elaswave_spmd.run_dir.lock import lock_run_dir, take_flock
 from elaswave_spmd.run_dir.manifest import MANIFEST
 
 LOG = "log"
@@ -87,7 +86,7 @@ class JobFiles:
         """No other command begins a run in this directory meanwhile. Yields True if none was begun there before.
 
         Raises:
-            ConfigError: another command does, or the folder cannot be written.
+            ConfigError: another command does, or the folder cannot be written, or its file system has no locks.
         """
         is_new = not self.exists
         try:
@@ -97,7 +96,7 @@ class JobFiles:
             raise self._not_written(error.strerror or str(error)) from error
         with lock:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                take_flock(lock.fileno(), self._folder)
             except BlockingIOError:
                 raise begun_twice(self._job.run_dir) from None
             except OSError as error:

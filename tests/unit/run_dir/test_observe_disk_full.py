@@ -1,4 +1,4 @@
-"""A disk that fills up: one clear error, lines that stay whole, a summary all the same."""
+"""A disk that fills up: one clear error, lines that stay whole, and no summary without the weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from elaswave_spmd.errors import FilesError, RunError
-from elaswave_spmd.run_dir import PlainDisplay, RunDir, RunObserver, observer, read_events, read_summary, save_weights
+from elaswave_spmd.run_dir import PlainDisplay, RunDir, RunObserver, observer, read_events, save_weights
 from elaswave_spmd.run_dir.json_lines import JsonLines, read_json_lines
 from elaswave_spmd.run_dir.tensorboard import Board
 from tests.full_disk import room_for
@@ -46,7 +46,7 @@ def test_weights_report_a_full_disk_like_any_other_file(tmp_path: Path) -> None:
         save_weights(tmp_path / "none" / "w.safetensors", {"w": np.zeros(1, np.float32)})
 
 
-def test_the_summary_is_written_without_room_for_the_weights(tmp_path: Path) -> None:
+def test_without_room_for_the_weights_there_is_no_summary(tmp_path: Path) -> None:
     observer = _observer(tmp_path)
     with room_for(1000), pytest.raises(FilesError, match=r"weights\.safetensors") as caught, observer:
         try:
@@ -54,9 +54,15 @@ def test_the_summary_is_written_without_room_for_the_weights(tmp_path: Path) -> 
         except FilesError as error:
             observer.on_stop(error)
             raise
-    assert read_summary(tmp_path / "run") == {"final_loss": 1.5}
+    assert not (tmp_path / "run" / "summary.json").exists(), "the sign that the run has its result"
     assert [(e["event"], e["message"]) for e in read_events(tmp_path / "run")] == [("stop", str(caught.value))]
     assert not list((tmp_path / "run").glob("*weights*")) + list((tmp_path / "run").glob(".*"))
+
+
+def test_without_room_for_the_averages_there_is_no_summary(tmp_path: Path) -> None:
+    with room_for(1000), _observer(tmp_path) as run, pytest.raises(FilesError, match=r"weights_ema\.safetensors"):
+        run.on_finish({}, {"w": np.zeros(1, np.float32)}, {"w": np.zeros(1000, np.float32)})
+    assert (tmp_path / "run" / "weights.safetensors").exists() and not (tmp_path / "run" / "summary.json").exists()
 
 
 def test_closing_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
