@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 
+from elaswave_spmd.conf.resume import words_resuming
 from elaswave_spmd.controller import admin_client
 from elaswave_spmd.controller.on_ray import tied
 from elaswave_spmd.controller.on_ray.cluster import RayCluster
@@ -36,7 +37,7 @@ from elaswave_spmd.controller.on_ray.decisions import (
     to_start,
 )
 from elaswave_spmd.controller.on_ray.files import LOG, JobFiles, free_port
-from elaswave_spmd.controller.on_ray.job import MARK, Job, process_environment, words_at, words_going_on
+from elaswave_spmd.controller.on_ray.job import MARK, Job, process_environment, words_at
 from elaswave_spmd.controller.on_ray.node import check_node, node_id
 from elaswave_spmd.controller.on_ray.vendor import ray_module
 from elaswave_spmd.errors import ConfigError, ControlError, FilesError, RunError
@@ -309,7 +310,7 @@ class Supervision:
         if not files.has_checkpoint:
             self._await_orphans()
         if files.has_checkpoint or (aside := files.put_aside()) is None:
-            return words_going_on(self._job)
+            return words_resuming(self._job.words, self._job.run_dir)
         files.tell(f"the run has no checkpoint, and begins again; what it has left is in {aside}")
         return [*self._job.words]
 

@@ -43,7 +43,6 @@ from elaswave_spmd.controller.on_ray.job import (
     hand_over,
     process_environment,
     words_at,
-    words_going_on,
 )
 from elaswave_spmd.controller.on_ray.node import NodeReport
 from elaswave_spmd.errors import ConfigError
@@ -132,13 +131,6 @@ def test_the_controllers_command_has_the_users_words_and_those_that_are_handed_t
     assert settings.train.steps == 7 and controller_settings(found.words, environment) is None
     fewer = settings_from([*found.words, *words_at(found, HERE, 1, are_all=False)]).runtime
     assert (fewer.agents, fewer.local_workers) == (1, None)
-
-
-def test_a_controller_that_goes_on_injects_no_fault_again() -> None:
-    found = job("train.steps=7", "chaos.events=[{step: 2, kind: kill, rank: 0}]", "runtime.agents=2")
-    assert words_going_on(found) == [
-        *("train.resume=/home/me/runs/one", "mesh=dp4", "runtime.launcher=ray", "train.steps=7", "runtime.agents=2"),
-    ]
 
 
 def test_processes_have_the_variables_of_the_command_and_nothing_of_rays() -> None:
