@@ -52,7 +52,7 @@ class Node:
         return self.alive and self.drain_by is None
 
 
-class State(enum.Enum):
+class ActorState(enum.Enum):
     """The state of an agent of the run, or rather of the actor that starts it."""
 
     PLACING = "placing"  # Ray has not started the actor, or starts it again
@@ -62,7 +62,7 @@ class State(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Agent:
+class AgentActor:
     """The actor of one node.
 
     Args:
@@ -79,7 +79,7 @@ class Agent:
     key: int
     node: str
     is_first: bool
-    state: State
+    state: ActorState
     serves: str = ""
     start: str = ""
     code: int | None = None
@@ -156,7 +156,9 @@ class Fleet:
         self._lacks_since: float | None = None
         self._moves = False
 
-    def turn(self, nodes: Mapping[str, Node], agents: Sequence[Agent], rendezvous: str, now: float) -> list[Action]:
+    def turn(
+        self, nodes: Mapping[str, Node], agents: Sequence[AgentActor], rendezvous: str, now: float
+    ) -> list[Action]:
         """What is to be done now.
 
         Args:
@@ -169,9 +171,9 @@ class Fleet:
             node = nodes.get(agent.node)
             if node is not None and not node.alive and not agent.is_first:
                 actions.append(RemoveAgent(agent.key))
-            elif agent.state is State.ENDED and agent.serves == rendezvous:
+            elif agent.state is ActorState.ENDED and agent.serves == rendezvous:
                 actions += self._ended(agent, node)
-            elif agent.state is not State.PLACING and agent.serves != rendezvous and (node is None or node.stays):
+            elif agent.state is not ActorState.PLACING and agent.serves != rendezvous and (node is None or node.stays):
                 actions += [] if self.cannot_start(agent) else [StartAgent(agent.key)]
         if self._moves:
             return actions
@@ -179,10 +181,10 @@ class Fleet:
         actions += stuck
         return [*actions, *self._add(nodes, agents, useful - sum(isinstance(did, RemoveAgent) for did in stuck), now)]
 
-    def _stuck(self, nodes: Mapping[str, Node], agents: Sequence[Agent], now: float) -> list[Action]:
+    def _stuck(self, nodes: Mapping[str, Node], agents: Sequence[AgentActor], now: float) -> list[Action]:
         """Give up agents that Ray does not start on their nodes, where other nodes could have them."""
         actions: list[Action] = []
-        placing = [agent for agent in agents if agent.state is State.PLACING and not agent.is_first]
+        placing = [agent for agent in agents if agent.state is ActorState.PLACING and not agent.is_first]
         self._placing_since = {agent.key: self._placing_since.get(agent.key, now) for agent in placing}
         others = len(self._usable(nodes, agents, now))
         for agent in placing:
@@ -195,7 +197,7 @@ class Fleet:
             actions += [Tell(line), RemoveAgent(agent.key)]
         return actions
 
-    def _usable(self, nodes: Mapping[str, Node], agents: Sequence[Agent], now: float) -> list[Node]:
+    def _usable(self, nodes: Mapping[str, Node], agents: Sequence[AgentActor], now: float) -> list[Node]:
         """The nodes that may get an agent."""
         taken = {agent.node for agent in agents} | self._refused
         return [
@@ -204,10 +206,10 @@ class Fleet:
             if node.stays and node.has_room and node.id not in taken and now >= self._skipped_until.get(node.id, now)
         ]
 
-    def _add(self, nodes: Mapping[str, Node], agents: Sequence[Agent], useful: int, now: float) -> list[Action]:
+    def _add(self, nodes: Mapping[str, Node], agents: Sequence[AgentActor], useful: int, now: float) -> list[Action]:
         """More agents, once places have been lacking for a while: at the end of a run its agents end one by one."""
         actions: list[Action] = []
-        is_over = bool(agents) and all(agent.state is State.ENDED and agent.code == 0 for agent in agents)
+        is_over = bool(agents) and all(agent.state is ActorState.ENDED and agent.code == 0 for agent in agents)
         if useful * self._places >= self._aim or is_over:
             self._lacks_since = None
             return actions
@@ -251,20 +253,20 @@ class Fleet:
         self._not_started.pop((key, node), None)
         return [Tell(f"an agent is on node {name}: {facts}")]
 
-    def cannot_start(self, agent: Agent) -> bool:
+    def cannot_start(self, agent: AgentActor) -> bool:
         """True if the agent could not be started on its node, and that is not tried again."""
         return self._not_started.get((agent.key, agent.node), 0) >= _MOST_FAILURES
 
-    def _is_useful(self, agent: Agent, nodes: Mapping[str, Node], rendezvous: str) -> bool:
+    def _is_useful(self, agent: AgentActor, nodes: Mapping[str, Node], rendezvous: str) -> bool:
         """True if the agent serves the run or is about to."""
         node = nodes.get(agent.node)
         if self.cannot_start(agent) or self._failures.get((agent.key, agent.node), 0) >= _MOST_FAILURES:
             return False
         if node is not None and (node.drain_by is not None or (not node.alive and not agent.is_first)):
             return False
-        return agent.state is not State.ENDED or agent.serves != rendezvous or agent.code not in (0, REFUSED)
+        return agent.state is not ActorState.ENDED or agent.serves != rendezvous or agent.code not in (0, REFUSED)
 
-    def _tell_of_nodes(self, nodes: Mapping[str, Node], agents: Sequence[Agent], now: float) -> list[Action]:
+    def _tell_of_nodes(self, nodes: Mapping[str, Node], agents: Sequence[AgentActor], now: float) -> list[Action]:
         actions: list[Action] = []
         for node in nodes.values():
             here = [agent for agent in agents if agent.node == node.id]
@@ -281,7 +283,7 @@ class Fleet:
                     self._moves = True  # all agents are started again, on nodes that stay
                     actions += [Tell("the controller is there: it saves its state, and moves"), Move()]
                 elif not self._moves:  # also agents whose start was under way when the drain began
-                    serving = [agent for agent in here if agent.state is State.SERVING]
+                    serving = [agent for agent in here if agent.state is ActorState.SERVING]
                     new = [agent for agent in serving if (agent.key, agent.start) not in self._drained]
                     self._drained |= {(agent.key, agent.start) for agent in new}
                     actions += [Drain(agent.key, node.name, within) for agent in new]
@@ -292,7 +294,7 @@ class Fleet:
         self._told.add((what, node.id))
         return is_new
 
-    def _ended(self, agent: Agent, node: Node | None) -> list[Action]:
+    def _ended(self, agent: AgentActor, node: Node | None) -> list[Action]:
         """The agent of a node has ended while the run goes on."""
         where = node.name if node is not None else agent.node
         if (agent.key, agent.start) in self._handled:
@@ -312,9 +314,9 @@ class Fleet:
         return [Tell(f"{line}; it is started again"), StartAgent(agent.key)]
 
 
-def to_start(agents: Sequence[Agent], rendezvous: str) -> list[int]:
+def to_start(agents: Sequence[AgentActor], rendezvous: str) -> list[int]:
     """The actors whose agents are to be started for a controller that begins, also at the address of the one before."""
-    return [agent.key for agent in agents if agent.serves != rendezvous or agent.state is State.ENDED]
+    return [agent.key for agent in agents if agent.serves != rendezvous or agent.state is ActorState.ENDED]
 
 
 @dataclass(frozen=True)

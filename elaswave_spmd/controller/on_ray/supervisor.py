@@ -22,16 +22,16 @@ from elaswave_spmd.controller.on_ray.cluster import RayCluster
 from elaswave_spmd.controller.on_ray.decisions import (
     REFUSED,
     Action,
+    ActorState,
     AddAgent,
     After,
-    Agent,
+    AgentActor,
     Drain,
     Fleet,
     Move,
     Node,
     RemoveAgent,
     StartAgent,
-    State,
     Tell,
     after_controller,
     to_start,
@@ -100,13 +100,13 @@ class Supervisor:
             # Started again on a node that has come since. Where nothing is shared, nothing can be said in the log.
             _say(f"{node_id()} cannot have the controller: {problem}")
             return False
-        cluster, supervision = None, None
+        cluster, life = None, None
         try:
             cluster = RayCluster(job)
             if files.code is None:
-                supervision = Supervision(job, files, cluster, self._stop)
+                life = SupervisorLife(job, files, cluster, self._stop)
                 # Written before anything is removed: what fails from here on is not the run.
-                files.end(supervision.run())
+                files.end(life.run())
         except _MovesError:
             raise
         except BaseException:  # of Ray, of the file system, or of this program
@@ -116,8 +116,8 @@ class Supervisor:
                 files.tell("the supervisor has failed, and is started again")
                 return False
             files.tell("the supervisor has failed again and again: the run saves its state and ends")
-            if supervision is not None:
-                supervision.save()
+            if life is not None:
+                life.save()
             files.end(1)
         for _ in range(_CLEANS if cluster is not None else 0):
             try:
@@ -145,7 +145,7 @@ def _is_broken(files: JobFiles) -> bool:
     return progress.is_broken
 
 
-class Supervision:
+class SupervisorLife:
     """One life of the supervisor.
 
     Args:
@@ -283,7 +283,7 @@ class Supervision:
             time.sleep(_TURN_S)
         return code
 
-    def _ready_agents(self) -> list[Agent]:
+    def _ready_agents(self) -> list[AgentActor]:
         """The agents that the controller is to wait for: after a restart perhaps fewer than the run began with."""
         began = time.monotonic()
         # Beside the controller there is no device that Ray has given to the run.
@@ -297,9 +297,9 @@ class Supervision:
                 return ready
             time.sleep(_TURN_S)
 
-    def _is_ready(self, agent: Agent) -> bool:
+    def _is_ready(self, agent: AgentActor) -> bool:
         node = self._nodes.get(agent.node)
-        is_there = node is not None and node.stays and agent.state is not State.PLACING
+        is_there = node is not None and node.stays and agent.state is not ActorState.PLACING
         return is_there and agent.code != REFUSED and not self._fleet.cannot_start(agent)
 
     def _words(self) -> list[str]:
@@ -319,7 +319,7 @@ class Supervision:
         began = time.monotonic()
         while time.monotonic() - began < _ORPHANS_S:
             agents, waited = self._cluster.agents(), time.monotonic() - began
-            is_unknown = waited < _REGATHER_S and any(agent.state is State.PLACING for agent in agents)
+            is_unknown = waited < _REGATHER_S and any(agent.state is ActorState.PLACING for agent in agents)
             if not is_unknown and not any(agent.has_workers for agent in agents):
                 return
             time.sleep(_TURN_S)

@@ -34,7 +34,7 @@ _STOPPED_S = 10.0  # that a controller may stand still (SIGSTOP) before another 
 _POLL_S = 0.05
 _REST_S = 5.0  # for processes of earlier controllers to end, once the last one has
 _PR_SET_CHILD_SUBREAPER = 36
-_TOLD = (0, 1, 2, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
+_OWN_EXIT_CODES = (0, 1, 2, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
 _SUMMARY, _METRICS, _EPOCHS = "summary.json", "metrics.jsonl", "epochs.jsonl"
 
 
@@ -72,7 +72,7 @@ class Ended:
     @property
     def is_death(self) -> bool:
         """True if nobody meant it."""
-        return self.code not in _TOLD
+        return self.code not in _OWN_EXIT_CODES
 
     def __str__(self) -> str:
         if self.code >= 0:

@@ -19,9 +19,10 @@ from elaswave_spmd.conf.compose import settings_from
 from elaswave_spmd.controller.on_ray import cluster, decisions, node, supervisor, vendor
 from elaswave_spmd.controller.on_ray.decisions import (
     REFUSED,
+    ActorState,
     AddAgent,
     After,
-    Agent,
+    AgentActor,
     Drain,
     Fleet,
     Move,
@@ -29,7 +30,6 @@ from elaswave_spmd.controller.on_ray.decisions import (
     Progress,
     RemoveAgent,
     StartAgent,
-    State,
     Tell,
     after_controller,
     to_start,
@@ -151,9 +151,9 @@ def nodes(*made: Node) -> dict[str, Node]:
     return {node.id: node for node in made}
 
 
-def serving(key: int, node: str, **others: Any) -> Agent:
-    is_first, state = others.pop("is_first", True), others.pop("state", State.SERVING)
-    return Agent(key, node, is_first, state, HERE, f"start {key}", **others)
+def serving(key: int, node: str, **others: Any) -> AgentActor:
+    is_first, state = others.pop("is_first", True), others.pop("state", ActorState.SERVING)
+    return AgentActor(key, node, is_first, state, HERE, f"start {key}", **others)
 
 
 A, B, C, HOME = Node("a", "a"), Node("b", "b"), Node("c", "c"), Node("home", "home", has_room=False)
@@ -171,7 +171,11 @@ def test_nothing_follows_while_all_is_well() -> None:
 
 
 def test_an_agent_that_has_another_rendezvous_is_started_again_unless_its_node_leaves() -> None:
-    agents = [Agent(0, "a", True, State.SERVING, "10.0.0.9:1"), Agent(1, "b", True, State.IDLE), serving(2, "c")]
+    agents = [
+        AgentActor(0, "a", True, ActorState.SERVING, "10.0.0.9:1"),
+        AgentActor(1, "b", True, ActorState.IDLE),
+        serving(2, "c"),
+    ]
     assert fleet(aim=3).turn(nodes(A, B, C), agents, HERE, 0.0) == [StartAgent(0), StartAgent(1)]
     leaves = Node("a", "a", drain_by=100.0)
     assert StartAgent(0) not in fleet(aim=3).turn(nodes(leaves, B, C), agents, HERE, 0.0)
@@ -182,7 +186,7 @@ def test_a_node_gets_an_agent_once_places_have_been_lacking_for_a_while() -> Non
     assert found.turn(nodes(HOME, A, B, C), agents, HERE, 0.0) == []
     actions = found.turn(nodes(HOME, A, B, C), agents, HERE, 5.0)
     assert without_lines(actions) == [AddAgent(B)], "and not on C: the run may have 4 workers"
-    there = [*agents, Agent(1, "b", False, State.PLACING)]
+    there = [*agents, AgentActor(1, "b", False, ActorState.PLACING)]
     assert found.turn(nodes(HOME, A, B, C), there, HERE, 6.0) == []
 
 
@@ -211,14 +215,14 @@ def test_a_controller_moves_when_its_own_node_drains() -> None:
     agents = [serving(0, "a"), serving(1, "home")]
     actions = found.turn(nodes(A, drains, C), agents, HERE, 1000.0)
     assert without_lines(actions) == [Move()]
-    ended = [serving(0, "a", state=State.ENDED, code=0), serving(1, "home", state=State.ENDED, code=0)]
+    ended = [serving(0, "a", state=ActorState.ENDED, code=0), serving(1, "home", state=ActorState.ENDED, code=0)]
     assert found.turn(nodes(A, drains, C), ended, HERE, 1010.0) == [], "no new agent for a controller that leaves"
 
 
 @pytest.mark.parametrize(("code", "again"), [(1, True), (-9, True), (2, False), (0, False)])
 def test_an_agent_that_fails_is_started_again_and_one_that_is_refused_is_not(code: int, again: bool) -> None:
     found = fleet()
-    ended = [serving(0, "a"), serving(1, "b", state=State.ENDED, code=code, said="why")]
+    ended = [serving(0, "a"), serving(1, "b", state=ActorState.ENDED, code=code, said="why")]
     actions = found.turn(nodes(A, B), ended, HERE, 0.0)
     assert without_lines(actions) == [StartAgent(1)] * again
     assert isinstance(actions[0], Tell) and actions[0].line.endswith("why" + "; it is started again" * again)
@@ -227,7 +231,7 @@ def test_an_agent_that_fails_is_started_again_and_one_that_is_refused_is_not(cod
 
 def test_an_agent_that_fails_again_and_again_is_left_alone_and_another_node_is_used() -> None:
     found = fleet()
-    ends = [Agent(1, "b", True, State.ENDED, HERE, str(start), 1, "why") for start in range(5)]
+    ends = [AgentActor(1, "b", True, ActorState.ENDED, HERE, str(start), 1, "why") for start in range(5)]
     starts = [StartAgent(1) in found.turn(nodes(A, B), [serving(0, "a"), end], HERE, 0.0) for end in ends]
     assert starts == [True, True, False, False, False]
     assert without_lines(found.turn(nodes(A, B, C), [serving(0, "a"), ends[-1]], HERE, 9.0)) == [AddAgent(C)]
@@ -235,7 +239,7 @@ def test_an_agent_that_fails_again_and_again_is_left_alone_and_another_node_is_u
 
 def test_the_end_of_a_run_brings_no_new_agents() -> None:
     found = fleet()
-    ended = [serving(0, "a", state=State.ENDED, code=0), serving(1, "b", state=State.ENDED, code=0)]
+    ended = [serving(0, "a", state=ActorState.ENDED, code=0), serving(1, "b", state=ActorState.ENDED, code=0)]
     assert [found.turn(nodes(A, B, C), ended, HERE, now) for now in (0.0, 9.0)] == [[], []]
 
 
@@ -246,7 +250,7 @@ def test_a_call_from_python_does_not_hand_a_run_to_ray() -> None:
 
 def test_a_node_that_cannot_serve_is_not_tried_again() -> None:
     found, there = fleet(aim=3), nodes(HOME, A, B, C)
-    agents = {0: serving(0, "a"), 1: Agent(1, "b", False, State.IDLE)}
+    agents = {0: serving(0, "a"), 1: AgentActor(1, "b", False, ActorState.IDLE)}
     assert StartAgent(1) in found.turn(there, [*agents.values()], HERE, 0.0)
     refused = found.failed(1, "b", "b", "no file")
     assert refused == [Tell("node b is not used: no file"), RemoveAgent(1)]
@@ -264,7 +268,7 @@ def test_a_node_that_cannot_serve_is_not_tried_again() -> None:
 
 
 def test_a_node_that_has_nothing_free_does_not_keep_another_one_from_being_used() -> None:
-    found, agents = fleet(), [serving(0, "a"), Agent(1, "b", False, State.PLACING)]
+    found, agents = fleet(), [serving(0, "a"), AgentActor(1, "b", False, ActorState.PLACING)]
     assert [found.turn(nodes(A, B), agents, HERE, now) for now in (0.0, 900.0)] == [[], []], "there is no other one"
     found = fleet()
     assert [found.turn(nodes(A, B, C), agents, HERE, now) for now in (0.0, 30.0)] == [[], []]
@@ -277,7 +281,7 @@ def test_a_node_that_has_nothing_free_does_not_keep_another_one_from_being_used(
 
 def test_an_agent_whose_start_was_under_way_when_its_node_drains_leaves_too() -> None:
     drains, found = Node("b", "b", drain_by=1060.0), fleet()
-    starts = [serving(0, "a"), Agent(1, "b", True, State.PLACING)]
+    starts = [serving(0, "a"), AgentActor(1, "b", True, ActorState.PLACING)]
     assert without_lines(found.turn(nodes(A, drains), starts, HERE, 1000.0)) == []
     serves = [serving(0, "a"), serving(1, "b")]
     assert found.turn(nodes(A, drains), serves, HERE, 1010.0) == [Drain(1, "b", 50.0)]
@@ -286,10 +290,10 @@ def test_an_agent_whose_start_was_under_way_when_its_node_drains_leaves_too() ->
 
 def test_agents_that_ended_with_a_refused_controller_are_started_for_the_next_one_at_its_address() -> None:
     agents = [
-        serving(0, "a", state=State.ENDED, code=0, said="the run has ended"),
+        serving(0, "a", state=ActorState.ENDED, code=0, said="the run has ended"),
         serving(1, "b"),
-        Agent(2, "c", True, State.SERVING, "10.0.0.9:1"),
-        Agent(3, "d", True, State.IDLE),
+        AgentActor(2, "c", True, ActorState.SERVING, "10.0.0.9:1"),
+        AgentActor(3, "d", True, ActorState.IDLE),
     ]
     assert to_start(agents, HERE) == [0, 2, 3]
 
@@ -367,7 +371,7 @@ class Supervised:
             "ray_module": lambda name="": self,
             "check_node": lambda job: report,
             "RayCluster": lambda job: self,
-            "Supervision": lambda *arguments: self,
+            "SupervisorLife": lambda *arguments: self,
             "_ELSEWHERE_S": 0.0,
         }
         for name, value in replaced.items():
@@ -439,7 +443,7 @@ def test_a_disk_that_is_full_has_the_supervisor_try_again_until_there_is_space(
     files.make()
 
     def controller_ends_with_1() -> int:
-        files.progress = files.progress.ended(1, 0.0)  # as Supervision.run writes it
+        files.progress = files.progress.ended(1, 0.0)  # as SupervisorLife.run writes it
         return 1
 
     made = Supervised(found, monkeypatch, *[controller_ends_with_1] * 9)
@@ -597,7 +601,7 @@ def test_an_agent_that_cannot_be_started_is_a_failure_of_its_node_and_another_no
     monkeypatch.setattr(decisions, "_SETTLED_S", 0.0)
     (found.files / "agent-a-a.log").mkdir()  # the log of the agent there cannot be opened
     there = cluster.RayCluster(found)
-    made = supervisor.Supervision(found, files, there, threading.Event())
+    made = supervisor.SupervisorLife(found, files, there, threading.Event())
     made._rendezvous = HERE  # pyright: ignore[reportPrivateUsage]
     for _ in range(12):
         made._turn()  # pyright: ignore[reportPrivateUsage]
@@ -608,13 +612,13 @@ def test_an_agent_that_cannot_be_started_is_a_failure_of_its_node_and_another_no
         "that has failed 3 times, and is not tried again",
     ]
     states = {agent.node: agent.state for agent in there.agents()}
-    assert states == {"a": State.IDLE, "b": State.SERVING, "c": State.SERVING}, lines
+    assert states == {"a": ActorState.IDLE, "b": ActorState.SERVING, "c": ActorState.SERVING}, lines
     ready = [agent.node for agent in there.agents() if made._is_ready(agent)]  # pyright: ignore[reportPrivateUsage]
     assert ready == ["b", "c"], "the next controller does not wait for it"
 
 
 def test_tries_to_start_an_agent_are_counted_in_a_row_and_for_each_node() -> None:
-    found, idle = fleet(), Agent(1, "b", True, State.IDLE)
+    found, idle = fleet(), AgentActor(1, "b", True, ActorState.IDLE)
     for _ in range(4):
         for _ in range(2):
             assert found.not_started(1, "b", "b", "why") == [
@@ -625,7 +629,7 @@ def test_tries_to_start_an_agent_are_counted_in_a_row_and_for_each_node() -> Non
     for _ in range(3):
         found.not_started(1, "b", "b", "why")
     assert found.cannot_start(idle) and not found.turn(nodes(A, B), [serving(0, "a"), idle], HERE, 0.0)
-    moved = Agent(1, "c", True, State.IDLE)
+    moved = AgentActor(1, "c", True, ActorState.IDLE)
     assert found.turn(nodes(A, B, C), [serving(0, "a"), moved], HERE, 0.0) == [StartAgent(1)]
 
 
@@ -660,11 +664,11 @@ def test_a_stop_is_seen_by_a_supervisor_that_is_started_after_it(
     monkeypatch.setattr(supervisor, "node_id", lambda: "a")
     there = MagicMock()
     there.agents.side_effect = [
-        [Agent(0, "a", True, State.PLACING)],
+        [AgentActor(0, "a", True, ActorState.PLACING)],
         [serving(0, "a", has_workers=True)],
         [serving(0, "a")],
     ]
-    assert supervisor.Supervision(found, files, there, threading.Event()).run() == 143
+    assert supervisor.SupervisorLife(found, files, there, threading.Event()).run() == 143
     assert there.agents.call_count == 3, "the workers have written their state"
     files.make()
     assert not files.is_asked_to_stop, "it was for the run before"
