@@ -21,6 +21,7 @@ _OF_ONE_COMMAND = (
     ("runtime", "launcher"),  # what had started its command
 )
 _NOT_AGAIN = ("run.dir", "train.resume", "train.resume_at")
+"""Where a run is, and where it came from. A command that goes on with it is told the former as `train.resume`."""
 
 
 def merge(saved: Mapping[str, Any], composed: Mapping[str, Any], named: Iterable[str]) -> dict[str, Any]:
