@@ -106,10 +106,15 @@ class RunError(RuntimeError):
 
 
 class FilesError(RunError):
-    """The run's files cannot be written: the disk is full, or the directory was removed."""
+    """The run's files cannot be written: the disk is full, or the directory was removed.
+
+    Attributes:
+        why: the reason in the words of the operating system.
+    """
 
     def __init__(self, path: object, error: OSError) -> None:
-        super().__init__(f"the run's files cannot be written: {path} ({error.strerror or error})")
+        self.why = error.strerror or str(error)
+        super().__init__(f"the run's files cannot be written: {path} ({self.why})")
 
 
 class StoppedBySignal(RunError):  # noqa: N818  (asked for, not an error)

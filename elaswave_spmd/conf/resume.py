@@ -15,11 +15,13 @@ CONFIG = "config.yaml"
 """Name of the file in a run directory that holds the settings of the run."""
 
 _WHOLE = ("mesh",)  # groups whose settings exclude each other: naming one names them all
-_NOT_TAKEN_OVER = ("chaos", "run")  # injected faults and the directory belong to one command line
-_OF_ONE_COMMAND = {
-    "train": ("resume", "resume_at", "reschedule"),  # how that run was resumed itself
-    "runtime": ("launcher",),  # what had started its command
-}
+_GROUPS_OF_ONE_COMMAND = ("chaos", "run")  # injected faults, and where and how the run is written and shown
+_OF_ONE_COMMAND = (
+    *(("train", "resume"), ("train", "resume_at"), ("train", "reschedule")),  # how the run was resumed itself
+    ("runtime", "launcher"),  # what had started its command
+)
+_NOT_AGAIN = ("run.dir", "train.resume", "train.resume_at")
+"""Where a run is, and where it came from. A command that goes on with it is told the former as `train.resume`."""
 
 
 def merge(saved: Mapping[str, Any], composed: Mapping[str, Any], named: Iterable[str]) -> dict[str, Any]:
@@ -30,17 +32,39 @@ def merge(saved: Mapping[str, Any], composed: Mapping[str, Any], named: Iterable
         composed: settings of the command line.
         named: groups and dotted names of settings that the command line names.
     """
-    found: dict[str, Any] = copy.deepcopy(dict(saved))
-    for name in _NOT_TAKEN_OVER:
+    found = without_those_of_one_command(saved)
+    for name in _GROUPS_OF_ONE_COMMAND:
         found[name] = composed[name]
-    for group, names in _OF_ONE_COMMAND.items():
-        for name in names:
-            found.setdefault(group, {}).pop(name, None)
     # Groups come first: `model.layers=2 model=llama_tiny` is llama_tiny with 2 layers in any order.
     for name in sorted(dict.fromkeys(named), key=lambda n: n.count(".")):
         path = name.split(".")
         _put(found, composed, path[:1] if path[0] in _WHOLE else path)
     return found
+
+
+def without_those_of_one_command(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of settings, by group, without what belongs to one command line and not to the run."""
+    kept = {name: copy.deepcopy(found) for name, found in settings.items() if name not in _GROUPS_OF_ONE_COMMAND}
+    for group, name in _OF_ONE_COMMAND:
+        kept.setdefault(group, {}).pop(name, None)
+    return kept
+
+
+def words_resuming(words: Iterable[str], run_dir: str) -> list[str]:
+    """The words of the command that goes on with a run, whose command was given `words` and has died.
+
+    All of them hold on, `train.reschedule` as well: the checkpoint that the next command finds may be older than the
+    other learning rates. Only where the run comes from is another place. Faults that were to be injected are not named
+    again: what has happened of them has happened.
+
+    Args:
+        run_dir: the directory of the run.
+    """
+    from elaswave_spmd.conf.compose import setting_of, word_of  # Hydra: not before it is needed
+
+    names = [(word, setting_of(word)) for word in words]
+    kept = [word for word, name in names if name not in _NOT_AGAIN and name.partition(".")[0] != "chaos"]
+    return [*kept, word_of("train.resume", run_dir)]
 
 
 def _put(target: dict[str, Any], composed: Mapping[str, Any], path: list[str]) -> None:

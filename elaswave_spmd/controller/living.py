@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elaswave_spmd.conf import checks
+from elaswave_spmd.conf.resume import without_those_of_one_command
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller.resume import Comeback, ResumePoint, known_digests, known_validations
 from elaswave_spmd.errors import ConfigError
@@ -31,8 +32,6 @@ from elaswave_spmd.runtime.processes.scratch import Scratch
 from elaswave_spmd.runtime.transport.credentials import credentials_from_dict
 
 ADOPT, SCRATCH = "adopt", "scratch"
-_OF_ONE_COMMAND = ("run", "chaos", "mesh")
-_OF_ONE_START = (("train", "resume"), ("train", "resume_at"), ("train", "reschedule"), ("runtime", "launcher"))
 
 
 def adoption_record(settings: Settings, scratch: str) -> dict[str, Any]:
@@ -44,11 +43,8 @@ def adoption_record(settings: Settings, scratch: str) -> dict[str, Any]:
 
 def _digest(settings: Settings) -> str:
     """What tells settings apart by which workers train; the mesh is the journal's, as it may have begun again."""
-    fields = settings.to_dict()
-    for group in _OF_ONE_COMMAND:
-        del fields[group]
-    for group, name in _OF_ONE_START:
-        del fields[group][name]
+    fields = without_those_of_one_command(settings.to_dict())
+    del fields["mesh"]
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 

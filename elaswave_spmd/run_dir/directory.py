@@ -119,9 +119,9 @@ class RunDir:
         self._events.append({"event": kind, "time": round(time, 6), **fields})
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
-        """Write summary.json, whole or not at all."""
+        """Write summary.json, whole or not at all, and to the disk: from then on the run has its result."""
         text = json.dumps(plain(summary), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        with replacing(self.path / SUMMARY, durable=False) as scratch:
+        with replacing(self.path / SUMMARY, durable=True) as scratch:
             scratch.write_text(text, encoding="utf-8")
 
     def write_costs(self, text: str) -> None:
@@ -130,8 +130,8 @@ class RunDir:
             scratch.write_text(text + "\n", encoding="utf-8")
 
     def write_weights(self, weights: Mapping[str, np.ndarray], name: str = WEIGHTS) -> None:
-        """Write weights.safetensors, or another such file, whole or not at all."""
-        with replacing(self.path / name, durable=False) as scratch:
+        """Write weights.safetensors, or another such file, whole or not at all, and to the disk: before the summary."""
+        with replacing(self.path / name, durable=True) as scratch:
             save_weights(scratch, weights)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ they outlive a controller that was killed, and write their state for the next on
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import time
@@ -22,6 +23,8 @@ LOCK = "controller.lock"
 WORKERS_LOCK = "workers.lock"
 """Shared by the fork server of the controller's machine and by its workers."""
 _POLL_S = 0.05
+_WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+"""Errors of flock on file systems that have none, and of NFS whose server of locks is not there."""
 
 
 class RunLock:
@@ -60,14 +63,15 @@ def lock_run_dir(path: str | Path) -> RunLock:
     """Lock a run's directory, without waiting.
 
     Raises:
-        ConfigError: another process has locked it; the error names that process where its number can be read.
+        ConfigError: another process has locked it; the error names that process where its number can be read. Or its
+            file system has no locks.
         FilesError: the lock file cannot be written.
     """
     file = Path(path) / LOCK
     with writing(file):
         fd = open_private(file, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_flock(fd, path)
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         except BlockingIOError:
@@ -85,6 +89,30 @@ def lock_run_dir(path: str | Path) -> RunLock:
             os.close(fd)
             raise
     return RunLock(Path(path), fd)
+
+
+def take_flock(fd: int, path: str | Path) -> None:
+    """Lock an open file for this process alone, without waiting.
+
+    Args:
+        path: the directory in which it is, for the error.
+
+    Raises:
+        BlockingIOError: another process has locked it.
+        ConfigError: the file system has no such locks.
+        OSError: any other error.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+        raise ConfigError(
+            f"the file system of {path} has no locks by flock ({error.strerror or error})",
+            rule="a run has one controller at a time, which locks its directory by flock",
+            where="run.dir",
+            fix="run.dir=DIR on another file system, or mount this one with locks (Lustre: mount -o flock)",
+        ) from error
 
 
 def workers_live(path: str | Path) -> bool:
@@ -126,7 +154,7 @@ def _is_free(file: Path) -> bool:
     except FileNotFoundError:
         return True
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        take_flock(fd, file.parent)
     except BlockingIOError:
         return False
     finally:

@@ -195,19 +195,20 @@ class RunObserver:
         weights: Mapping[str, np.ndarray],
         averages: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Report the end of the last step, and write weights.safetensors and summary.json.
+        """Report the end of the last step, and write weights.safetensors and then summary.json.
+
+        The summary is the sign by which everybody knows that a run has its result, a supervisor as well as
+        `train.resume`. Without room for the weights there is none, and the run goes on from its newest checkpoint.
 
         Args:
             summary: fields of summary.json.
             weights: float32 arrays by parameter name.
             averages: the same of their averages, for weights_ema.safetensors; None: there are none.
         """
-        try:
-            self.run_dir.write_weights(weights)
-            if averages is not None:
-                self.run_dir.write_weights(averages, WEIGHTS_EMA)
-        finally:  # the summary is small: it may fit on a disk that has no room for the weights
-            self.run_dir.write_summary(summary)
+        self.run_dir.write_weights(weights)
+        if averages is not None:
+            self.run_dir.write_weights(averages, WEIGHTS_EMA)
+        self.run_dir.write_summary(summary)
         self.run_dir.write_event("finish", self._now(), {})
         self._finished = True
         self._display.finish({**summary, "run_dir": str(self.run_dir.path)})

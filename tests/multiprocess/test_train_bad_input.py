@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_spmd.cli import FIRST_LINE
-from tests.multiprocess.real_runs import SMALL, Done, train, write_text
+from tests.multiprocess.real_runs import SMALL, Done, train, train_in_new_interpreter, write_text
 
 MODEL = """
 import torch
@@ -31,6 +31,23 @@ class MyModel(LayeredModel):
     def __init__(self, vocab_size, d_model, spec):
         layers = {str(n): Layer(vocab_size, d_model, n == "head", P(*spec)) for n in ("embed", "head")}
         super().__init__(layers)
+"""
+
+LOCKLESS = """
+import errno, fcntl, os, sys
+
+flock = fcntl.flock
+
+def of_no_run(file, operation):
+    fd = file if isinstance(file, int) else file.fileno()
+    if os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) == "controller.lock":
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    flock(file, operation)
+
+if __name__ == "__main__":
+    fcntl.flock = of_no_run
+    from elaswave_spmd.cli import train
+    sys.exit(train())
 """
 
 
@@ -155,3 +172,12 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     assert json.loads(summary)["steps"] == 1
     assert re.search(r"error: run\.dir=\S*run holds another run", refused(tmp_path))
     assert (tmp_path / "run" / "summary.json").read_text() == summary
+
+
+def test_a_file_system_without_locks_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    (tmp_path / "lockless.py").write_text(LOCKLESS)
+    done = train_in_new_interpreter(tmp_path, *SMALL, script=tmp_path / "lockless.py")
+    assert done.code == 2, done
+    assert f"error: the file system of {tmp_path / 'run'} has no locks by flock (Function not implemented)" in done.err
+    assert "run.dir=DIR on another file system" in done.err and not (tmp_path / "run").exists()

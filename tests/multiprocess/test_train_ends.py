@@ -168,3 +168,17 @@ def test_an_output_that_nobody_reads_meanwhile_stops_no_step(tmp_path: Path) -> 
         done = run.finish()
     assert done.code == 0 and done.out.count("validation loss ") >= 120
     assert "left out" not in done.out and "weights sha256" in done.out
+
+
+def test_a_run_whose_weights_cannot_be_written_has_not_finished_and_goes_on(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    in_the_way = tmp_path / "run" / ".weights.safetensors.tmp"
+    in_the_way.mkdir(parents=True)
+    done = train(tmp_path, *SMALL, "checkpoint.every=4")
+    assert done.code == 1 and "weights.safetensors (Is a directory)" in done.err, done
+    assert "resume with:" in done.err and "run_2" not in done.err, "it goes on where it is"
+    assert len(read_metrics(tmp_path / "run")) == 6 and not (tmp_path / "run" / "summary.json").exists()
+    in_the_way.rmdir()
+    again = train(tmp_path, "train.resume=run")
+    assert again.code == 0 and (tmp_path / "run" / "weights.safetensors").exists(), again
+    assert read_summary(tmp_path / "run")["steps"] == 6

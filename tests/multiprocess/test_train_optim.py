@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary, weights_sha256
 from elaswave_spmd.weights import export_command, generate_command
 from elaswave_spmd.worker.learning_rate import LearningRate
-from tests.multiprocess.real_runs import SMALL, Done, train, write_text
+from tests.multiprocess.real_runs import SMALL, Done, launch, train, write_text
 
 SCALED, DECAYED = (
     '{match: "embed.* head.weight", lr_scale: 0.1, weight_decay: 0}',
@@ -144,6 +146,28 @@ def test_a_cosine_stretches_if_that_is_asked_for(tmp_path: Path) -> None:
     assert new[:step] == old[:step] and len(new) == 9
     wanted = LearningRate(2e-3, "cosine", warmup_steps=2, num_steps=9)
     assert [rate for *_, rate in new[step:]] == [wanted.at(n) for n in range(step + 1, 10)]
+
+
+def test_a_supervised_run_that_dies_before_its_first_checkpoint_goes_on_with_the_other_learning_rates(
+    tmp_path: Path,
+) -> None:
+    write_text(tmp_path)
+    stopped(tmp_path, *MODEL, "run.dir=short", "mesh=dp2")
+    saved = len(read_metrics(tmp_path / "short"))
+    words = ["train.resume=short", "train.steps=9", "train.reschedule=true", "checkpoint.every=100"]
+    patience = ["timeouts.suspect=20", "timeouts.status=25", "timeouts.leave=30"]
+    stands_still = ["chaos.events=[{step: 7, kind: stop, rank: 0}]", *patience]
+    with launch(tmp_path, "--supervise", *words, *stands_still) as run:
+        run.wait_for_steps(6, "short")
+        others = [pid for pid in run.processes() if pid != run.process.pid]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in others:
+                os.kill(pid, number)
+        done = run.finish()
+    assert done.code == 0 and "another one takes its place" in done.err, done
+    rates = [line.lr for line in read_metrics(tmp_path / "short")]
+    wanted = LearningRate(2e-3, "cosine", warmup_steps=2, num_steps=9)
+    assert rates[saved:] == [wanted.at(step) for step in range(saved + 1, 10)]
 
 
 def lines_of(run_dir: Path) -> list[tuple[str, str, float]]:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -123,6 +124,19 @@ def test_nodes_come_are_lost_and_are_drained(site: Site, undisturbed: Path) -> N
     assert_same_bits(site.run_dir, undisturbed)
     workers = [line.workers for line in read_metrics(site.run_dir)]
     assert max(workers) == 3 and workers[-1] == 2
+
+
+def test_an_agent_that_cannot_be_started_is_told_with_the_cause_and_another_node_is_used(site: Site) -> None:
+    (node, *_) = [site.raylets.add(1) for _ in range(2)]
+    name = f"{socket.gethostname()}-{node[:8]}"
+    Path(f"{site.run_dir}.ray", f"agent-{name}.log").mkdir(parents=True)  # where its log would be
+    with site.train(words(site)) as command:
+        command.until("that has failed 3 times, and is not tried again")
+        site.raylets.add(1)
+        end = command.end()
+    assert end.code == 0, end
+    assert end.out.count(f"the agent on node {name} could not be started: IsADirectoryError: ") == 3, end.out
+    assert read_summary(site.run_dir)["steps"] == 6
 
 
 def test_a_controllers_actor_that_is_killed_goes_on_with_the_run(site: Site, undisturbed: Path) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from elaswave_spmd.controller.on_ray.decisions import Agent, Node, State
+from elaswave_spmd.controller.on_ray.decisions import ActorState, AgentActor, Node
 from elaswave_spmd.controller.on_ray.job import Job
 from elaswave_spmd.controller.on_ray.node import NodeAgent, NodeReport
 from elaswave_spmd.controller.on_ray.vendor import ray_module
+from elaswave_spmd.errors import headline_of
 
 NAMESPACE = "elaswave_spmd"
 _ANSWER_S = 0.3
@@ -29,7 +30,7 @@ class RayCluster:
         self._homes: dict[int, str] = {}  # of agents that were added: the node that they were added for
         self._asked: dict[int, Any] = {}  # questions for their state that are not answered yet
         self._starts: dict[int, Any] = {}  # orders to start that are not answered yet
-        self._states: dict[int, Agent] = {}
+        self._states: dict[int, AgentActor] = {}
         self._find()
         self._next_key = max([job.agents - 1, *self._actors]) + 1  # none is used twice: what is known of it stays known
 
@@ -129,7 +130,7 @@ class RayCluster:
         ray = ray_module()
         return ray.get([self._actors[key].check.remote() for key in keys], timeout=timeout_s)
 
-    def agents(self) -> list[Agent]:
+    def agents(self) -> list[AgentActor]:
         """All agents of the run, as their actors tell, or told last."""
         ray, errors = ray_module(), ray_module("exceptions")
         for key, actor in self._actors.items():
@@ -148,22 +149,22 @@ class RayCluster:
                 self._states[key] = self._placing(key, before.node if before is not None else "")
                 self._starts.pop(key, None)
                 continue
-            state = State.SERVING if found.code is None else State.ENDED
-            state = state if found.serves else State.IDLE
-            self._states[key] = Agent(
+            state = ActorState.SERVING if found.code is None else ActorState.ENDED
+            state = state if found.serves else ActorState.IDLE
+            self._states[key] = AgentActor(
                 *(key, found.node, key not in self._homes, state, found.serves, found.start, found.code, found.said),
                 found.has_workers,
             )
         return [self._state(key) for key in sorted(self._actors)]
 
-    def _state(self, key: int) -> Agent:
+    def _state(self, key: int) -> AgentActor:
         known = self._states.get(key)
         if known is None or key in self._starts:
             return self._placing(key, known.node if known is not None else "")
         return known
 
-    def _placing(self, key: int, node: str) -> Agent:
-        return Agent(key, self._homes.get(key, node), key not in self._homes, State.PLACING)
+    def _placing(self, key: int, node: str) -> AgentActor:
+        return AgentActor(key, self._homes.get(key, node), key not in self._homes, ActorState.PLACING)
 
     def start(self, key: int, rendezvous: str, name: str) -> None:
         """Order an actor to start its agent; `answers` has what became of it."""
@@ -176,10 +177,13 @@ class RayCluster:
         for key, order in [*self._starts.items()]:
             if ray.wait([order], timeout=0)[0]:
                 del self._starts[key]
-                self._states.pop(key, None)  # it tells of the time before
+                before = self._states.pop(key, None)  # it tells of the time before
                 self._asked.pop(key, None)
                 try:
                     found.append((key, ray.get(order)))
+                except errors.RayTaskError as error:  # the actor lives, and has raised it
+                    node = before.node if before is not None else self._homes.get(key, "")
+                    found.append((key, NodeReport(node, "", "", headline_of(error.cause))))
                 except errors.RayError:
                     continue  # the actor is lost; its state tells that
         return found

@@ -52,7 +52,7 @@ class Node:
         return self.alive and self.drain_by is None
 
 
-class State(enum.Enum):
+class ActorState(enum.Enum):
     """The state of an agent of the run, or rather of the actor that starts it."""
 
     PLACING = "placing"  # Ray has not started the actor, or starts it again
@@ -62,7 +62,7 @@ class State(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Agent:
+class AgentActor:
     """The actor of one node.
 
     Args:
@@ -79,7 +79,7 @@ class Agent:
     key: int
     node: str
     is_first: bool
-    state: State
+    state: ActorState
     serves: str = ""
     start: str = ""
     code: int | None = None
@@ -146,7 +146,8 @@ class Fleet:
         self._aim = aim
         self._home = home
         self._told: set[tuple[str, str]] = set()
-        self._failures: dict[int, int] = {}
+        self._failures: dict[tuple[int, str], int] = {}  # ends of an agent on a node: key, node
+        self._not_started: dict[tuple[int, str], int] = {}  # likewise starts in a row that were none
         self._handled: set[tuple[int, str]] = set()  # ends of agents: key, start
         self._drained: set[tuple[int, str]] = set()
         self._refused: set[str] = set()  # nodes that cannot serve
@@ -155,7 +156,9 @@ class Fleet:
         self._lacks_since: float | None = None
         self._moves = False
 
-    def turn(self, nodes: Mapping[str, Node], agents: Sequence[Agent], rendezvous: str, now: float) -> list[Action]:
+    def turn(
+        self, nodes: Mapping[str, Node], agents: Sequence[AgentActor], rendezvous: str, now: float
+    ) -> list[Action]:
         """What is to be done now.
 
         Args:
@@ -168,20 +171,20 @@ class Fleet:
             node = nodes.get(agent.node)
             if node is not None and not node.alive and not agent.is_first:
                 actions.append(RemoveAgent(agent.key))
-            elif agent.state is State.ENDED and agent.serves == rendezvous:
+            elif agent.state is ActorState.ENDED and agent.serves == rendezvous:
                 actions += self._ended(agent, node)
-            elif agent.state is not State.PLACING and agent.serves != rendezvous and (node is None or node.stays):
-                actions.append(StartAgent(agent.key))
+            elif agent.state is not ActorState.PLACING and agent.serves != rendezvous and (node is None or node.stays):
+                actions += [] if self.cannot_start(agent) else [StartAgent(agent.key)]
         if self._moves:
             return actions
         stuck = self._stuck(nodes, agents, now)
         actions += stuck
         return [*actions, *self._add(nodes, agents, useful - sum(isinstance(did, RemoveAgent) for did in stuck), now)]
 
-    def _stuck(self, nodes: Mapping[str, Node], agents: Sequence[Agent], now: float) -> list[Action]:
+    def _stuck(self, nodes: Mapping[str, Node], agents: Sequence[AgentActor], now: float) -> list[Action]:
         """Give up agents that Ray does not start on their nodes, where other nodes could have them."""
         actions: list[Action] = []
-        placing = [agent for agent in agents if agent.state is State.PLACING and not agent.is_first]
+        placing = [agent for agent in agents if agent.state is ActorState.PLACING and not agent.is_first]
         self._placing_since = {agent.key: self._placing_since.get(agent.key, now) for agent in placing}
         others = len(self._usable(nodes, agents, now))
         for agent in placing:
@@ -194,7 +197,7 @@ class Fleet:
             actions += [Tell(line), RemoveAgent(agent.key)]
         return actions
 
-    def _usable(self, nodes: Mapping[str, Node], agents: Sequence[Agent], now: float) -> list[Node]:
+    def _usable(self, nodes: Mapping[str, Node], agents: Sequence[AgentActor], now: float) -> list[Node]:
         """The nodes that may get an agent."""
         taken = {agent.node for agent in agents} | self._refused
         return [
@@ -203,10 +206,10 @@ class Fleet:
             if node.stays and node.has_room and node.id not in taken and now >= self._skipped_until.get(node.id, now)
         ]
 
-    def _add(self, nodes: Mapping[str, Node], agents: Sequence[Agent], useful: int, now: float) -> list[Action]:
+    def _add(self, nodes: Mapping[str, Node], agents: Sequence[AgentActor], useful: int, now: float) -> list[Action]:
         """More agents, once places have been lacking for a while: at the end of a run its agents end one by one."""
         actions: list[Action] = []
-        is_over = bool(agents) and all(agent.state is State.ENDED and agent.code == 0 for agent in agents)
+        is_over = bool(agents) and all(agent.state is ActorState.ENDED and agent.code == 0 for agent in agents)
         if useful * self._places >= self._aim or is_over:
             self._lacks_since = None
             return actions
@@ -228,16 +231,42 @@ class Fleet:
         self._refused.add(node)
         return [Tell(f"node {name} is not used: {why}"), RemoveAgent(key)]
 
-    def _is_useful(self, agent: Agent, nodes: Mapping[str, Node], rendezvous: str) -> bool:
+    def not_started(self, key: int, node: str, name: str, why: str) -> list[Action]:
+        """An agent could not be started on a node that the run can use: the turns that follow try it a few times.
+
+        Args:
+            node: its id.
+        """
+        self._not_started[key, node] = times = self._not_started.get((key, node), 0) + 1
+        then = (
+            "it is tried again" if times < _MOST_FAILURES else f"that has failed {times} times, and is not tried again"
+        )
+        return [Tell(f"the agent on node {name} could not be started: {why}; {then}")]
+
+    def started(self, key: int, node: str, name: str, facts: str) -> list[Action]:
+        """An agent was started.
+
+        Args:
+            node: its id.
+            facts: what was checked there, in words.
+        """
+        self._not_started.pop((key, node), None)
+        return [Tell(f"an agent is on node {name}: {facts}")]
+
+    def cannot_start(self, agent: AgentActor) -> bool:
+        """True if the agent could not be started on its node, and that is not tried again."""
+        return self._not_started.get((agent.key, agent.node), 0) >= _MOST_FAILURES
+
+    def _is_useful(self, agent: AgentActor, nodes: Mapping[str, Node], rendezvous: str) -> bool:
         """True if the agent serves the run or is about to."""
         node = nodes.get(agent.node)
-        if self._failures.get(agent.key, 0) >= _MOST_FAILURES:
+        if self.cannot_start(agent) or self._failures.get((agent.key, agent.node), 0) >= _MOST_FAILURES:
             return False
         if node is not None and (node.drain_by is not None or (not node.alive and not agent.is_first)):
             return False
-        return agent.state is not State.ENDED or agent.serves != rendezvous or agent.code not in (0, REFUSED)
+        return agent.state is not ActorState.ENDED or agent.serves != rendezvous or agent.code not in (0, REFUSED)
 
-    def _tell_of_nodes(self, nodes: Mapping[str, Node], agents: Sequence[Agent], now: float) -> list[Action]:
+    def _tell_of_nodes(self, nodes: Mapping[str, Node], agents: Sequence[AgentActor], now: float) -> list[Action]:
         actions: list[Action] = []
         for node in nodes.values():
             here = [agent for agent in agents if agent.node == node.id]
@@ -254,7 +283,7 @@ class Fleet:
                     self._moves = True  # all agents are started again, on nodes that stay
                     actions += [Tell("the controller is there: it saves its state, and moves"), Move()]
                 elif not self._moves:  # also agents whose start was under way when the drain began
-                    serving = [agent for agent in here if agent.state is State.SERVING]
+                    serving = [agent for agent in here if agent.state is ActorState.SERVING]
                     new = [agent for agent in serving if (agent.key, agent.start) not in self._drained]
                     self._drained |= {(agent.key, agent.start) for agent in new}
                     actions += [Drain(agent.key, node.name, within) for agent in new]
@@ -265,7 +294,7 @@ class Fleet:
         self._told.add((what, node.id))
         return is_new
 
-    def _ended(self, agent: Agent, node: Node | None) -> list[Action]:
+    def _ended(self, agent: AgentActor, node: Node | None) -> list[Action]:
         """The agent of a node has ended while the run goes on."""
         where = node.name if node is not None else agent.node
         if (agent.key, agent.start) in self._handled:
@@ -278,15 +307,16 @@ class Fleet:
             return []  # it ends with the run
         if agent.code in (0, REFUSED) or leaves:
             return [Tell(line)]  # it was let go, or what it is refused for stays
-        self._failures[agent.key] = failures = self._failures.get(agent.key, 0) + 1
+        of_agent = (agent.key, agent.node)
+        self._failures[of_agent] = failures = self._failures.get(of_agent, 0) + 1
         if failures >= _MOST_FAILURES:
             return [Tell(f"{line}; it has failed {failures} times, and is not started again")]
         return [Tell(f"{line}; it is started again"), StartAgent(agent.key)]
 
 
-def to_start(agents: Sequence[Agent], rendezvous: str) -> list[int]:
+def to_start(agents: Sequence[AgentActor], rendezvous: str) -> list[int]:
     """The actors whose agents are to be started for a controller that begins, also at the address of the one before."""
-    return [agent.key for agent in agents if agent.serves != rendezvous or agent.state is State.ENDED]
+    return [agent.key for agent in agents if agent.serves != rendezvous or agent.state is ActorState.ENDED]
 
 
 @dataclass(frozen=True)

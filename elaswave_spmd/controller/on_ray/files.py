@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import secrets
@@ -16,9 +15,9 @@ from typing import IO, Any
 
 from elaswave_spmd.controller.on_ray.decisions import Progress
 from elaswave_spmd.controller.on_ray.job import Job
-from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.errors import ConfigError, FilesError
 from elaswave_spmd.run_dir.atomic_write import open_private, replacing
-from elaswave_spmd.run_dir.lock import lock_run_dir
+from elaswave_spmd.run_dir.lock import lock_run_dir, take_flock
 from elaswave_spmd.run_dir.manifest import MANIFEST
 
 LOG = "log"
@@ -37,6 +36,8 @@ _FIRST_PORT, _LAST_PORT = 20_000, 30_000  # below those that the kernel gives to
 
 class JobFiles:
     """The files of one run on Ray. All of them are for their owner alone.
+
+    What writes `progress`, or the end, raises FilesError where that cannot be written.
 
     Args:
         job: names the folder.
@@ -67,12 +68,14 @@ class JobFiles:
             if self._job.token_file == str(self._folder / TOKEN) and not (self._folder / TOKEN).exists():
                 self._write(TOKEN, secrets.token_hex(32))
             self.opened(LOG).close()
+        except FilesError as error:
+            raise self._not_written(error.why) from error
         except OSError as error:
-            raise self._not_written(error) from error
+            raise self._not_written(error.strerror or str(error)) from error
 
-    def _not_written(self, error: OSError) -> ConfigError:
+    def _not_written(self, why: str) -> ConfigError:
         return ConfigError(
-            f"cannot write {self._folder} ({error.strerror or error})",
+            f"cannot write {self._folder} ({why})",
             rule="a run on Ray keeps its secret, its log and its progress beside its directory",
             where="run.dir",
             fix="run.dir=FOLDER/NAME, in a folder that you may write",
@@ -83,21 +86,21 @@ class JobFiles:
         """No other command begins a run in this directory meanwhile. Yields True if none was begun there before.
 
         Raises:
-            ConfigError: another command does, or the folder cannot be written.
+            ConfigError: another command does, or the folder cannot be written, or its file system has no locks.
         """
         is_new = not self.exists
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = self.opened(_BEGIN)
         except OSError as error:
-            raise self._not_written(error) from error
+            raise self._not_written(error.strerror or str(error)) from error
         with lock:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                take_flock(lock.fileno(), self._folder)
             except BlockingIOError:
                 raise begun_twice(self._job.run_dir) from None
             except OSError as error:
-                raise self._not_written(error) from error
+                raise self._not_written(error.strerror or str(error)) from error
             yield is_new
 
     @property
@@ -138,7 +141,11 @@ class JobFiles:
         return None if found is None else found["code"]
 
     def end(self, code: int) -> None:
-        """Write the exit code."""
+        """Write the exit code.
+
+        Raises:
+            FilesError: it cannot be written.
+        """
         self._write(_ENDED, json.dumps({"code": code}))
 
     def ask_to_stop(self) -> None:

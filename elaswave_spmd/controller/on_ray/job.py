@@ -17,7 +17,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from elaswave_spmd.conf.compose import given_value, named_settings, setting_of, settings_from, word_of
+from elaswave_spmd.conf.compose import given_value, named_settings, settings_from, word_of
 from elaswave_spmd.conf.schema import AUTO, RAY, Settings
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.devices.registry import device_names, device_of
@@ -220,13 +220,6 @@ def words_at(job: Job, rendezvous: str, agents: int, *, are_all: bool) -> list[s
     local = "0" if are_all else "null"
     added = [f"runtime.agents={agents}", f"runtime.local_workers={local}", f"runtime.agent_workers={job.places}"]
     return [*_derived(job.words, rendezvous, agents, job.token_file), *added]
-
-
-def words_going_on(job: Job) -> list[str]:
-    """The words of the user, for a controller that goes on with the run. Injected faults are those of its begin."""
-    left = ("run.dir", "train.resume", "train.resume_at", "chaos")
-    kept = [word for word in job.words if (name := setting_of(word)) not in left and not name.startswith("chaos.")]
-    return [word_of("train.resume", job.run_dir), *kept]
 
 
 def controller_settings(words: Sequence[str], environment: MutableMapping[str, str]) -> Settings | None:

@@ -40,11 +40,13 @@ class NodeReport:
         node: its id.
         problem: why the run cannot use it, and what to do; empty: it can.
         facts: what was checked, in words.
+        failure: why its agent was not started, though the run can use it; empty: it was, or nobody tried.
     """
 
     node: str
     problem: str
     facts: str
+    failure: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,22 @@ def node_id() -> str:
 
 def check_node(job: Job) -> NodeReport:
     """Check that the run can use this node: that it shares the run's files, and that Ray kills nothing of it."""
+    try:
+        problem = _problem_of_node(job)
+    except OSError as error:  # of a mount that is stale or not to be read; one that is missing raises nothing
+        problem = f"a file of the run cannot be looked at there ({error})"
+    threads = os.environ.get("OMP_NUM_THREADS", "not set")
+    wanted = job.variables.get("OMP_NUM_THREADS") or "not set"
+    facts = f"memory monitor off, token authentication on, OMP_NUM_THREADS {wanted} (Ray: {threads})"
+    return NodeReport(node_id(), problem, facts)
+
+
+def _problem_of_node(job: Job) -> str:
+    """Why the run cannot use this node; empty: it can.
+
+    Raises:
+        OSError: the file system does not tell.
+    """
     problem = ""
     monitor, auth = os.environ.get(MONITOR), os.environ.get(AUTH, "")
     if monitor != "0":
@@ -98,10 +116,7 @@ def check_node(job: Job) -> NodeReport:
             read_secret(job.token_file, where="runtime.token_file")
         except ConfigError as error:
             problem = error.what
-    threads = os.environ.get("OMP_NUM_THREADS", "not set")
-    wanted = job.variables.get("OMP_NUM_THREADS") or "not set"
-    facts = f"memory monitor off, token authentication on, OMP_NUM_THREADS {wanted} (Ray: {threads})"
-    return NodeReport(node_id(), problem, facts)
+    return problem
 
 
 class NodeAgent:

@@ -15,31 +15,32 @@ import threading
 import time
 import traceback
 
+from elaswave_spmd.conf.resume import words_resuming
 from elaswave_spmd.controller import admin_client
 from elaswave_spmd.controller.on_ray import tied
 from elaswave_spmd.controller.on_ray.cluster import RayCluster
 from elaswave_spmd.controller.on_ray.decisions import (
     REFUSED,
     Action,
+    ActorState,
     AddAgent,
     After,
-    Agent,
+    AgentActor,
     Drain,
     Fleet,
     Move,
     Node,
     RemoveAgent,
     StartAgent,
-    State,
     Tell,
     after_controller,
     to_start,
 )
 from elaswave_spmd.controller.on_ray.files import LOG, JobFiles, free_port
-from elaswave_spmd.controller.on_ray.job import MARK, Job, process_environment, words_at, words_going_on
+from elaswave_spmd.controller.on_ray.job import MARK, Job, process_environment, words_at
 from elaswave_spmd.controller.on_ray.node import check_node, node_id
 from elaswave_spmd.controller.on_ray.vendor import ray_module
-from elaswave_spmd.errors import ConfigError, ControlError, RunError
+from elaswave_spmd.errors import ConfigError, ControlError, FilesError, RunError
 
 _TURN_S = 0.3
 _REGATHER_S = 15.0
@@ -74,54 +75,77 @@ class Supervisor:
         return os.getpid()
 
     def _run(self, job: Job) -> None:
-        ray, files = ray_module(), JobFiles(job)
+        """The thread. It ends only with its process: nobody would notice an actor that answers and does nothing."""
+        try:
+            if self._is_over(job):
+                ray = ray_module()
+                ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+                return
+            time.sleep(_ELSEWHERE_S)
+        except _MovesError:
+            pass  # Ray starts the actor again, elsewhere, as this node takes nobody any more
+        except BaseException:
+            _say(traceback.format_exc())
+            time.sleep(_ELSEWHERE_S)
+        os._exit(1)
+
+    def _is_over(self, job: Job) -> bool:
+        """One life of the actor. Returns False if Ray is to start it again.
+
+        Raises:
+            _MovesError: at once, and on another node.
+        """
+        files = JobFiles(job)
         if problem := check_node(job).problem:
             # Started again on a node that has come since. Where nothing is shared, nothing can be said in the log.
-            print(f"{node_id()} cannot have the controller: {problem}", flush=True)
-            time.sleep(_ELSEWHERE_S)
-            os._exit(1)
-        cluster, supervision = None, None
+            _say(f"{node_id()} cannot have the controller: {problem}")
+            return False
+        cluster, life = None, None
         try:
             cluster = RayCluster(job)
             if files.code is None:
-                supervision = Supervision(job, files, cluster, self._stop)
+                life = SupervisorLife(job, files, cluster, self._stop)
                 # Written before anything is removed: what fails from here on is not the run.
-                files.end(supervision.run())
+                files.end(life.run())
         except _MovesError:
-            os._exit(1)  # Ray starts the actor again, elsewhere, as this node takes nobody any more
+            raise
         except BaseException:  # of Ray, of the file system, or of this program
-            print(traceback.format_exc(), flush=True)  # the disk may be what has failed
+            _say(traceback.format_exc())  # the disk of the run may be what has failed
             files.append(traceback.format_exc().encode())
             if not _is_broken(files):
                 files.tell("the supervisor has failed, and is started again")
-                time.sleep(_ELSEWHERE_S)
-                os._exit(1)
+                return False
             files.tell("the supervisor has failed again and again: the run saves its state and ends")
-            if supervision is not None:
-                supervision.save()
-            with contextlib.suppress(OSError):
-                files.end(1)
+            if life is not None:
+                life.save()
+            files.end(1)
         for _ in range(_CLEANS if cluster is not None else 0):
             try:
                 assert cluster is not None
                 cluster.remove_all()
                 break
             except BaseException:
-                print(traceback.format_exc(), flush=True)
+                _say(traceback.format_exc())
                 time.sleep(_ELSEWHERE_S)
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+        return True
+
+
+def _say(text: str) -> None:
+    """Print for Ray's log of this actor, where that can be written: its disk may be the one that is full."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
 
 
 def _is_broken(files: JobFiles) -> bool:
     """Count an error of the supervisor; True if it is not to be started again. A disk that is full counts nothing."""
     try:
         files.progress = progress = files.progress.crashed()
-    except OSError:
+    except (OSError, FilesError):
         return False
     return progress.is_broken
 
 
-class Supervision:
+class SupervisorLife:
     """One life of the supervisor.
 
     Args:
@@ -195,9 +219,12 @@ class Supervision:
                     files.tell(f"the controller has ended {how}: it is started again")
                     time.sleep(0.0 if code < 0 else _ELSEWHERE_S)
 
+    def _name(self, node: str) -> str:
+        """The name of a node by its id."""
+        return self._nodes[node].name if node in self._nodes else node
+
     def _refuse(self, node: str, problem: str) -> int:
-        name = self._nodes[node].name if node in self._nodes else node
-        self._files.append(f"error: node {name} cannot serve the run: {problem}\n".encode())
+        self._files.append(f"error: node {self._name(node)} cannot serve the run: {problem}\n".encode())
         return REFUSED
 
     def _gather(self, *, is_first: bool) -> int | None:
@@ -256,7 +283,7 @@ class Supervision:
             time.sleep(_TURN_S)
         return code
 
-    def _ready_agents(self) -> list[Agent]:
+    def _ready_agents(self) -> list[AgentActor]:
         """The agents that the controller is to wait for: after a restart perhaps fewer than the run began with."""
         began = time.monotonic()
         # Beside the controller there is no device that Ray has given to the run.
@@ -270,9 +297,10 @@ class Supervision:
                 return ready
             time.sleep(_TURN_S)
 
-    def _is_ready(self, agent: Agent) -> bool:
+    def _is_ready(self, agent: AgentActor) -> bool:
         node = self._nodes.get(agent.node)
-        return node is not None and node.stays and agent.state is not State.PLACING and agent.code != REFUSED
+        is_there = node is not None and node.stays and agent.state is not ActorState.PLACING
+        return is_there and agent.code != REFUSED and not self._fleet.cannot_start(agent)
 
     def _words(self) -> list[str]:
         """The words of the user, or those that go on with the run."""
@@ -282,7 +310,7 @@ class Supervision:
         if not files.has_checkpoint:
             self._await_orphans()
         if files.has_checkpoint or (aside := files.put_aside()) is None:
-            return words_going_on(self._job)
+            return words_resuming(self._job.words, self._job.run_dir)
         files.tell(f"the run has no checkpoint, and begins again; what it has left is in {aside}")
         return [*self._job.words]
 
@@ -291,7 +319,7 @@ class Supervision:
         began = time.monotonic()
         while time.monotonic() - began < _ORPHANS_S:
             agents, waited = self._cluster.agents(), time.monotonic() - began
-            is_unknown = waited < _REGATHER_S and any(agent.state is State.PLACING for agent in agents)
+            is_unknown = waited < _REGATHER_S and any(agent.state is ActorState.PLACING for agent in agents)
             if not is_unknown and not any(agent.has_workers for agent in agents):
                 return
             time.sleep(_TURN_S)
@@ -311,18 +339,19 @@ class Supervision:
 
     def _start(self, key: int) -> None:
         agent = next(agent for agent in self._cluster.agents() if agent.key == key)
-        name = self._nodes[agent.node].name if agent.node in self._nodes else agent.node
-        self._cluster.start(key, self._rendezvous, name)
+        self._cluster.start(key, self._rendezvous, self._name(agent.node))
 
     def _turn(self) -> None:
         """Look at the cluster, and do what follows."""
         self._nodes = self._cluster.nodes()
         for key, report in self._cluster.answers():
-            name = self._nodes[report.node].name
+            name = self._name(report.node)
             if report.problem:
                 self._carry_out(self._fleet.failed(key, report.node, name, report.problem))
+            elif report.failure:
+                self._carry_out(self._fleet.not_started(key, report.node, name, report.failure))
             else:
-                self._files.tell(f"an agent is on node {name}: {report.facts}")
+                self._carry_out(self._fleet.started(key, report.node, name, report.facts))
         # Ray's clock: deadlines are times of day.
         self._carry_out(self._fleet.turn(self._nodes, self._cluster.agents(), self._rendezvous, time.time()))
 

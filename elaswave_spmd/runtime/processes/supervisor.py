@@ -22,6 +22,7 @@ from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from elaswave_spmd.conf.resume import words_resuming
 from elaswave_spmd.errors import ConfigError
 
 VARIABLE = "ELASWAVE_SPMD_SUPERVISOR"
@@ -33,8 +34,7 @@ _STOPPED_S = 10.0  # that a controller may stand still (SIGSTOP) before another 
 _POLL_S = 0.05
 _REST_S = 5.0  # for processes of earlier controllers to end, once the last one has
 _PR_SET_CHILD_SUBREAPER = 36
-_TOLD = (0, 1, 2, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
-_NOT_AGAIN = ("run.dir", "train.resume", "train.resume_at", "train.reschedule")
+_OWN_EXIT_CODES = (0, 1, 2, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
 _SUMMARY, _METRICS, _EPOCHS = "summary.json", "metrics.jsonl", "epochs.jsonl"
 
 
@@ -72,7 +72,7 @@ class Ended:
     @property
     def is_death(self) -> bool:
         """True if nobody meant it."""
-        return self.code not in _TOLD
+        return self.code not in _OWN_EXIT_CODES
 
     def __str__(self) -> str:
         if self.code >= 0:
@@ -92,18 +92,6 @@ def with_adoption(words: Sequence[str]) -> list[str]:
     """The words of a supervised command: its workers wait for the next controller, unless they say something else."""
     named = any(word.lstrip("+").startswith("timeouts.adopt=") for word in words)
     return [*words, *([] if named else [f"timeouts.adopt={ADOPT_S}"])]
-
-
-def words_again(words: Sequence[str], run_dir: str) -> list[str]:
-    """The words of the command that goes on with a run, whose controller was started with `words`.
-
-    Faults that were to be injected are not named again: what has happened of them has happened.
-    """
-    from elaswave_spmd.conf.compose import setting_of, word_of  # Hydra: not before it is needed
-
-    names = [(word, setting_of(word)) for word in words]
-    kept = [word for word, name in names if name not in _NOT_AGAIN and name.partition(".")[0] != "chaos"]
-    return [*kept, word_of("train.resume", run_dir)]
 
 
 def end_orphans(run_dir: Path) -> None:
@@ -184,7 +172,7 @@ class _Supervisor:
             if self._is_asked:
                 self._is_last = True
                 self._signals.append(self._asked_by)
-            words = words_again(self._words, self._run_dir)
+            words = words_resuming(self._words, self._run_dir)
 
     def _why_not_again(self, deaths: Deaths) -> str:
         """Why no other controller is started; empty: one is."""

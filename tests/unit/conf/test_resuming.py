@@ -9,6 +9,7 @@ import yaml
 
 from elaswave_spmd.conf.compose import settings_from
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
+from elaswave_spmd.conf.resume import words_resuming
 from elaswave_spmd.conf.schema import MeshSettings, Settings
 from elaswave_spmd.controller.failures import mesh_of
 from elaswave_spmd.errors import ConfigError
@@ -115,3 +116,17 @@ def test_the_workers_that_are_left_make_a_mesh(workers: int, stages: int, mesh: 
     assert mesh_of(workers, MeshSettings(pp=stages)) == mesh and mesh.shape.num_workers == workers
     islands = mesh_of(workers, MeshSettings(pp=stages, tp=2, fsdp=3)).shape
     assert islands.stage_sizes == mesh.shape.stage_sizes and islands.island_size == 6
+
+
+def test_the_command_after_one_that_has_died_goes_on_in_the_directory_of_the_run_with_the_same_words() -> None:
+    words = ["mesh=dp2", "run.dir=a", "train.resume=b", "train.resume_at=3", "run.display=plain", "chaos=random"]
+    assert words_resuming(words, "/runs/my run") == ["mesh=dp2", "run.display=plain", "train.resume=/runs/my run"]
+    on_ray = ["runtime.launcher=ray", "train.steps=7", "chaos.events=[{step: 2, kind: kill, rank: 0}]", "run.dir=a"]
+    assert words_resuming(on_ray, "/runs/a") == ["runtime.launcher=ray", "train.steps=7", "train.resume=/runs/a"]
+    assert words_resuming(["optim.lr=1e-3"], "/runs/a") == ["optim.lr=1e-3", "train.resume=/runs/a"]
+
+
+def test_a_command_that_has_died_may_have_come_before_its_other_learning_rates(resume, tmp_path: Path) -> None:
+    words = [f"train.resume={tmp_path}", "train.reschedule=true", "optim.lr=2e-3"]
+    again = words_resuming(words, str(tmp_path))
+    assert settings_from(again) == settings_from(words) and settings_from(again).train.reschedule

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -12,12 +16,13 @@ from unittest.mock import MagicMock
 import pytest
 
 from elaswave_spmd.conf.compose import settings_from
-from elaswave_spmd.controller.on_ray import cluster, supervisor, vendor
+from elaswave_spmd.controller.on_ray import cluster, decisions, node, supervisor, vendor
 from elaswave_spmd.controller.on_ray.decisions import (
     REFUSED,
+    ActorState,
     AddAgent,
     After,
-    Agent,
+    AgentActor,
     Drain,
     Fleet,
     Move,
@@ -25,7 +30,6 @@ from elaswave_spmd.controller.on_ray.decisions import (
     Progress,
     RemoveAgent,
     StartAgent,
-    State,
     Tell,
     after_controller,
     to_start,
@@ -39,11 +43,11 @@ from elaswave_spmd.controller.on_ray.job import (
     hand_over,
     process_environment,
     words_at,
-    words_going_on,
 )
 from elaswave_spmd.controller.on_ray.node import NodeReport
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.run_dir.lock import lock_run_dir
+from tests.full_disk import room_for
 
 WORDS = ["mesh=dp4", "run.dir=runs/one", "runtime.launcher=ray"]
 HERE = "10.0.0.1:20001"
@@ -129,13 +133,6 @@ def test_the_controllers_command_has_the_users_words_and_those_that_are_handed_t
     assert (fewer.agents, fewer.local_workers) == (1, None)
 
 
-def test_a_controller_that_goes_on_injects_no_fault_again() -> None:
-    found = job("train.steps=7", "chaos.events=[{step: 2, kind: kill, rank: 0}]", "runtime.agents=2")
-    assert words_going_on(found) == [
-        *("train.resume=/home/me/runs/one", "mesh=dp4", "runtime.launcher=ray", "train.steps=7", "runtime.agents=2"),
-    ]
-
-
 def test_processes_have_the_variables_of_the_command_and_nothing_of_rays() -> None:
     found = job(environment={"OMP_NUM_THREADS": "4", "PYTHONPATH": "/code"})
     given = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "2", "RAY_AUTH_TOKEN": "x", "RAY_JOB_ID": "1", "HOME": "/"}
@@ -154,9 +151,9 @@ def nodes(*made: Node) -> dict[str, Node]:
     return {node.id: node for node in made}
 
 
-def serving(key: int, node: str, **others: Any) -> Agent:
-    is_first, state = others.pop("is_first", True), others.pop("state", State.SERVING)
-    return Agent(key, node, is_first, state, HERE, f"start {key}", **others)
+def serving(key: int, node: str, **others: Any) -> AgentActor:
+    is_first, state = others.pop("is_first", True), others.pop("state", ActorState.SERVING)
+    return AgentActor(key, node, is_first, state, HERE, f"start {key}", **others)
 
 
 A, B, C, HOME = Node("a", "a"), Node("b", "b"), Node("c", "c"), Node("home", "home", has_room=False)
@@ -174,7 +171,11 @@ def test_nothing_follows_while_all_is_well() -> None:
 
 
 def test_an_agent_that_has_another_rendezvous_is_started_again_unless_its_node_leaves() -> None:
-    agents = [Agent(0, "a", True, State.SERVING, "10.0.0.9:1"), Agent(1, "b", True, State.IDLE), serving(2, "c")]
+    agents = [
+        AgentActor(0, "a", True, ActorState.SERVING, "10.0.0.9:1"),
+        AgentActor(1, "b", True, ActorState.IDLE),
+        serving(2, "c"),
+    ]
     assert fleet(aim=3).turn(nodes(A, B, C), agents, HERE, 0.0) == [StartAgent(0), StartAgent(1)]
     leaves = Node("a", "a", drain_by=100.0)
     assert StartAgent(0) not in fleet(aim=3).turn(nodes(leaves, B, C), agents, HERE, 0.0)
@@ -185,7 +186,7 @@ def test_a_node_gets_an_agent_once_places_have_been_lacking_for_a_while() -> Non
     assert found.turn(nodes(HOME, A, B, C), agents, HERE, 0.0) == []
     actions = found.turn(nodes(HOME, A, B, C), agents, HERE, 5.0)
     assert without_lines(actions) == [AddAgent(B)], "and not on C: the run may have 4 workers"
-    there = [*agents, Agent(1, "b", False, State.PLACING)]
+    there = [*agents, AgentActor(1, "b", False, ActorState.PLACING)]
     assert found.turn(nodes(HOME, A, B, C), there, HERE, 6.0) == []
 
 
@@ -214,14 +215,14 @@ def test_a_controller_moves_when_its_own_node_drains() -> None:
     agents = [serving(0, "a"), serving(1, "home")]
     actions = found.turn(nodes(A, drains, C), agents, HERE, 1000.0)
     assert without_lines(actions) == [Move()]
-    ended = [serving(0, "a", state=State.ENDED, code=0), serving(1, "home", state=State.ENDED, code=0)]
+    ended = [serving(0, "a", state=ActorState.ENDED, code=0), serving(1, "home", state=ActorState.ENDED, code=0)]
     assert found.turn(nodes(A, drains, C), ended, HERE, 1010.0) == [], "no new agent for a controller that leaves"
 
 
 @pytest.mark.parametrize(("code", "again"), [(1, True), (-9, True), (2, False), (0, False)])
 def test_an_agent_that_fails_is_started_again_and_one_that_is_refused_is_not(code: int, again: bool) -> None:
     found = fleet()
-    ended = [serving(0, "a"), serving(1, "b", state=State.ENDED, code=code, said="why")]
+    ended = [serving(0, "a"), serving(1, "b", state=ActorState.ENDED, code=code, said="why")]
     actions = found.turn(nodes(A, B), ended, HERE, 0.0)
     assert without_lines(actions) == [StartAgent(1)] * again
     assert isinstance(actions[0], Tell) and actions[0].line.endswith("why" + "; it is started again" * again)
@@ -230,7 +231,7 @@ def test_an_agent_that_fails_is_started_again_and_one_that_is_refused_is_not(cod
 
 def test_an_agent_that_fails_again_and_again_is_left_alone_and_another_node_is_used() -> None:
     found = fleet()
-    ends = [Agent(1, "b", True, State.ENDED, HERE, str(start), 1, "why") for start in range(5)]
+    ends = [AgentActor(1, "b", True, ActorState.ENDED, HERE, str(start), 1, "why") for start in range(5)]
     starts = [StartAgent(1) in found.turn(nodes(A, B), [serving(0, "a"), end], HERE, 0.0) for end in ends]
     assert starts == [True, True, False, False, False]
     assert without_lines(found.turn(nodes(A, B, C), [serving(0, "a"), ends[-1]], HERE, 9.0)) == [AddAgent(C)]
@@ -238,7 +239,7 @@ def test_an_agent_that_fails_again_and_again_is_left_alone_and_another_node_is_u
 
 def test_the_end_of_a_run_brings_no_new_agents() -> None:
     found = fleet()
-    ended = [serving(0, "a", state=State.ENDED, code=0), serving(1, "b", state=State.ENDED, code=0)]
+    ended = [serving(0, "a", state=ActorState.ENDED, code=0), serving(1, "b", state=ActorState.ENDED, code=0)]
     assert [found.turn(nodes(A, B, C), ended, HERE, now) for now in (0.0, 9.0)] == [[], []]
 
 
@@ -249,7 +250,7 @@ def test_a_call_from_python_does_not_hand_a_run_to_ray() -> None:
 
 def test_a_node_that_cannot_serve_is_not_tried_again() -> None:
     found, there = fleet(aim=3), nodes(HOME, A, B, C)
-    agents = {0: serving(0, "a"), 1: Agent(1, "b", False, State.IDLE)}
+    agents = {0: serving(0, "a"), 1: AgentActor(1, "b", False, ActorState.IDLE)}
     assert StartAgent(1) in found.turn(there, [*agents.values()], HERE, 0.0)
     refused = found.failed(1, "b", "b", "no file")
     assert refused == [Tell("node b is not used: no file"), RemoveAgent(1)]
@@ -267,7 +268,7 @@ def test_a_node_that_cannot_serve_is_not_tried_again() -> None:
 
 
 def test_a_node_that_has_nothing_free_does_not_keep_another_one_from_being_used() -> None:
-    found, agents = fleet(), [serving(0, "a"), Agent(1, "b", False, State.PLACING)]
+    found, agents = fleet(), [serving(0, "a"), AgentActor(1, "b", False, ActorState.PLACING)]
     assert [found.turn(nodes(A, B), agents, HERE, now) for now in (0.0, 900.0)] == [[], []], "there is no other one"
     found = fleet()
     assert [found.turn(nodes(A, B, C), agents, HERE, now) for now in (0.0, 30.0)] == [[], []]
@@ -280,7 +281,7 @@ def test_a_node_that_has_nothing_free_does_not_keep_another_one_from_being_used(
 
 def test_an_agent_whose_start_was_under_way_when_its_node_drains_leaves_too() -> None:
     drains, found = Node("b", "b", drain_by=1060.0), fleet()
-    starts = [serving(0, "a"), Agent(1, "b", True, State.PLACING)]
+    starts = [serving(0, "a"), AgentActor(1, "b", True, ActorState.PLACING)]
     assert without_lines(found.turn(nodes(A, drains), starts, HERE, 1000.0)) == []
     serves = [serving(0, "a"), serving(1, "b")]
     assert found.turn(nodes(A, drains), serves, HERE, 1010.0) == [Drain(1, "b", 50.0)]
@@ -289,10 +290,10 @@ def test_an_agent_whose_start_was_under_way_when_its_node_drains_leaves_too() ->
 
 def test_agents_that_ended_with_a_refused_controller_are_started_for_the_next_one_at_its_address() -> None:
     agents = [
-        serving(0, "a", state=State.ENDED, code=0, said="the run has ended"),
+        serving(0, "a", state=ActorState.ENDED, code=0, said="the run has ended"),
         serving(1, "b"),
-        Agent(2, "c", True, State.SERVING, "10.0.0.9:1"),
-        Agent(3, "d", True, State.IDLE),
+        AgentActor(2, "c", True, ActorState.SERVING, "10.0.0.9:1"),
+        AgentActor(3, "d", True, ActorState.IDLE),
     ]
     assert to_start(agents, HERE) == [0, 2, 3]
 
@@ -301,9 +302,9 @@ def test_no_key_of_an_agent_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> No
     ray = MagicMock()
     monkeypatch.setattr(cluster, "ray_module", lambda name="": ray)
     made = cluster.RayCluster(job("runtime.agents=2").shared_out([]))
-    for node in (A, B):
-        made.add(node)
-        made.remove(2 if node is A else 3)
+    for there in (A, B):
+        made.add(there)
+        made.remove(2 if there is A else 3)
     names = [call.kwargs["name"] for call in ray.remote.return_value.options.call_args_list]
     assert [name.partition("/agent/")[2] for name in names] == ["2/a", "3/b"]
 
@@ -356,10 +357,12 @@ class Supervised:
     """A supervisor whose cluster and controller are made up.
 
     Args:
-        lives: what each life of it does: its exit code, or what it raises.
+        lives: what each life of it does: its exit code, what it raises, or a function that is called.
     """
 
-    def __init__(self, found: Job, monkeypatch: pytest.MonkeyPatch, *lives: int | BaseException) -> None:
+    def __init__(
+        self, found: Job, monkeypatch: pytest.MonkeyPatch, *lives: int | BaseException | Callable[[], int]
+    ) -> None:
         self.job = found
         self.saved = self.removed = self.killed = 0
         self._lives = [*lives]
@@ -368,7 +371,7 @@ class Supervised:
             "ray_module": lambda name="": self,
             "check_node": lambda job: report,
             "RayCluster": lambda job: self,
-            "Supervision": lambda *arguments: self,
+            "SupervisorLife": lambda *arguments: self,
             "_ELSEWHERE_S": 0.0,
         }
         for name, value in replaced.items():
@@ -391,7 +394,7 @@ class Supervised:
         life = self._lives.pop(0)
         if isinstance(life, BaseException):
             raise life
-        return life
+        return life() if callable(life) else life
 
     def save(self) -> None:
         self.saved += 1
@@ -432,6 +435,223 @@ def test_a_supervisor_that_fails_again_and_again_saves_and_ends_the_run(
     assert files.progress.started(5, 1, "a").crashes == 0, "a run that gets further is not one that fails for ever"
 
 
+def test_a_disk_that_is_full_has_the_supervisor_try_again_until_there_is_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = job(folder=str(tmp_path))
+    files = JobFiles(found)
+    files.make()
+
+    def controller_ends_with_1() -> int:
+        files.progress = files.progress.ended(1, 0.0)  # as SupervisorLife.run writes it
+        return 1
+
+    made = Supervised(found, monkeypatch, *[controller_ends_with_1] * 9)
+    with open("/dev/full", "wb", buffering=0) as nowhere, io.TextIOWrapper(nowhere, write_through=True) as no_output:
+        monkeypatch.setattr(sys, "stdout", no_output)
+        with room_for(0):
+            assert [made.live() for _ in range(6)] == [True] * 6, "and not counted: there were more than a few"
+        monkeypatch.undo()
+    made = Supervised(found, monkeypatch, controller_ends_with_1)
+    assert files.progress.crashes == 0 and files.code is None and not made.saved
+    assert not made.live() and files.code == 1
+
+
+def test_an_end_that_cannot_be_written_has_the_supervisor_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = job(folder=str(tmp_path))
+    files = JobFiles(found)
+    files.make()
+    files.progress = Progress(crashes=9)
+    made = Supervised(found, monkeypatch, *[ValueError("a fault")] * 2)
+    real = os.replace
+    full = {"ended.json"}
+
+    def replace(source: Path, target: Path) -> None:
+        if target.name in full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    assert made.live() and files.code is None and not made.removed, "the command would follow for ever"
+    full.clear()
+    assert not made.live() and files.code == 1 and made.removed
+
+
+def test_a_node_whose_mount_is_stale_is_refused_with_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = job(folder=str(tmp_path))
+
+    def stale(path: Path) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", stale)
+    monkeypatch.setattr(node, "node_id", lambda: "a")
+    monkeypatch.setenv(node.MONITOR, "0")
+    monkeypatch.setenv(node.AUTH, "token")
+    problem = node.check_node(found).problem
+    assert "cannot be looked at there" in problem and "Stale file handle" in problem and str(tmp_path) in problem
+
+
+def test_a_supervisor_that_cannot_check_its_node_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = job(folder=str(tmp_path))
+    JobFiles(found).make()
+    made = Supervised(found, monkeypatch, 0)
+    checks = [OSError(errno.ESTALE, "Stale file handle"), NodeReport("a", "", "")]
+    monkeypatch.setattr(supervisor, "check_node", MagicMock(side_effect=checks))
+    assert made.live() and not made.killed, "an actor whose thread has died would answer for ever"
+    assert not made.live() and made.killed == 1
+
+
+class RayError(Exception):
+    """As ray.exceptions has it."""
+
+
+class RayTaskError(RayError):
+    """What a call of an actor has raised."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__("a traceback of many lines")
+        self.cause = cause
+
+
+class RayOfNodes:
+    """A Ray that runs the calls of actors on made-up nodes at once, in this process.
+
+    Args:
+        names: of the nodes; each of the first `agents` ones has the actor of a first agent already.
+    """
+
+    RayError, RayTaskError = RayError, RayTaskError
+
+    def __init__(self, found: Job, names: Sequence[str]) -> None:
+        self._job = found
+        self._names = names
+        self.here = names[0]
+
+    def __getattr__(self, name: str) -> Any:
+        return MagicMock() if not name.startswith("__") else object.__getattribute__(self, name)
+
+    def list_named_actors(self) -> list[str]:
+        return [f"{self._job.name}/agent/{key}" for key in range(self._job.agents)]
+
+    def get_actor(self, name: str) -> Any:
+        return ActorOfNode(self, self._job, self._names[int(name.rpartition("/")[2])])
+
+    def remote(self, kind: object) -> Any:
+        made = MagicMock()
+        made.options = lambda **options: MagicMock(
+            remote=lambda found: ActorOfNode(self, found, options["name"].rpartition("/")[2])
+        )
+        return made
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [
+            {"NodeID": name, "NodeManagerHostname": name, "Alive": True, "Resources": {"CPU": 8.0}}
+            for name in self._names
+        ]
+
+    @property
+    def state(self) -> Any:
+        return MagicMock(get_draining_nodes=lambda: {})
+
+    def get_runtime_context(self) -> Any:
+        return MagicMock(get_node_id=lambda: self.here)
+
+    def wait(self, asked: list[Any], **options: object) -> tuple[list[Any], list[Any]]:
+        return asked, []
+
+    def get(self, answer: Any) -> Any:
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+class ActorOfNode:
+    """The handle of a NodeAgent on a node."""
+
+    def __init__(self, ray: RayOfNodes, found: Job, on: str) -> None:
+        self._ray, self._agent, self._on = ray, node.NodeAgent(found), on
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*arguments: object) -> object:
+            self._ray.here = self._on
+            try:
+                return getattr(self._agent, method)(*arguments)
+            except Exception as error:
+                return RayTaskError(error)
+
+        return MagicMock(remote=call)
+
+
+def test_an_agent_that_cannot_be_started_is_a_failure_of_its_node_and_another_node_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = job("runtime.agents=2", "runtime.agent_workers=2", folder=str(tmp_path)).shared_out([])
+    files = JobFiles(found)
+    files.make()
+    ray = RayOfNodes(found, ["a", "b", "c"])
+    for module in (cluster, node, supervisor):
+        monkeypatch.setattr(module, "ray_module", lambda name="": ray)
+    monkeypatch.setattr(node, "check_node", lambda job: NodeReport(ray.here, "", "all is well"))
+    monkeypatch.setattr(node, "_environment_of", lambda process, otherwise: otherwise)
+    monkeypatch.setattr(node.tied, "start", lambda *arguments: MagicMock(pid=2**30, poll=lambda: None))
+    monkeypatch.setattr(decisions, "_SETTLED_S", 0.0)
+    (found.files / "agent-a-a.log").mkdir()  # the log of the agent there cannot be opened
+    there = cluster.RayCluster(found)
+    made = supervisor.SupervisorLife(found, files, there, threading.Event())
+    made._rendezvous = HERE  # pyright: ignore[reportPrivateUsage]
+    for _ in range(12):
+        made._turn()  # pyright: ignore[reportPrivateUsage]
+    lines = files.log.read_text().splitlines()
+    failed = [line for line in lines if "agent on node a-a could not be started: IsADirectoryError" in line]
+    assert [line.rpartition("; ")[2] for line in failed] == [
+        *["it is tried again"] * 2,
+        "that has failed 3 times, and is not tried again",
+    ]
+    states = {agent.node: agent.state for agent in there.agents()}
+    assert states == {"a": ActorState.IDLE, "b": ActorState.SERVING, "c": ActorState.SERVING}, lines
+    ready = [agent.node for agent in there.agents() if made._is_ready(agent)]  # pyright: ignore[reportPrivateUsage]
+    assert ready == ["b", "c"], "the next controller does not wait for it"
+
+
+def test_tries_to_start_an_agent_are_counted_in_a_row_and_for_each_node() -> None:
+    found, idle = fleet(), AgentActor(1, "b", True, ActorState.IDLE)
+    for _ in range(4):
+        for _ in range(2):
+            assert found.not_started(1, "b", "b", "why") == [
+                Tell("the agent on node b could not be started: why; it is tried again")
+            ]
+            assert StartAgent(1) in found.turn(nodes(A, B), [serving(0, "a"), idle], HERE, 0.0)
+        assert found.started(1, "b", "b", "facts") == [Tell("an agent is on node b: facts")]
+    for _ in range(3):
+        found.not_started(1, "b", "b", "why")
+    assert found.cannot_start(idle) and not found.turn(nodes(A, B), [serving(0, "a"), idle], HERE, 0.0)
+    moved = AgentActor(1, "c", True, ActorState.IDLE)
+    assert found.turn(nodes(A, B, C), [serving(0, "a"), moved], HERE, 0.0) == [StartAgent(1)]
+
+
+def test_an_actor_that_is_lost_while_it_starts_its_agent_is_no_failure_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = job("runtime.agents=1", folder=str(tmp_path)).shared_out([])
+    ray = RayOfNodes(found, ["a"])
+    monkeypatch.setattr(cluster, "ray_module", lambda name="": ray)
+    there = cluster.RayCluster(found)
+    lost = MagicMock(start=MagicMock(remote=lambda *arguments: RayError("the actor died")))
+    there._actors[0] = lost  # pyright: ignore[reportPrivateUsage]
+    there.start(0, HERE, "a")
+    assert there.answers() == []
+
+
+def test_a_run_that_cannot_be_begun_on_a_full_disk_is_refused(tmp_path: Path) -> None:
+    found = job(folder=str(tmp_path))
+    with room_for(0), pytest.raises(ConfigError, match=r"cannot write .*one\.ray \(File too large\)"):
+        JobFiles(found).make()
+
+
 def test_a_stop_is_seen_by_a_supervisor_that_is_started_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,11 +664,11 @@ def test_a_stop_is_seen_by_a_supervisor_that_is_started_after_it(
     monkeypatch.setattr(supervisor, "node_id", lambda: "a")
     there = MagicMock()
     there.agents.side_effect = [
-        [Agent(0, "a", True, State.PLACING)],
+        [AgentActor(0, "a", True, ActorState.PLACING)],
         [serving(0, "a", has_workers=True)],
         [serving(0, "a")],
     ]
-    assert supervisor.Supervision(found, files, there, threading.Event()).run() == 143
+    assert supervisor.SupervisorLife(found, files, there, threading.Event()).run() == 143
     assert there.agents.call_count == 3, "the workers have written their state"
     files.make()
     assert not files.is_asked_to_stop, "it was for the run before"

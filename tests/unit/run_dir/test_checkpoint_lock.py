@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import resource
 import subprocess
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.errors import ConfigError, DataError, FilesError
 from elaswave_spmd.run_dir.journal import EPOCHS, Ballot, Journal, next_incarnation, read_journal
-from elaswave_spmd.run_dir.lock import LOCK, WORKERS_LOCK, lock_run_dir, wait_for_workers
+from elaswave_spmd.run_dir.lock import LOCK, WORKERS_LOCK, lock_run_dir, wait_for_workers, workers_live
 
 _TRY = """
 import sys
@@ -266,3 +268,25 @@ def test_workers_are_waited_for_and_told_of_once(tmp_path: Path) -> None:
 def test_workers_that_do_not_end_are_named_as_the_reason(tmp_path: Path) -> None:
     with worker_of(tmp_path), pytest.raises(ConfigError, match="in use by workers whose controller was killed"):
         wait_for_workers(tmp_path, 0.1, lambda: None)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def none(fd: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / WORKERS_LOCK).touch()
+    monkeypatch.setattr(fcntl, "flock", none)
+    for look in (lambda: lock_run_dir(tmp_path), lambda: workers_live(tmp_path)):
+        with pytest.raises(ConfigError, match=f"the file system of {tmp_path} has no locks by flock") as caught:
+            look()
+        assert os.strerror(number) in caught.value.what and "mount -o flock" in caught.value.fix
+
+
+def test_an_error_of_the_disk_is_none_of_its_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(fd: int, operation: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", broken)
+    with pytest.raises(FilesError, match="Input/output error"):
+        lock_run_dir(tmp_path)

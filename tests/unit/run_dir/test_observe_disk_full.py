@@ -1,11 +1,9 @@
-"""A disk that fills up: one clear error, lines that stay whole, a summary all the same."""
+"""A disk that fills up: one clear error, lines that stay whole, and no summary without the weights."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +11,10 @@ import pytest
 from rich.console import Console
 
 from elaswave_spmd.errors import FilesError, RunError
-from elaswave_spmd.run_dir import PlainDisplay, RunDir, RunObserver, observer, read_events, read_summary, save_weights
+from elaswave_spmd.run_dir import PlainDisplay, RunDir, RunObserver, observer, read_events, save_weights
 from elaswave_spmd.run_dir.json_lines import JsonLines, read_json_lines
 from elaswave_spmd.run_dir.tensorboard import Board
-
-
-@contextlib.contextmanager
-def room_for(size: int) -> Iterator[None]:
-    """No file can grow beyond `size` bytes: for a program the same as a full disk, but for the error's number."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+from tests.full_disk import room_for
 
 
 def _observer(tmp_path: Path, *, board: bool = False) -> RunObserver:
@@ -58,7 +46,7 @@ def test_weights_report_a_full_disk_like_any_other_file(tmp_path: Path) -> None:
         save_weights(tmp_path / "none" / "w.safetensors", {"w": np.zeros(1, np.float32)})
 
 
-def test_the_summary_is_written_without_room_for_the_weights(tmp_path: Path) -> None:
+def test_without_room_for_the_weights_there_is_no_summary(tmp_path: Path) -> None:
     observer = _observer(tmp_path)
     with room_for(1000), pytest.raises(FilesError, match=r"weights\.safetensors") as caught, observer:
         try:
@@ -66,9 +54,15 @@ def test_the_summary_is_written_without_room_for_the_weights(tmp_path: Path) -> 
         except FilesError as error:
             observer.on_stop(error)
             raise
-    assert read_summary(tmp_path / "run") == {"final_loss": 1.5}
+    assert not (tmp_path / "run" / "summary.json").exists(), "the sign that the run has its result"
     assert [(e["event"], e["message"]) for e in read_events(tmp_path / "run")] == [("stop", str(caught.value))]
     assert not list((tmp_path / "run").glob("*weights*")) + list((tmp_path / "run").glob(".*"))
+
+
+def test_without_room_for_the_averages_there_is_no_summary(tmp_path: Path) -> None:
+    with room_for(1000), _observer(tmp_path) as run, pytest.raises(FilesError, match=r"weights_ema\.safetensors"):
+        run.on_finish({}, {"w": np.zeros(1, np.float32)}, {"w": np.zeros(1000, np.float32)})
+    assert (tmp_path / "run" / "weights.safetensors").exists() and not (tmp_path / "run" / "summary.json").exists()
 
 
 def test_closing_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from elaswave_spmd.runtime.processes.supervisor import (
     Ended,
     supervised_by,
     with_adoption,
-    words_again,
 )
 
 
@@ -64,9 +63,3 @@ def test_the_variable_is_taken_out() -> None:
 def test_workers_of_a_supervised_run_wait_unless_the_command_says_something_else() -> None:
     assert with_adoption(["mesh=dp2"]) == ["mesh=dp2", f"timeouts.adopt={ADOPT_S}"]
     assert with_adoption(["timeouts.adopt=7"]) == ["timeouts.adopt=7"]
-
-
-def test_the_next_command_goes_on_in_the_directory_of_the_run_with_the_same_words() -> None:
-    words = ["mesh=dp2", "run.dir=a", "train.resume=b", "train.resume_at=3", "run.display=plain", "chaos=random"]
-    assert words_again(words, "/runs/my run") == ["mesh=dp2", "run.display=plain", "train.resume=/runs/my run"]
-    assert words_again(["optim.lr=1e-3"], "/runs/a") == ["optim.lr=1e-3", "train.resume=/runs/a"]
