@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,8 @@ from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, write_shard
 from elaswave_spmd.run_dir.checkpoints import load_newest_good
 from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
-from elaswave_spmd.runtime.transport.links import socket_directory
+from elaswave_spmd.runtime.transport.frames import Message
+from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, socket_directory
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.optimizers import AdamW
 from elaswave_spmd.worker.plan_run import plan_run
@@ -182,6 +184,27 @@ def test_a_worker_whose_death_nobody_can_watch_for_trains_with_the_others(
     assert run.error is None and "fail" not in run.kinds
     event = run.event("no_death_watch")
     assert event["ranks"] == [1] and event["reason"] == "can't start new thread"
+
+
+def test_a_controller_that_cannot_receive_any_more_ends_with_the_cause(
+    told: Callable[..., Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, is_full = Links._file, threading.Event()
+
+    def file_while_there_is_memory(links: Links, message: Message) -> None:
+        if is_full.is_set() and links.me == CONTROLLER:
+            raise MemoryError("no memory left")
+        file(links, message)
+
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        is_full.set()
+        story.until(lambda: False)  # until the run ends
+
+    monkeypatch.setattr(Links, "_file", file_while_there_is_memory)
+    run = told(tell)
+    why = "this process cannot receive messages any more: MemoryError: no memory left"
+    assert str(run.error) == why and why in run.event("stop")["message"]
 
 
 def test_a_worker_that_asks_to_leave_is_let_go(told: Callable[..., Told]) -> None:
