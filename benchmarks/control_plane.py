@@ -145,11 +145,13 @@ class CountingIO:
     def spawn(self, rank: int, host: str | None = None) -> Spawned:
         return Spawned()
 
+    def connect(self, rank: int, address: str, *, holds_mutex: bool) -> str:
+        return ""
+
     def machines(self) -> tuple[Machine, ...]:
         return ()
 
     def stop_requested(self, number: int) -> None: ...
-    def connect(self, rank: int, address: str, *, holds_mutex: bool) -> None: ...
     def adopt(self, rank: int, generation: int) -> None: ...
     def settle(self) -> None: ...
 

@@ -35,7 +35,7 @@ from elaswave_spmd.mesh.mesh import named_workers
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError, NotStartedError
 from elaswave_spmd.runtime.processes.rendezvous import (
     Found,
     NoRunYetError,
@@ -445,7 +445,12 @@ class Agent:
                 return True
             case am.Spawn(rank, spec):
                 self._ranks.add(rank)
-                self._fork_server.spawn(rank, spec | self._own | {"directory": self._scratch.path})
+                try:
+                    self._fork_server.spawn(rank, spec | self._own | {"directory": self._scratch.path})
+                except NotStartedError as error:  # the others here go on
+                    self._ranks.discard(rank)
+                    print(f"worker {rank} could not be started: {error}", flush=True)
+                    self._send(am.WorkerExited(rank, 0, 1, None, str(error)))
             case am.Signal(rank, number):
                 self._signalled.add(rank)
                 self._fork_server.signal(rank, number)

@@ -235,6 +235,14 @@ class FailureHandler:
                 return end
         return self._declare_lost(event.rank, event.reason, event.at)
 
+    def not_started(self, rank: int, why: str, now: float) -> list[Action]:
+        """A newcomer could not be started, as the system has nothing left for it: it is lost before it joined."""
+        reason = f"it could not be started: {why}"
+        if not self._policy.survives:
+            return [End(RunStopped(RunError(f"worker {rank}: {reason}")))]
+        # The next one in its place with the next tick, not at once: there is as little left for it now.
+        return self._declare_lost(rank, reason, now, replaced_at_once=False)
+
     def withdrawn(self, rank: int, reason: str, now: float) -> list[Action]:
         """A worker that is no member goes with its machine, and no state with it. Another one may get its place."""
         self._roster.remove(rank)
@@ -315,11 +323,14 @@ class FailureHandler:
                 return [End(RunStopped(RunError(f"{exited}, as worker {first} did while workers started")))]
         return self._declare_lost(event.rank, event.reason, event.at)
 
-    def _declare_lost(self, rank: int, reason: str, at: float, *, is_late: bool = False) -> list[Action]:
+    def _declare_lost(
+        self, rank: int, reason: str, at: float, *, is_late: bool = False, replaced_at_once: bool = True
+    ) -> list[Action]:
         """Go on without a worker. A worker is lost once, whichever of its detectors is the first.
 
         Args:
             is_late: it is given up since it was not ready in time.
+            replaced_at_once: if at all, and once the first mesh is formed; else with the next tick.
         """
         if rank not in self._roster:
             return []
@@ -332,7 +343,7 @@ class FailureHandler:
         # The Prepare in `change` comes before the replacement, whose start takes long: until it is sent, the other
         # workers may wait for the one that is lost.
         change = self._protocol.lost(rank, reason, spare=self._replacements.lost(rank))
-        replacement = self.replace_lost(at)
+        replacement = self.replace_lost(at) if replaced_at_once else []
         if rank in mesh:
             return [RecordLostWorker(rank, at), *change, *replacement]
         if is_spare:

@@ -61,7 +61,7 @@ from elaswave_spmd.runtime.devices.group_store import GroupStore, group_host
 from elaswave_spmd.runtime.processes import death_watch
 from elaswave_spmd.runtime.processes.adoption import read_address
 from elaswave_spmd.runtime.processes.agents import AgentNews, Agents
-from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, NotStartedError
 from elaswave_spmd.runtime.processes.launcher import Launcher, Machine
 from elaswave_spmd.runtime.processes.rendezvous import is_loopback, resolve_address
 from elaswave_spmd.runtime.processes.scratch import remove_with
@@ -86,10 +86,12 @@ class Spawned:
     Args:
         pid: its process id; None: it runs on another machine.
         domain: its failure domain; None: that of all the others.
+        why_not: it could not be started; empty: it was.
     """
 
     pid: int | None = None
     domain: DomainPath | None = None
+    why_not: str = ""
 
 
 class ControllerIO(Protocol):
@@ -111,8 +113,12 @@ class ControllerIO(Protocol):
         """Send an encoded message. Never waits; what is sent to a worker without a link is dropped."""
         ...
 
-    def connect(self, rank: int, address: str, *, holds_mutex: bool) -> None:
-        """A worker is ready: open the link to it, and watch for its death where it holds its mutex for that."""
+    def connect(self, rank: int, address: str, *, holds_mutex: bool) -> str:
+        """A worker is ready: open the link to it, and watch for its death where it holds its mutex for that.
+
+        Returns:
+            Why its death is noticed only later, when the process is reaped; empty: it holds no mutex, or is watched.
+        """
         ...
 
     def adopt(self, rank: int, generation: int) -> None:
@@ -327,15 +333,19 @@ class ProcessIO:
     def send(self, rank: int, message: bytes) -> None:
         self._links.send(rank, message)
 
-    def connect(self, rank: int, address: str, *, holds_mutex: bool) -> None:
+    def connect(self, rank: int, address: str, *, holds_mutex: bool) -> str:
         try:
             self._links.connect(rank, address)
         except RunError as error:  # not an address: it was sent by a worker that has gone wrong
             self._ready.append(WorkerEnded(rank, str(error), time.monotonic()))
             self.kill(rank)  # it lives, and its heartbeats would go on
         # A worker that died between its Ready and this call is not watched: its mutex is free already.
-        if holds_mutex and self._watcher is not None and not self._watcher.watch(rank):
-            self._ready.append(WorkerEnded(rank, "its process ended while it started", time.monotonic()))
+        try:
+            if holds_mutex and self._watcher is not None and not self._watcher.watch(rank):
+                self._ready.append(WorkerEnded(rank, "its process ended while it started", time.monotonic()))
+        except death_watch.NotWatchedError as error:
+            return str(error)
+        return ""
 
     def adopt(self, rank: int, generation: int) -> None:
         if (address := read_address(self._scratch, rank)) is None:
@@ -349,10 +359,15 @@ class ProcessIO:
 
     def spawn(self, rank: int, host: str | None = None) -> Spawned:
         spec = WorkerSpec(rank, self._spec, self._mutex_of(rank)).to_dict()
-        if not isinstance(self._launcher, Launcher):
-            return Spawned(self._launcher.spawn(rank, spec))
-        pid = self._launcher.spawn(rank, spec, host)
-        return Spawned(pid, self._launcher.domain_of(rank))
+        pid, why_not = None, ""
+        try:
+            if not isinstance(self._launcher, Launcher):
+                return Spawned(self._launcher.spawn(rank, spec))
+            pid = self._launcher.spawn(rank, spec, host)
+        except NotStartedError as error:
+            why_not = str(error)
+        domain = self._launcher.domain_of(rank) if isinstance(self._launcher, Launcher) else None
+        return Spawned(pid, domain, why_not)
 
     def machines(self) -> tuple[Machine, ...]:
         return self._launcher.machines if isinstance(self._launcher, Launcher) else ()

@@ -473,13 +473,15 @@ class Controller:
                     for rank in receivers:
                         io.send(rank, header)
             case Spawn(ranks, newcomers, host):
-                self._spawn(ranks, newcomers, host)
+                return self._spawn(ranks, newcomers, host, now)
             case AdmitAgent() | RefuseAgent() | DrainAgent() | LetAgentGo() | DoubtAgent() | GiveUpAgent():
                 io.order_agent(action)
             case UsePlaces():
                 return self._machines.use_places(io.machines(), now)
             case Connect(rank, address, holds_mutex):
-                io.connect(rank, address, holds_mutex=holds_mutex)
+                if why := io.connect(rank, address, holds_mutex=holds_mutex):
+                    message = f"the death of worker {rank} is noticed when its process is reaped, not before: {why}"
+                    return [Record("no_death_watch", {"ranks": [rank], "reason": why, "message": message})]
             case RemoveMember(rank, lost):
                 self._remove_member(rank, lost)
             case Kill(rank):
@@ -578,13 +580,24 @@ class Controller:
         known = [self._verifier.trusted, self._sum_verifier.trusted, agreed]
         return min((version for version in known if version is not None), default=None)
 
-    def _spawn(self, ranks: Iterable[int], newcomers: bool, host: str | None) -> None:
+    def _spawn(self, ranks: Iterable[int], newcomers: bool, host: str | None, now: float) -> list[Action]:
+        """Start workers. One that cannot be started is lost, and all others go on.
+
+        Raises:
+            RunError: it is one of the first: nothing has begun that could go on.
+        """
+        actions: list[Action] = []
         for rank in ranks:
             self._supervision.expect(rank, joins=self.protocol.started)
             spawned = self._io.spawn(rank, host)
+            if spawned.why_not and not newcomers:
+                raise RunError(f"worker {rank} could not be started: {spawned.why_not}")
             self._roster.add(rank, spawned.pid)
             if newcomers:
                 self.protocol.expect(rank, spawned.domain)
+            if spawned.why_not:
+                actions += self._failures.not_started(rank, spawned.why_not, now)
+        return actions
 
     def _remove_member(self, rank: int, lost: bool) -> None:
         """A worker is no member any more: nothing that it sends or does counts from now on."""

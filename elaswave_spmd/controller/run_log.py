@@ -402,7 +402,7 @@ class RunLog:
             case Broadcast(message=m.Prepare()):
                 self._epochs.preparing(now)
             case Broadcast(message=m.ReplicasAgree(step=version)):
-                self._record.versions_compared.add(version)
+                self._record.add_comparison(version)
             # The first step is timed from the first Reconfigure: before it, workers import and compile.
             case Broadcast(ranks=ranks, message=m.Reconfigure() as first) if not self._placed:
                 self._placed = True

@@ -66,10 +66,11 @@ class RunRecord:
         """By the phase in which they were lost: while workers start, as members, before they joined, as spares."""
         self.checks_dropped = 0
         """Pairs that were drawn to be checked and were not, as a loss met their step."""
-        self.versions_compared: set[int] = set()
-        """The versions at which all replicas of state were found to be the same (mirror.verify_every)."""
+        self.versions_compared = 0
+        """At so many versions all replicas of state were found to be the same (mirror.verify_every)."""
         self.replicas_wrong = 0
         """How often a worker's replicas were wrong."""
+        self._newest_compared = -1
         self._tokens = 0
         self._seconds = 0.0
 
@@ -80,6 +81,14 @@ class RunRecord:
             self._tokens += line.tokens
             self._seconds += line.seconds
         self.last = line
+
+    def add_comparison(self, version: int) -> None:
+        """Counts a version whose replicas are all the same; once, though another mesh may compare it again.
+
+        A number, and no set of versions: a run of a year compares tens of millions. They never run back.
+        """
+        self.versions_compared += version > self._newest_compared
+        self._newest_compared = max(self._newest_compared, version)
 
     def add_pages(self, pages: FinalPages, payload: memoryview) -> None:
         """File a range of final master pages, or of their averages."""
@@ -215,7 +224,7 @@ def _replicas(plan: RunPlan, record: RunRecord) -> dict[str, object]:
     ranges = all_replica_sets(plan.placement.replica_map(plan.description.layout))
     return {
         "every": plan.job.verify_every,
-        "compared": len(record.versions_compared),
+        "compared": record.versions_compared,
         "wrong": record.replicas_wrong,
         "fewest": min(len(pages.replicas) for pages in ranges),
     }

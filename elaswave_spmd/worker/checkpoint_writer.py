@@ -138,21 +138,27 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def write_now(self, replica: StateReplica) -> None:
+    def write_now(self, replica: StateReplica) -> str:
         """Writes the state as it is, and the records of the last steps, without a report: the controller is gone.
 
         Every worker does so on its own. If all of them are at the same version, the next controller finds a complete
         set of shards and makes a checkpoint of it.
+
+        Returns:
+            Why the state could not be written; empty if it was, or if there was nothing to write.
         """
         self.close()
         step = replica.protocol.version
         directory = checkpoint_path(self._orders.run_dir, step)
         if not step or (directory / MANIFEST).exists():
-            return  # initial values can be drawn again; or the controller had completed this checkpoint
-        if arrays := self._copy(replica, step):
-            wrote = self._write(_Copied(step, replica.protocol.epoch, arrays, 0.0))
-            if not wrote.error:
-                _save_reports(directory, self._rank, self._reports)
+            return ""  # initial values can be drawn again; or the controller had completed this checkpoint
+        if not (arrays := self._copy(replica, step)):
+            return ""
+        wrote = self._write(_Copied(step, replica.protocol.epoch, arrays, 0.0))
+        if wrote.error:
+            return f"its state after step {step} could not be written to {directory}: {wrote.error}"
+        _save_reports(directory, self._rank, self._reports)
+        return ""
 
     def applied(self, report: Applied, replica: StateReplica) -> None:
         """Records a step, and copies the state if a checkpoint is due. The state changes after this call."""

@@ -72,13 +72,15 @@ def main(fields: dict[str, Any]) -> int:
 
     Returns:
         The exit code: 0 if the worker was told to stop, 1 after an exception or a refusal, which is reported to the
-        controller.
+        controller. And 1 if the controller is gone and the state could not be written, which is printed.
     """
     process = WorkerProcess(WorkerSpec.from_dict(fields))
     try:
         process.run()
     except WorkerStopped:
-        process.save_if_orphaned()
+        if why := process.save_if_orphaned():
+            print(f"worker {process.rank}, whose controller is gone: {why}", file=sys.stderr, flush=True)
+            return 1
     except BaseException as error:
         process.report_failure(error)
         return 1
@@ -317,13 +319,22 @@ class WorkerProcess:
             return True
         return self._mailbox.wait(None if self._deadline is None else self._deadline - time.monotonic())
 
-    def save_if_orphaned(self) -> None:
-        """The worker was stopped: without a controller, its state is written for the next one."""
-        executor = self._executor
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    def save_if_orphaned(self) -> str:
+        """The worker was stopped: without a controller, its state is written for the next one.
+
+        Returns:
+            Why it could not be; empty: it was, or there was nothing to write.
+        """
+        executor, why = self._executor, ""
         if executor is not None and executor.is_orphaned and self._checkpoints is not None:
-            self._checkpoints.write_now(executor.replica)
+            why = self._checkpoints.write_now(executor.replica)
         if self._checkpoints is not None:
             self._checkpoints.close()
+        return why
 
     def _frequency(self) -> float:
         """The frequency of an emulated device now."""

@@ -252,7 +252,8 @@ class SimulatedIO:
         self._cluster.from_controller(rank, message)
         self._cluster.controller_acts()
 
-    def connect(self, rank: int, address: str, *, holds_mutex: bool) -> None: ...
+    def connect(self, rank: int, address: str, *, holds_mutex: bool) -> str:
+        return ""
 
     def disconnect(self, rank: int) -> None: ...
 

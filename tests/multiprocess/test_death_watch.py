@@ -16,7 +16,13 @@ from typing import Any
 import pytest
 
 from elaswave_spmd.runtime.processes import death_watch
-from elaswave_spmd.runtime.processes.death_watch import DeathWatch, RobustMutexTable, hold_mutex, is_available
+from elaswave_spmd.runtime.processes.death_watch import (
+    DeathWatch,
+    NotWatchedError,
+    RobustMutexTable,
+    hold_mutex,
+    is_available,
+)
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from tests.waiting import PATIENCE_S, eventually
 
@@ -98,6 +104,28 @@ def test_a_kill_is_reported_once_and_only_for_the_killed_worker(scene: Scene) ->
     assert scene.death() == 1
     scene.kill(2)
     assert scene.death() == 2 and scene.deaths.empty()
+
+
+def test_a_worker_without_a_thread_to_watch_it_is_told_and_the_others_are_watched(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    for rank in (0, 1, 2):
+        scene.start(rank)
+    assert scene.watch.watch(0)
+    scene.kill(2)
+    scene.reaped()
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(NotWatchedError, match="can't start new thread"):
+            scene.watch.watch(1)
+        assert scene.watch.watch(2) is False, "it is dead already"
+    scene.kill(1)
+    scene.reaped()
+    scene.kill(0)
+    assert scene.death() == 0 and scene.deaths.empty()
 
 
 @pytest.mark.parametrize("ends", ["return", "raise", "exit in a thread", "segfault"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 
 from elaswave_spmd.by_value import ByValue
 from elaswave_spmd.errors import ConfigError, RunError
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError, NotStartedError
 from tests.multiprocess.forks_itself import exits
 from tests.waiting import PATIENCE_S
 
@@ -145,6 +146,34 @@ def test_a_fork_server_that_hangs_while_it_imports_is_not_waited_for(start: Resu
     with pytest.raises(NoAnswerError):
         fork_server.ready()
     assert fork_server.kill() == [] and gone(fork_server.pid)
+
+
+def test_a_worker_that_cannot_be_forked_takes_no_other_with_it(start: ResumePoint, tmp_path: Path) -> None:
+    limit = tmp_path / "limit"
+    fork_server = start(preload=("no_processes_left",), env={"NO_PROCESSES": str(limit)})
+    first = fork_server.spawn(0, {"sleep": 600})
+    limit.touch()
+    with pytest.raises(NotStartedError, match="Resource temporarily unavailable"):
+        fork_server.spawn(1, {})
+    assert fork_server.signal(1, signal.SIGKILL) is False and fork_server.poll() == [] and not gone(first)
+    limit.unlink()
+    second = fork_server.spawn(2, {"return": 7})
+    assert exits(fork_server, 1) == [Exited(2, second, 7, None)] and not gone(first)
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of another process are Linux only")
+def test_a_worker_that_cannot_be_spawned_takes_no_other_with_it(start: ResumePoint) -> None:
+    """As on a full /tmp: its orders cannot be written."""
+    fork_server = start(method="spawn")
+    first = fork_server.spawn(0, {"sleep": 600})
+    before = resource.prlimit(fork_server.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(fork_server.pid, resource.RLIMIT_NOFILE, (3, before[1]))
+    with pytest.raises(NotStartedError, match="Too many open files"):
+        fork_server.spawn(1, {})
+    assert fork_server.poll() == [] and not gone(first)
+    resource.prlimit(fork_server.pid, resource.RLIMIT_NOFILE, before)
+    second = fork_server.spawn(2, {"return": 7})
+    assert exits(fork_server, 1) == [Exited(2, second, 7, None)] and not gone(first)
 
 
 def test_exits_read_well():

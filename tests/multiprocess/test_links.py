@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from elaswave_spmd.runtime.transport.frames import FRAME_BYTES
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport, socket_directory
 from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Mailbox, PeerClosed
 from elaswave_spmd.worker.process import WorkerProcess
+from tests import waiting
 from tests.waiting import PATIENCE_S
 
 # Encrypted and not; over Unix sockets there are no credentials.
@@ -75,6 +76,55 @@ def joined(ends: Ends) -> tuple[Links, Links, Mailbox]:
     one.connect(1, other.address)
     assert one.wait_connected([1], PATIENCE_S) == []
     return one, other, mailbox
+
+
+def broken(links: Links) -> None:
+    """An exception in the thread of the links."""
+
+    def divide() -> None:
+        raise ZeroDivisionError("in the thread of the links")
+
+    links._loop._hand_over(divide)
+
+
+def test_an_exception_in_the_thread_of_the_links_fails_whoever_waits(ends: Ends) -> None:
+    sender, receiver, mailbox = joined(ends)
+    receiver.connect(0, sender.address)
+    broken(receiver)
+    with pytest.raises(RunError, match="cannot receive messages any more: ZeroDivisionError: in the thread") as caught:
+        mailbox.get(PATIENCE_S)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert mailbox.get(0) is None, "once: what is done at the end of the process may look again"
+
+
+def test_who_cannot_receive_any_more_can_still_report_it(ends: Ends) -> None:
+    receiver, _ = ends.open(1)
+    sender, heard = ends.open(0)
+    broken(receiver)
+    waiting.eventually(lambda: len(receiver._mailbox) == 1)
+    receiver.connect(0, sender.address)
+    receiver.send(0, b"it failed")
+    assert envelope(heard).header == b"it failed"
+    receiver.close()  # and it can be closed
+
+
+def test_a_payload_for_which_there_is_no_memory_ends_its_receiver_and_is_not_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ExitStack() as stack:
+        sender, receiver, mailbox = joined(Ends("tcp-plain", stack))
+        made = np.empty
+
+        def without_memory(*arguments: Any, **named: Any) -> Any:
+            if threading.current_thread().name == "links-1":
+                raise MemoryError("Unable to allocate 2.00 MiB")
+            return made(*arguments, **named)
+
+        monkeypatch.setattr(np, "empty", without_memory)
+        sender.send(1, b"pages", [bytes(2 * FRAME_BYTES)])
+        with pytest.raises(RunError, match="MemoryError: Unable to allocate"):
+            mailbox.get(PATIENCE_S)
+        assert receiver.rejected == {}
 
 
 def test_payloads_arrive_whole_and_aligned_to_8_bytes(ends: Ends):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
-from elaswave_spmd.runtime.transport.mailbox import Envelope, Interrupted, Item, Mailbox, PeerClosed
+from elaswave_spmd.errors import RunError
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Interrupted, Item, LinksFailed, Mailbox, PeerClosed
 
 
 def test_take_all_returns_everything_in_order_and_empties():
@@ -18,6 +20,25 @@ def test_take_all_returns_everything_in_order_and_empties():
     assert len(mailbox) == 3
     assert mailbox.take_all() == items
     assert mailbox.take_all() == []
+
+
+@pytest.mark.parametrize("takes", [Mailbox.get, Mailbox.take_all])
+def test_nobody_goes_on_when_nothing_can_be_received_any_more(takes: Callable[[Mailbox], object]) -> None:
+    mailbox = Mailbox()
+    threading.Timer(0.05, mailbox.put, [LinksFailed(MemoryError())]).start()
+    assert mailbox.wait()
+    with pytest.raises(RunError, match="cannot receive messages any more: MemoryError"):
+        takes(mailbox)
+    assert mailbox.take_all() == []
+
+
+def test_what_was_filed_before_the_failure_is_got_before_it() -> None:
+    mailbox = Mailbox()
+    mailbox.put(PeerClosed(1))
+    mailbox.put(LinksFailed(MemoryError()))
+    assert mailbox.get() == PeerClosed(1)
+    with pytest.raises(RunError):
+        mailbox.get()
 
 
 def test_wait_times_out_even_after_an_item_was_taken_without_waiting():

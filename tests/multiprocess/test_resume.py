@@ -138,6 +138,22 @@ def test_without_a_controller_the_workers_save_what_they_have(shared: Path) -> N
     assert read_summary(folder)["weights_sha256"] == read_summary(shared / "undisturbed")["weights_sha256"]
 
 
+def test_a_worker_without_a_controller_says_that_its_state_cannot_be_written(shared: Path) -> None:
+    arguments = [*SETTINGS, "mesh=dp2", "run.dir=unsaved", "timeouts.controller=2", "train.steps=100000"]
+    with launch(shared, *arguments) as run:
+        run.wait_for_steps(3, "unsaved")
+        checkpoints_folder = shared / "unsaved" / "checkpoints"
+        shutil.rmtree(checkpoints_folder, ignore_errors=True)
+        checkpoints_folder.write_text("a file where a directory is wanted")
+        run.process.kill()
+        run.process.wait()
+        waiting.eventually(lambda: not run.processes())
+        _, errors = run.process.communicate(timeout=waiting.PATIENCE_S)
+    for rank in (0, 1):
+        (line,) = [line for line in errors.splitlines() if line.startswith(f"worker {rank}, whose controller is gone")]
+        assert "could not be written" in line and str(checkpoints_folder) in line and "Not a directory" in line
+
+
 def test_a_damaged_checkpoint_is_said_and_the_one_before_it_used(shared: Path, killed: Path) -> None:
     before, newest = checkpoints(killed)[-2:]
     bad = f"step_{newest:08d}"

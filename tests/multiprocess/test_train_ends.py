@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
+from tests.multiprocess import deaf_model
 from tests.multiprocess.real_runs import SMALL, eventually, launch, train, write_text
 from tests.waiting import PATIENCE_S
 
@@ -106,6 +107,19 @@ def test_a_run_goes_on_without_one_worker(tmp_path: Path, number: signal.Signals
     lines = read_metrics(tmp_path / "run")
     assert [line.step for line in lines] == list(range(1, len(lines) + 1)), "every step is committed once"
     assert (lines[0].workers, lines[-1].workers) == (4, 3)
+
+
+def test_a_worker_that_cannot_receive_any_more_is_lost_with_the_cause_and_the_run_goes_on(tmp_path: Path) -> None:
+    """Its heartbeats would go on, and it would wait for ever."""
+    write_text(tmp_path)
+    done = train(
+        tmp_path, *SMALL, "mesh=dp2_pp2", "run.dir=run", "runtime.check_model=false", *deaf_model.write(tmp_path)
+    )
+    assert done.code == 0, done.err
+    assert (tmp_path / "deaf").exists()
+    (fail,) = [event for event in read_events(tmp_path / "run") if event["event"] == "fail"]
+    assert "cannot receive messages any more: MemoryError: unable to allocate 2 GiB for a message" in fail["reason"]
+    assert [line.step for line in read_metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("zero", [0, 3])

@@ -76,12 +76,13 @@ class Notice(AgentMessage, frozen=True):
 
 
 class WorkerExited(AgentMessage, frozen=True):
-    """A worker's process has ended and is reaped, as in `fork_server.Exited`."""
+    """A worker's process has ended and is reaped, as in `fork_server.Exited`; or it could not be started."""
 
     rank: int
     pid: int
     code: int | None
     signal: int | None
+    not_started: str = ""  # why it could not be; `pid` is 0 then
 
 
 class ExitsReported(AgentMessage, frozen=True):

@@ -43,12 +43,16 @@ class RemoteExited(Exited):
         host: the machine.
         reason: set if the end of the worker was not observed, but its agent was lost, and its workers with it. Then
             `signal` is SIGKILL and `pid` is 0.
+        not_started: why it could not be started; then `pid` is 0.
     """
 
     host: str = ""
     reason: str = ""
+    not_started: str = ""
 
     def __str__(self) -> str:
+        if self.not_started:
+            return f"worker {self.rank} could not be started on {self.host}: {self.not_started}"
         if self.reason:
             return f"worker {self.rank} was lost with the agent on {self.host}: {self.reason}"
         return f"{Exited.__str__(self)}, on {self.host}"
@@ -388,9 +392,9 @@ class Agents:
                 self._refusals[agent.peer] = Counter(counts)
             case am.ExitsReported():
                 self._reported.add(agent.peer)
-            case am.WorkerExited(rank, pid, code, number) if rank in agent.ranks:
+            case am.WorkerExited(rank, pid, code, number, why_not) if rank in agent.ranks:
                 agent.ranks.discard(rank)
-                self._exits.append(RemoteExited(rank, pid, code, number, agent.host))
+                self._exits.append(RemoteExited(rank, pid, code, number, agent.host, not_started=why_not))
             case am.AgentFailed(problem):
                 del self._agents[agent.peer]
                 self._send(agent, am.Stop(0.0))

@@ -231,6 +231,10 @@ class RobustMutexTable:
         return address
 
 
+class NotWatchedError(RuntimeError):
+    """No thread could be started that waits for a worker's death. The launcher and closed links tell it later."""
+
+
 class DeathWatch:
     """The threads that wait for the deaths of workers that hold their mutex: one per rank, `death-watch-<rank>`.
 
@@ -251,6 +255,9 @@ class DeathWatch:
         """Report the death of `rank` from now on, or at once if it has died already. Once per rank, from one thread.
 
         To be called after the worker has reported that it holds its mutex. False if it does not hold it.
+
+        Raises:
+            NotWatchedError: the system has no thread left for it.
         """
         assert rank not in self._threads and not self._closed
         address = self._table.address(rank)
@@ -263,8 +270,14 @@ class DeathWatch:
             self._libc.release_dead(address)
         assert dead or code == errno.EBUSY, errno.errorcode[code]
         target = self._report if dead else self._wait
-        self._threads[rank] = threading.Thread(target=target, args=(rank,), name=f"death-watch-{rank}", daemon=True)
-        self._threads[rank].start()
+        thread = threading.Thread(target=target, args=(rank,), name=f"death-watch-{rank}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # "can't start new thread"
+            if dead:
+                return False
+            raise NotWatchedError(str(error)) from error
+        self._threads[rank] = thread
         return True
 
     def close(self) -> None:

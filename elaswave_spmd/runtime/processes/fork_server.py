@@ -7,9 +7,10 @@ killed.
 
 Lines of JSON, controller -> fork server: first the setup, then {"spawn": rank, "spec": {...}}, {"signal": number,
 "rank": rank}, {"orphan_grace_s": seconds}, {"hold": path}, {"settled": true}, {"stop": grace_s}; each is answered by
-one line. On a second pipe the fork server writes a line {"exited": rank, ...} for each worker that ended. `by_value` in
-the setup is the descriptor of what the run gets by value, or null. With `adopt_s` in the setup another controller may
-take it over for so many seconds once the controller is gone (adoption.py).
+one line, that of a worker that cannot be started is {"not_started": why}. On a second pipe the fork server writes a
+line {"exited": rank, ...} for each worker that ended. `by_value` in the setup is the descriptor of what the run gets by
+value, or null. With `adopt_s` in the setup another controller may take it over for so many seconds once the controller
+is gone (adoption.py).
 """
 
 from __future__ import annotations
@@ -211,8 +212,12 @@ class ForkServer:
             if "spawn" in order:
                 rank = int(order["spawn"])
                 spec = order["spec"] | {"rank": rank, "life_fd": self._setup["life_fd"]}
-                self._pids[rank] = self._fork(spec) if self._setup["method"] == "fork" else self._spawn(spec)
                 self._next_rank = max(self._next_rank, rank + 1)
+                try:
+                    self._pids[rank] = self._fork(spec) if self._setup["method"] == "fork" else self._spawn(spec)
+                except (OSError, MemoryError) as error:  # no process, memory, descriptor or disk is left for it
+                    self._answer({"not_started": str(error) or type(error).__name__})
+                    return
                 self._answer({"pid": self._pids[rank]})
             elif "orphan_grace_s" in order:
                 self._setup["orphan_grace_s"] = float(order["orphan_grace_s"])

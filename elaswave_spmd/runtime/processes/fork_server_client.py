@@ -59,6 +59,10 @@ class NoAnswerError(RunError):
     """The fork server did not answer in time: it hangs."""
 
 
+class NotStartedError(RunError):
+    """A worker could not be started, for a lack of processes, memory, descriptors or disk. All others go on."""
+
+
 class ForkServerClient:
     """Makes worker processes. Created by `start`; for one thread; `fileno` and `poll` fit into a select loop.
 
@@ -224,9 +228,15 @@ class ForkServerClient:
 
         Args:
             spec: plain JSON data for the worker's main function.
+
+        Raises:
+            NotStartedError: the system has nothing left for another process.
         """
         self.ready()
-        return int(self._request({"spawn": rank, "spec": dict(spec)})["pid"])
+        answer = self._request({"spawn": rank, "spec": dict(spec)})
+        if "not_started" in answer:
+            raise NotStartedError(answer["not_started"])
+        return int(answer["pid"])
 
     def signal(self, rank: int, number: int) -> bool:
         """Send a signal to worker `rank`; False if it has ended already."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.processes.agents import Agent, Agents
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NotStartedError
 
 
 @dataclass(frozen=True)
@@ -181,12 +181,19 @@ class Launcher:
 
         Returns:
             Its process id if it runs on this machine, else None.
+
+        Raises:
+            NotStartedError: this machine has nothing left for another process.
         """
         if self._agents is not None and rank not in self._hosts:
             self._assign_newcomer(rank, host)
         agent = self._hosts.get(rank)
         if agent is None:
-            return self._fork_server.spawn(rank, spec)
+            try:
+                return self._fork_server.spawn(rank, spec)
+            except NotStartedError:
+                self._hosts.pop(rank, None)
+                raise
         assert self._agents is not None
         self._agents.spawn(agent, rank, spec)
         return None

@@ -3,6 +3,10 @@
 A command and its fork server hold a lock on a file in it, and so do the workers that are forked from there. If all of
 them are killed at once, a process that waits for the lock removes it. Should that one be killed too, the next command
 that makes such a directory beside it does.
+
+They share a lock of the directory itself as well, for programs that remove from /tmp what nobody has used for days:
+systemd-tmpfiles leaves a directory alone, with all that is in it, while another process has it locked (tmpfiles.d(5)).
+Sockets and mutexes are used without their files' times ever changing, so a run of weeks would lose them.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ class Scratch:
         scratch = cls.__new__(cls)
         scratch.path = path
         scratch._held = hold_lock(Path(path) / _OWNER, os.O_RDWR)
+        scratch._kept = _keep_from_cleaners(path)
         scratch._remover = None
         return scratch
 
@@ -58,12 +63,13 @@ class Scratch:
         # The file gets its name when it is locked: without it, a directory is left alone.
         new = folder / f".{_OWNER}"
         self._held = hold_lock(new)
+        self._kept = _keep_from_cleaners(folder)
         new.rename(folder / _OWNER)
         self._remover: subprocess.Popen[bytes] | None = _start_remover(folder)
 
     def give_up(self) -> None:
         """Hold one that was adopted no more, and leave it to its other processes; `remove` does nothing then."""
-        os.close(self._held)
+        self._close()
         self._held = -1
 
     def remove(self) -> None:
@@ -71,10 +77,16 @@ class Scratch:
         if self._held < 0:
             return
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._held)
+        self._close()
         if self._remover is not None:
             self._remover.kill()
             self._remover.wait()
+
+    def _close(self) -> None:
+        """Hold neither lock any more."""
+        os.close(self._held)
+        if self._kept is not None:
+            os.close(self._kept)
 
 
 def hold_scratch(folder: str) -> None:
@@ -82,6 +94,7 @@ def hold_scratch(folder: str) -> None:
     # It was made by other means, or its command has ended, and it is being removed.
     with contextlib.suppress(FileNotFoundError, BlockingIOError):
         hold_lock(Path(folder) / _OWNER, os.O_RDWR)
+        _keep_from_cleaners(folder)
 
 
 def remove_with(folder: str, path: Path) -> None:
@@ -98,6 +111,18 @@ def hold_lock(file: str | Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     """
     fd = os.open(file, flags | os.O_CLOEXEC, 0o600)
     fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return fd
+
+
+def _keep_from_cleaners(folder: str | Path) -> int | None:
+    """Share the lock of a directory, as `hold_lock` does that of a file; None: its file system has no such locks."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # It waits, for a moment: nobody but a cleaner that is in there just now takes the lock for itself.
+        fcntl.flock(fd, fcntl.LOCK_SH)
+    except OSError:
+        os.close(fd)
+        return None
     return fd
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import struct
 import threading
@@ -31,6 +32,7 @@ class EventLoop:
         admission: answers for its connections, closed when the thread ends; None if all are admitted.
         file: called with each message. May raise MessageRejected.
         reject: called for each message that is dropped.
+        fail: called with an exception, by whatever was called, after which nothing is received any more.
         life_fd: read end of the controller's life pipe, or None.
         on_controller_lost: called when the life pipe ends.
         others: more descriptors to wait for: what is called when one is readable.
@@ -47,6 +49,7 @@ class EventLoop:
         admission: Admission | None,
         file: Callable[[Message], None],
         reject: Callable[[MessageRejected], None],
+        fail: Callable[[BaseException], None],
         life_fd: int | None,
         on_controller_lost: Callable[[], None],
         others: Mapping[int, Callable[[], None]],
@@ -58,6 +61,7 @@ class EventLoop:
         self._admission = admission
         self._file = file
         self._reject = reject
+        self._fail = fail
         self._on_controller_lost = on_controller_lost
         self._look = look
         self._look_s = look_s
@@ -97,6 +101,21 @@ class EventLoop:
 
     def run(self) -> None:
         """The thread's main function; returns after `stop`."""
+        try:
+            self._serve()
+        except BaseException as error:  # of `fail` the process ends; a thread that only ended would leave it deaf
+            self._fail(error)
+            self._wait_for_stop()
+        # First, as with every monitor: it must not be closed while its socket may still report to it.
+        self._pull.disable_monitor()
+        for monitor in list(self._monitors):
+            self._remove(monitor)
+        self._pull.close(0)
+        if self._admission is not None:
+            self._admission.close()
+        self._selector.close()
+
+    def _serve(self) -> None:
         pending = True  # zmq's descriptors signal changes only, so read before the first wait
         if self._admission is not None:
             self._admission.answer()
@@ -107,14 +126,17 @@ class EventLoop:
             while self._pending_work:
                 self._pending_work.popleft()()
             pending = self._drain_pull()
-        # First, as with every monitor: it must not be closed while its socket may still report to it.
-        self._pull.disable_monitor()
-        for monitor in list(self._monitors):
-            self._remove(monitor)
-        self._pull.close(0)
-        if self._admission is not None:
-            self._admission.close()
-        self._selector.close()
+
+    def _wait_for_stop(self) -> None:
+        """After a failure: what is still to be sent, such as the report of it, needs the sockets until `stop`."""
+        wake = select.poll()  # as it takes any descriptor
+        wake.register(self._wake_read, select.POLLIN)
+        while not self._stopping:
+            wake.poll()
+            self._drain_wake()
+            while self._pending_work:
+                with contextlib.suppress(Exception):  # it has failed already; monitors that come are closed at the end
+                    self._pending_work.popleft()()
 
     def _patience_s(self) -> float | None:
         """How long to wait for events; None: for ever."""

@@ -259,6 +259,7 @@ class MessageReader:
 
         Raises:
             zmq.Again: none has come.
+            MemoryError: there is no memory for it.
             MessageRejected: it was dropped, with all of its frames.
         """
         head = self._pull.recv(zmq.NOBLOCK)
@@ -295,10 +296,9 @@ class MessageReader:
         piece = self._frame_bytes
         if piece is None or len(frame) != piece or size < piece:
             raise MessageRejected(MALFORMED)
-        try:
-            whole = np.empty(size, np.uint8).data
-        except MemoryError:
-            raise MessageRejected(TOO_LARGE) from None
+        # A MemoryError is no fault of the message: it ends this process (EventLoop). If the message were dropped, its
+        # sender would count on its arrival.
+        whole = np.empty(size, np.uint8).data
         done = 0
         while True:
             whole[done : done + len(frame)] = frame.buffer

@@ -16,7 +16,8 @@ numbers keep the order (shared_inbox.py).
 
 Who may connect is decided by libzmq in the handshake, over TCP by the credentials of the run (credentials.py), on one
 host by the mode of the sockets' directory. What then comes may still be no message of ours: it is dropped and counted
-(frames.py), and never an exception of the event loop.
+(frames.py), and never an exception of the event loop. An exception that ends its thread all the same, such as a lack of
+memory, ends the process: the mailbox raises it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from elaswave_spmd.runtime.transport.frames import (
     numbered_head,
     record_of,
 )
-from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Mailbox, PeerClosed
+from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, LinksFailed, Mailbox, PeerClosed
 from elaswave_spmd.runtime.transport.rings import MEMORY_BYTES, Bell, BellRope, RingWriter
 from elaswave_spmd.runtime.transport.shared_inbox import SharedInbox
 from elaswave_spmd.runtime.transport.shared_memory import MemoryLocation, SharedMemory, why_unsupported
@@ -392,6 +393,7 @@ class Links:
             admission,
             self._file,
             self._on_rejected,
+            lambda error: mailbox.put(LinksFailed(error)),
             life_fd,
             lambda: mailbox.put(lost),
             others,

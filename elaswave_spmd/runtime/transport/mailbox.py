@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from elaswave_spmd.errors import RunError, headline_of
+
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
@@ -61,6 +63,20 @@ class Interrupted:
 
 
 @dataclass(frozen=True, slots=True)
+class LinksFailed:
+    """Nothing is received any more: an exception has ended the thread of this process's links.
+
+    Nobody gets it as an item: `take_all` and `get` raise it, so that no process goes on deaf, whatever it waits for.
+    """
+
+    error: BaseException
+
+    def to_error(self) -> RunError:
+        """The error that ends this process."""
+        return RunError(f"this process cannot receive messages any more: {headline_of(self.error)}")
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """A request from outside the run (`ctl`).
 
@@ -73,7 +89,7 @@ class Request:
     reply: Callable[[Mapping[str, Any]], None]
 
 
-Item: TypeAlias = Envelope | PeerClosed | ControllerLost | Interrupted | Request
+Item: TypeAlias = Envelope | PeerClosed | ControllerLost | Interrupted | LinksFailed | Request
 
 
 class Source(Protocol):
@@ -139,11 +155,19 @@ class Mailbox:
         self.put(Interrupted(reason))
 
     def take_all(self) -> list[Item]:
-        """Remove and return everything filed so far, oldest first; never blocks."""
+        """Remove and return everything filed so far, oldest first; never blocks.
+
+        Raises:
+            RunError: nothing can be received any more. Once; what was filed before is lost with it.
+        """
         if self._source is not None:
             self._source.drain()
         items = self._items
-        return [items.popleft() for _ in range(len(items))]
+        found = [items.popleft() for _ in range(len(items))]
+        for item in found:
+            if isinstance(item, LinksFailed):
+                raise item.to_error() from item.error
+        return found
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until an item is there (True) or `timeout` seconds have passed (False). None waits without a limit."""
@@ -164,8 +188,15 @@ class Mailbox:
         return bool(self._items)
 
     def get(self, timeout: float | None = None) -> Item | None:
-        """Remove and return the oldest item, waiting up to `timeout` seconds for one; None if there was none."""
-        return self._items.popleft() if self.wait(timeout) else None
+        """Remove and return the oldest item, waiting up to `timeout` seconds for one; None if there was none.
+
+        Raises:
+            RunError: nothing can be received any more. Once, after all that was filed before.
+        """
+        item = self._items.popleft() if self.wait(timeout) else None
+        if isinstance(item, LinksFailed):
+            raise item.to_error() from item.error
+        return item
 
 
 class SelectableMailbox(Mailbox):

@@ -17,7 +17,7 @@ from elaswave_spmd.controller.events import RunStopped
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.packed_reconfigure import Unpacker
-from elaswave_spmd.runtime.processes.fork_server_client import Exited
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, NotStartedError
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 from elaswave_spmd.sharding.layout import ModelLayout
@@ -44,6 +44,8 @@ class Workers:
         self.killed: list[int] = []  # by the controller
         self.stopped = False
         self.specs: dict[int, dict[str, Any]] = {}
+        self.limit: int | None = None  # this many can be started from now on, no more
+        self.not_started: list[int] = []
         self._read, self._write = os.pipe()
         self._links: dict[int, Links] = {}
         self._mailboxes: dict[int, Mailbox] = {}
@@ -59,6 +61,11 @@ class Workers:
     def hold(self, lock: Path) -> None: ...
 
     def spawn(self, rank: int, spec: dict[str, Any]) -> None:
+        if self.limit is not None:
+            if not self.limit:
+                self.not_started.append(rank)
+                raise NotStartedError("[Errno 11] Resource temporarily unavailable")
+            self.limit -= 1
         self._mailboxes[rank] = mailbox = Mailbox()
         self.specs[rank] = spec
         self._links[rank] = Links(rank, mailbox, directory=spec["directory"])
@@ -132,6 +139,7 @@ class Story:
         self.silent: set[int] = set()  # their hearts do not beat
         self.mute: set[int] = set()  # they answer no Prepare
         self.workers = Workers(self._begin)
+        self._threads: list[threading.Thread] = []  # none before two workers are started
 
     def _begin(self, workers: Workers) -> None:
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._run, self._beat)]

@@ -14,7 +14,7 @@ from elaswave_spmd.controller import agent as module
 from elaswave_spmd.controller.agent import Agent
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.processes import agent_messages as am
-from elaswave_spmd.runtime.processes.fork_server_client import Exited
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, NotStartedError
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed, SelectableMailbox
 
@@ -133,6 +133,9 @@ class Told:
     def signal(self, *_: int) -> bool:
         return False
 
+    def spawn(self, rank: int, spec: object) -> int:
+        raise NotStartedError("[Errno 12] Cannot allocate memory")
+
     def poll(self) -> list[Exited]:
         return []
 
@@ -143,3 +146,13 @@ def test_an_agent_that_is_asked_tells_what_it_has_refused_by_now() -> None:
     for _ in range(2):
         agent._handle(Envelope(CONTROLLER, am.encode(am.ReportExits())))
     assert told.sent == [am.Refusals({"a reason": 3}), am.ExitsReported(), am.ExitsReported()]
+
+
+def test_a_worker_that_cannot_be_started_is_reported_and_the_agent_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    told = Told()
+    scratch = SimpleNamespace(path="folder")
+    agent = Agent(cast(Any, told), cast(Any, None), cast(Any, told), cast(Any, scratch), {})
+    assert agent._handle(Envelope(CONTROLLER, am.encode(am.Spawn(3, {})))) is False
+    assert told.sent == [am.WorkerExited(3, 0, 1, None, "[Errno 12] Cannot allocate memory")]
+    assert capsys.readouterr().out == "worker 3 could not be started: [Errno 12] Cannot allocate memory\n"
+    assert not agent._ranks, "nobody waits for its end"

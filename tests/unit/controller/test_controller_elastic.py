@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from elaswave_spmd.controller.io import ProcessIO
 from elaswave_spmd.controller.startup import data_spec, make_controller
 from elaswave_spmd.data import prepare_data
 from elaswave_spmd.errors import RunError, WorkerError
@@ -21,7 +23,8 @@ from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, write_shard
 from elaswave_spmd.run_dir.checkpoints import load_newest_good
 from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
-from elaswave_spmd.runtime.transport.links import socket_directory
+from elaswave_spmd.runtime.transport.frames import Message
+from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, socket_directory
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.optimizers import AdamW
 from elaswave_spmd.worker.plan_run import plan_run
@@ -57,11 +60,12 @@ def scratch() -> Iterator[str]:
 def told(scratch: str, tmp_path: Path) -> Callable[..., Told]:
     """Runs the controller over a story to its end."""
 
-    def run(tell: Tell, **elastic: Any) -> Told:
+    def run(tell: Tell, first_limit: int | None = None, **elastic: Any) -> Told:
         settings = settings_in(tmp_path, STEPS, **elastic)
         data = prepare_data(data_spec(settings))
         plan = plan_run(settings, data)
         story = Story(lambda story: tell(story, plan.description.layout))
+        story.workers.limit = first_limit
         observer = RunObserver(RunDir.create(tmp_path / "run", "", model="m", mesh="dp2"), board=False)
         fork_server = cast(ForkServerClient, story.workers)
         controller = make_controller(plan, fork_server, observer, scratch)
@@ -124,6 +128,83 @@ def test_a_lost_worker_is_replaced_where_the_settings_say_so(told: Callable[...,
 
     run = told(tell, replace=True)
     assert run.error is None and run.event("fail")["ranks"] == [1] and run.event("join")["ranks"] == [2]
+
+
+def test_a_replacement_that_cannot_be_started_is_lost_before_it_joined_and_the_run_goes_on(
+    told: Callable[..., Told],
+) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.workers.limit = 0
+        story.kill(1)
+        place = story.until_epoch(0, {0})
+        assert place.addresses.keys() == {0}
+        story.until(lambda: len(story.workers.not_started) >= 2)
+        story.apply(2, 0)  # it trains meanwhile
+        story.workers.limit = 1
+        story.until(lambda: len(story.workers.ranks) == 3)  # one of the next ticks finds room
+        newcomer = story.workers.ranks[-1]
+        story.workers.start(newcomer)
+        story.until_epoch(newcomer, {0, newcomer})
+        story.apply(3, 0)
+        story.versions[newcomer] = 3
+        the_rest(story, layout, 0, newcomer)
+
+    run = told(tell, replace=True)
+    assert run.error is None
+    fails = [event for event in read_events(run.folder) if event["event"] == "fail" and event.get("phase") == "join"]
+    assert [event["ranks"] for event in fails] == [[rank] for rank in run.story.workers.not_started]
+    why = "it could not be started: [Errno 11] Resource temporarily unavailable"
+    assert fails[0]["message"] == f"worker 2 is lost before it joined ({why})" and fails[0]["reason"] == why
+    assert run.event("join")["ranks"] == run.story.workers.ranks[2:]
+
+
+def test_a_first_worker_that_cannot_be_started_ends_the_run(told: Callable[..., Told]) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        raise AssertionError("not reached")
+
+    story_told = told(tell, first_limit=1)
+    assert str(story_told.error) == "worker 1 could not be started: [Errno 11] Resource temporarily unavailable"
+
+
+def test_a_worker_whose_death_nobody_can_watch_for_trains_with_the_others(
+    told: Callable[..., Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = ProcessIO.connect
+
+    def connect_without_a_thread(io: ProcessIO, rank: int, address: str, *, holds_mutex: bool) -> str:
+        return connect(io, rank, address, holds_mutex=holds_mutex) or ("can't start new thread" if rank else "")
+
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        the_rest(story, layout, 0, 1)
+
+    monkeypatch.setattr(ProcessIO, "connect", connect_without_a_thread)
+    run = told(tell)
+    assert run.error is None and "fail" not in run.kinds
+    event = run.event("no_death_watch")
+    assert event["ranks"] == [1] and event["reason"] == "can't start new thread"
+
+
+def test_a_controller_that_cannot_receive_any_more_ends_with_the_cause(
+    told: Callable[..., Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, is_full = Links._file, threading.Event()
+
+    def file_while_there_is_memory(links: Links, message: Message) -> None:
+        if is_full.is_set() and links.me == CONTROLLER:
+            raise MemoryError("no memory left")
+        file(links, message)
+
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        is_full.set()
+        story.until(lambda: False)  # until the run ends
+
+    monkeypatch.setattr(Links, "_file", file_while_there_is_memory)
+    run = told(tell)
+    why = "this process cannot receive messages any more: MemoryError: no memory left"
+    assert str(run.error) == why and why in run.event("stop")["message"]
 
 
 def test_a_worker_that_asks_to_leave_is_let_go(told: Callable[..., Told]) -> None:

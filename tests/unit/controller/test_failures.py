@@ -166,6 +166,22 @@ def test_a_lost_member_is_replaced_and_so_is_a_newcomer() -> None:
     assert world.ended == [2], "it may only be late: it must not come when the mesh has given it up"
 
 
+def test_nobody_is_started_at_once_where_there_was_no_room_for_the_last_one() -> None:
+    world = World(replace=True)
+    world.exits(1, signal=9)
+    assert world.spawned == [3]
+    world.roster.add(3, None)
+    world.do(world.losses.not_started(3, "no memory", world.now))
+    assert world.spawned == [3] and world.newcomers_lost == [(3, "it could not be started: no memory")]
+    world.do(world.losses.replace_lost(world.now))  # with the next tick
+    assert world.spawned == [3, 4]
+
+
+def test_a_newcomer_that_cannot_be_started_ends_a_run_that_survives_no_loss() -> None:
+    with pytest.raises(RunError, match="worker 2: it could not be started: no memory"):
+        (world := World(enabled=False)).do(world.losses.not_started(2, "no memory", world.now))
+
+
 def test_an_exception_is_a_lost_device_until_it_repeats_in_the_same_step() -> None:
     world = World()
     world.failed(Failed(0, "Traceback ...\nValueError: first", 5))

@@ -279,6 +279,16 @@ def test_an_agent_that_is_given_up_is_told_and_its_workers_are_lost(agents: Agen
     assert not agents.poll() and not agents.take_news()
 
 
+def test_a_worker_that_its_agent_could_not_start_is_told_with_the_cause(agents: Agents, remote: Make) -> None:
+    _, there = prepared(agents, remote)
+    agents.spawn(next(iter(agents)), 5, {})
+    there.receive()
+    there.send(am.WorkerExited(5, 0, 1, None, "[Errno 12] Cannot allocate memory"))
+    (exited,) = some_exits(agents)
+    assert str(exited) == "worker 5 could not be started on b: [Errno 12] Cannot allocate memory"
+    assert len(list(agents)) == 2 and not agents.take_news(), "the agent goes on"
+
+
 def test_an_agent_that_joins_again_is_lost_before_its_connection_closes(agents: Agents, remote: Make) -> None:
     _, there = prepared(agents, remote)
     agents.spawn(next(iter(agents)), 5, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,16 @@ def removers(folder: str) -> list[int]:
     return [pid for pid, words in command_lines().items() if folder in words and "scratch_remover" in " ".join(words)]
 
 
+def holders(folder: str) -> set[int]:
+    """The processes that have the directory open."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if os.readlink(path) == folder:
+                found.add(int(path.parts[2]))
+    return found
+
+
 def test_the_last_process_that_is_killed_takes_the_directory_along() -> None:
     with holder() as (command, folder), holder(folder) as (fork_server, _):
         eventually(lambda: removers(folder))
@@ -73,6 +84,39 @@ def test_the_last_process_that_is_killed_takes_the_directory_along() -> None:
         for forked in (command, fork_server):  # the forked processes end
             assert forked.stdin is not None
             forked.stdin.close()
+        eventually(lambda: not Path(folder).exists() and not removers(folder))
+
+
+def is_left_alone(folder: str) -> bool:
+    """True if systemd-tmpfiles, which takes this lock of each directory, would skip this one with all that is in it."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def test_cleaners_of_old_files_leave_the_directory_alone_while_a_process_of_it_lives() -> None:
+    with holder() as (command, folder), holder(folder) as (fork_server, _):
+        assert is_left_alone(folder)
+        command.kill()
+        command.wait()
+        assert command.stdin is not None and fork_server.stdin is not None
+        command.stdin.close()  # its forked process ends
+        fork_server.kill()
+        fork_server.wait()
+        assert is_left_alone(folder), "the process that is forked from the fork server holds it"
+        adopted = Scratch.adopted(folder)
+        fork_server.stdin.close()
+        eventually(lambda: not holders(folder) - {os.getpid()})
+        assert is_left_alone(folder), "who has adopted it holds it"
+        kept = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        adopted.give_up()
+        fcntl.flock(kept, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(kept)
         eventually(lambda: not Path(folder).exists() and not removers(folder))
 
 
@@ -138,4 +182,4 @@ def test_directories_of_other_kinds_are_left_alone(base: Path) -> None:
     assert {*base.iterdir()} == {other, Path(mine.path)}, "one without an owner, and that of this process"
     before = len(os.listdir("/proc/self/fd"))
     mine.remove()
-    assert {*base.iterdir()} == {other} and len(os.listdir("/proc/self/fd")) == before - 1
+    assert {*base.iterdir()} == {other} and len(os.listdir("/proc/self/fd")) == before - 2
