@@ -46,6 +46,10 @@ class Channel(Protocol):
         """Send to a worker, or to the controller. What is sent to one peer arrives in order, or not at all."""
         ...
 
+    def reaches(self, peer: int) -> bool:
+        """True if there is a link to a worker. One that is an epoch ahead may send something before there is."""
+        ...
+
     def receive_all(self) -> list[Incoming]:
         """Everything that has arrived since the last call, in the order of arrival; never waits."""
         ...
@@ -78,6 +82,10 @@ class ForwardingChannel:
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
         """Send a message to a peer; see `Channel.send`."""
         self._channel.send(peer, message, payload)
+
+    def reaches(self, peer: int) -> bool:
+        """True if there is a link to a worker; see `Channel.reaches`."""
+        return self._channel.reaches(peer)
 
     def receive_all(self) -> list[Incoming]:
         """Return the messages that have arrived; see `Channel.receive_all`."""
@@ -180,6 +188,9 @@ class SocketChannel:
             if not queue:
                 del self._leaving[peer]
         return bool(self._leaving)
+
+    def reaches(self, peer: int) -> bool:
+        return self._links.reaches(peer)
 
     def receive_all(self) -> list[Incoming]:
         """Everything that has arrived. The end of the link to the controller is a LinkClosed(peer=CONTROLLER).

@@ -254,11 +254,12 @@ class Parameters:
         """A worker asks for pages.
 
         If they are not here yet, at this version or in this epoch, the answer is given later: the worker may have
-        entered the next epoch first, in which a lost link is made again.
+        entered the next epoch first, in which a lost link is made again, or the first one to it is made.
         """
         if need.step < self._protocol.version:
             return  # the step after it is applied, so its sender has voted, and has all that it asked for
-        if sender in self._unsure or not self._publisher.answer(sender, need):
+        reaches = sender not in self._unsure and self._context.channel.reaches(sender)
+        if not reaches or not self._publisher.answer(sender, need):
             self._needs[sender, need] = None
 
     def answer(self) -> None:

@@ -242,6 +242,9 @@ class SimulatedChannel:
     def copies_payloads(self) -> bool:
         return bool(self._rank % 2)  # some do, and some do not
 
+    def reaches(self, peer: int) -> bool:
+        return True  # all are linked to all from the start: tests/unit/worker/test_needs.py has a link that comes late
+
     def receive_all(self) -> list[Incoming]:
         self._cluster.deliver_some(self._rank)
         found = []

@@ -466,6 +466,11 @@ class Links:
         link = self._links.get(peer)
         return link is not None and link.send(header, payloads, ordered=ordered)
 
+    def reaches(self, peer: int) -> bool:
+        """True if the link to `peer` is open."""
+        link = self._links.get(peer)
+        return link is not None and link.open is not None
+
     @property
     def copies_payloads(self) -> bool:
         """True if payloads may be written to as soon as `send` has returned."""
