@@ -117,6 +117,10 @@ class FilesError(RunError):
         super().__init__(f"the run's files cannot be written: {path} ({self.why})")
 
 
+class LinksError(RunError):
+    """A process cannot receive any more: mostly its machine lacks something, such as memory."""
+
+
 class StoppedBySignal(RunError):  # noqa: N818  (asked for, not an error)
     """A user or a batch system asked the run to end. What became of its state is said."""
 

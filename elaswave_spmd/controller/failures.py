@@ -195,6 +195,8 @@ class FailureHandler:
         headline = exception_line(report)
         if self._survives_exceptions and rank not in self._protocol.placement.mesh:  # it has not joined, or has left
             return self._declare_lost(rank, f"an exception: {headline}", now)
+        if self._survives_exceptions and message.is_deaf:
+            return self._declare_lost(rank, headline, now)
         if (bug := self._end_by_bug(message)) is not None:
             return bug
         self._crashes[step] = rank, report

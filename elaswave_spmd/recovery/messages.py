@@ -875,11 +875,19 @@ class Finished(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Worker -> controller: an exception ended it, in step `step`; `report` is its traceback."""
+    """Worker -> controller: an exception ended it, in step `step`.
+
+    Args:
+        report: its traceback.
+        is_deaf: it cannot receive any more. That is its own lack: others may have it in the same step, and no bug.
+    """
+
+    NUM_OPTIONS = 1
 
     rank: int
     report: str
     step: int = 0
+    is_deaf: bool = False
 
 
 class ShardWritten(Message, frozen=True):

@@ -15,7 +15,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.errors import RunError, UserError
+from elaswave_spmd.errors import LinksError, RunError, UserError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.admission import LONGEST_TEXT
 from elaswave_spmd.recovery.generations import FIRST, ControllerFence
@@ -346,7 +346,7 @@ class WorkerProcess:
             self._send(m.Refused(self._rank, {name: text[:LONGEST_TEXT] for name, text in error.fields().items()}))
         else:
             report = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            self._send(m.Failed(self._rank, report, self._step))
+            self._send(m.Failed(self._rank, report, self._step, isinstance(error, LinksError)))
 
     def close(self) -> None:
         """End the loader, close the trace, then the links once what was sent has left."""

@@ -108,6 +108,24 @@ def test_who_cannot_receive_any_more_can_still_report_it(ends: Ends) -> None:
     receiver.close()  # and it can be closed
 
 
+def test_links_can_be_closed_whose_thread_fails_as_it_is_told_to_stop(ends: Ends) -> None:
+    """One wake-up told it of both: it must not wait for another one before it ends."""
+    links, _ = ends.open(1)
+    at_work, both_are_there = threading.Event(), threading.Event()
+
+    def wait_and_divide() -> None:
+        at_work.set()
+        both_are_there.wait(PATIENCE_S)
+        raise ZeroDivisionError("in the thread of the links")
+
+    links._loop._hand_over(wait_and_divide)
+    assert at_work.wait(PATIENCE_S)
+    links._loop._pending_work.append(lambda: setattr(links._loop, "_stopping", True))  # `stop`, but for its byte
+    both_are_there.set()
+    links._thread.join(PATIENCE_S)
+    assert not links._thread.is_alive()
+
+
 def test_a_payload_for_which_there_is_no_memory_ends_its_receiver_and_is_not_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 _MOST_FAILURES = 3
+_FIRST_PAUSE_S = 10.0  # between tries to start an agent: 10, then 20
 """Starts of one agent that fail in a row, and starts of a controller that bring the run no further."""
 
 REFUSED = 2
@@ -148,6 +149,7 @@ class Fleet:
         self._told: set[tuple[str, str]] = set()
         self._failures: dict[tuple[int, str], int] = {}  # ends of an agent on a node: key, node
         self._not_started: dict[tuple[int, str], int] = {}  # likewise starts in a row that were none
+        self._starts_again: dict[tuple[int, str], float] = {}  # and when the next one is due
         self._handled: set[tuple[int, str]] = set()  # ends of agents: key, start
         self._drained: set[tuple[int, str]] = set()
         self._refused: set[str] = set()  # nodes that cannot serve
@@ -174,7 +176,8 @@ class Fleet:
             elif agent.state is ActorState.ENDED and agent.serves == rendezvous:
                 actions += self._ended(agent, node)
             elif agent.state is not ActorState.PLACING and agent.serves != rendezvous and (node is None or node.stays):
-                actions += [] if self.cannot_start(agent) else [StartAgent(agent.key)]
+                waits = now < self._starts_again.get((agent.key, agent.node), now)
+                actions += [] if waits or self.cannot_start(agent) else [StartAgent(agent.key)]
         if self._moves:
             return actions
         stuck = self._stuck(nodes, agents, now)
@@ -231,13 +234,14 @@ class Fleet:
         self._refused.add(node)
         return [Tell(f"node {name} is not used: {why}"), RemoveAgent(key)]
 
-    def not_started(self, key: int, node: str, name: str, why: str) -> list[Action]:
+    def not_started(self, key: int, node: str, name: str, why: str, now: float) -> list[Action]:
         """An agent could not be started on a node that the run can use: the turns that follow try it a few times.
 
         Args:
             node: its id.
         """
         self._not_started[key, node] = times = self._not_started.get((key, node), 0) + 1
+        self._starts_again[key, node] = now + _FIRST_PAUSE_S * 2 ** (times - 1)  # what is lacking may come back
         then = (
             "it is tried again" if times < _MOST_FAILURES else f"that has failed {times} times, and is not tried again"
         )

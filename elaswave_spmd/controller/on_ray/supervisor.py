@@ -349,7 +349,8 @@ class SupervisorLife:
             if report.problem:
                 self._carry_out(self._fleet.failed(key, report.node, name, report.problem))
             elif report.failure:
-                self._carry_out(self._fleet.not_started(key, report.node, name, report.failure))
+                did = self._fleet.not_started(key, report.node, name, report.failure, time.time())
+                self._carry_out(did)
             else:
                 self._carry_out(self._fleet.started(key, report.node, name, report.facts))
         # Ray's clock: deadlines are times of day.

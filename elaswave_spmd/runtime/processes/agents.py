@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from elaswave_spmd.conf.format_version import version_mismatch
-from elaswave_spmd.errors import ConfigError, RunError, UserError
+from elaswave_spmd.errors import ConfigError, LinksError, RunError, UserError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.processes.rendezvous import Rendezvous, is_loopback, resolve_address
@@ -325,7 +325,8 @@ class Agents:
         A late agent that still prepares has no workers, and is not waited for.
         """
         self._problem = None
-        self._wait_until(lambda: all(agent.is_preparing_late for agent in self), timeout_s, raise_problem=False)
+        with contextlib.suppress(LinksError):  # nothing comes any more: there is nothing to wait for
+            self._wait_until(lambda: all(agent.is_preparing_late for agent in self), timeout_s, raise_problem=False)
         self._links.close(100)
         self._rendezvous.close()
         self._mailbox.close()

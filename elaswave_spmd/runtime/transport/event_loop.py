@@ -131,12 +131,15 @@ class EventLoop:
         """After a failure: what is still to be sent, such as the report of it, needs the sockets until `stop`."""
         wake = select.poll()  # as it takes any descriptor
         wake.register(self._wake_read, select.POLLIN)
-        while not self._stopping:
-            wake.poll()
-            self._drain_wake()
+        while True:
+            # Before the first wait as well: the loop may have failed after it had taken the byte that tells of `stop`.
             while self._pending_work:
                 with contextlib.suppress(Exception):  # it has failed already; monitors that come are closed at the end
                     self._pending_work.popleft()()
+            if self._stopping:
+                return
+            wake.poll()
+            self._drain_wake()
 
     def _patience_s(self) -> float | None:
         """How long to wait for events; None: for ever."""
@@ -182,7 +185,8 @@ class EventLoop:
 
     def _remove(self, monitor: zmq.Socket[bytes]) -> None:
         if self._monitors.pop(monitor, None) is not None:
-            self._selector.unregister(monitor.FD)
+            with contextlib.suppress(KeyError):  # there was no memory to register it
+                self._selector.unregister(monitor.FD)
             monitor.close(0)
 
     def _drain_monitor(self, monitor: zmq.Socket[bytes]) -> None:

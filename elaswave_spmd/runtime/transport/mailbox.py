@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from elaswave_spmd.errors import RunError, headline_of
+from elaswave_spmd.errors import LinksError, headline_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class LinksFailed:
 
     error: BaseException
 
-    def to_error(self) -> RunError:
+    def to_error(self) -> LinksError:
         """The error that ends this process."""
-        return RunError(f"this process cannot receive messages any more: {headline_of(self.error)}")
+        return LinksError(f"this process cannot receive messages any more: {headline_of(self.error)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -598,6 +598,17 @@ def test_a_run_that_replaces_its_workers_begins_again_on_its_own_ragged_mesh() -
     )
 
 
+def test_workers_that_cannot_receive_in_the_same_step_are_losses_and_no_bug() -> None:
+    """Their machine may be short of memory."""
+    world = World()
+    for rank in (0, 1):
+        world.failed(Failed(rank, "Traceback ...\nLinksError: this process cannot receive", 5, True))
+    assert [rank for rank, _ in world.told] == [0, 1] and "cannot receive" in world.told[0][1]
+    with pytest.raises(RunError):
+        world = World(enabled=False)
+        world.failed(Failed(0, "LinksError: this process cannot receive", 5, True))
+
+
 def test_a_spare_that_goes_with_its_machine_is_no_failure_and_another_one_is_started() -> None:
     world = World(spares=1)
     spares_of(world, 3)

@@ -598,7 +598,8 @@ def test_an_agent_that_cannot_be_started_is_a_failure_of_its_node_and_another_no
     monkeypatch.setattr(node, "check_node", lambda job: NodeReport(ray.here, "", "all is well"))
     monkeypatch.setattr(node, "_environment_of", lambda process, otherwise: otherwise)
     monkeypatch.setattr(node.tied, "start", lambda *arguments: MagicMock(pid=2**30, poll=lambda: None))
-    monkeypatch.setattr(decisions, "_SETTLED_S", 0.0)
+    for name in ("_SETTLED_S", "_FIRST_PAUSE_S"):
+        monkeypatch.setattr(decisions, name, 0.0)
     (found.files / "agent-a-a.log").mkdir()  # the log of the agent there cannot be opened
     there = cluster.RayCluster(found)
     made = supervisor.SupervisorLife(found, files, there, threading.Event())
@@ -618,19 +619,21 @@ def test_an_agent_that_cannot_be_started_is_a_failure_of_its_node_and_another_no
 
 
 def test_tries_to_start_an_agent_are_counted_in_a_row_and_for_each_node() -> None:
-    found, idle = fleet(), AgentActor(1, "b", True, ActorState.IDLE)
+    found, idle, now = fleet(), AgentActor(1, "b", True, ActorState.IDLE), 0.0
     for _ in range(4):
         for _ in range(2):
-            assert found.not_started(1, "b", "b", "why") == [
+            assert found.not_started(1, "b", "b", "why", now) == [
                 Tell("the agent on node b could not be started: why; it is tried again")
             ]
-            assert StartAgent(1) in found.turn(nodes(A, B), [serving(0, "a"), idle], HERE, 0.0)
+            assert not found.turn(nodes(A, B), [serving(0, "a"), idle], HERE, now + 9), "what is lacking may come back"
+            now += 100
+            assert StartAgent(1) in found.turn(nodes(A, B), [serving(0, "a"), idle], HERE, now)
         assert found.started(1, "b", "b", "facts") == [Tell("an agent is on node b: facts")]
     for _ in range(3):
-        found.not_started(1, "b", "b", "why")
-    assert found.cannot_start(idle) and not found.turn(nodes(A, B), [serving(0, "a"), idle], HERE, 0.0)
+        found.not_started(1, "b", "b", "why", now)
+    assert found.cannot_start(idle) and not found.turn(nodes(A, B), [serving(0, "a"), idle], HERE, now + 1000)
     moved = AgentActor(1, "c", True, ActorState.IDLE)
-    assert found.turn(nodes(A, B, C), [serving(0, "a"), moved], HERE, 0.0) == [StartAgent(1)]
+    assert found.turn(nodes(A, B, C), [serving(0, "a"), moved], HERE, now) == [StartAgent(1)]
 
 
 def test_an_actor_that_is_lost_while_it_starts_its_agent_is_no_failure_of_the_start(

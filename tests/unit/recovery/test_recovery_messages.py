@@ -104,6 +104,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Finished(1, 3, {"params": 10, "optim": 2**40}, {"rss": 2**33}),
     m.Failed(0, "Traceback ...\n"),
     m.Failed(0, "Traceback ...\n", 12),
+    m.Failed(0, "Traceback ...\n", 12, True),
     m.ShardWritten(20, 1, 3, "shard_1_1-3.safetensors", 2**33, "ab" * 32, ((0, 0, 3), (2, 1, 2)), 1.5, 20.25),
     m.ShardWritten(20, 1, 3, error="the disk is full"),
     m.Stop(),
