@@ -44,7 +44,7 @@ def test_a_full_disk_ends_a_run_with_one_line(tmp_path: Path) -> None:
     assert last["event"] == "stop" and last["message"].startswith(message)
 
 
-def test_a_disk_without_room_for_the_weights_keeps_the_result(tmp_path: Path) -> None:
+def test_a_run_whose_disk_has_no_room_for_the_weights_has_not_finished(tmp_path: Path) -> None:
     write_text(tmp_path)
     with launch(tmp_path, *SMALL, "mesh=dp2") as run:
         eventually(lambda: (tmp_path / "run" / "config.yaml").exists(), run.process)
@@ -53,9 +53,8 @@ def test_a_disk_without_room_for_the_weights_keeps_the_result(tmp_path: Path) ->
     assert done.code == 1
     weights = tmp_path / "run" / "weights.safetensors"
     assert done.err.splitlines()[0] == f"error: the run's files cannot be written: {weights} (File too large)"
-    assert not weights.exists()
-    summary = read_summary(tmp_path / "run")
-    assert summary["steps"] == 6 and len(summary["weights_sha256"]) == 64
+    assert not weights.exists() and not (tmp_path / "run" / "summary.json").exists()
+    assert [line.step for line in read_metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     assert [event["event"] for event in read_events(tmp_path / "run")][-1] == "stop"
 
 
