@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 import signal
@@ -17,6 +16,7 @@ from benchmarks.processes import in_use
 from elaswave_spmd.run_dir import read_events
 from elaswave_spmd.run_dir.lock import WORKERS_LOCK
 from tests.faults.fault_runs import TINY, Bits
+from tests.locks import is_locked
 from tests.multiprocess import held_model, patient_model
 from tests.multiprocess.real_runs import TRAIN, Launched, eventually, launch, write_text
 from tests.waiting import PATIENCE_S
@@ -47,17 +47,6 @@ def kill_together(run: Launched) -> None:
         for pid in (run.process.pid, fork_server):
             os.kill(pid, number)
     run.process.communicate(timeout=PATIENCE_S)  # its pipes are closed by the last of its descendants
-
-
-def is_locked(file: Path) -> bool:
-    fd = os.open(file, os.O_RDWR)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def assert_nothing_is_left(run: Launched, temporary: Path, shared_before: set[Path]) -> None:

@@ -18,6 +18,7 @@ import pytest
 from benchmarks.processes import command_lines
 from elaswave_spmd.runtime.processes.scratch import Scratch, remove_with
 from elaswave_spmd.runtime.transport.links import socket_directory
+from tests.locks import is_locked
 from tests.waiting import eventually
 
 # A command, or with an argument its fork server; and a process that is forked from it, as a worker is.
@@ -89,14 +90,7 @@ def test_the_last_process_that_is_killed_takes_the_directory_along() -> None:
 
 def is_left_alone(folder: str) -> bool:
     """True if systemd-tmpfiles, which takes this lock of each directory, would skip this one with all that is in it."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+    return is_locked(folder)
 
 
 def test_cleaners_of_old_files_leave_the_directory_alone_while_a_process_of_it_lives() -> None:
