@@ -359,14 +359,12 @@ class ProcessIO:
 
     def spawn(self, rank: int, host: str | None = None) -> Spawned:
         spec = WorkerSpec(rank, self._spec, self._mutex_of(rank)).to_dict()
-        pid, why_not = None, ""
+        launcher, pid, why_not = self._launcher, None, ""
         try:
-            if not isinstance(self._launcher, Launcher):
-                return Spawned(self._launcher.spawn(rank, spec))
-            pid = self._launcher.spawn(rank, spec, host)
+            pid = launcher.spawn(rank, spec, host) if isinstance(launcher, Launcher) else launcher.spawn(rank, spec)
         except NotStartedError as error:
             why_not = str(error)
-        domain = self._launcher.domain_of(rank) if isinstance(self._launcher, Launcher) else None
+        domain = launcher.domain_of(rank) if isinstance(launcher, Launcher) else None
         return Spawned(pid, domain, why_not)
 
     def machines(self) -> tuple[Machine, ...]:

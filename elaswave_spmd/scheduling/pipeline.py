@@ -98,9 +98,8 @@ def weight_limits(limits: Sequence[int]) -> tuple[int, ...]:
 def _duration(microbatches: int) -> int:
     """The modelled duration of one micro-batch on a worker that has this many of them.
 
-    Micro-batches are assigned by speed, so all workers are assumed to be busy equally long. Turns
-    and limits then follow from the counts of the placement alone, without measured times, and all workers compute the
-    same ones.
+    Micro-batches are assigned by speed, so all workers are assumed to be busy equally long. Turns and limits then
+    follow from the counts of the placement alone, without measured times, and all workers compute the same ones.
     """
     return max(1, _STEP // max(1, microbatches))
 

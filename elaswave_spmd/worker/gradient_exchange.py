@@ -81,35 +81,35 @@ class GradientExchange:
 
     def pack(
         self, sender: int, receivers: Sequence[int], reduced: Mapping[PageRange, ReducedPages]
-    ) -> list[list[Tensor]]:
-        """What goes from one member to others, in parts for each of them.
-
-        Args:
-            receivers: those to which anything goes.
-        """
-        parts, norms, sizes = list[list[Tensor]](), list[float](), list[int]()
+    ) -> dict[int, list[Tensor]]:
+        """What goes from one member to others, in parts, by receiver; receivers that get nothing are left out."""
+        parts, norms, sizes = dict[int, list[Tensor]](), list[float](), list[int]()
         for receiver in receivers:
-            found = [reduced[pages.key] for pages in self.between(sender, receiver)]
+            if not (found := [reduced[pages.key] for pages in self.between(sender, receiver)]):
+                continue
             before = len(norms)
             norms += [norm for one in found for norm in one.norms]
             norms += [0.0] * _fill(len(norms) - before)
             sizes.append(len(norms) - before)
-            parts.append([one.gradient for one in found])
-        if not parts:
-            return []
-        # At once for all receivers: on a device each copy from the host is waited for.
-        behind = torch.tensor(norms, dtype=torch.float32, device=parts[0][0].device).split(sizes)
-        return [[*mine, rest] for mine, rest in zip(parts, behind, strict=True)]
+            parts[receiver] = [one.gradient for one in found]
+        if parts:
+            # At once for all receivers: on a device each copy from the host is waited for.
+            place = next(iter(parts.values()))[0].device
+            behind = torch.tensor(norms, dtype=torch.float32, device=place).split(sizes)
+            for mine, rest in zip(parts.values(), behind, strict=True):
+                mine.append(rest)
+        return parts
 
     def unpack(self, layout: LayerLayout, receiver: int, came: Mapping[int, Tensor]) -> list[ReducedPages]:
         """What has come from other members, in the memory in which it came: there is nothing else in it.
 
         Args:
-            came: sender -> what `pack` has made for the receiver, one part behind the other.
+            came: sender -> what `pack` has made for the receiver, one part behind the other, or padding.
         """
         gradients, behind = list[tuple[ReplicaSet, Tensor]](), list[Tensor]()
         for sender, values in came.items():
-            ranges = self.between(sender, receiver)
+            if not (ranges := self.between(sender, receiver)):
+                continue
             sizes = [_num_elements(layout, pages) for pages in ranges]
             *mine, rest = values.split([*sizes, len(values) - sum(sizes)])
             gradients += zip(ranges, mine, strict=True)

@@ -154,8 +154,7 @@ class ExchangePlan:
         padding, parts = torch.zeros(_PADDING, dtype=torch.float32, device=place), list[Tensor]()
         others = [member for member in self.members if member != self.rank]
         if isinstance(exchange, GradientExchange):
-            served = [member for member in others if exchange.between(self.rank, member)]
-            packed = dict(zip(served, exchange.pack(self.rank, served, given.gradients), strict=True))
+            packed = exchange.pack(self.rank, others, given.gradients)
             return torch.cat([part for member in others for part in packed.get(member, (padding,))])
         for member in others:
             found = self.ways[exchange.layer].get(member, ())
@@ -181,9 +180,8 @@ class ExchangePlan:
     def gradients(self, exchange: GradientExchange, values: Tensor) -> list[ReducedPages]:
         """The reduced gradients that have come."""
         sizes = [self._size(exchange, member, self.rank) for member in self.members]
-        came = zip(self.members, values.split(sizes), strict=True)
-        from_others = {member: part for member, part in came if exchange.between(member, self.rank)}
-        return exchange.unpack(self.layout.layers[exchange.layer], self.rank, from_others)
+        came = dict(zip(self.members, values.split(sizes), strict=True))
+        return exchange.unpack(self.layout.layers[exchange.layer], self.rank, came)
 
 
 def _rounds(

@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 _MOST_FAILURES = 3
-_FIRST_PAUSE_S = 10.0  # between tries to start an agent: 10, then 20
 """Starts of one agent that fail in a row, and starts of a controller that bring the run no further."""
+
+_FIRST_PAUSE_S = 10.0
+"""Between tries to start an agent: 10, then 20."""
 
 REFUSED = 2
 """The exit code of a command that was refused before it began."""
@@ -148,8 +150,8 @@ class Fleet:
         self._home = home
         self._told: set[tuple[str, str]] = set()
         self._failures: dict[tuple[int, str], int] = {}  # ends of an agent on a node: key, node
-        self._not_started: dict[tuple[int, str], int] = {}  # likewise starts in a row that were none
-        self._starts_again: dict[tuple[int, str], float] = {}  # and when the next one is due
+        # Likewise: starts in a row that were none, and when the next one is due.
+        self._not_started: dict[tuple[int, str], tuple[int, float]] = {}
         self._handled: set[tuple[int, str]] = set()  # ends of agents: key, start
         self._drained: set[tuple[int, str]] = set()
         self._refused: set[str] = set()  # nodes that cannot serve
@@ -176,8 +178,8 @@ class Fleet:
             elif agent.state is ActorState.ENDED and agent.serves == rendezvous:
                 actions += self._ended(agent, node)
             elif agent.state is not ActorState.PLACING and agent.serves != rendezvous and (node is None or node.stays):
-                waits = now < self._starts_again.get((agent.key, agent.node), now)
-                actions += [] if waits or self.cannot_start(agent) else [StartAgent(agent.key)]
+                _, due = self._not_started.get((agent.key, agent.node), (0, now))
+                actions += [] if now < due or self.cannot_start(agent) else [StartAgent(agent.key)]
         if self._moves:
             return actions
         stuck = self._stuck(nodes, agents, now)
@@ -240,8 +242,9 @@ class Fleet:
         Args:
             node: its id.
         """
-        self._not_started[key, node] = times = self._not_started.get((key, node), 0) + 1
-        self._starts_again[key, node] = now + _FIRST_PAUSE_S * 2 ** (times - 1)  # what is lacking may come back
+        times = self._not_started.get((key, node), (0, now))[0] + 1
+        # What is lacking may come back.
+        self._not_started[key, node] = times, now + _FIRST_PAUSE_S * 2 ** (times - 1)
         then = (
             "it is tried again" if times < _MOST_FAILURES else f"that has failed {times} times, and is not tried again"
         )
@@ -259,7 +262,7 @@ class Fleet:
 
     def cannot_start(self, agent: AgentActor) -> bool:
         """True if the agent could not be started on its node, and that is not tried again."""
-        return self._not_started.get((agent.key, agent.node), 0) >= _MOST_FAILURES
+        return self._not_started.get((agent.key, agent.node), (0, 0.0))[0] >= _MOST_FAILURES
 
     def _is_useful(self, agent: AgentActor, nodes: Mapping[str, Node], rendezvous: str) -> bool:
         """True if the agent serves the run or is about to."""

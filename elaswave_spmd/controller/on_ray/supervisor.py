@@ -343,18 +343,16 @@ class SupervisorLife:
 
     def _turn(self) -> None:
         """Look at the cluster, and do what follows."""
-        self._nodes = self._cluster.nodes()
+        self._nodes, now = self._cluster.nodes(), time.time()  # Ray's clock: deadlines are times of day
         for key, report in self._cluster.answers():
             name = self._name(report.node)
             if report.problem:
                 self._carry_out(self._fleet.failed(key, report.node, name, report.problem))
             elif report.failure:
-                did = self._fleet.not_started(key, report.node, name, report.failure, time.time())
-                self._carry_out(did)
+                self._carry_out(self._fleet.not_started(key, report.node, name, report.failure, now))
             else:
                 self._carry_out(self._fleet.started(key, report.node, name, report.facts))
-        # Ray's clock: deadlines are times of day.
-        self._carry_out(self._fleet.turn(self._nodes, self._cluster.agents(), self._rendezvous, time.time()))
+        self._carry_out(self._fleet.turn(self._nodes, self._cluster.agents(), self._rendezvous, now))
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
