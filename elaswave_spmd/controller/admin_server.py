@@ -175,7 +175,7 @@ class Administration:
         if not fits_fd_limit(len(self._roster) + number):
             raise ControlError(
                 f"{number} more beside {len(self._roster)} workers exceed the limit of open files",
-                rule="every worker has a link to every other, within its limit of open files",
+                rule="the controller has a link to each worker, within its limit of open files",
                 fix="a higher `ulimit -n` before the run starts",
             )
         most, workers = self._elastic.max_workers, self._machines.num_workers

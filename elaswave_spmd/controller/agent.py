@@ -3,8 +3,10 @@
 It offers places for workers to the controller that it finds at HOST:PORT, prepares the data here as the controller did
 there, starts workers when the controller orders it, and reports how they end. It ends with the run. If its link to the
 controller is lost, its workers end, and it looks for the controller again, for --timeout seconds, and joins as a new
-agent: nothing of the one before counts any more but its peer ids, which it tells. At SIGTERM its workers leave the run
-first, and by a deadline it ends in any case.
+agent: nothing of the one before counts any more but its peer ids, which it tells. Where another controller may adopt
+workers (`timeouts.adopt`), they wait for it first, and the agent offers them to the one that it finds, at the same
+place or where a note says (moved.py). At SIGTERM its workers leave the run first, and by a deadline it ends in any
+case.
 
 The agent is no relay: its workers have links of their own to the controller and to all others. It exists because only a
 process of a machine can start and kill processes there, and be the first to see how they end.
@@ -23,11 +25,13 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.conf.schema import Settings, endpoint
+from elaswave_spmd.controller.agent_workers import AgentWorkers
+from elaswave_spmd.controller.moved import take_note
 from elaswave_spmd.controller.startup import data_spec, start_fork_server
 from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.errors import ConfigError, DataError, RunError, UserError
@@ -46,6 +50,7 @@ from elaswave_spmd.runtime.processes.rendezvous import (
 from elaswave_spmd.runtime.processes.scratch import Scratch
 from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals, signal_name
 from elaswave_spmd.runtime.transport.agent_links import AgentLinks
+from elaswave_spmd.runtime.transport.credentials import Credentials
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, SelectableMailbox
 
@@ -53,6 +58,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _ORPHAN_GRACE_S = 10.0  # until the run's own is known
 _FAREWELL_S = 2.0
 _LOOK_AGAIN_S = 0.5  # between two attempts to join again
+_NOTE_S = 2.0  # between two looks whether the run has moved
 _LAST_ORDER_S = 1.0  # in which an order may follow the end of the connection
 _RESERVE_S = 3.0  # of the deadline, for the end itself; or a fourth of it
 _DEADLINE_LOOK_S = 0.1
@@ -76,44 +82,90 @@ def main(arguments: Sequence[str], program: str) -> int:
     address = None if options.host is None else resolve_address(options.host, where=f"--host {options.host}")
     name = options.name or socket.gethostname()
     offer = Offer(name, options.workers, options.rendezvous, address, options.drain)
-    scratch = Scratch()
-    # Started first: it imports what workers need while this process looks for the controller.
-    fork_server = start_fork_server(WorkerStart(), scratch.path, _ORPHAN_GRACE_S, here=True)
-    try:
-        with StopSignals(_OF_TERMINALS) as signals, StopSignals((signal.SIGTERM,)) as terms:
-            found = find_controller(host, port, secret, options.timeout)
-            before: tuple[int, ...] = ()
-            joins_again, until = False, 0.0  # the time from which it does not try any more
-            while True:
-                try:
-                    # Ctrl-C in a terminal reaches the command beside it too, whose run then saves its state.
-                    with (
-                        _Joined(offer, found, fork_server, scratch, terms) as agent,
-                        signals.as_events(_tell, count=1),
-                        terms.as_events(agent.terminate, count=1),
-                    ):
-                        try:
-                            agent.serve(offer, before)
-                        finally:
-                            fork_server = agent.fork_server  # it may have been started again
-                    return 0
-                except _UnreachableError as unreachable:
-                    if not joins_again or time.monotonic() >= until:
-                        raise
-                    print(f"{unreachable}: looking for it again", flush=True)
-                    time.sleep(_LOOK_AGAIN_S)
-                except _LostControllerError as lost:
-                    joins_again, until = True, time.monotonic() + options.timeout
-                    print(f"{lost}: looking for it at {offer.rendezvous} for {options.timeout:g} s", flush=True)
-                    scratch.make_again()
-                    fork_server = start_fork_server(WorkerStart(), scratch.path, _ORPHAN_GRACE_S)
-                again = _find_again(offer, (host, port), secret, until, options.timeout)
-                # Ids are those of one run; another one, at the same place, has given them to others.
-                before = (*before, found.peer) if again.credentials == found.credentials else ()
-                found = again
-    finally:
-        fork_server.stop(0.0)
-        scratch.remove()
+    moved = None if options.moved_file is None else Path(options.moved_file).absolute()
+    search = _Search(offer, (host, port), secret, options.timeout, moved)
+    # First of all: its fork server imports what workers need while this process looks for the controller.
+    machine = _Machine(options.drain)
+    with StopSignals(_OF_TERMINALS) as signals, StopSignals((signal.SIGTERM,)) as terms, machine:
+        found = search.first()
+        before: tuple[int, ...] = ()
+        keeps_workers = False  # they wait for a controller
+        joins_again, until = False, 0.0  # the time from which it does not try any more
+        while True:
+            is_over = False  # what the run had here
+            try:
+                # Ctrl-C in a terminal reaches the command beside it too, whose run then saves its state.
+                with (
+                    _Joined(search.offer, found, machine, terms) as agent,
+                    signals.as_events(_tell, count=1),
+                    terms.as_events(agent.terminate, count=1),
+                ):
+                    try:
+                        agent.serve(search.offer, before)
+                    finally:
+                        machine.fork_server = agent.fork_server  # it may have been started again
+                return 0
+            except _UnreachableError as unreachable:
+                if not joins_again or (not keeps_workers and time.monotonic() >= until):
+                    raise
+                print(f"{unreachable}: looking for it again", flush=True)
+                time.sleep(_LOOK_AGAIN_S)
+            except _LostControllerError as lost:
+                joins_again, until = True, time.monotonic() + options.timeout
+                keeps_workers, is_over = lost.keeps_workers, not lost.keeps_workers
+                print(f"{lost}: {search.announced(machine.workers if keeps_workers else None)}", flush=True)
+                terms.check()  # one may have come when nobody listened any more
+            again = None
+            if keeps_workers:
+                again = search.with_workers(machine.workers, machine.fork_server, found.credentials)
+                if again is None or again.credentials != found.credentials:  # they have saved their state
+                    keeps_workers, is_over = False, True
+            if is_over:
+                machine.begin_again()
+            again = again or search.until(until)
+            # Ids are those of one run; another one, at the same place, has given them to others.
+            before = (*before, found.peer) if again.credentials == found.credentials else ()
+            found = again
+
+
+class _Machine:
+    """The processes of a run on this machine: a fork server, and the workers that it makes. A context that ends both.
+
+    A signal may come at any time while workers wait for a controller, and ends this process wherever it is: then they
+    have time to write their state, since nobody adopts them any more.
+
+    Args:
+        drain_s: that workers have after a signal.
+    """
+
+    def __init__(self, drain_s: float) -> None:
+        self._drain_s = drain_s
+        self.scratch = Scratch()
+        try:
+            self.fork_server = start_fork_server(WorkerStart(), self.scratch.path, _ORPHAN_GRACE_S, here=True)
+        except BaseException:
+            self.scratch.remove()
+            raise
+        self.workers = AgentWorkers({"death_watch": None})
+
+    def begin_again(self) -> None:
+        """Another life of the run, or another run, has nothing of the one before."""
+        self.fork_server.stop(0.0)
+        self.scratch.make_again()
+        self.fork_server = start_fork_server(WorkerStart(), self.scratch.path, _ORPHAN_GRACE_S)
+        self.workers = AgentWorkers({"death_watch": None})
+
+    def __enter__(self) -> _Machine:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            if isinstance(error, Signalled) and self.workers.are_waiting:
+                release(self.fork_server, time.monotonic() + self._drain_s)
+        finally:
+            self.fork_server.stop(0.0)
+            self.fork_server.end_release()  # which another signal has interrupted
+            self.scratch.remove()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,15 +194,15 @@ class _Joined:
         _UnreachableError: on entry: the controller cannot be reached.
     """
 
-    def __init__(
-        self, offer: Offer, found: Found, fork_server: ForkServerClient, scratch: Scratch, terms: StopSignals
-    ) -> None:
+    def __init__(self, offer: Offer, found: Found, machine: _Machine, terms: StopSignals) -> None:
         address = offer.address or found.local_host
         self._found = found
         self._mailbox = SelectableMailbox()
         self._links = AgentLinks(found.peer, self._mailbox, credentials=found.credentials, host=address)
-        own: dict[str, Any] = {"host": address, "death_watch": None}
-        self._agent = Agent(self._links, self._mailbox, fork_server, scratch, own, terms, offer.drain_s)
+        workers = machine.workers
+        workers.own["host"] = address
+        here = machine.fork_server, machine.scratch, workers
+        self._agent = Agent(self._links, self._mailbox, *here, terms, offer.drain_s)
 
     def __enter__(self) -> Agent:
         try:
@@ -167,36 +219,148 @@ class _Joined:
         self._mailbox.close()
 
 
-def _find_again(offer: Offer, endpoint: tuple[str, int], secret: bytes, until: float, timeout_s: float) -> Found:
-    """The controller, once it is there again, or that of another run at the same place.
+class _Search:
+    """The search for the controller of a run, at first and when it was lost: at its rendezvous, or where a note says.
 
-    A process there that does not answer, or ends each connection, may be a controller that ends, or the network has
-    failed once more: that is looked at again. What it refuses stays refused.
+    Once it was found, a process there that does not answer, or ends each connection, may be a controller that ends, or
+    the network has failed once more: that is looked at again. What it refuses stays refused.
 
     Args:
-        until: the time at which it is given up, `timeout_s` seconds after the loss.
+        endpoint: (host, port) of the rendezvous.
+        timeout_s: for which it is looked for, where no worker waits.
+        moved: a file that may name another HOST:PORT meanwhile (moved.py); None: the run stays where it is.
 
-    Raises:
-        RunError: nobody is there until then.
-        ConfigError: the controller refuses the secret or the format.
+    Attributes:
+        offer: for the run, which is at its rendezvous as far as is known.
     """
-    host, port = endpoint
-    while True:
+
+    def __init__(
+        self, offer: Offer, endpoint: tuple[str, int], secret: bytes, timeout_s: float, moved: Path | None = None
+    ) -> None:
+        self.offer = offer
+        self._endpoint = endpoint
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._moved = moved
+
+    def announced(self, kept: AgentWorkers | None) -> str:
+        """The next thing that the agent does, in words."""
+        if kept is None:
+            return f"looking for it at {self.offer.rendezvous} for {self._timeout_s:g} s"
+        left = max(0.0, kept.wait_until - time.monotonic())
+        return f"it keeps {kept} for the next one at {self.offer.rendezvous}, for {left:.0f} s (timeouts.adopt)"
+
+    def first(self) -> Found:
+        """The controller of the run that is about to begin.
+
+        Raises:
+            ConfigError, RunError: as for `find_controller`.
+        """
+        until = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return self._ask(until - time.monotonic())
+            except RunError as error:
+                if self._moved is None:
+                    raise
+                if time.monotonic() >= until:
+                    where = self.offer.rendezvous
+                    what = f"no controller at {where} within {self._timeout_s:g} s: nothing listens there"
+                    raise RunError(what) from error
+
+    def _ask(self, left_s: float) -> Found:
+        """Ask at the rendezvous, for so long, or until it is time to look whether the run is at another one now.
+
+        Raises:
+            ConfigError, RunError: as for `find_controller`.
+        """
+        left_s = max(0.0, left_s)
+        if self._moved is None:
+            return find_controller(*self._endpoint, self._secret, left_s)
+        if (said := take_note(self._moved)) is not None:
+            try:
+                self._endpoint = endpoint("HOST:PORT", said)
+            except ConfigError:
+                print(f"{self._moved} names no place of a run: {said!r}", flush=True)
+            else:
+                self.offer = dataclasses.replace(self.offer, rendezvous=said)
+                print(f"the run has moved: it is looked for at {said} ({self._moved})", flush=True)
+        return find_controller(*self._endpoint, self._secret, min(left_s, _NOTE_S))
+
+    def with_workers(self, kept: AgentWorkers, fork_server: ForkServerClient, credentials: Credentials) -> Found | None:
+        """The controller, once it is there again, while workers wait for it; None: they have waited long enough.
+
+        Then they have had time to write their state, and are gone. So it is where what has come is another life of the
+        run, which has credentials of its own and begins with a checkpoint: it adopts nobody, and what they write is
+        what it may begin with.
+
+        Args:
+            credentials: of the life that they are in.
+
+        Raises:
+            ConfigError: the controller refuses the secret or the format; they are gone as well.
+        """
+        found: Found | None = None
         try:
-            return find_controller(host, port, secret, max(0.0, until - time.monotonic()))
-        except (RunError, NoRunYetError) as error:
-            cause = error
-        if time.monotonic() >= until:
-            break
-        time.sleep(_LOOK_AGAIN_S)
-    why = f" ({cause.what})" if isinstance(cause, NoRunYetError) else ""
-    raise RunError(
-        f"the connection to the controller of the run at {offer.rendezvous} was lost: the controller was killed, "
-        "or its machine or the network in between has failed; nobody answered there again within "
-        f"{timeout_s:g} s (--timeout){why}. No worker is left here; they had time to write their state\n"
-        "  a run that goes on has counted them as lost; it takes this agent again, and so does one that is resumed "
-        "there"
-    ) from cause
+            while found is None and (left := kept.wait_until - time.monotonic()) > 0:
+                try:
+                    found = self._ask(left)
+                except (RunError, NoRunYetError):
+                    time.sleep(_LOOK_AGAIN_S)
+        except ConfigError:
+            release(fork_server, time.monotonic() + kept.grace_s)
+            raise
+        if found is not None and found.credentials == credentials:
+            return found
+        why = f"no controller came within {kept.adopt_s:g} s (timeouts.adopt)"
+        if found is not None:
+            why = f"the run at {self.offer.rendezvous} has begun another life, which adopts nobody"
+        print(f"{why}: {kept} may save state and end", flush=True)
+        release(fork_server, time.monotonic() + kept.grace_s)
+        return found
+
+    def until(self, when: float) -> Found:
+        """The controller, once it is there again, or that of another run at the same place.
+
+        Args:
+            when: the time at which it is given up.
+
+        Raises:
+            RunError: nobody is there until then.
+            ConfigError: the controller refuses the secret or the format.
+        """
+        while True:
+            try:
+                return self._ask(when - time.monotonic())
+            except (RunError, NoRunYetError) as error:
+                cause = error
+            if time.monotonic() >= when:
+                break
+            time.sleep(_LOOK_AGAIN_S)
+        why = f" ({cause.what})" if isinstance(cause, NoRunYetError) else ""
+        raise RunError(
+            f"the connection to the controller of the run at {self.offer.rendezvous} was lost: the controller was "
+            "killed, or its machine or the network in between has failed; nobody answered there again within "
+            f"{self._timeout_s:g} s (--timeout){why}. No worker is left here; they had time to write their state\n"
+            "  a run that goes on has counted them as lost; it takes this agent again, and so does one that is resumed "
+            "there"
+        ) from cause
+
+
+def release(fork_server: ForkServerClient, until: float, is_late: Callable[[], bool] = lambda: False) -> bool:
+    """Let the workers end that have lost the controller, too, and their fork server.
+
+    Args:
+        until: a time at which what is left is killed.
+        is_late: True once no more time is to be given.
+
+    Returns:
+        True if all have ended by themselves.
+    """
+    while (is_left := fork_server.releasing(_RELEASE_S)) and time.monotonic() < until and not is_late():
+        pass
+    fork_server.end_release()
+    return not is_left
 
 
 def _tell(number: int) -> None:
@@ -211,8 +375,8 @@ class Agent:
 
     Args:
         scratch: the directory of the fork server's sockets.
-        own: the keys that replace those of the controller in the specification of each worker here: `host`, later
-            `data`; and `death_watch`, None, as a robust mutex is shared memory of one machine.
+        workers: of the run on this machine. Its own keys of their specifications are `host`, later `data`; and
+            `death_watch`, None, as a robust mutex is shared memory of one machine.
         terms: SIGTERM, which interrupts what the agent prepares, and is told by `terminate` otherwise.
         drain_s: after SIGTERM, until it ends whatever has become of its workers.
     """
@@ -223,7 +387,7 @@ class Agent:
         mailbox: SelectableMailbox,
         fork_server: ForkServerClient,
         scratch: Scratch,
-        own: dict[str, Any],
+        workers: AgentWorkers,
         terms: StopSignals | None = None,
         drain_s: float = 30.0,
     ) -> None:
@@ -231,11 +395,10 @@ class Agent:
         self._mailbox = mailbox
         self._fork_server = fork_server
         self._scratch = scratch
-        self._own = own
+        self._workers = workers
         self._refused: dict[str, int] = {}
         self._terms = terms or StopSignals(())
         self._drain_s = drain_s
-        self._ranks: set[int] = set()  # workers whose end has not been reported
         self._signalled: set[int] = set()  # workers that the controller had a signal sent to
         # Who has ended otherwise than in order (exit code 0) since it was to leave: perhaps its state had not moved.
         self._failed: dict[int, Exited] = {}
@@ -243,7 +406,6 @@ class Agent:
         self._within_s = 0.0  # of the deadline, when it was set
         self._is_leaving = False  # it does not join again
         self._is_told = False  # the controller knows of SIGTERM
-        self._orphans_s = 2 * _ORPHAN_GRACE_S
 
     @property
     def fork_server(self) -> ForkServerClient:
@@ -258,15 +420,19 @@ class Agent:
         Raises:
             UserError: what the controller did not like, or this machine's data.
             RunError: workers cannot be made here, or were lost while they were to leave.
-            _LostControllerError: the controller is gone, or has given up this agent; no worker is left.
+            _LostControllerError: the controller is gone, or has given up this agent; no worker is left, but those that
+                wait for another controller.
         """
         import torch
 
         version = str(torch.__version__)
-        self._send(am.Hello(FORMAT_VERSION, self._links.address, offer.name, offer.capacity, version, before))
-        print(
-            f"agent on {offer.name}: places for {offer.capacity} workers of the run at {offer.rendezvous}", flush=True
-        )
+        hello = am.Hello(FORMAT_VERSION, self._links.address, offer.name, offer.capacity, version, before)
+        first = self._workers.offered(hello, self._scratch.path, time.monotonic())
+        self._send(first)
+        what = f"places for {offer.capacity} workers of the run at {offer.rendezvous}"
+        if isinstance(first, am.Back):
+            what = f"a controller is at {offer.rendezvous} again, and may adopt {len(first.workers)} workers"
+        print(f"agent on {offer.name}: {what}", flush=True)
         try:
             self._serve_orders()
         except _LeavesError:
@@ -286,8 +452,11 @@ class Agent:
             what = f"the run has given this agent up ({error}); whether it goes on is not known here"
             raise _LostControllerError(what) from None
         except _ConnectionClosedError:
+            if self._workers.may_wait and not self._is_leaving:
+                self._workers.controller_lost(time.monotonic())
+                raise _LostControllerError("the connection to the controller was lost", keeps_workers=True) from None
             # Not killed: the workers have lost the controller too, and may be writing their state (save_if_orphaned).
-            had_time = self._release()
+            had_time = release(self._fork_server, time.monotonic() + self._workers.grace_s, lambda: self._is_late)
             if self._is_leaving:
                 what = "the connection to the controller was lost while the workers of this machine were to leave"
                 saved = "they had time to write their state" if had_time else "not all had time to write their state"
@@ -297,6 +466,9 @@ class Agent:
             # Who has sent a second signal waits for no answer of a fork server that may hang.
             if isinstance(error, Signalled):
                 self._fork_server.kill()
+            elif isinstance(first, am.Back) and isinstance(error, UserError):
+                # It is refused with the workers that it has kept, so that nobody adopts them.
+                release(self._fork_server, time.monotonic() + self._workers.grace_s, lambda: self._is_late)
             else:
                 self._fork_server.stop(0.0)
             self._send(am.AgentFailed(am.Problem.from_error(error, _report(error))))
@@ -336,7 +508,7 @@ class Agent:
 
     @property
     def farewell_s(self) -> float:
-        """How long a last message may take: its sending, or the wait for the answer. The deadline is kept."""
+        """Seconds that a last message may take: its sending, or the wait for the answer. The deadline is kept."""
         if self._end_by is None:
             return _FAREWELL_S
         return max(0.0, min(_FAREWELL_S, (self._end_by - time.monotonic()) * 2 / 3))
@@ -351,7 +523,7 @@ class Agent:
         self._send(am.AgentFailed(am.Problem("", f"its deadline of {self._within_s:g} s was over")))
         self._wait_for_stop()
         what = f"the deadline of {self._within_s:g} s was over"
-        if lost := sorted(self._ranks):
+        if lost := sorted(self._workers.ranks):
             what += f" before {named_workers(lost)} had left: lost, as if killed"
         elif not self._failed:
             print(f"{what}; no worker was left here, and none had ended otherwise than in order", flush=True)
@@ -380,17 +552,6 @@ class Agent:
         if self._failed.keys() - self._signalled:
             raise _WorkersLostError(f"{self._failures()}, before it had left\n  {says}")
         print(says, flush=True)
-
-    def _release(self) -> bool:
-        """Let the workers end that have lost the controller, too; until the deadline, if there is one.
-
-        Returns True if all have ended by themselves.
-        """
-        until = time.monotonic() + self._orphans_s
-        while (is_left := self._fork_server.releasing(_RELEASE_S)) and time.monotonic() < until and not self._is_late:
-            pass
-        self._fork_server.end_release()
-        return not is_left
 
     def _wait_for_stop(self) -> None:
         """Wait until the controller has received this agent's last message, which it answers by Stop or Refused.
@@ -430,6 +591,9 @@ class Agent:
             case am.JoinAgain(peer, reason):
                 if peer == self._links.me:  # else it was meant for another agent, which had this address before
                     raise _GivenUpError(reason)
+            case am.ConnectAgain(peer):
+                if peer == self._links.me:
+                    raise _ConnectionClosedError
             case am.PrepareRun(num_workers, settings, data):
                 self._prepare(num_workers, Settings.from_dict(settings), PreparedData.from_dict(data))
             case am.Drain(within_s, says):
@@ -444,13 +608,15 @@ class Agent:
                 print(says, flush=True)
                 return True
             case am.Spawn(rank, spec):
-                self._ranks.add(rank)
+                self._workers.started(rank, spec)
                 try:
-                    self._fork_server.spawn(rank, spec | self._own | {"directory": self._scratch.path})
+                    self._fork_server.spawn(rank, self._workers.specification(spec, self._scratch.path))
                 except NotStartedError as error:  # the others here go on
-                    self._ranks.discard(rank)
+                    self._workers.ranks.discard(rank)
                     print(f"worker {rank} could not be started: {error}", flush=True)
                     self._send(am.WorkerExited(rank, 0, 1, None, str(error)))
+            case am.Settled():
+                self._workers.settled()
             case am.Signal(rank, number):
                 self._signalled.add(rank)
                 self._fork_server.signal(rank, number)
@@ -511,17 +677,18 @@ class Agent:
         self._send(am.Prepared())
 
     def _prepare_run(self, num_workers: int, settings: Settings, theirs: PreparedData) -> None:
-        self._orphans_s = settings.timeouts.orphan_grace + _ORPHAN_GRACE_S
+        grace_s = settings.timeouts.agent_grace
+        self._workers.adopt_s, self._workers.grace_s = settings.timeouts.adopt, grace_s + _ORPHAN_GRACE_S
         raise_fd_limit(num_workers)
-        self._restart_fork_server(worker_start(settings), settings.timeouts.orphan_grace)
+        self._restart_fork_server(worker_start(settings), grace_s)
         if hasattr(resource, "prlimit"):  # Linux; the fork server runs already, and its children inherit its limits
             resource.prlimit(self._fork_server.pid, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
         ours = prepare_data(data_spec(settings))
         check_same_data(ours, theirs)
         # What a model is told of a dataset is what the controller's model was told.
-        self._own["data"] = dataclasses.replace(ours, attributes=theirs.attributes).to_dict()
+        self._workers.own["data"] = dataclasses.replace(ours, attributes=theirs.attributes).to_dict()
         self._fork_server.ready()
-        self._fork_server.set_orphan_grace(settings.timeouts.orphan_grace)
+        self._fork_server.set_orphan_grace(grace_s)
 
     def _restart_fork_server(self, start: WorkerStart, orphan_grace_s: float) -> None:
         """Start the fork server again with the variables and modules of the run's device, if that has any.
@@ -541,7 +708,7 @@ class Agent:
             are_stopped: they have ended because the run has.
         """
         for exited in exits:
-            self._ranks.discard(exited.rank)
+            self._workers.ended(exited.rank)
             if self._is_leaving and not are_stopped and exited.code != 0:
                 self._failed[exited.rank] = exited
             self._send(am.WorkerExited(exited.rank, exited.pid, exited.code, exited.signal))
@@ -557,7 +724,15 @@ class Agent:
 
 
 class _LostControllerError(Exception):
-    """The controller is to be looked for again, for a reason in words. No worker is left."""
+    """The controller is to be looked for again, for a reason in words.
+
+    Args:
+        keeps_workers: they wait for it; else no worker is left.
+    """
+
+    def __init__(self, what: str, *, keeps_workers: bool = False) -> None:
+        super().__init__(what)
+        self.keeps_workers = keeps_workers
 
 
 class _UnreachableError(RunError):
@@ -632,6 +807,11 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
         default=30.0,
         metavar="SECONDS",
         help="after SIGTERM: its workers leave the run, and it ends within so long (default 30)",
+    )
+    parser.add_argument(
+        "--moved-file",
+        metavar="FILE",
+        help="looked for while it looks for the controller: names the HOST:PORT where the run is now, and is removed",
     )
     options = parser.parse_args(arguments)
     if not options.drain > 0 or not math.isfinite(options.drain):

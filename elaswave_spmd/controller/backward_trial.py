@@ -1,4 +1,4 @@
-"""Whether weight gradients are put off: tried while a run trains, and given up where it does not pay.
+"""A trial of putting weight gradients off: made while a run trains, and given up where it does not pay.
 
 A backward in two parts costs a few percent more processor time than a whole one, and fills time in which a worker would
 wait (`scheduling.split_backward`). Whether a worker has such time no plan knows: where workers share processors another
@@ -74,7 +74,7 @@ class BackwardTrial:
 
     @property
     def times(self) -> float:
-        """How many times as long steps take in the other way, when all blocks are complete.
+        """The time of steps in the other way, as a multiple of the time in this one, when all blocks are complete.
 
         The median of pairs of neighbouring blocks, so that neither a drift nor one odd block decides it.
         """

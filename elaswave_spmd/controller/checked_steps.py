@@ -1,4 +1,4 @@
-"""When the results of each worker were checked last: what it has computed since then may be wrong, if it is."""
+"""The steps at which the results of each worker were checked last: if it is wrong, all since then may be."""
 
 from __future__ import annotations
 

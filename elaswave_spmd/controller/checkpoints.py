@@ -136,8 +136,13 @@ class CheckpointCoordinator:
 
     @property
     def awaits_newest(self) -> bool:
-        """True if the newest checkpoint that is due will still come. Older ones, if they come, come before it."""
+        """True if the newest checkpoint that is due will still come. Older ones, if they come, come before it.
+
+        One that is known to be lost is not waited for, but the newest one before it is.
+        """
         newest = self._spec.orders.newest_due(self._committed)
+        while newest in self._failed:
+            newest = self._spec.orders.newest_due(newest - 1)
         return newest > self._incomplete and self.awaits(newest)
 
     def worker_lost(self) -> None:

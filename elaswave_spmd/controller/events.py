@@ -19,7 +19,7 @@ from elaswave_spmd.recovery import actions as protocol_actions
 from elaswave_spmd.recovery.messages import AnyMessage
 from elaswave_spmd.recovery.reconfiguration import Goal
 from elaswave_spmd.run_dir.manifest import Manifest
-from elaswave_spmd.runtime.processes.agents import AgentCame, AgentGone, AgentNotice, AgentReady
+from elaswave_spmd.runtime.processes.agents import AgentBack, AgentCame, AgentGone, AgentNotice, AgentReady
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.transport.mailbox import Request
 
@@ -132,6 +132,7 @@ Event: TypeAlias = (
     | Rejected
     | StopRequested
     | AgentCame
+    | AgentBack
     | AgentReady
     | AgentGone
     | AgentNotice

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from elaswave_spmd.conf.schema import MeshSettings, Settings
-from elaswave_spmd.controller.checkpoints import CheckpointCoordinator
 from elaswave_spmd.controller.events import (
     Action,
     CheckpointFound,
@@ -37,7 +36,6 @@ from elaswave_spmd.controller.events import (
     RestartFrom,
     RunStopped,
     SavedState,
-    StopRequested,
     Tick,
     WorkerEnded,
 )
@@ -136,8 +134,9 @@ class FailurePolicy:
             start_s=settings.timeouts.start,
             min_workers=elastic.min_workers,
             max_skipped=settings.optim.max_skipped,
-            # Agents end with the launcher that they have met, so a run with agents cannot start its workers again.
-            restarts=settings.runtime.rendezvous is None,
+            # Agents end with the launcher that they have met, so a run with agents cannot start its workers again;
+            # but for those that another controller may adopt: they look for the run, and join it again.
+            restarts=settings.runtime.rendezvous is None or settings.timeouts.adopt is not None,
             mesh=settings.mesh,
             saves=settings.checkpoint.every > 0,
         )
@@ -406,10 +405,16 @@ class FailureHandler:
 
     # ---- links
 
-    def link_closed(self, *ends: int) -> None:
-        """A link between two workers, or the controller's to one, has ended: with one of its ends, or by itself."""
+    def link_closed(self, *ends: int, was_linked: bool = True) -> None:
+        """A link between two workers, or the controller's to one, has ended: with one of its ends, or by itself.
+
+        Args:
+            was_linked: False if there was none, and one of the two wanted it.
+        """
         if all(rank in self._roster for rank in ends):
-            self._links.closed(*ends)
+            self._links.closed(*ends, was_linked=was_linked)
+            if not was_linked:
+                self._protocol.missed(frozenset(ends))
 
     def heartbeat(self, rank: int, now: float) -> list[Action]:
         """A worker lives. If it has lost a link, to a worker that lives as well, the link is made again, once."""
@@ -441,7 +446,7 @@ class FailureHandler:
         return self._end_with_causes(now)
 
     def go_back(self, action: GoBack) -> list[Action]:
-        """What was committed may be wrong: the run begins again at a checkpoint from before that, if it can."""
+        """Begin the run again at a checkpoint from before something was committed that may be wrong, if it can."""
         if not self._policy.restarts:
             why = "a run with agents cannot begin again by itself, as they end with it"
             return self._cannot_go_back(action, f"{why}: resume it from a checkpoint of step {action.newest} or before")
@@ -627,67 +632,3 @@ def mesh_of(num_workers: int, mesh: MeshSettings) -> MeshSettings:
     if len(set(sizes)) == 1:
         return MeshSettings(dp=sizes[0], pp=stages, tp=mesh.tp, fsdp=mesh.fsdp)
     return MeshSettings(stages=sizes, tp=mesh.tp, fsdp=mesh.fsdp)
-
-
-class Stopping:
-    """The end of a run whose state is saved first: too few workers are left, or somebody wants the run to end.
-
-    Args:
-        seconds: how long the last checkpoint may take (timeouts.shutdown).
-    """
-
-    def __init__(
-        self,
-        protocol: ControllerProtocol,
-        checkpoints: CheckpointCoordinator,
-        failures: FailureHandler,
-        seconds: float,
-    ) -> None:
-        self._protocol = protocol
-        self._checkpoints = checkpoints
-        self._failures = failures
-        self._seconds = seconds
-        self._signal = ""  # by which the run was asked to end
-        self._save: Save | None = None
-        self._until = 0.0
-
-    def requested(self, event: StopRequested) -> list[Action]:
-        """Somebody asks the run to end: its step is finished, its state is saved. Asked twice, it ends at once."""
-        protocol, name = self._protocol, event.signal
-        if self._signal:
-            what = f"the run stops at once, after a second signal ({name}); the step under way is not saved"
-            return [End(RunStopped(StoppedBySignal(what)))]
-        self._signal = name
-        self._failures.stop_requested(name)
-        if self._failures.is_ending:
-            return []  # for another reason, within a second
-        if not protocol.started:
-            return [End(RunStopped(StoppedBySignal(f"the run was stopped by {name} while its workers started")))]
-        actions = protocol.stop(f"it was asked to by {name}")
-        is_done = protocol.version == protocol.steps
-        then = "writes its result and ends" if is_done else "finishes its step, saves its state and ends"
-        message = f"{name}: the run {then}; a second signal ends it at once"
-        return [Record("signal", {"signal": name, "message": message}), *actions]
-
-    def left_alone(self, rank: int) -> list[Action]:
-        """A worker got SIGTERM in a run that does not survive its loss: the run is saved while the worker is there."""
-        if not self._protocol.started:
-            return []  # nobody is a member yet
-        return [*self._protocol.stop(f"worker {rank} was asked to end by SIGTERM, and elastic.enabled is false")]
-
-    def begin(self, save: Save, now: float) -> None:
-        """The workers have been ordered to write their state; again if one more is lost meanwhile."""
-        self._save = save
-        self._until = now + self._seconds
-        self._checkpoints.stop_and_save(save)
-
-    def check(self, now: float) -> list[Action]:
-        """The end of the run, if there is nothing to wait for any longer. After each tick and report of a shard."""
-        if self._save is None or self._failures.is_ending:
-            return []
-        if self._checkpoints.newest >= self._save.version:
-            return self._failures.end(SaveEnded(self._save), now)
-        why = self._checkpoints.why_not(self._save.version)
-        if not why and now > self._until:
-            why = f"not within {self._seconds:g} s (timeouts.shutdown)"
-        return self._failures.end(SaveEnded(self._save, why), now) if why else []

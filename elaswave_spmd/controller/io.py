@@ -45,7 +45,7 @@ from elaswave_spmd.controller.events import (
     Tick,
     WorkerEnded,
 )
-from elaswave_spmd.controller.living import adoption_record
+from elaswave_spmd.controller.living import NEXT_RANK, SCRATCH, adoption_record
 from elaswave_spmd.controller.planning import PlanRequest, PlanThread
 from elaswave_spmd.controller.resume import Comeback
 from elaswave_spmd.errors import CheckpointError, ConfigError, RunError, UserError
@@ -60,7 +60,7 @@ from elaswave_spmd.run_dir.manifest import Manifest
 from elaswave_spmd.runtime.devices.group_store import GroupStore, group_host
 from elaswave_spmd.runtime.processes import death_watch
 from elaswave_spmd.runtime.processes.adoption import read_address
-from elaswave_spmd.runtime.processes.agents import AgentNews, Agents
+from elaswave_spmd.runtime.processes.agents import AgentBack, AgentNews, Agents, RemoteExited
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, NotStartedError
 from elaswave_spmd.runtime.processes.launcher import Launcher, Machine
 from elaswave_spmd.runtime.processes.rendezvous import is_loopback, resolve_address
@@ -153,7 +153,7 @@ class ControllerIO(Protocol):
         ...
 
     def last_rejections(self) -> list[Rejected]:
-        """What was refused since the last event of this kind, here and by agents, now that the run ends.
+        """All that was refused since the last event of this kind, here and by agents, now that the run ends.
 
         Waits for the answers of agents for up to 2 seconds.
         """
@@ -278,6 +278,9 @@ class ProcessIO:
             self._mutexes = table
             self._watcher = death_watch.DeathWatch(table, self._died) if table is not None else None
             undo.pop_all()
+        # Above all that were given to workers: where agents may keep some, the journal is the only one to know.
+        self._next_rank = 0 if comeback is None else comeback.next_rank
+        self._journals_ranks = settings.timeouts.adopt is not None and settings.runtime.has_agents
         self._planning = PlanThread(self._mailbox.interrupt)
         self._admin: ControlSocket | None = None
         self._spec = RunSpec(
@@ -348,7 +351,9 @@ class ProcessIO:
         return ""
 
     def adopt(self, rank: int, generation: int) -> None:
-        if (address := read_address(self._scratch, rank)) is None:
+        there = self._launcher.address_of(rank) if isinstance(self._launcher, Launcher) else None
+        address = read_address(self._scratch, rank) if there is None else there
+        if not address:
             self.kill(rank)
             return
         self.connect(rank, address, holds_mutex=False)  # its end is noticed when it is reaped
@@ -358,6 +363,7 @@ class ProcessIO:
         self._links.drop(rank)
 
     def spawn(self, rank: int, host: str | None = None) -> Spawned:
+        self._next_rank = max(self._next_rank, rank + 1)
         spec = WorkerSpec(rank, self._spec, self._mutex_of(rank)).to_dict()
         launcher, pid, why_not = self._launcher, None, ""
         try:
@@ -420,7 +426,7 @@ class ProcessIO:
         return ""
 
     def journal(self, prepare: Prepare) -> None:
-        self._writer.journal(prepare)
+        self._writer.journal(prepare, {NEXT_RANK: self._next_rank} if self._journals_ranks else {})
 
     def plan(self, request: PlanRequest) -> None:
         self._planning.ask(request)
@@ -474,7 +480,19 @@ class ProcessIO:
         exits = self._launcher.poll() if select.select([self._launcher], [], [], 0)[0] else []
         found = [self._deaths.popleft() for _ in range(len(self._deaths))]
         news = self._agents.take_news() if self._agents is not None else []
-        return [*found, *(WorkerEnded(exited.rank, str(exited), now, exited) for exited in exits), *news]
+        back = [event for event in news if isinstance(event, AgentBack)]
+        for event in back:
+            if isinstance(self._launcher, Launcher):
+                self._launcher.take_back(event.peer)
+            self._next_rank = max(self._next_rank, 1 + max(event.made, default=-1))
+        # An agent may be back whose connection was lost just before: first whoever was lost with that. Whoever else has
+        # ended comes after those that are back, as they may have ended since their agent said that they live.
+        lost: list[WorkerEnded] = []
+        ended: list[WorkerEnded] = []
+        for exited in exits:
+            is_lost = isinstance(exited, RemoteExited) and exited.reason != ""
+            (lost if is_lost else ended).append(WorkerEnded(exited.rank, str(exited), now, exited))
+        return [*lost, *back, *found, *ended, *(event for event in news if not isinstance(event, AgentBack))]
 
     def _decode(self, envelope: Envelope) -> Received | None:
         """The message; None if it is none, which is counted."""
@@ -571,7 +589,11 @@ class _ManifestWriter:
         self._thread: threading.Thread | None = None
         self._journal = Journal(run_dir)
         if comeback is not None:  # the number of this line is that of no mesh epoch
-            self._journal.append(spec.incarnation, comeback.last_epoch, "adopt", generation=comeback.generation)
+            here = adoption[SCRATCH]  # another one, if the fork server before had ended
+            moved = {} if here == comeback.scratch else {SCRATCH: here}
+            self._journal.append(
+                spec.incarnation, comeback.last_epoch, "adopt", generation=comeback.generation, **moved
+            )
             return
         # If this controller dies, the next one reads here what the run was, to complete what the workers wrote.
         about = {"run": spec.run, "identity": spec.fingerprint, "layout": spec.layout, "kinds": spec.kinds}
@@ -579,8 +601,8 @@ class _ManifestWriter:
         links = {"credentials": credentials.to_dict()} if credentials is not None else {}
         self._journal.append(spec.incarnation, 0, "resume" if spec.step else "start", **about, **links, **adoption)
 
-    def journal(self, prepare: Prepare) -> None:
-        self._journal.append(self._incarnation, prepare.epoch, "prepare", after=prepare.after)
+    def journal(self, prepare: Prepare, fields: Mapping[str, object]) -> None:
+        self._journal.append(self._incarnation, prepare.epoch, "prepare", after=prepare.after, **fields)
 
     def write(self, manifest: Manifest, trusted: int | None, best: Sequence[int]) -> None:
         if self._thread is None:

@@ -1,7 +1,8 @@
 """Finds the living workers of a controller that has died, when the run is resumed: they are adopted, not ended.
 
 The run's journal names the directory of their sockets, and says with which settings they were started. Whoever has
-locked the run's directory may take them over (docs/protocol.md, A2).
+locked the run's directory may take them over (docs/protocol.md, A2). Those of other machines are found by their agents,
+which look for a controller at the rendezvous of the run: whether there are any is known when they have come.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.resume import without_those_of_one_command
-from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.conf.schema import RAY, Settings
 from elaswave_spmd.controller.resume import Comeback, ResumePoint, known_digests, known_validations
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.recovery.generations import FIRST
@@ -31,7 +32,11 @@ from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.scratch import Scratch
 from elaswave_spmd.runtime.transport.credentials import credentials_from_dict
 
-ADOPT, SCRATCH = "adopt", "scratch"
+ADOPT, SCRATCH, NEXT_RANK = "adopt", "scratch", "next_rank"
+_OTHER_SETTINGS = (
+    "workers of the run may wait on machines with agents. They were started with other settings, and are not adopted: "
+    "they save their state when their agents find this run, which goes on from the newest checkpoint"
+)
 
 
 def adoption_record(settings: Settings, scratch: str) -> dict[str, Any]:
@@ -42,9 +47,11 @@ def adoption_record(settings: Settings, scratch: str) -> dict[str, Any]:
 
 
 def _digest(settings: Settings) -> str:
-    """What tells settings apart by which workers train; the mesh is the journal's, as it may have begun again."""
+    """A digest of the settings by which workers train; the mesh is the journal's, as it may have begun again."""
     fields = without_those_of_one_command(settings.to_dict())
-    del fields["mesh"]
+    del fields["mesh"], fields["runtime"]["local_workers"]  # an agent may come back, or not
+    if settings.runtime.launcher == RAY:  # its supervisor finds both anew for each controller, and tells the agents
+        del fields["runtime"]["rendezvous"], fields["runtime"]["agents"]
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
@@ -54,26 +61,33 @@ class Living:
 
     Args:
         settings: of the run, on the mesh that it was started with.
-        fork_server: the parent of the workers.
-        scratch: the directory of the sockets.
+        fork_server: the parent of those of this machine, and the directory of its sockets; None: it has ended, and
+            workers may live on other machines.
         start: where the run stands.
     """
 
     settings: Settings
-    fork_server: ForkServerClient
-    scratch: Scratch
+    fork_server: tuple[ForkServerClient, Scratch] | None
     start: ResumePoint
+
+    @property
+    def comeback(self) -> Comeback:
+        """The facts with which the controller begins."""
+        assert self.start.comeback is not None
+        return self.start.comeback
 
     def open_run_dir(self) -> RunDir:
         """The run's directory, whose lock is held."""
-        assert self.start.comeback is not None
-        return RunDir.reopen(self.start.comeback.run_dir)
+        return RunDir.reopen(self.comeback.run_dir)
 
     def give_back(self) -> None:
         """Leave the workers to another controller: this one cannot begin, and has told them nothing yet."""
-        self.fork_server.give_back()
-        self.scratch.give_up()
-        self.start.close()
+        if self.fork_server is not None:
+            client, scratch = self.fork_server
+            client.give_back()
+            scratch.give_up()
+        for lock in self.start.locks:
+            lock.close()
 
 
 def find_living(settings: Settings) -> Living | None:
@@ -91,9 +105,11 @@ def find_living(settings: Settings) -> Living | None:
     if not any(SCRATCH in line for line in read_journal(path)):
         return None
     lock = lock_run_dir(path)
+    # A controller that ends empties the file of its lock, and takes its agents along.
+    may_have_agents = settings.runtime.has_agents and lock.was_left
     found = None
     try:
-        found = _take_over(settings, path, lock)
+        found = _take_over(settings, path, lock, may_have_agents=may_have_agents)
     finally:
         if found is None:
             lock.close()
@@ -109,13 +125,18 @@ def newcomers(scratch: str, orphans: Orphans) -> tuple[int, ...]:
     return tuple(rank for rank in known if read_address(scratch, rank) is None)
 
 
-def _take_over(settings: Settings, path: Path, lock: RunLock) -> Living | None:
+def _take_over(settings: Settings, path: Path, lock: RunLock, *, may_have_agents: bool) -> Living | None:
     journal = read_journal(path)
     lines = [line for line in journal if line["incarnation"] == journal[-1]["incarnation"]]
     first = lines[0]
-    if SCRATCH not in first or not workers_live(path):
+    live_here, may_have_agents = workers_live(path), may_have_agents and "credentials" in first  # agents have them
+    if SCRATCH not in first or not (live_here or may_have_agents):
         return None
     if first["settings"] != _digest(settings):
+        if not live_here:
+            # Whether any lives elsewhere is not known. If so, its agent has it save its state, and joins after that.
+            print(_OTHER_SETTINGS, flush=True)
+            return None
         # Before anything is taken over: with the settings that they have they can still be adopted.
         raise ConfigError(
             f"workers of the run in {path} still live, and were started with other settings",
@@ -125,16 +146,14 @@ def _take_over(settings: Settings, path: Path, lock: RunLock) -> Living | None:
             "state and ended, and goes on from there",
         )
     with contextlib.ExitStack() as undo:
-        try:
-            scratch = Scratch.adopted(first[SCRATCH])
-        except OSError:
+        folder = next(line[SCRATCH] for line in reversed(lines) if SCRATCH in line)
+        fork_server, orphans = _fork_server(folder, settings) if live_here else (None, _NOBODY)
+        if fork_server is not None:
+            undo.callback(fork_server[1].give_up)
+        elif not may_have_agents:
             return None
-        undo.callback(scratch.give_up)
-        taken = ForkServerClient.adopt(first[SCRATCH], settings.timeouts.orphan_grace)
-        if taken is None:
-            return None
-        fork_server, orphans = taken
         prepared = [line for line in lines if line["reason"] == "prepare"]
+        known_ranks = [orphans.next_rank, *(line[NEXT_RANK] for line in lines if NEXT_RANK in line)]
         comeback = Comeback(
             run_dir=path,
             generation=FIRST + 1 + sum(line["reason"] == ADOPT for line in lines),
@@ -143,9 +162,14 @@ def _take_over(settings: Settings, path: Path, lock: RunLock) -> Living | None:
             credentials=credentials_from_dict(first["credentials"]) if "credentials" in first else None,
             newest_checkpoint=newest_complete(path),
             pids=orphans.pids,
-            next_rank=orphans.next_rank,
-            newcomers=newcomers(first[SCRATCH], orphans),
+            next_rank=max(known_ranks),
+            newcomers=newcomers(folder, orphans),
             seconds=orphans.seconds,
+            made=orphans.made,
+            has_agents=settings.runtime.has_agents,
+            scratch=folder,
+            # As if it had been known at once that nobody lives.
+            mesh=settings.mesh if settings.runtime.has_agents else None,
         )
         mesh = Settings.from_dict({**settings.to_dict(), "mesh": first["mesh"]}).mesh
         known = {line.step: line for line in read_metrics(path)}
@@ -159,4 +183,22 @@ def _take_over(settings: Settings, path: Path, lock: RunLock) -> Living | None:
             comeback=comeback,
         )
         undo.pop_all()
-        return Living(replace(settings, mesh=mesh), fork_server, scratch, start)
+        return Living(replace(settings, mesh=mesh), fork_server, start)
+
+
+_NOBODY = Orphans({}, 0, (), 0.0)
+"""What is known of a machine without a worker, whose fork server has ended."""
+
+
+def _fork_server(folder: str, settings: Settings) -> tuple[tuple[ForkServerClient, Scratch] | None, Orphans]:
+    """Take over the fork server of this machine, with its workers; None: it has none that has lost its controller."""
+    try:
+        scratch = Scratch.adopted(folder)
+    except OSError:
+        return None, _NOBODY
+    taken = ForkServerClient.adopt(folder, settings.timeouts.orphan_grace)
+    if taken is None:
+        scratch.give_up()
+        return None, _NOBODY
+    client, orphans = taken
+    return (client, scratch), orphans

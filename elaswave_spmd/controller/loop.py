@@ -13,18 +13,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from elaswave_spmd.conf.schema import EMULATED
 from elaswave_spmd.controller.admin_client import SOCKET
 from elaswave_spmd.controller.admin_server import Administration
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator, CheckpointSpec
-from elaswave_spmd.controller.comeback import Takeover
 from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.events import (
     Action,
     AdmitAgent,
     AdoptWorker,
+    AgentBack,
     AgentCame,
     AgentGone,
     AgentNotice,
@@ -64,7 +65,8 @@ from elaswave_spmd.controller.events import (
     WorkerEnded,
     WriteManifest,
 )
-from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, Stopping
+from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy
+from elaswave_spmd.controller.garbage import CollectorPaused
 from elaswave_spmd.controller.io import ControllerIO
 from elaswave_spmd.controller.machines import Machines
 from elaswave_spmd.controller.model_checks import ModelChecks, split_of_emulated
@@ -76,8 +78,10 @@ from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy
 from elaswave_spmd.controller.resume import Comeback
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.controller.run_log import RunLog, mean_loss
+from elaswave_spmd.controller.stopping import Stopping
 from elaswave_spmd.controller.sum_verification import SumVerifier
 from elaswave_spmd.controller.supervision import Supervision
+from elaswave_spmd.controller.takeover import Takeover
 from elaswave_spmd.controller.verdicts import Verdicts
 from elaswave_spmd.controller.verification import Verifier
 from elaswave_spmd.controller.worker_states import WorkerStates
@@ -99,6 +103,7 @@ from elaswave_spmd.recovery.checks import CheckDraw
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
 from elaswave_spmd.recovery.generations import FIRST, stamped
 from elaswave_spmd.recovery.packed_reconfigure import Packer
+from elaswave_spmd.recovery.vote_exchange import WIDEST
 from elaswave_spmd.runtime.transport.mailbox import Request
 from elaswave_spmd.worker.spec import message_bounds
 
@@ -160,6 +165,8 @@ class Controller:
             assigner=measured,
             checks=draw,
             began_at=None if comeback is None else 0,
+            # A controller that comes back has the addresses of all from any of them.
+            widest=WIDEST if settings.timeouts.adopt is None else None,
         )
         if settings.runtime.device == EMULATED:
             self.protocol.split = split_of_emulated(plan)
@@ -246,9 +253,10 @@ class Controller:
                 if isinstance(event, Received) and (why := self._refusal(event)):
                     self._io.reject(why)
                     continue
-                now = self._io.now()
-                self._log.event(event, now)  # before the decision, which may end the run
-                self.execute(self.decide(event, now))
+                with CollectorPaused():
+                    now = self._io.now()
+                    self._log.event(event, now)  # before the decision, which may end the run
+                    self.execute(self.decide(event, now))
                 if self._log.observer.wants_workers:
                     self._log.observer.on_workers(self._worker_states.now())
             for rejected in self._io.last_rejections():
@@ -304,6 +312,9 @@ class Controller:
     def decide(self, event: Event, now: float) -> Iterable[Action]:
         """The actions that follow from an event. Every event comes through here, in the order in which it happened."""
         if (takeover := self._takeover) is not None:
+            if isinstance(event, AgentBack):
+                self._ready |= event.workers
+                self._roster.taken_over(1 + max(event.made, default=-1))
             actions = takeover.decide(event, now)
             if takeover.is_over:
                 self._takeover = None
@@ -333,12 +344,16 @@ class Controller:
                 # heartbeats go on, the link alone was lost (BrokenLinks).
                 self._failures.link_closed(peer)
             case AgentCame():
-                return self._machines.came(event)
+                return self._machines.agent_came(event)
+            case AgentBack(peer, workers=workers):
+                if workers and workers <= self._roster.pids.keys():
+                    return []  # they are adopted: it had been here before, and its connection alone was lost
+                return [GiveUpAgent(peer, "it has come back too late")]  # its workers are lost, and it joins again
             case AgentReady():
                 # Those who are missing come first. Their starts are carried out before places are counted.
-                return [*self._machines.ready(event, now), *self._failures.replace_lost(now), UsePlaces()]
+                return [*self._machines.agent_ready(event, now), *self._failures.replace_lost(now), UsePlaces()]
             case AgentGone():
-                return self._machines.gone(event)
+                return self._machines.agent_gone(event)
             case AgentNotice(peer, _, within_s):
                 here = [machine for machine in self._io.machines() if machine.agent == peer]
                 return self._notices.begin(here, within_s, "SIGTERM", now) if here else []
@@ -412,7 +427,7 @@ class Controller:
             case m.Damaged():
                 return protocol.damaged(message)
             case m.LinkClosed():  # between two workers; the controller's own links end as LinkEnded
-                failures.link_closed(message.rank, message.peer)
+                failures.link_closed(message.rank, message.peer, was_linked=message.was_linked)
             case m.Failed():
                 return failures.failed(message, now)
             case m.Ready() | m.Checked() | m.Constructed() | m.Refused() | m.FinalPages() | m.GroupLost():
@@ -462,13 +477,13 @@ class Controller:
                 return self._checkpoints.found(io.find_shards(), now)
             case Settled():
                 io.settle()
-            case Broadcast(ranks, message):
+            case Broadcast(ranks, message, peers):
                 if isinstance(message, m.Prepare):
                     # On the disk before any worker knows of the epoch: workers stamp their checkpoint shards with it,
                     # and a later controller has to know which epochs there were.
                     io.journal(message)
                 # Encoded once: at a thousand workers the encoding would cost more than all the rest of a change.
-                for receivers, encoded in self._packer.encoded(ranks, message):
+                for receivers, encoded in self._packer.encoded(ranks, message, peers):
                     header = stamped(encoded, self._generation)
                     for rank in receivers:
                         io.send(rank, header)
@@ -539,7 +554,7 @@ class Controller:
         return []
 
     def _acknowledge(self) -> list[Action]:
-        """Where a controller may come back: the workers need not keep their reports of steps until now any more.
+        """Tell workers that they need not keep their reports of steps any more, where a controller may come back.
 
         Carried out after the lines of these steps are written, as what follows from a step comes after it.
         """
@@ -565,7 +580,8 @@ class Controller:
         that."""
         if self._done_by is None:
             return []
-        best = self._log.validations.ranked[: self._plan.settings.checkpoint.keep_best]
+        ranked = (step for step in self._log.validations.ranked if not self._checkpoints.why_not(step))
+        best = islice(ranked, self._plan.settings.checkpoint.keep_best)
         is_awaited = self._checkpoints.awaits_newest or any(self._checkpoints.awaits(step) for step in best)
         if now < self._done_by and is_awaited:
             return []

@@ -93,7 +93,7 @@ class Machines:
         self._paused: dict[str, _Pause] = {}  # by host
         self._severed: set[int] = set()  # agents that were given up since workers there cannot reach others
 
-    def came(self, event: AgentCame) -> list[Action]:
+    def agent_came(self, event: AgentCame) -> list[Action]:
         """An agent asks to join."""
         if not (why_not := self._why_not()):
             return [AdmitAgent(event.peer)]
@@ -101,7 +101,7 @@ class Machines:
         error = ConfigError(what, rule=rule, where=f"the agent on {event.host}")
         return [RefuseAgent(event.peer, error), _record(event, "refused", f"{event.host} is refused: {what}", what)]
 
-    def ready(self, event: AgentReady, now: float) -> list[Action]:
+    def agent_ready(self, event: AgentReady, now: float) -> list[Action]:
         """An agent has the run's data, and workers can be started there. `use_places` follows."""
         self._arrived.append(event)
         places = f"{event.places} place{'s' * (event.places > 1)}"
@@ -113,7 +113,7 @@ class Machines:
             records.append(_record(event, "unused", message, pause.reason))
         return records
 
-    def gone(self, event: AgentGone) -> list[Action]:
+    def agent_gone(self, event: AgentGone) -> list[Action]:
         """An agent is lost, or did not get in. The ends of its workers are events of their own."""
         for arrived in [arrived for arrived in self._arrived if arrived.peer == event.peer]:
             self._arrived.remove(arrived)

@@ -168,7 +168,7 @@ def split_of_emulated(plan: RunPlan) -> SplitBackward | None:
 
 
 def _split_of(plan: RunPlan, bytes_of: Sequence[tuple[int, int, int]]) -> SplitBackward | None:
-    """What follows from a check of a model.
+    """The split of backwards that follows from a check of a model.
 
     Args:
         bytes_of: per layer what a micro-batch keeps of it until its backward, of its output, and until its weight

@@ -78,7 +78,7 @@ class ReplicaVerifier:
     # ---- replicas that differ
 
     def _differ(self, found: Compared) -> list[Action]:
-        """What becomes of a run whose replicas differ."""
+        """Decide about a run whose replicas differ."""
         records: list[Action] = [self._record_verdict(found, rank, pages) for rank, pages in found.wrong.items()]
         if found.undecided:
             return [*records, *self._undecided(found)]

@@ -103,7 +103,7 @@ def check_rescheduling(
 
 
 def _ways(settings: Settings, old: Mapping[str, Any], same: int) -> str:
-    """What can be done where the learning rates of steps that are done would be others."""
+    """The ways out, in words, where the learning rates of steps that are done would be others."""
     ways = [f"the saved values, which gave step {same + 1} another learning rate"]
     if settings.optim.schedule in ("linear", "cosine", "wsd") and settings.optim.schedule_steps is None:
         ways.append(f"optim.schedule_steps={old['train.steps']} to stay at the last rate in the steps after these")

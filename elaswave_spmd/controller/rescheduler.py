@@ -296,7 +296,7 @@ class Rescheduler:
         return [Record("plan", {"ranks": [], "mesh_epoch": epoch, "reason": event.why_not, "message": event.why_not})]
 
     def _judge(self, decision: Decision | None, costs: CostModel) -> list[Action]:
-        """What follows from a plan at one review.
+        """Decide what follows from a plan at one review.
 
         Args:
             decision: None: nothing fits in memory.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd.conf import checks
-from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.conf.schema import MeshSettings, Settings
 from elaswave_spmd.controller.model_checks import MODEL_CHECK
 from elaswave_spmd.controller.reschedule import Rescheduling, check_rescheduling
 from elaswave_spmd.controller.run_fingerprint import identity_of, without_average
@@ -65,6 +65,10 @@ class Comeback:
         next_rank: all ranks below it have been given to workers.
         newcomers: ranks of those that were about to join, whether they live or have ended meanwhile.
         seconds: for how long they have had no controller.
+        made: ranks of all that this machine has ever had.
+        has_agents: workers may live on other machines, whose agents come back with them.
+        scratch: the directory of the sockets, as the journal names it.
+        mesh: on which the run begins again, if nobody is left; None: on that of its begin.
     """
 
     run_dir: Path
@@ -77,6 +81,10 @@ class Comeback:
     next_rank: int = 0
     newcomers: tuple[int, ...] = ()
     seconds: float = 0.0
+    made: tuple[int, ...] = ()
+    has_agents: bool = False
+    scratch: str = ""
+    mesh: MeshSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ class ResumePoint:
         validations: (step, micro-batches) -> loss_hex of validations that are known.
         digests: layer -> digest of the bits that its kind computed when the run was checked first (`model_check`).
         rescheduling: its length and learning rates beside those that it was saved with; None: a new run.
-        locks: held as long as the run lasts.
+        locks: held as long as the run lasts; the last one is that of its own directory.
         comeback: the controller takes over living workers, which are at about the last known line; None: it does not.
     """
 
@@ -159,6 +167,11 @@ class ResumePoint:
             **about,
             "message": text,
         }
+
+    def life_began(self) -> None:
+        """A life of the run has begun in its directory, or goes on: its end is the end of all that was there before."""
+        for lock in self.locks[-1:]:
+            lock.life_began()
 
     def close(self) -> None:
         """Gives the locks up."""

@@ -17,6 +17,7 @@ from elaswave_spmd.mesh import ISLAND_AXES
 from elaswave_spmd.run_dir.json_lines import plain
 from elaswave_spmd.runtime.devices import ThisMachine
 from elaswave_spmd.runtime.devices.selection import cxx, kind_of
+from elaswave_spmd.version import __version__
 from elaswave_spmd.worker.programs.inductor import compiler_version
 
 _COMPILED_BITS = 2
@@ -25,7 +26,7 @@ _COMPILED_BITS = 2
 _ISLAND_BITS = 2
 """The same for the programs of islands. Nothing: backwards were one program."""
 
-_PACKAGES = ("elaswave-spmd", "torch", "numpy", "randomgen")
+_PACKAGES = ("torch", "numpy", "randomgen")
 
 
 def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
             del group[name]
     model["args"] = plain(model["args"])  # inf and nan as their names: JSON has no numbers for them
     train, runtime = settings.train, settings.runtime
-    versions = {name: metadata.version(name) for name in _PACKAGES}
+    versions = {"elaswave-spmd": __version__} | {name: metadata.version(name) for name in _PACKAGES}
     hardware = {
         "device": runtime.device,
         "machine": platform.machine(),

@@ -22,7 +22,7 @@ from elaswave_spmd.callbacks.callback import Callback
 from elaswave_spmd.callbacks.named import checked, load_callbacks, load_trackers
 from elaswave_spmd.callbacks.runner import CallbackRunner
 from elaswave_spmd.conf import checks
-from elaswave_spmd.conf.schema import AUTO, LIVE, Settings, endpoint
+from elaswave_spmd.conf.schema import AUTO, LIVE, RuntimeSettings, Settings, endpoint
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.ending import Command, Ending
@@ -48,7 +48,7 @@ from elaswave_spmd.run_dir.lock import WORKERS_LOCK
 from elaswave_spmd.run_dir.trace import merge_trace
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
 from elaswave_spmd.runtime.processes import fork_server_client
-from elaswave_spmd.runtime.processes.agents import Agents
+from elaswave_spmd.runtime.processes.agents import Agents, TakenOver
 from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
@@ -189,11 +189,12 @@ class _Lives:
         self._callbacks: CallbackRunner | None = None  # made once, for all lives
         self._texts: TextSampler | None = None  # likewise
         self._has_gone_back = False  # since nobody could tell which worker was wrong
+        self._has_begun_again = False
         self._captured: CapturedOutput | None = None  # what workers print, where a live view is shown
         self.run_dir: Path | None = None
 
     def run(self, *, here: bool) -> None:
-        """From the first worker to the last step.
+        """Run from the first worker to the last step.
 
         Raises:
             BaseException: what ended it; all workers are gone.
@@ -215,6 +216,7 @@ class _Lives:
             match self._run_once(settings, again, here=here):
                 case RestartFrom() as restart:
                     restarts.count(restart)
+                    self._has_begun_again = True
                     here = False  # by now this process has had threads, and must not fork
                     if settings.run.display == LIVE:  # the terminal may be gone by now
                         settings = replace(settings, run=replace(settings.run, display=AUTO))
@@ -232,6 +234,7 @@ class _Lives:
                         mesh=restart.mesh,
                         train=replace(settings.train, resume=str(restart.run_dir), resume_at=None),
                         run=replace(settings.run, dir=None),
+                        runtime=with_local_workers(settings.runtime, restart.mesh.shape.num_workers),
                     )
                     again = None
                 case RunStopped(error):
@@ -247,7 +250,8 @@ class _Lives:
         """
         # A signal that comes before the workers are adopted is an event afterwards: they have state to save.
         with self._signals.held():
-            if again is None and (living := find_living(settings)) is not None:
+            # A run that begins again has ended its workers.
+            if not self._has_begun_again and (living := find_living(settings)) is not None:
                 return self._go_on(living)
         self._signals.check()  # one may have come by now, or while the last life was cleared up
         with self._signals.raising():  # also where the command has held them until here
@@ -264,11 +268,30 @@ class _Lives:
 
     def _go_on(self, living: Living) -> Outcome:
         """The life of a controller that has come back: as `_run_once`, with the workers of the one before."""
-        launcher = Launcher(living.fork_server)
-        with self._ending(launcher, living.scratch), contextlib.ExitStack() as undo:
-            undo.callback(living.give_back)  # until a controller is made, an error leaves them to the next one
-            raise_fd_limit(_most_workers(living.settings) + living.settings.elastic.spares)
-            return self._run_with(launcher, living.settings, living.scratch.path, None, living, undo)
+        settings = living.settings
+        with contextlib.ExitStack() as unmade:
+            unmade.callback(living.give_back)  # until a controller is made, an error leaves them to the next one
+            raise_fd_limit(_most_workers(settings) + settings.elastic.spares + (settings.runtime.agents or 0))
+            agents = _open(settings, living.start)
+            if agents is not None:
+                unmade.callback(agents.give_back)
+                print(f"waiting for the agents of the run at {settings.runtime.rendezvous}", flush=True)
+            client, scratch = living.fork_server or self._new_fork_server(settings)
+            launcher = Launcher(client, agents)
+            undo = unmade.pop_all()
+        with self._ending(launcher, scratch), undo:
+            return self._run_with(launcher, settings, scratch.path, None, living, undo)
+
+    def _new_fork_server(self, settings: Settings) -> tuple[ForkServerClient, Scratch]:
+        """A fork server for newcomers, in place of one that has ended with its workers."""
+        scratch, timeouts = Scratch(), settings.timeouts
+        try:
+            start, streams = worker_start(settings), {} if self._captured is None else self._captured.streams
+            grace_s, adopt_s = timeouts.orphan_grace, timeouts.adopt
+            return start_fork_server(start, scratch.path, grace_s, streams=streams, adopt_s=adopt_s), scratch
+        except BaseException:
+            scratch.remove()
+            raise
 
     @contextlib.contextmanager
     def _ending(self, launcher: Launcher, scratch: Scratch) -> Iterator[None]:
@@ -291,7 +314,7 @@ class _Lives:
         living: Living | None = None,
         until_made: contextlib.ExitStack | None = None,
     ) -> Outcome:
-        """From the data of a life to the end of its workers.
+        """Carry out a life, from its data to the end of its workers.
 
         Args:
             until_made: what is undone if no controller can be made.
@@ -307,7 +330,10 @@ class _Lives:
         plan = plan_run(settings, data, costs=costs)
         check_given_weights(plan)
         # Planned twice where there are agents: what is wrong with the settings is found before anybody waits for them.
-        if (topology := gather(launcher, settings, data)) is not None:
+        if living is not None:
+            if launcher.agents is not None:
+                launcher.agents.go_on(_most_workers(settings), settings.to_dict(), data.to_dict())
+        elif (topology := gather(launcher, settings, data)) is not None:
             plan = plan_run(settings, data, topology, costs)
         return self._train(plan, launcher, scratch, again, living, until_made or contextlib.ExitStack())
 
@@ -333,7 +359,7 @@ class _Lives:
         living: Living | None,
         until_made: contextlib.ExitStack,
     ) -> Outcome:
-        """From the run's directory to the end of its workers."""
+        """Train, from the run's directory to the end of its workers."""
         signals = self._signals
         # Until workers train, an error leaves no trace of the run; afterwards the directory stays, with its log.
         with contextlib.ExitStack() as undo:
@@ -344,7 +370,8 @@ class _Lives:
                     run_dir, start = open_run(plan, plan.data, again)
                 else:
                     run_dir, start = living.open_run_dir(), living.start
-                undo.callback(start.close)
+                if living is None:  # else `until_made` leaves all to the next controller
+                    undo.callback(start.close)
                 undo.callback(run_dir.discard)
             if living is None:
                 signals.check()
@@ -364,8 +391,9 @@ class _Lives:
                 frequencies=frequencies,
                 has_gone_back=self._has_gone_back,
             )
-            if living is None:
+            if living is None or living.fork_server is None:
                 launcher.hold(run_dir.path / WORKERS_LOCK)
+            start.life_began()
             undo.pop_all()
             until_made.pop_all()
         before, self.run_dir = self.run_dir, run_dir.path
@@ -379,6 +407,8 @@ class _Lives:
                 ended.callback(launcher.stop, 0.0)
                 with signals.as_events(controller.stop_requested):
                     end.outcome = outcome = controller.run()
+                if isinstance(outcome, RestartFrom):
+                    launcher.dismiss("the run begins again")
                 launcher.stop(grace_s=0.0)
                 remove_superfluous(run_dir.path)
                 if isinstance(outcome, RunFinished):
@@ -473,7 +503,7 @@ class _Lives:
 
 @dataclass
 class _End:
-    """How a life ended; None: by an exception."""
+    """The end of a life; None: by an exception."""
 
     outcome: Outcome | None = None
 
@@ -486,7 +516,14 @@ def beginning_again(settings: Settings, restart: RestartFrom) -> Settings:
     """
     chaos, last = settings.chaos, restart.step if restart.doubted is None else restart.doubted
     events = tuple(event for event in chaos.events if event.rate or event.step > last + 1)
-    return replace(settings, mesh=restart.mesh, chaos=replace(chaos, events=events))
+    runtime = with_local_workers(settings.runtime, restart.mesh.shape.num_workers)
+    return replace(settings, mesh=restart.mesh, runtime=runtime, chaos=replace(chaos, events=events))
+
+
+def with_local_workers(runtime: RuntimeSettings, most: int) -> RuntimeSettings:
+    """The settings of a mesh with so many workers: fewer may be left than the controller's machine was to have."""
+    local = runtime.local_workers
+    return runtime if local is None else replace(runtime, local_workers=min(local, most))
 
 
 class Restarts:
@@ -588,7 +625,7 @@ def start_launcher(
     """
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, scratch, ignore_errors=True)
-        agents = _open(settings)
+        agents = _open(settings, None)
         if agents is not None:
             undo.callback(agents.close, 0.0)
         # Before the fork server: workers inherit the limit from it.
@@ -665,11 +702,16 @@ def _most_workers(settings: Settings) -> int:
     return settings.elastic.max_workers or settings.mesh.shape.num_workers
 
 
-def _open(settings: Settings) -> Agents | None:
+def _open(settings: Settings, start: ResumePoint | None) -> Agents | None:
+    """Open the rendezvous; None: the run has none.
+
+    Args:
+        start: of a controller that takes over the workers of one that has died; None: it does not.
+    """
     runtime, workers = settings.runtime, settings.mesh.shape.num_workers
     if runtime.rendezvous is None:
         return None
-    if (runtime.local_workers or 0) > workers:
+    if start is None and (runtime.local_workers or 0) > workers:
         raise ConfigError(
             f"runtime.local_workers={runtime.local_workers} is more than the mesh's {workers} workers",
             rule="the workers of this machine are some of the mesh's",
@@ -679,6 +721,12 @@ def _open(settings: Settings) -> Agents | None:
     assert runtime.token_file is not None
     host = listen_host(runtime)
     secret = read_secret(runtime.token_file, where=checks.override("runtime.token_file", runtime.token_file))
+    where = endpoint("runtime.rendezvous", runtime.rendezvous)
+    if start is not None and (comeback := start.comeback) is not None:
+        assert comeback.credentials is not None, "agents are for runtime.transport=tcp"
+        here, first_free = frozenset(comeback.made), comeback.next_rank
+        life = TakenOver(start.run, start.incarnation, comeback.generation, here, first_free)
+        return Agents(where, secret, comeback.credentials, host, 0, life)
     credentials = credentials_of(runtime)
     assert credentials is not None, "agents are for runtime.transport=tcp"
-    return Agents(endpoint("runtime.rendezvous", runtime.rendezvous), secret, credentials, host, runtime.agents or 0)
+    return Agents(where, secret, credentials, host, runtime.agents or 0)

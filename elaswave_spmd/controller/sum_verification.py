@@ -1,4 +1,4 @@
-"""What follows when a primary and its checker have other reduced gradients (`verify.rate`, docs/protocol.md).
+"""Decisions when a primary and its checker have different reduced gradients (`verify.rate`, docs/protocol.md).
 
 The checker does not vote. Everybody who has made a sum of these pages tells what it had made, and the primary, the
 checker and a third worker add up all gradients once more, as their makers have kept them. From these results it shows
@@ -151,13 +151,15 @@ class SumVerifier:
         return self._protocol.members
 
     def _more(self, question: _Question) -> tuple[int, ...]:
-        """One more worker that can tell: a replica first, then one of the layer's stage. Nobody if all were asked."""
-        pages, mesh = question.pages, self._protocol.placement.mesh
+        """One more worker that can tell: a replica first, then one of the layer's stage. Nobody if all were asked.
+
+        On a large mesh only who has a link from everybody that has a gradient to send.
+        """
+        pages, peers, mesh = question.pages, self._protocol.peers, self._protocol.placement.mesh
         stage = self._protocol.placement.stage_of_layer(pages.layer)
         left = set(self._members) - {pages.primary, question.checker, *question.asked}
-        return tuple(
-            sorted(left, key=lambda rank: (rank not in pages.replicas, mesh.stage_of(rank) != stage, rank))[:1]
-        )
+        order = sorted(left, key=lambda rank: (rank not in pages.replicas, mesh.stage_of(rank) != stage, rank))
+        return next(((rank,) for rank in order if peers is None or question.makers <= peers.of(rank)), ())
 
     def _ask(self, question: _Question, ranks: tuple[int, ...]) -> list[Action]:
         question = replace(question, asked=(*question.asked, *ranks))

@@ -206,7 +206,7 @@ class TextSampler:
             self._reap()
 
     def _answer_of(self, request: _Request) -> dict[str, Any]:
-        """What the process answers. It is started, if there is none."""
+        """The answer of the process. It is started, if there is none."""
         try:
             if request.is_last:
                 self._reap()  # it would have to wait until other programs leave it a processor

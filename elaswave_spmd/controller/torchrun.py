@@ -87,7 +87,7 @@ Start = Run | Serve | End
 
 
 def start_of(words: Sequence[str], environment: Mapping[str, str]) -> Start:
-    """What this process does for the run that `words` describe.
+    """The part of this process in the run that `words` describe.
 
     Args:
         words: of the command line, `name=value`.

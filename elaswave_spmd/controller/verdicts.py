@@ -1,4 +1,4 @@
-"""What becomes of workers that have computed wrongly, or may have (`verify.action`)."""
+"""Verdicts on workers that have computed wrongly, or may have (`verify.action`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows when two workers have computed different results of a micro-batch (`verify.rate`, docs/protocol.md).
+"""Decisions when two workers have computed different results of a micro-batch (`verify.rate`, docs/protocol.md).
 
 The checker does not vote for the step, so it cannot commit meanwhile. A third worker, or both again, show who is wrong
 (recovery/checks.py); what becomes of that worker is up to `verify.action`. A change of the mesh in between ends all

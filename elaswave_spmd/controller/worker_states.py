@@ -15,7 +15,7 @@ _MOST_GONE = 16  # workers that have gone and are still shown: the last ones
 
 
 class WorkerStates:
-    """What is known of the workers of a run, on the controller's thread."""
+    """The states of the workers of a run, as far as they are known on the controller's thread."""
 
     def __init__(
         self, protocol: ControllerProtocol, roster: Roster, replacements: Replacements, rescheduler: Rescheduler

@@ -122,7 +122,7 @@ class RayCluster:
             self._homes[key] = home
 
     def check(self, keys: Sequence[int], timeout_s: float) -> list[NodeReport]:
-        """What actors find on their nodes.
+        """The reports of actors about their nodes.
 
         Raises:
             ray.exceptions.RayError: one of them does not answer in time.

@@ -1,4 +1,4 @@
-"""What a run on Ray does when nodes come, drain and are lost, and when its controller ends: facts in, actions out.
+"""Decisions of a run on Ray: nodes come, drain and are lost, and its controller ends. Facts in, actions out.
 
 The first agents are in one placement group, which Ray places on different nodes, and places again when a node of them
 is lost and another one has room. Further agents have a group of their own, on one node: they are added while the places
@@ -26,6 +26,9 @@ _SETTLED_S = 2.0
 _PLACING_S = 60.0
 """How long Ray may take to start an actor on a node that something else may use, if another node could have it."""
 _SKIPPED_S = 300.0
+_ANSWERS_S = 15.0
+"""How long actors have to say whether they have workers, when no other one has any."""
+
 _REFUSED_S = 300.0
 """How long a controller that goes on may be refused: the one before may live, cut off, and a lock may last longer."""
 
@@ -92,7 +95,11 @@ class AgentActor:
 
 @dataclass(frozen=True)
 class StartAgent:
-    """Start the agent of this actor, in place of one that it still has."""
+    """Have the agent of this actor serve the controller that there is now.
+
+    One that is still there is told where that is, if it may have kept its workers; else it leaves, and another one is
+    started.
+    """
 
     key: int
 
@@ -163,7 +170,7 @@ class Fleet:
     def turn(
         self, nodes: Mapping[str, Node], agents: Sequence[AgentActor], rendezvous: str, now: float
     ) -> list[Action]:
-        """What is to be done now.
+        """Decide what is to be done now.
 
         Args:
             nodes: all that Ray has known since the run began, by id.
@@ -326,9 +333,62 @@ def to_start(agents: Sequence[AgentActor], rendezvous: str) -> list[int]:
     return [agent.key for agent in agents if agent.serves != rendezvous or agent.state is ActorState.ENDED]
 
 
+def workers_wait(agents: Sequence[AgentActor], waited_s: float) -> bool | None:
+    """True if workers wait for the next controller, which may adopt them; None: that is not known yet.
+
+    Args:
+        waited_s: for which the actors have been asked.
+    """
+    if any(agent.has_workers for agent in agents):
+        return True
+    # One that is lost does not answer. Its agent has ended with it, and its workers are not adopted.
+    return None if waited_s < _ANSWERS_S and any(agent.state is ActorState.PLACING for agent in agents) else False
+
+
+class Begin(enum.Enum):
+    """The ways in which a controller may begin."""
+
+    AS_TYPED = "as typed"
+    RESUMING = "resuming"
+    ANEW = "anew"  # once what the run has left is put aside
+
+
+def how_to_begin(
+    *, has_begun: bool, are_waiting: bool, has_checkpoint: bool, has_shards: bool, was_in_vain: bool
+) -> Begin:
+    """Decide in which way the next controller of a run begins.
+
+    Args:
+        has_begun: the run has a directory.
+        are_waiting: workers wait for it.
+        has_checkpoint: one was completed.
+        has_shards: workers have written state, which the next controller may complete.
+        was_in_vain: the last one could not (`is_in_vain`).
+    """
+    if not has_begun:
+        return Begin.AS_TYPED
+    return Begin.RESUMING if are_waiting or has_checkpoint or (has_shards and not was_in_vain) else Begin.ANEW
+
+
+def is_in_vain(code: int, *, had_checkpoint: bool, has_checkpoint: bool, steps: int, refusals: int) -> bool:
+    """True if a controller that was to go on has ended by itself as there was nothing to go on with.
+
+    Neither could it adopt workers, nor complete a checkpoint of what they had written. It may have been refused for
+    another reason, such as a port that was taken: only what is refused twice counts.
+
+    Args:
+        code: as `subprocess` has it.
+        had_checkpoint, has_checkpoint: at its begin, and now.
+        steps: that it has brought the run further.
+        refusals: of controllers that were started, in a row, with this one.
+    """
+    ends_so = code == 1 or (code == REFUSED and refusals > 1)
+    return ends_so and not had_checkpoint and not has_checkpoint and steps <= 0
+
+
 @dataclass(frozen=True)
 class Progress:
-    """What a supervisor remembers of a run, in a file that outlives it.
+    """The memory of a supervisor about its run, in a file that outlives it.
 
     Args:
         starts: of the controller, so far.
@@ -355,11 +415,16 @@ class Progress:
         since, crashes = (0.0, 0) if is_further else (self.refused_since, self.crashes)
         return Progress(self.starts + 1, vain, steps, port, node, since, crashes)
 
-    def ended(self, code: int, now: float) -> Progress:
-        """After the end of a controller. One that was refused has not tried to bring the run further."""
+    def ended(self, code: int, now: float, *, was_started: bool = True) -> Progress:
+        """After the end of a controller. One that was refused has not tried to bring the run further.
+
+        Args:
+            was_started: False if it was refused before its command was started.
+        """
         if code != REFUSED:
             return replace(self, refused_since=0.0)
-        return replace(self, vain=max(0, self.vain - 1), refused_since=self.refused_since or now)
+        vain = max(0, self.vain - 1) if was_started else self.vain
+        return replace(self, vain=vain, refused_since=self.refused_since or now)
 
     def crashed(self) -> Progress:
         """After an error of the supervisor."""
@@ -381,22 +446,25 @@ class Progress:
 
 
 class After(enum.Enum):
-    """What follows the end of a controller."""
+    """The things that may follow the end of a controller."""
 
     END = "end"
     AGAIN = "again"
     MOVE = "move"
 
 
-def after_controller(code: int, *, moves: bool, is_asked: bool, goes_on: bool) -> After:
-    """What follows when the controller's command has ended.
+def after_controller(code: int, *, moves: bool, is_asked: bool, goes_on: bool, in_vain: bool = False) -> After:
+    """Decide what follows when the controller's command has ended.
 
     Args:
         code: as `subprocess` has it: negative for a signal.
         moves: it was asked to end, as its node is to leave.
         is_asked: a person wants the run to end.
         goes_on: it was not the first one of the run.
+        in_vain: it was to go on, and found nothing to go on with (`is_in_vain`).
     """
+    if in_vain and not moves and not is_asked:
+        return After.AGAIN  # and anew
     if code == REFUSED and goes_on and not is_asked:
         return After.AGAIN  # the one before may still be ending, where Ray was cut off from it, and have the directory
     if is_asked or (code >= 0 and not moves) or code in (0, REFUSED):

@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +16,7 @@ from elaswave_spmd.controller.on_ray.decisions import Progress
 from elaswave_spmd.controller.on_ray.job import Job
 from elaswave_spmd.errors import ConfigError, FilesError
 from elaswave_spmd.run_dir.atomic_write import open_private, replacing
-from elaswave_spmd.run_dir.lock import lock_run_dir, take_flock
+from elaswave_spmd.run_dir.lock import lock_run_dir, take_flock, workers_live
 from elaswave_spmd.run_dir.manifest import MANIFEST
 
 LOG = "log"
@@ -30,8 +29,8 @@ _STOP = "stop"
 _BEGIN = "begin.lock"
 _METRICS = "metrics.jsonl"
 _CHECKPOINTS = "checkpoints"
+_SHARDS = "shard_*.safetensors"
 _SUMMARY = "summary.json"
-_FIRST_PORT, _LAST_PORT = 20_000, 30_000  # below those that the kernel gives to connections
 
 
 class JobFiles:
@@ -63,6 +62,7 @@ class JobFiles:
             self._folder.chmod(0o700)
             for name in (_ENDED, _PROGRESS, _STOP):
                 (self._folder / name).unlink(missing_ok=True)
+            self.remove_notes()
             self._write(_NONCE, self._job.nonce)
             self._write(_JOB, json.dumps({"words": self._job.words}))
             if self._job.token_file == str(self._folder / TOKEN) and not (self._folder / TOKEN).exists():
@@ -179,6 +179,21 @@ class JobFiles:
             return ""
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
+    def note_for(self, node: str, start: str) -> Path:
+        """The file by which an agent is told another rendezvous.
+
+        Args:
+            node: the name of its node, which may have two of them for a while.
+            start: identifies its start.
+        """
+        return self._folder / f"agent-{node}-{start}.moved"
+
+    def remove_notes(self) -> None:
+        """Remove the notes that agents have not read: they were lost, or have ended."""
+        for pattern in ("agent-*.moved", ".agent-*.moved.taken"):
+            for note in self._folder.glob(pattern):
+                note.unlink(missing_ok=True)
+
     @property
     def steps(self) -> int:
         """The steps that the run has done, as its directory tells."""
@@ -193,6 +208,14 @@ class JobFiles:
         return Path(self._job.run_dir).exists()
 
     @property
+    def has_workers(self) -> bool:
+        """True if workers that were beside a controller live, or their fork server.
+
+        Where a file system has locks that hold on several machines, they may be on another one.
+        """
+        return workers_live(self._job.run_dir)
+
+    @property
     def has_checkpoint(self) -> bool:
         """True if there is a checkpoint that was completed: its manifest is written last."""
         with contextlib.suppress(OSError):
@@ -200,9 +223,29 @@ class JobFiles:
         return False
 
     @property
+    def shards(self) -> frozenset[str]:
+        """The files of state that workers have written. They may be whole: workers left alone write no manifest."""
+        with contextlib.suppress(OSError):
+            return frozenset(map(str, (Path(self._job.run_dir) / _CHECKPOINTS).glob(f"*/{_SHARDS}")))
+        return frozenset()
+
+    @property
     def has_result(self) -> bool:
         """True if the run has finished."""
         return (Path(self._job.run_dir) / _SUMMARY).exists()
+
+    def check_free(self, *, nobody_waits: bool) -> None:
+        """Check that no controller has the directory.
+
+        Args:
+            nobody_waits: the next one need not wait for agents with workers, since there are none.
+
+        Raises:
+            ConfigError: one still has it.
+        """
+        with lock_run_dir(Path(self._job.run_dir)) as lock:
+            if nobody_waits:
+                lock.life_began()
 
     def put_aside(self) -> Path | None:
         """Rename the directory of a run that has no checkpoint to go on from, and return its new name.
@@ -240,13 +283,3 @@ def begun_twice(run_dir: str) -> ConfigError:
         where="run.dir",
         fix="wait a moment and try again, or another run.dir",
     )
-
-
-def free_port(host: str, wanted: int) -> int:
-    """A port at an address of this machine: the wanted one if nobody listens there, else one drawn at random."""
-    for _ in range(1000):
-        port = wanted or _FIRST_PORT + secrets.randbelow(_LAST_PORT - _FIRST_PORT)
-        wanted = 0
-        with contextlib.suppress(OSError), socket.create_server((host, port)):
-            return port
-    raise OSError(f"no free port at {host}")

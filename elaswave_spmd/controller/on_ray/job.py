@@ -21,6 +21,7 @@ from elaswave_spmd.conf.compose import given_value, named_settings, settings_fro
 from elaswave_spmd.conf.schema import AUTO, RAY, Settings
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.devices.registry import device_names, device_of
+from elaswave_spmd.runtime.processes.supervisor import ADOPT_S
 
 MARK = "ELASWAVE_ON_RAY"
 """The variable in which the supervisor tells the controller's command the words that it adds to those of the user."""
@@ -55,6 +56,8 @@ class Job:
         python: the interpreter, on all nodes.
         variables: of the command's environment, for all processes of the run; None: not set.
         nonce: written beside `run_dir`, by which a node sees that it shares the file system.
+        adopt_s: for which workers of a controller that is lost wait for the next one (`timeouts.adopt`); None: none.
+        not_adopted: why they do not, where nobody has said that they should not; else empty.
     """
 
     run_dir: str
@@ -71,6 +74,8 @@ class Job:
     python: str
     variables: Mapping[str, str | None]
     nonce: str = ""
+    adopt_s: float | None = None
+    not_adopted: str = ""
 
     @property
     def files(self) -> Path:
@@ -94,7 +99,7 @@ class Job:
 
     @property
     def resources(self) -> dict[str, float]:
-        """What an agent asks Ray for."""
+        """The resources that an agent asks Ray for."""
         asked = {"CPU": float(self.places * self.threads)}
         if self._resource:
             asked[self._resource] = float(self.places)
@@ -182,7 +187,13 @@ def hand_over(words: Sequence[str], environment: Mapping[str, str], folder: str)
     run_dir = os.path.join(folder, os.path.expanduser(str(directory)))
     token = given_value(words, "runtime.token_file", None)
     token_file = os.path.join(folder, os.path.expanduser(str(token))) if token else f"{run_dir}.ray/token"
-    settings = settings_from([*words, *_derived(words, "ray:1", 1, token_file)])
+    derived = _derived(words, "ray:1", 1, token_file)
+    settings, not_adopted = settings_from([*words, *derived]), ""
+    if settings.timeouts.adopt is None and "timeouts.adopt" not in named:
+        if (held := settings.held_by_controller) is None:
+            settings = settings_from([*words, *derived, _adopting(ADOPT_S)])
+        else:
+            not_adopted = f"{held[0]}: {held[1]}"
     runtime, workers = settings.runtime, settings.mesh.shape.num_workers
     job = Job(
         run_dir=os.path.abspath(run_dir),
@@ -199,6 +210,8 @@ def hand_over(words: Sequence[str], environment: Mapping[str, str], folder: str)
         python=sys.executable,
         variables={name: environment.get(name) for name in _TAKEN_ALONG},
         nonce=secrets.token_hex(16),
+        adopt_s=settings.timeouts.adopt,
+        not_adopted=not_adopted,
     )
     return HandOver(job, settings)
 
@@ -210,6 +223,11 @@ def _derived(words: Sequence[str], rendezvous: str, agents: int, token_file: str
     return [*given, f"runtime.rendezvous={rendezvous}", word_of("runtime.token_file", token_file)]
 
 
+def _adopting(seconds: float) -> str:
+    """The word by which workers of a controller that is lost wait for the next one."""
+    return f"timeouts.adopt={seconds}"
+
+
 def words_at(job: Job, rendezvous: str, agents: int, *, are_all: bool) -> list[str]:
     """The words that the supervisor adds to those of the user, for a controller that listens at `rendezvous`.
 
@@ -219,6 +237,8 @@ def words_at(job: Job, rendezvous: str, agents: int, *, are_all: bool) -> list[s
     """
     local = "0" if are_all else "null"
     added = [f"runtime.agents={agents}", f"runtime.local_workers={local}", f"runtime.agent_workers={job.places}"]
+    if job.adopt_s is not None and "timeouts.adopt" not in named_settings(job.words):
+        added.append(_adopting(job.adopt_s))
     return [*_derived(job.words, rendezvous, agents, job.token_file), *added]
 
 

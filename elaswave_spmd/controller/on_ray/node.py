@@ -1,6 +1,7 @@
 """The actor of one node: it checks the node, and starts the agent of the run there, which ends with it.
 
-The agent is an ordinary one. The actor tells it nothing but signals, and tells the supervisor how it ends.
+The agent is an ordinary one. The actor tells it nothing but signals, and where the next controller is, for which it may
+have kept its workers; and it tells the supervisor how the agent ends.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from elaswave_spmd.controller.moved import Place, take_note
 from elaswave_spmd.controller.on_ray import tied
 from elaswave_spmd.controller.on_ray.files import JobFiles
 from elaswave_spmd.controller.on_ray.job import Job, differing, process_environment
 from elaswave_spmd.controller.on_ray.vendor import ray_module
-from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.errors import ConfigError, FilesError
 from elaswave_spmd.runtime.processes.rendezvous import read_secret
 
 MONITOR = "RAY_memory_monitor_refresh_ms"
@@ -27,6 +29,10 @@ DRAIN_S = 30
 
 _LEAVES_S = DRAIN_S + 10.0
 _LOOKS_S = 600
+_UNREAD_S = 60.0
+"""How long an agent may take to read that the run has moved. Else it has not noticed the end of its controller; or that
+one lives, cut off from Ray: a raylet that is cut off ends within a minute, and the controller with it."""
+
 _EXEC_S = 5.0
 _LOOK_S = 0.01
 _BEGIN = "agent on "  # what an agent says at its begin, and last if nothing has happened to it
@@ -34,7 +40,7 @@ _BEGIN = "agent on "  # what an agent says at its begin, and last if nothing has
 
 @dataclass(frozen=True)
 class NodeReport:
-    """How an actor finds its node.
+    """The state in which an actor finds its node.
 
     Args:
         node: its id.
@@ -55,7 +61,7 @@ class AgentReport:
 
     Args:
         node: the node's id.
-        serves: the rendezvous that the agent was started with; "": none was started.
+        serves: the rendezvous that the agent was started with, or told last; "": none was started, or it has not heard.
         start: a random name of its start.
         code: its exit code; None: it lives.
         said: its last line, if it has said more than that it is there.
@@ -130,48 +136,75 @@ class NodeAgent:
         self._job = job
         self._files = JobFiles(job)
         self._process: subprocess.Popen[bytes] | None = None
+        self._place: Place | None = None  # of an agent that may keep its workers
         self._serves = ""
         self._start = ""
         self._log = ""
 
     def check(self) -> NodeReport:
-        """How the node is."""
+        """Check the node."""
         return check_node(self._job)
 
     def start(self, rendezvous: str, name: str) -> NodeReport:
-        """Start the agent, if the node can be used. One that is still there leaves first.
+        """Have the agent serve the controller at this rendezvous.
+
+        One that is there and may have kept its workers is told the place. Else one is started, if the node can be used;
+        an agent that is still there leaves first.
 
         Args:
             rendezvous: HOST:PORT of the controller.
             name: of the node, for the run.
         """
+        now = time.monotonic()
+        if self._place is not None and self._is_there and not self._is_deaf(now):
+            try:
+                self._place.tell(rendezvous, now)
+            except FilesError as error:
+                return NodeReport(node_id(), "", "", f"its agent cannot be told where the controller is ({error.why})")
+            self._serves = rendezvous
+            return NodeReport(node_id(), "", f"told that the controller is at {rendezvous}; it keeps its workers")
         self._end()
         report = check_node(self._job)
         if report.problem:
             return report
-        job, self._log = self._job, f"agent-{name}.log"
+        job, self._log, start = self._job, f"agent-{name}.log", secrets.token_hex(8)
         words = [
             *(job.python, "-m", "elaswave_spmd", "agent", rendezvous, "--token-file", job.token_file),
             *("--workers", str(job.places), "--name", name, "--drain", str(DRAIN_S), "--timeout", str(_LOOKS_S)),
         ]
+        if job.adopt_s is not None:
+            self._place = Place(self._files.note_for(name, start), rendezvous)
+            words += ["--moved-file", str(self._place.note)]
         environment = process_environment(job, os.environ)
         with self._files.opened(self._log) as log:
             self._process = tied.start(words, environment, job.folder, log)
-        self._serves, self._start = rendezvous, secrets.token_hex(8)
+        self._serves, self._start = rendezvous, start
         if wrong := differing(job, _environment_of(self._process.pid, environment)):
             self._end()
             return NodeReport(report.node, f"the agent would have {', '.join(wrong)}, and other bits", report.facts)
         return report
 
+    @property
+    def _is_there(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _is_deaf(self, now: float) -> bool:
+        """True if the agent has been told another place for so long that it will not hear of it."""
+        unread_s = self._place.unread_s(now) if self._place is not None else None
+        return unread_s is not None and unread_s > _UNREAD_S
+
     def state(self) -> AgentReport:
-        """How the agent is."""
+        """The state of the agent."""
         if self._process is None:
             return AgentReport(node_id())
-        code = self._process.poll()
+        now, code = time.monotonic(), self._process.poll()
         said = "" if code is None else self._files.last_line(self._log)
         said = "" if said.startswith(_BEGIN) else said
         has_workers = code is None and any(_children_of(child) for child in _children_of(self._process.pid))
-        return AgentReport(node_id(), self._serves, self._start, code, said, has_workers)
+        has_ended_before = code is not None and self._place is not None and self._place.unread_s(now) is not None
+        # It is to be started where the controller is now.
+        serves = "" if has_ended_before or self._is_deaf(now) else self._serves
+        return AgentReport(node_id(), serves, self._start, code, said, has_workers)
 
     def terminate(self) -> None:
         """Send SIGTERM to the agent: its workers leave the run."""
@@ -188,7 +221,9 @@ class NodeAgent:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._process = None
+        if self._place is not None:
+            take_note(self._place.note)  # nobody else reads it
+        self._process = self._place = None
 
 
 def _environment_of(process: int, otherwise: dict[str, str]) -> dict[str, str]:

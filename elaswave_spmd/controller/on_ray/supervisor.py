@@ -1,7 +1,8 @@
 """The actor that has the run: it starts the controller's command, and keeps agents where the cluster has nodes.
 
 When its process or its node is lost, Ray starts the actor again, mostly on another node. It finds the run's actors and
-its files, and starts the command again, which goes on in the directory of the run.
+its files, and starts the command again, which goes on in the directory of the run: it adopts the workers that agents
+have kept (docs/protocol.md, A1 to A12), and resumes the run where there are none.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from elaswave_spmd.controller.on_ray.decisions import (
     AddAgent,
     After,
     AgentActor,
+    Begin,
     Drain,
     Fleet,
     Move,
@@ -34,21 +36,31 @@ from elaswave_spmd.controller.on_ray.decisions import (
     StartAgent,
     Tell,
     after_controller,
+    how_to_begin,
+    is_in_vain,
     to_start,
+    workers_wait,
 )
-from elaswave_spmd.controller.on_ray.files import LOG, JobFiles, free_port
+from elaswave_spmd.controller.on_ray.files import LOG, JobFiles
 from elaswave_spmd.controller.on_ray.job import MARK, Job, process_environment, words_at
 from elaswave_spmd.controller.on_ray.node import check_node, node_id
 from elaswave_spmd.controller.on_ray.vendor import ray_module
 from elaswave_spmd.errors import ConfigError, ControlError, FilesError, RunError
+from elaswave_spmd.runtime.transport.free_ports import free_port
 
 _TURN_S = 0.3
 _REGATHER_S = 15.0
 """After a restart: how long all of the first agents are waited for. A node of them may be lost."""
 
+_WAITING_S = 3.0
+"""The same where workers wait, as the controller finds out by itself who is lost."""
+
 _CHECK_S = 120.0
 _ORPHANS_S = 120.0
 """How long workers that have lost their controller are waited for, where the run has no checkpoint but theirs."""
+
+_SETTLED_S = 1.0
+"""After which workers that have lost their controller are no processes that are just ending."""
 
 _ELSEWHERE_S = 5.0
 _SAVES_S = 120.0
@@ -123,6 +135,7 @@ class Supervisor:
             try:
                 assert cluster is not None
                 cluster.remove_all()
+                files.remove_notes()
                 break
             except BaseException:
                 _say(traceback.format_exc())
@@ -164,6 +177,11 @@ class SupervisorLife:
         self._controller: subprocess.Popen[bytes] | None = None
         self._rendezvous = ""
         self._moves = False
+        self._was_started = False  # the last controller: its command was started
+        self._resumes = False  # it was to go on with the run
+        self._shards: frozenset[str] = frozenset()  # that there were when it was started
+        self._was_in_vain = False  # it found nothing to go on with, and there is nothing more now
+        self._refusals = 0  # in a row, of controllers that were started
 
     def save(self) -> None:
         """Have the controller end, if there is one, as by Ctrl-C."""
@@ -180,7 +198,7 @@ class SupervisorLife:
         return self._stop.is_set() or self._files.is_asked_to_stop
 
     def run(self) -> int:
-        """Until the run has ended. Returns its exit code.
+        """Run until the run has ended. Returns its exit code.
 
         Raises:
             _MovesError: the supervisor is to go on on another node.
@@ -191,33 +209,62 @@ class SupervisorLife:
         if self._is_asked:
             if progress.starts:
                 self._files.tell("the run ends, as was asked")
-                self._await_orphans()
+                self._end_orphans()
             return 128 + signal.SIGTERM
         self._nodes = self._cluster.nodes()
-        if (code := self._gather(is_first=not progress.starts)) is not None:
+        are_waiting = self._find_waiting()
+        if (code := self._gather(is_first=not progress.starts, are_waiting=are_waiting)) is not None:
+            if self._is_asked:
+                self._end_orphans()
             return code
         while True:
             if files.progress.is_vain:
                 files.tell(f"the controller was started {files.progress.starts} times, and the run got no further")
+                self._end_waiting()
                 return 1
-            goes_on = files.progress.starts > 0
-            code = self._live()
-            files.progress = files.progress.ended(code, time.time())
-            match after_controller(code, moves=self._moves, is_asked=self._is_asked, goes_on=goes_on):
+            goes_on, had_checkpoint = files.progress.starts > 0, files.has_checkpoint
+            code = self._live(are_waiting=are_waiting)
+            files.progress = files.progress.ended(code, time.time(), was_started=self._was_started)
+            if code < 0 and files.has_result:
+                return 0  # it was killed when the result was written
+            in_vain = self._ended_in_vain(code, had_checkpoint=had_checkpoint)
+            after = after_controller(code, moves=self._moves, is_asked=self._is_asked, goes_on=goes_on, in_vain=in_vain)
+            match after:
                 case After.END:
                     if code < 0:
-                        self._await_orphans()
+                        self._end_orphans()
+                    elif code and goes_on:  # it may not have come so far that it had workers
+                        self._end_waiting()
                     return 128 - code if code < 0 else code
                 case After.MOVE:
                     files.tell("the run's state is saved; the controller goes on on another node")
                     raise _MovesError
                 case After.AGAIN if files.progress.is_refused(time.time()):
                     files.tell("the controller is refused again and again: the run ends")
+                    self._end_waiting()
                     return code
                 case After.AGAIN:
                     how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
                     files.tell(f"the controller has ended {how}: it is started again")
                     time.sleep(0.0 if code < 0 else _ELSEWHERE_S)
+                    are_waiting = self._find_waiting()
+
+    def _ended_in_vain(self, code: int, *, had_checkpoint: bool) -> bool:
+        """True if the last controller was to go on with the run, and found nothing to go on with."""
+        if not self._was_started:
+            return False
+        files = self._files
+        self._refusals = self._refusals + 1 if code == REFUSED else 0
+        in_vain = self._resumes and is_in_vain(
+            code,
+            had_checkpoint=had_checkpoint,
+            has_checkpoint=files.has_checkpoint,
+            steps=files.steps - files.progress.steps,
+            refusals=self._refusals,
+        )
+        # Workers that were still writing when it looked may have ended since: the next one tries what there is now.
+        self._was_in_vain = in_vain and files.shards == self._shards
+        return in_vain
 
     def _name(self, node: str) -> str:
         """The name of a node by its id."""
@@ -227,11 +274,11 @@ class SupervisorLife:
         self._files.append(f"error: node {self._name(node)} cannot serve the run: {problem}\n".encode())
         return REFUSED
 
-    def _gather(self, *, is_first: bool) -> int | None:
+    def _gather(self, *, is_first: bool, are_waiting: bool) -> int | None:
         """Reserve what the first agents need, and make their actors. Returns an exit code if the run cannot begin."""
         job, cluster = self._job, self._cluster
         cluster.reserve_first()
-        deadline = time.monotonic() + (job.timeout_s if is_first else _REGATHER_S)
+        deadline = time.monotonic() + (job.timeout_s if is_first else 0.0 if are_waiting else _REGATHER_S)
         while not cluster.are_reserved():
             if self._is_asked:
                 return 128 + signal.SIGTERM
@@ -247,23 +294,35 @@ class SupervisorLife:
         if not is_first:
             return None
         self._files.tell(f"the run has {job.described()}")
+        if job.not_adopted:
+            self._files.tell(f"a controller that is lost takes its workers along ({job.not_adopted})")
         for checked in cluster.check(range(job.agents), max(_CHECK_S, job.timeout_s)):
             if checked.problem:
                 return self._refuse(checked.node, checked.problem)
         return None
 
-    def _live(self) -> int:
-        """One life of the controller. Returns its exit code."""
-        agents = self._ready_agents()
-        if not agents and not self._is_asked:
+    def _live(self, *, are_waiting: bool) -> int:
+        """One life of the controller. Returns its exit code.
+
+        Args:
+            are_waiting: workers wait for it.
+        """
+        self._was_started = self._resumes = False
+        agents = self._ready_agents(are_waiting=are_waiting)
+        if self._is_asked:
+            self._end_orphans()
+            return 128 + signal.SIGTERM
+        are_waiting = are_waiting or self._are_there_waiting()  # an actor may have answered late
+        if not agents:
             self._files.tell("no agent has a place any more")
             return 1
         try:
-            words = self._words()
+            words = self._words(are_waiting=are_waiting)
         except ConfigError as error:  # a controller that Ray was cut off from still has the directory
             self._files.tell(error.what)
             return REFUSED
         if self._is_asked:
+            self._end_orphans()
             return 128 + signal.SIGTERM
         progress = self._files.progress
         is_back = progress.node == self._home
@@ -272,7 +331,8 @@ class SupervisorLife:
         self._files.progress = progress.started(self._files.steps, port, self._home)
         for key in to_start(agents, self._rendezvous):
             self._start(key)
-        self._start_controller(words, len(agents))
+        self._shards = self._files.shards
+        self._start_controller(words, len(agents), are_waiting=are_waiting)
         assert self._controller is not None
         is_asked = False
         while (code := self._controller.poll()) is None:
@@ -283,14 +343,49 @@ class SupervisorLife:
             time.sleep(_TURN_S)
         return code
 
-    def _ready_agents(self) -> list[AgentActor]:
-        """The agents that the controller is to wait for: after a restart perhaps fewer than the run began with."""
+    @property
+    def _may_be_waiting(self) -> bool:
+        return self._job.adopt_s is not None and bool(self._files.progress.starts) and self._files.has_begun
+
+    def _are_there_waiting(self) -> bool:
+        """True if workers wait for the next controller, as far as actors have told."""
+        if not self._may_be_waiting:
+            return False
+        return any(agent.has_workers for agent in self._cluster.agents()) or self._are_own_waiting()
+
+    def _are_own_waiting(self) -> bool:
+        """True if workers wait that were beside the last controller, on this node: elsewhere nobody adopts them."""
+        if self._files.progress.node != self._home or not self._files.has_workers:
+            return False
+        time.sleep(_SETTLED_S)  # a fork server that was left without workers ends at once
+        return self._files.has_workers
+
+    def _find_waiting(self) -> bool:
+        """True if workers wait for the next controller. Actors have some time to tell."""
+        if not self._may_be_waiting:
+            return False
+        began, found = time.monotonic(), None
+        while found is None and not self._is_asked:
+            self._hear_answers()
+            found = workers_wait(self._cluster.agents(), time.monotonic() - began)
+            time.sleep(_TURN_S if found is None else 0.0)
+        return bool(found) or self._are_own_waiting()
+
+    def _ready_agents(self, *, are_waiting: bool) -> list[AgentActor]:
+        """The agents that the controller is to wait for: after a restart perhaps fewer than the run began with.
+
+        Args:
+            are_waiting: workers wait for it, so that it has to be there soon.
+        """
         began = time.monotonic()
         # Beside the controller there is no device that Ray has given to the run.
         patience_s = self._job.timeout_s if self._job.needs_device else _REGATHER_S
+        patience_s = _WAITING_S if are_waiting else patience_s
         while True:
             self._nodes = self._cluster.nodes()
-            ready = [agent for agent in self._cluster.agents() if self._is_ready(agent)]
+            self._hear_answers()
+            agents = self._cluster.agents()
+            ready = [agent for agent in agents if self._is_ready(agent) or (are_waiting and agent.has_workers)]
             waited = time.monotonic() - began
             is_enough = len(ready) >= self._job.agents or (ready and waited > patience_s)
             if self._is_asked or is_enough or waited > self._job.timeout_s:
@@ -302,31 +397,74 @@ class SupervisorLife:
         is_there = node is not None and node.stays and agent.state is not ActorState.PLACING
         return is_there and agent.code != REFUSED and not self._fleet.cannot_start(agent)
 
-    def _words(self) -> list[str]:
-        """The words of the user, or those that go on with the run."""
-        files = self._files
-        if not files.progress.starts or not files.has_begun:
-            return [*self._job.words]
-        if not files.has_checkpoint:
-            self._await_orphans()
-        if files.has_checkpoint or (aside := files.put_aside()) is None:
-            return words_resuming(self._job.words, self._job.run_dir)
-        files.tell(f"the run has no checkpoint, and begins again; what it has left is in {aside}")
-        return [*self._job.words]
+    def _words(self, *, are_waiting: bool) -> list[str]:
+        """The words of the user, or those that go on with the run.
 
-    def _await_orphans(self) -> None:
-        """Wait for workers that have lost their controller: they write their state, and end."""
-        began = time.monotonic()
-        while time.monotonic() - began < _ORPHANS_S:
+        Args:
+            are_waiting: workers wait for a controller that goes on.
+
+        Raises:
+            ConfigError: the controller before still has the directory.
+        """
+        files = self._files
+        has_begun = files.progress.starts > 0 and files.has_begun
+        if has_begun and self._job.adopt_s is None and not files.has_checkpoint:
+            self._await_orphans()
+        begin = how_to_begin(
+            has_begun=has_begun,
+            are_waiting=are_waiting,
+            has_checkpoint=files.has_checkpoint,
+            has_shards=bool(files.shards),
+            was_in_vain=self._was_in_vain,
+        )
+        if begin is Begin.AS_TYPED:
+            return [*self._job.words]
+        # A controller that only finds the directory locked would not say whether there is something to go on with.
+        files.check_free(nobody_waits=not are_waiting and self._job.adopt_s is not None)
+        if begin is Begin.ANEW and (aside := files.put_aside()) is not None:
+            files.tell(f"the run has no checkpoint, and begins again; what it has left is in {aside}")
+            return [*self._job.words]
+        if are_waiting:
+            files.tell("workers wait for the next controller, which adopts them")
+        self._resumes = True
+        return words_resuming(self._job.words, self._job.run_dir)
+
+    def _end_waiting(self) -> None:
+        """Have workers that wait for a controller write their state and end, as none comes any more."""
+        if self._job.adopt_s is not None:
+            self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        """Wait until workers that have lost their controller have written their state, and do not wait for another."""
+        if self._files.progress.starts:
+            self._await_orphans(are_to_end=self._job.adopt_s is not None)
+
+    def _await_orphans(self, *, are_to_end: bool = False) -> None:
+        """Wait for workers that have lost their controller: they write their state, and end.
+
+        Args:
+            are_to_end: they would wait for another controller, and do so at once.
+        """
+        began, told = time.monotonic(), set[int]()
+        # Those of the controller itself are told nothing: they wait as long as they would for the next one.
+        while time.monotonic() - began < _ORPHANS_S + (self._job.adopt_s or 0.0):
+            self._hear_answers()
             agents, waited = self._cluster.agents(), time.monotonic() - began
+            for agent in agents if are_to_end else ():
+                if agent.has_workers and agent.key not in told:
+                    told.add(agent.key)
+                    self._cluster.terminate(agent.key)
             is_unknown = waited < _REGATHER_S and any(agent.state is ActorState.PLACING for agent in agents)
-            if not is_unknown and not any(agent.has_workers for agent in agents):
+            if not is_unknown and not any(agent.has_workers for agent in agents) and not self._files.has_workers:
                 return
             time.sleep(_TURN_S)
 
-    def _start_controller(self, words: list[str], agents: int) -> None:
+    def _start_controller(self, words: list[str], agents: int, *, are_waiting: bool) -> None:
         job = self._job
         is_first = self._files.progress.starts == 1
+        if are_waiting and (job.needs_device or self._cluster.are_reserved()):
+            # It adopts workers of those that are there. Should it begin again later, it waits for all that are to come.
+            agents = max(agents, job.agents)
         are_all = is_first or job.needs_device or agents * job.places >= job.workers
         beside = "" if are_all else "; workers without a place there are beside the controller"
         name = self._nodes[self._home].name
@@ -336,6 +474,7 @@ class SupervisorLife:
         command = [job.python, "-m", "elaswave_spmd", "train", *words]
         with self._files.opened(LOG) as log:
             self._controller = tied.start(command, environment, job.folder, log)
+        self._was_started = True
 
     def _start(self, key: int) -> None:
         agent = next(agent for agent in self._cluster.agents() if agent.key == key)
@@ -343,7 +482,14 @@ class SupervisorLife:
 
     def _turn(self) -> None:
         """Look at the cluster, and do what follows."""
-        self._nodes, now = self._cluster.nodes(), time.time()  # Ray's clock: deadlines are times of day
+        self._nodes = self._cluster.nodes()
+        self._hear_answers()
+        now = time.time()  # Ray's clock: deadlines are times of day
+        self._carry_out(self._fleet.turn(self._nodes, self._cluster.agents(), self._rendezvous, now))
+
+    def _hear_answers(self) -> None:
+        """Do what follows from the answers of actors that were to start their agents."""
+        now = time.time()
         for key, report in self._cluster.answers():
             name = self._name(report.node)
             if report.problem:
@@ -352,7 +498,6 @@ class SupervisorLife:
                 self._carry_out(self._fleet.not_started(key, report.node, name, report.failure, now))
             else:
                 self._carry_out(self._fleet.started(key, report.node, name, report.facts))
-        self._carry_out(self._fleet.turn(self._nodes, self._cluster.agents(), self._rendezvous, now))
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:

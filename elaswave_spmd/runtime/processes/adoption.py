@@ -1,4 +1,4 @@
-"""How a controller that comes back finds the processes of its predecessor: files in the directory of the sockets.
+"""Files in the directory of the sockets, by which a controller that comes back finds its predecessor's processes.
 
 The fork server listens at a socket there from its start, and takes another controller once the connection of the one
 before has ended. Every member of the mesh has written its address into a file there. The directory is its user's alone,
@@ -36,12 +36,14 @@ class Orphans:
         next_rank: all ranks below it have been given to workers.
         ended: ranks of those whose end nobody has heard of.
         seconds: for how long they have had no controller.
+        made: the ranks of all workers that the fork server has ever made.
     """
 
     pids: dict[int, int]
     next_rank: int
     ended: tuple[int, ...]
     seconds: float
+    made: tuple[int, ...] = ()
 
 
 # ---- addresses of workers
@@ -58,7 +60,7 @@ def write_address(directory: str, rank: int, address: str) -> None:
 
 
 def read_address(directory: str, rank: int) -> str | None:
-    """Where a worker listens; None: it was no member of the mesh yet."""
+    """The address at which a worker listens; None: it was no member of the mesh yet."""
     try:
         return (Path(directory) / _ADDRESS.format(rank)).read_text()
     except OSError:
@@ -125,7 +127,8 @@ def ask_for_orphans(directory: str, fds: Sequence[int]) -> tuple[socket.socket, 
         answer = _line(link)
         pids = {int(rank): int(number) for rank, number in answer["pids"].items()}
         link.settimeout(None)
-        return link, process, Orphans(pids, answer["next_rank"], tuple(answer["ended"]), answer["seconds"])
+        ended, made = tuple(answer["ended"]), tuple(answer["made"])
+        return link, process, Orphans(pids, answer["next_rank"], ended, answer["seconds"], made)
     link.close()
     return None
 

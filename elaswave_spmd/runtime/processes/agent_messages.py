@@ -65,6 +65,29 @@ class Hello(AgentMessage, frozen=True):
     before: tuple[int, ...] = ()  # the peer ids that this agent has had in this run
 
 
+class Back(AgentMessage, frozen=True):
+    """An agent has kept its workers while there was no controller, and asks the next one to adopt them.
+
+    In place of Hello, where the run has `timeouts.adopt`. Who does not adopt them answers JoinAgain, or Refused.
+
+    Args:
+        hello: with which it would join as a new agent.
+        run, incarnation: of the life of the run that its workers are in.
+        workers: rank -> address of each that lives; "": it was no member of the mesh yet.
+        newcomers: those that have ended, were no members, and that no controller has started anew.
+        gone: all others that have ended.
+        seconds: for how long they have had no controller.
+    """
+
+    hello: Hello
+    run: str
+    incarnation: int
+    workers: dict[int, str]
+    newcomers: tuple[int, ...]
+    gone: tuple[int, ...]
+    seconds: float
+
+
 class Prepared(AgentMessage, frozen=True):
     """The data exists and equals the controller's; workers can be spawned."""
 
@@ -117,6 +140,15 @@ class JoinAgain(AgentMessage, frozen=True):
     reason: str
 
 
+class ConnectAgain(AgentMessage, frozen=True):
+    """Only the connection to the agent of peer id `peer` has ended, while workers are taken over: it comes back.
+
+    With its workers, by Back, as if its own connection had ended, which it may never notice.
+    """
+
+    peer: int
+
+
 class Drain(AgentMessage, frozen=True):
     """The workers of the agent are about to leave the run, and LetGo follows when they have.
 
@@ -147,6 +179,10 @@ class PrepareRun(AgentMessage, frozen=True):
     data: dict[str, Any]
 
 
+class Settled(AgentMessage, frozen=True):
+    """The workers that the agent has kept are adopted, and all that died while there was no controller is made good."""
+
+
 class Spawn(AgentMessage, frozen=True):
     """Start worker `rank`. The agent replaces the fields of `spec` that are its machine's: data, directory, host."""
 
@@ -173,6 +209,7 @@ class Stop(AgentMessage, frozen=True):
 
 AnyAgentMessage: TypeAlias = (
     Hello
+    | Back
     | Prepared
     | Notice
     | WorkerExited
@@ -181,9 +218,11 @@ AnyAgentMessage: TypeAlias = (
     | AgentFailed
     | Refused
     | JoinAgain
+    | ConnectAgain
     | Drain
     | LetGo
     | PrepareRun
+    | Settled
     | Spawn
     | Signal
     | ReportExits

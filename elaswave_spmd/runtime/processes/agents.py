@@ -6,11 +6,15 @@ for long.
 The first agents are waited for, and prepare before the run begins: the loss of one ends the start. A *late* agent comes
 after that. It asks, is admitted or refused by the controller, and prepares beside the run, which never waits for it:
 what becomes of it is news (`take_news`).
+
+Agents of a controller that has died may come *back* to the next one with the workers that they have kept, where that
+one takes over their life of the run; else they are told to join again, without them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from collections import Counter
@@ -33,6 +37,10 @@ _MOST_REFUSED = 100  # agents whose refusals are told
 _REQUEST_TIMEOUT_S = 2.0  # a silent machine must not delay the end of a run that has another reason to end
 _GOODBYE_TIMEOUT_S = 10.0
 _NO_WORKER = "no worker was here"
+_NOT_TAKEN_BACK = "the run goes on without the workers that it has kept"
+_CANNOT_BE = "what it says of its workers cannot be"
+_PEERS = 1_000_000  # ids of agents that a controller may give; the next one of the same life gives others
+_UNKNOWN_RANKS = 100_000  # that a controller may have given to newcomers since the last line of the journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,7 @@ class Agent:
         late: it came when the first agents were all there: the run neither waits for it nor ends with it.
         ranks: its workers whose end has not been reported.
         silent: those of its workers that were lost since nothing was heard of them.
+        addresses: of the workers that it had when it came back: rank -> address, "" of one that was no member yet.
     """
 
     peer: int
@@ -82,6 +91,7 @@ class Agent:
     returned: bool = False
     ranks: set[int] = field(default_factory=set)
     silent: set[int] = field(default_factory=set)
+    addresses: Mapping[int, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"the agent on {self.host}"
@@ -104,6 +114,25 @@ class AgentCame:
     peer: int
     host: str
     places: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgentBack:
+    """An agent of the controller before this one is back, with the workers that it has kept.
+
+    Args:
+        workers: those that live.
+        newcomers: those that were no members yet, whether they live or have ended.
+        made: all that it has ever had.
+        seconds: for how long they have had no controller.
+    """
+
+    peer: int
+    host: str
+    workers: frozenset[int]
+    newcomers: frozenset[int]
+    made: frozenset[int]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +169,25 @@ class AgentNotice:
     within_s: float
 
 
-AgentNews: TypeAlias = AgentCame | AgentReady | AgentGone | AgentNotice
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """The life of a run whose workers a controller takes over from the one before it.
+
+    Args:
+        run, incarnation: of the life.
+        generation: of the controller in it.
+        here: the ranks of all workers that the controller's machine has ever had: no agent has one of them.
+        next_rank: all ranks below it have been given to workers, and some above it: the journal has those of members.
+    """
+
+    run: str
+    incarnation: int
+    generation: int
+    here: frozenset[int] = frozenset()
+    next_rank: int = 0
+
+
+AgentNews: TypeAlias = AgentCame | AgentBack | AgentReady | AgentGone | AgentNotice
 
 
 class Agents:
@@ -152,13 +199,20 @@ class Agents:
         credentials: of the run's links.
         host: address of this machine on which links listen.
         wanted: number of agents that the run waits for before it begins.
+        life: of the run, whose workers are taken over; None: those of no one.
 
     Raises:
         ConfigError: the address is in use, or is not one of this machine.
     """
 
     def __init__(
-        self, rendezvous: tuple[str, int], secret: bytes, credentials: Credentials, host: str, wanted: int
+        self,
+        rendezvous: tuple[str, int],
+        secret: bytes,
+        credentials: Credentials,
+        host: str,
+        wanted: int,
+        life: TakenOver | None = None,
     ) -> None:
         import torch
 
@@ -179,8 +233,13 @@ class Agents:
         # While the first agents prepare, the loss of one ends the start of the run; later it is a loss of workers.
         self._preparing = False
         self._ending = False
+        self._closed = False
+        self._life = life
+        self._owners: dict[int, int] = {}  # rank -> the peer that has come back with it
+        self._away: dict[int, AgentGone] = {}  # by peer: lost while workers are taken over, and may be back before long
         self._mailbox = SelectableMailbox()
-        self._rendezvous = Rendezvous(_listening_address(*rendezvous, host), rendezvous[1], secret)
+        given = 0 if life is None else (life.generation - 1) * _PEERS
+        self._rendezvous = Rendezvous(_listening_address(*rendezvous, host), rendezvous[1], secret, given)
         try:
             self._links = AgentLinks(CONTROLLER, self._mailbox, credentials=credentials, host=host)
         except BaseException:
@@ -193,7 +252,7 @@ class Agents:
         return iter(sorted(self._agents.values(), key=lambda agent: (agent.host, -agent.peer)))
 
     def take_news(self) -> list[AgentNews]:
-        """What has become of agents since the last call, beside the ends of their workers."""
+        """The news of agents since the last call, beside the ends of their workers."""
         news, self._news = self._news, []
         return news
 
@@ -229,6 +288,34 @@ class Agents:
             self._send(agent, self._order)
         self._wait_until(lambda: all(agent.prepared for agent in self), float("inf"))
         self._preparing = False
+
+    def go_on(self, num_workers: int, settings: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+        """The run goes on under this controller, for agents that come back, and those that join. Never waits."""
+        self._order = am.PrepareRun(num_workers, dict(settings), dict(data))
+
+    def settle(self) -> None:
+        """The workers of agents that are back are adopted. Those of agents that come back later are lost to the run.
+
+        Also an agent whose workers have all ended hears of it: it would tell the next controller of them once more.
+        """
+        self._life = None
+        self._news += self._away.values()
+        self._away.clear()
+        for agent in self:
+            self._send(agent, am.Settled())
+
+    def give_back(self) -> None:
+        """End as if this process had died: agents keep their workers for another controller."""
+        if not self._closed:
+            self._closed = True
+            self._close(0)
+
+    def dismiss(self, reason: str) -> None:
+        """The run begins again, with the agents that look for it again when they hear this; `end` ends the others."""
+        for agent in (*self, *self._asking.values()):
+            self._send(agent, am.JoinAgain(agent.peer, reason))
+        self._agents.clear()
+        self._asking.clear()
 
     def admit(self, peer: int) -> None:
         """Have an agent that has asked prepare for the run; `AgentReady` or `AgentGone` follows. Never waits."""
@@ -324,13 +411,19 @@ class Agents:
 
         A late agent that still prepares has no workers, and is not waited for.
         """
+        if self._closed:
+            return []
+        self._closed = True
         self._problem = None
         with contextlib.suppress(LinksError):  # nothing comes any more: there is nothing to wait for
             self._wait_until(lambda: all(agent.is_preparing_late for agent in self), timeout_s, raise_problem=False)
-        self._links.close(100)
+        self._close(100)
+        return self._exits
+
+    def _close(self, linger_ms: int) -> None:
+        self._links.close(linger_ms)
         self._rendezvous.close()
         self._mailbox.close()
-        return self._exits
 
     def _send(self, agent: Agent, message: am.AgentMessage) -> None:
         self._links.send(agent.peer, am.encode(message))
@@ -372,7 +465,9 @@ class Agents:
             self._send(self._asking.pop(item.sender), am.LetGo(_NO_WORKER))
         elif isinstance(message, am.Hello) and item.sender < CONTROLLER and message.capacity > 0:
             self._accept_or_refuse(item.sender, message)
-        elif message is None or isinstance(message, am.Hello):
+        elif isinstance(message, am.Back) and item.sender < CONTROLLER and message.hello.capacity > 0:
+            self._take_back_or_not(item.sender, message)
+        elif message is None or isinstance(message, am.Hello | am.Back):
             self._links.reject(am.UNEXPECTED)
         # Else it is of an agent that was refused, or is lost already.
 
@@ -405,44 +500,23 @@ class Agents:
 
     def _accept_or_refuse(self, peer: int, hello: am.Hello) -> None:
         """Answer an agent's first message."""
-        try:
-            self._links.connect(peer, hello.address)
-        except RunError:
-            self._links.reject(am.UNEXPECTED)  # the address is none
+        if not self._connects(peer, hello):
             return
-        for former in hello.before:  # it knows that they are gone, perhaps before a closed connection shows it here
-            self._given_up.pop(former, None)
-            if (lost := self._agents.pop(former, None) or self._asking.pop(former, None)) is not None:
-                self._lose(lost, "it has joined again")
         late = self._order is not None or len(self._agents) >= self._wanted
         # The run does not wait for a late one: if it cannot be reached, its link closes.
         if not late and self._links.wait_connected([peer], _CONNECT_TIMEOUT_S):
             # There is no link on which to refuse it.
             self._refused.append(f"{hello.host}, which cannot be reached at {hello.address} (its option --host)")
             return
-        if self._ending:
-            refusal = self._is_ending()
-        elif mismatch := version_mismatch(hello.format):
-            refusal = ConfigError(
-                f"the agent on {hello.host} {mismatch}",
-                rule="agents and controller have the same format version",
-                where=hello.host,
-                fix="install the same version of elaswave_spmd on all machines",
-            )
-        elif hello.torch != self._torch:
-            refusal = ConfigError(
-                f"the agent on {hello.host} has torch {hello.torch}, the controller has {self._torch}",
-                rule="all machines have the same torch: another one may compute other bits",
-                where=hello.host,
-                fix=f"pip install torch=={self._torch} on {hello.host}",
-            )
-        elif late:
+        refusal = self._is_ending() if self._ending else self._mismatch(hello)
+        if refusal is None:
             returned = bool(hello.before)
-            self._asking[peer] = Agent(peer, hello.host, hello.capacity, hello.address, late=True, returned=returned)
-            self._news.append(AgentCame(peer, hello.host, hello.capacity))
-            return
-        else:
-            self._agents[peer] = Agent(peer, hello.host, hello.capacity, hello.address)
+            if late:
+                new = Agent(peer, hello.host, hello.capacity, hello.address, late=True, returned=returned)
+                self._asking[peer] = new
+                self._news.append(AgentCame(peer, hello.host, hello.capacity))
+            else:
+                self._agents[peer] = Agent(peer, hello.host, hello.capacity, hello.address)
             return
         if late:
             self._news.append(AgentGone(peer, hello.host, hello.capacity, False, refusal.what))
@@ -452,7 +526,90 @@ class Agents:
         answer = am.LetGo(refusal.what) if is_over else am.Refused(am.Problem.from_error(refusal))
         self._links.send(peer, am.encode(answer))
 
+    def _mismatch(self, hello: am.Hello) -> ConfigError | None:
+        """Why an agent cannot be one of this run; None: it can."""
+        if mismatch := version_mismatch(hello.format):
+            return ConfigError(
+                f"the agent on {hello.host} {mismatch}",
+                rule="agents and controller have the same format version",
+                where=hello.host,
+                fix="install the same version of elaswave_spmd on all machines",
+            )
+        if hello.torch != self._torch:
+            return ConfigError(
+                f"the agent on {hello.host} has torch {hello.torch}, the controller has {self._torch}",
+                rule="all machines have the same torch: another one may compute other bits",
+                where=hello.host,
+                fix=f"pip install torch=={self._torch} on {hello.host}",
+            )
+        return None
+
+    def _connects(self, peer: int, hello: am.Hello, kept: Collection[int] | None = None) -> bool:
+        """Open the link to an agent that comes. False: it has said no address.
+
+        Args:
+            kept: the workers with which it is taken back; None: it is a new agent, and its workers are lost.
+        """
+        try:
+            self._links.connect(peer, hello.address)
+        except RunError:
+            self._links.reject(am.UNEXPECTED)
+            return False
+        for former in hello.before:  # it knows that they are gone, perhaps before a closed connection shows it here
+            self._given_up.pop(former, None)
+            if kept is not None:
+                self._away.pop(former, None)
+            if (lost := self._agents.pop(former, None) or self._asking.pop(former, None)) is None:
+                continue
+            if kept is None:
+                self._lose(lost, "it has joined again")
+            else:  # its connection alone was lost, while workers are taken over
+                lost.ranks.difference_update(kept)
+                self._report_lost(lost, "it has come back without it")
+        return True
+
+    def _take_back_or_not(self, peer: int, back: am.Back) -> None:
+        """An agent has kept its workers: they are taken over, or it joins again without them."""
+        hello, refusal, why_not = back.hello, self._mismatch(back.hello), self._why_not_taken_back(peer, back)
+        is_taken = not self._ending and refusal is None and not why_not
+        if not self._connects(peer, hello, back.workers.keys() if is_taken else None):
+            return
+        agent = Agent(peer, hello.host, hello.capacity, hello.address, prepared=True, late=True, returned=True)
+        if self._ending:
+            self._send(agent, am.Stop(0.0))
+        elif refusal is not None:
+            self._news.append(AgentGone(peer, hello.host, hello.capacity, False, refusal.what))
+            self._send(agent, am.Refused(am.Problem.from_error(refusal)))
+        elif why_not:
+            self._send(agent, am.JoinAgain(peer, why_not))
+        else:
+            agent.addresses, agent.ranks = dict(back.workers), set(back.workers)
+            self._agents[peer] = agent
+            newcomers = frozenset({*back.newcomers, *(rank for rank, at in back.workers.items() if not at)})
+            made = frozenset({*back.workers, *back.newcomers, *back.gone})
+            self._owners.update(dict.fromkeys(made, peer))
+            self._news.append(AgentBack(peer, agent.host, frozenset(back.workers), newcomers, made, back.seconds))
+
+    def _why_not_taken_back(self, peer: int, back: am.Back) -> str:
+        """Why an agent that has kept its workers joins again without them; empty: it does not."""
+        life = self._life
+        if life is None or (life.run, life.incarnation) != (back.run, back.incarnation):
+            return _NOT_TAKEN_BACK
+        ranks, peers = [*back.workers, *back.newcomers, *back.gone], {peer, *back.hello.before}
+        is_sound = (
+            len({*ranks}) == len(ranks)
+            and all(0 <= rank < life.next_rank + _UNKNOWN_RANKS for rank in ranks)
+            and life.here.isdisjoint(ranks)
+            and all(self._owners.get(rank, peer) in peers for rank in ranks)
+            and 0 <= back.seconds < math.inf
+        )
+        if not is_sound:
+            self._links.reject(am.UNEXPECTED)
+        return "" if is_sound else _CANNOT_BE
+
     def _report_lost(self, agent: Agent, reason: str) -> None:
+        # That it is back, which nobody has heard of yet, is true no more.
+        self._news = [news for news in self._news if not (isinstance(news, AgentBack) and news.peer == agent.peer)]
         for rank in sorted(agent.ranks):
             self._exits.append(RemoteExited(rank, 0, None, int(signal.SIGKILL), agent.host, reason))
         if agent.ranks:
@@ -465,7 +622,8 @@ class Agents:
             return
         with contextlib.suppress(RunError):  # the links are closed
             self._links.connect(agent.peer, agent.address)
-            self._send(agent, am.JoinAgain(agent.peer, reason))
+            is_awaited = self._life is not None  # to come back with its workers
+            self._send(agent, am.ConnectAgain(agent.peer) if is_awaited else am.JoinAgain(agent.peer, reason))
 
     def _is_ending(self) -> ConfigError:
         return ConfigError(
@@ -479,7 +637,11 @@ class Agents:
         """Report the workers of a lost agent as lost. While agents prepare, its loss ends the start of the run."""
         self._report_lost(agent, reason)
         if self._order is not None:
-            self._news.append(AgentGone(agent.peer, agent.host, agent.capacity, agent.prepared, reason))
+            gone = AgentGone(agent.peer, agent.host, agent.capacity, agent.prepared, reason)
+            if self._life is None:
+                self._news.append(gone)
+            else:  # its connection alone may have ended: whether it is lost is known when all is settled
+                self._away[agent.peer] = gone
         if self._preparing and not agent.late and self._problem is None:
             self._problem = problem or RunError(f"{agent} was lost: {reason}")
 

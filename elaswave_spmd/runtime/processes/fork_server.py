@@ -63,6 +63,7 @@ class ForkServer:
         self._notices = notices
         self._pids: dict[int, int] = {}  # rank -> pid, the living only
         self._next_rank = 0  # above all that were ever made
+        self._made: list[int] = []  # the ranks of all of them
         self._ended: list[int] = []  # ranks whose end no controller has made good: there was none, or it was adopting
         self._is_settled = True  # the controller has made good all that died with the one before
         self._waited_s = 0.0  # for another controller, since the last one was lost
@@ -185,7 +186,7 @@ class ForkServer:
                 self._orders, self._notices, self._setup["life_fd"] = taken
                 self._buffer, self._is_settled = b"", False
                 about = {"pids": self._pids, "next_rank": self._next_rank, "ended": self._ended}
-                self._answer({**about, "seconds": time.monotonic() - lost_at})
+                self._answer({**about, "made": self._made, "seconds": time.monotonic() - lost_at})
                 return True
         self._waited_s = time.monotonic() - lost_at
         return False
@@ -218,6 +219,7 @@ class ForkServer:
                 except (OSError, MemoryError) as error:  # no process, memory, descriptor or disk is left for it
                     self._answer({"not_started": str(error) or type(error).__name__})
                     return
+                self._made.append(rank)
                 self._answer({"pid": self._pids[rank]})
             elif "orphan_grace_s" in order:
                 self._setup["orphan_grace_s"] = float(order["orphan_grace_s"])

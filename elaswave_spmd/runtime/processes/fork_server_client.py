@@ -196,7 +196,7 @@ class ForkServerClient:
         return self._process.pid
 
     def wait_at_most_until(self, when: float) -> None:
-        """From `when` (time.monotonic) on no answer is waited for: orders raise, and `stop` kills at once.
+        """Wait for no answer from `when` (time.monotonic) on: orders raise, and `stop` kills at once.
 
         A signal handler may call it, also while an answer is waited for.
         """

@@ -164,13 +164,27 @@ class Launcher:
         """Share the lock of a file as long as a worker of this machine lives, whatever becomes of this process."""
         self._fork_server.hold(lock)
 
-    def settle(self) -> None:
-        """All that died with the controller before is made good, on this machine."""
-        self._fork_server.settle()
+    def take_back(self, peer: int) -> None:
+        """The workers of an agent that is back, which a controller before this one has started, run there."""
+        for agent in self._agents or ():
+            if agent.peer == peer:
+                self._hosts.update(dict.fromkeys(agent.ranks, agent))
 
-    def give_back(self) -> None:
-        """Leave the workers that were taken over, on this machine, to another controller; instead of `stop`."""
-        self._fork_server.give_back()
+    def address_of(self, rank: int) -> str | None:
+        """The address of a worker of an agent that is back; "": it was no member yet; None: it is on this machine."""
+        agent = self._hosts.get(rank)
+        return None if agent is None else agent.addresses.get(rank)
+
+    def settle(self) -> None:
+        """All that died with the controller before is made good."""
+        self._fork_server.settle()
+        if self._agents is not None:
+            self._agents.settle()
+
+    def dismiss(self, reason: str) -> None:
+        """Have the agents look for the run again, which begins again; before `stop`, which would end them."""
+        if self._agents is not None:
+            self._agents.dismiss(reason)
 
     def spawn(self, rank: int, spec: Mapping[str, Any], host: str | None = None) -> int | None:
         """Start worker `rank` on its machine, which is assigned now for a newcomer.

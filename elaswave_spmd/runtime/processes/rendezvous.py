@@ -38,6 +38,7 @@ _SHORTEST_SECRET = 16  # bytes
 _ANSWER_TIMEOUT_S = 30.0
 _RETRY_S = 0.25
 _CONNECT_S = 2.0  # of one attempt to connect
+_LOOK_S = 1.0  # a signal that comes just before a wait does not interrupt it
 _REFUSALS = 3  # failed handshakes in a row: one may be the end of a controller, or a machine that is too busy
 _LARGEST_BYTES = 4096  # of a frame in either direction
 _BAD_QUESTION = "question that is none, at the rendezvous"
@@ -63,7 +64,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NoRunYetError(ConfigError):
-    """What listens at the rendezvous gives no answer, or ends each connection.
+    """Something listens at the rendezvous that gives no answer, or ends each connection.
 
     For who looks for a run for the first time it is no controller, or has another secret. But a controller that ends,
     and one that is cut off, look the same: who has been in the run before may look again.
@@ -156,12 +157,13 @@ class Rendezvous:
     Args:
         host, port: the address at which it listens, and only there.
         secret: shared with the agents.
+        given: so many peer ids were given at earlier rendezvous of the same run, and are given to nobody again.
 
     Raises:
         ConfigError: the address is not of this machine, or in use; or this libzmq cannot encrypt.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes) -> None:
+    def __init__(self, host: str, port: int, secret: bytes, given: int = 0) -> None:
         where = f"runtime.rendezvous={host}:{port}"
         require_curve(where, "a run on one machine")
         keys = _keys_of(secret)
@@ -185,7 +187,7 @@ class Rendezvous:
         self._monitor.connect(_MONITOR)
         self._lock = threading.Lock()  # guards the counts
         self._rejected: Counter[str] = Counter()
-        self._num_agents = 0
+        self._num_agents = given
         self._answer = Answer(FORMAT_VERSION)
         self._stop_read, self._stop_write = os.pipe()
         self._thread: threading.Thread | None = None
@@ -329,7 +331,7 @@ class _Inquiry:
         poller.register(self._monitor, zmq.POLLIN)
         patience, listens, refusals = deadline, False, 0
         while (left := deadline - time.monotonic()) > 0:
-            ready = dict(poller.poll(int(1e3 * left) + 1))
+            ready = dict(poller.poll(int(1e3 * min(left, _LOOK_S)) + 1))
             if self._dealer in ready:
                 return self._decode(where)
             if self._monitor not in ready:

@@ -28,7 +28,7 @@ class Signalled(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """As a shell reports a program that the signal has ended."""
+        """The code with which a shell reports a program that the signal has ended."""
         return 128 + self.number
 
 

@@ -146,7 +146,7 @@ class _Supervisor:
         self._run_dir = ""
 
     def run(self) -> int:
-        """Until the run has ended, or dies without getting any further. Returns the exit code."""
+        """Run until the run has ended, or dies without getting any further. Returns the exit code."""
         # The fork server of a controller that has died becomes a child of this process, and is reaped here.
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)

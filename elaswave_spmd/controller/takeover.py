@@ -3,20 +3,25 @@
 The rules are A1 to A12 of docs/protocol.md. `Comeback` (resume.py) has the facts with which such a controller begins,
 from the run's directory and the fork server. `Takeover` is its first act: it asks every living worker what its
 predecessor may not have written down, and makes of the answers the actions after which it is a controller as any other.
+Workers of other machines are asked when their agents come back with them. They are all there when every member of the
+newest mesh epoch has answered, or is known to have ended; who is not heard of until the deadline is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import socket
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from elaswave_spmd.conf.schema import MeshSettings
 from elaswave_spmd.controller.events import (
     Action,
     AdoptWorker,
+    AgentBack,
     CameBack,
     End,
     Event,
@@ -35,26 +40,52 @@ from elaswave_spmd.controller.resume import Comeback
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.controller.supervision import Supervision
 from elaswave_spmd.mesh.mesh import named_workers
+from elaswave_spmd.mesh.topology import Topology
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Predecessor
 from elaswave_spmd.recovery.packed_reconfigure import reconfigure_of
+from elaswave_spmd.runtime.processes.agents import RemoteExited
+from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.worker.configuration import Configuration
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
 
 
+_UNKNOWN = ("?",)  # the failure domain of a member whose agent has not come back: it is lost
+
+
 @dataclass
 class _Gathered:
-    """The workers that have been asked, and what has come of it."""
+    """The workers that have been asked, and what has come of it.
 
-    awaited: set[int]
-    until: float
+    Args:
+        awaited: they have not answered: rank -> the time until which an answer counts, by the clock of the takeover.
+        made: ranks of all workers, living or not, of the machines that are known by now.
+        newcomers: those that were about to join, whether they live or have ended meanwhile.
+        seconds: for how long there has been no controller.
+        hosts: rank -> machine, of those of agents.
+        late: they have not answered in time.
+        doubted: the connections to their agents have ended, which may be back with them: they may live.
+    """
+
+    awaited: dict[int, float]
+    made: set[int]
+    newcomers: set[int]
+    seconds: float
+    hosts: dict[int, str] = field(default_factory=dict)
     answers: dict[int, m.Adopted] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
+    doubted: set[int] = field(default_factory=set)
 
 
 class Takeover:
     """The first act of a controller that comes back, on its thread: events in, actions out, until `is_over`.
+
+    A worker that is asked has as long to answer as the failure detector gives to the longest action, its first one, as
+    it may be in the middle of one. Machines that have not come back are waited for as long as for any other action.
+    Both are counted as the failure detector counts: a tick is one heartbeat period at most. So a pause of this process
+    or of its machine, in which answers wait to be read, is no time that anybody has had.
 
     Args:
         comeback: the facts with which the controller begins.
@@ -81,7 +112,12 @@ class Takeover:
         self._failures = failures
         self._validated = validated
         self._ended_at = ended_at
-        self._gathered = _Gathered(set(comeback.pids), 0.0)
+        self._timeouts = plan.settings.timeouts
+        self._clock = 0.0  # in seconds since the begin
+        self._ticked = 0.0  # when it was counted last, by the controller's clock
+        made = {*comeback.pids, *comeback.made}
+        self._gathered = _Gathered({}, made, set(comeback.newcomers), comeback.seconds)
+        self._members: frozenset[int] | None = None  # of the newest mesh epoch; None: not known since the last answer
         self.is_over = False
         """True once the controller is one as any other."""
 
@@ -94,45 +130,104 @@ class Takeover:
         """True if an event has nothing to do with it, and is to be decided about afterwards."""
         if isinstance(event, Received):
             return not isinstance(event.message, m.Adopted | m.Heartbeat)
-        return not isinstance(event, WorkerEnded | Tick)
+        return not isinstance(event, WorkerEnded | AgentBack | Tick)
 
     def start(self, now: float) -> list[Action]:
         """Ask all workers that live."""
-        # Asked in the middle of an action, which may take as long as this. The dead are known to the fork server.
-        self._gathered.until = now + self._plan.settings.timeouts.progress
-        return [AdoptWorker(rank) for rank in sorted(self._gathered.awaited)]
+        self._ticked = now
+        return self._ask(self._comeback.pids)
 
     def decide(self, event: Event, now: float) -> list[Action]:
         """The actions that follow from an event, while workers are asked."""
         gathered = self._gathered
+        actions: list[Action] = []
         match event:
+            case AgentBack():
+                actions = self._agent_back(event)
             case Received(message=m.Adopted() as answer):
                 if answer.generation == self._comeback.generation and answer.rank in gathered.awaited:
-                    gathered.awaited.remove(answer.rank)
+                    del gathered.awaited[answer.rank]
                     gathered.answers[answer.rank] = answer
+                    self._members = None
                     self._supervision.watch(answer.rank, now)
             case Received(message=m.Heartbeat() as beat):
                 if beat.rank in gathered.answers:
                     self._supervision.heartbeat(beat, now)
+            case WorkerEnded(rank, exited=RemoteExited(reason=reason)) if reason:
+                gathered.doubted.add(rank)
             case WorkerEnded(rank):
-                gathered.awaited.discard(rank)
-                if gathered.answers.pop(rank, None) is not None:
-                    self._supervision.forget(rank)
+                self._ended(rank)
             case Tick():
-                self._supervision.postpone(now)
-                if now > gathered.until:
-                    late, gathered.awaited = sorted(gathered.awaited), set()
-                    return [*(Kill(rank) for rank in late), *self._finish(now)]
+                actions = self._tick(now)
             case _:
                 raise AssertionError(f"{event} is for later")
-        return [] if gathered.awaited else self._finish(now)
+        return [*actions, *(self._finish(now) if self._are_all_here() else [])]
+
+    def _ask(self, ranks: Collection[int]) -> list[Action]:
+        """Ask workers for what they know. One that was asked before has no more time by that."""
+        # The dead of this machine are known to the fork server. Of the living one may be in the middle of an action.
+        until = self._clock + max(self._timeouts.progress, self._timeouts.start)
+        for rank in ranks:
+            self._gathered.awaited.setdefault(rank, until)
+        return [AdoptWorker(rank) for rank in sorted(ranks)]
+
+    def _agent_back(self, event: AgentBack) -> list[Action]:
+        """An agent has kept its workers: they are asked as those of this machine.
+
+        It may have been here before, if its connection alone was lost. Then those that have answered live as before.
+        """
+        gathered = self._gathered
+        for rank in event.made - event.workers:
+            self._ended(rank)
+        gathered.doubted -= event.made
+        gathered.made |= event.made
+        gathered.newcomers |= event.newcomers
+        gathered.hosts.update(dict.fromkeys(event.made, event.host))
+        gathered.seconds = max(gathered.seconds, event.seconds)
+        return self._ask(event.workers.difference(gathered.answers))
+
+    def _ended(self, rank: int) -> None:
+        """A worker has ended, whatever it had answered."""
+        gathered = self._gathered
+        gathered.awaited.pop(rank, None)
+        gathered.doubted.discard(rank)
+        if gathered.answers.pop(rank, None) is not None:
+            self._members = None
+            self._supervision.forget(rank)
+
+    def _tick(self, now: float) -> list[Action]:
+        """Count the time, and give up those who have not answered in theirs."""
+        gathered = self._gathered
+        self._clock += min(now - self._ticked, self._timeouts.heartbeat)
+        self._ticked = now
+        self._supervision.postpone(now)
+        late = sorted(rank for rank, until in gathered.awaited.items() if self._clock > until)
+        for rank in late:
+            del gathered.awaited[rank]
+        gathered.late.update(late)
+        return [Kill(rank) for rank in late]
+
+    def _are_all_here(self) -> bool:
+        """True if nobody who could answer is missing."""
+        gathered = self._gathered
+        if gathered.awaited:
+            return False
+        if not self._comeback.has_agents or self._clock > self._timeouts.progress:
+            return True
+        if self._members is None:
+            newest = self._newest()
+            self._members = frozenset(newest.addresses) if newest is not None else frozenset[int]()
+        return bool(self._members) and self._members <= gathered.made - gathered.doubted
 
     def _finish(self, now: float) -> list[Action]:
         """All have answered, or are lost: the state of the run is known."""
         self.is_over = True
+        for rank in sorted(missing := set(self._gathered.doubted)):  # their agents are not back once more
+            self._ended(rank)
+        self._gathered.made -= missing
         answers, comeback, protocol = self._gathered.answers, self._comeback, self._protocol
         if (reconfigure := self._newest()) is None:
-            return self._give_up("no worker is left")
+            return self._give_up("no worker is left", comeback.mesh)
         reports = sorted(
             (r for a in answers.values() for r in a.applied), key=lambda report: (report.step, report.rank)
         )
@@ -143,11 +238,12 @@ class Takeover:
         most = max(protocol.version, reached)
         if steps != list(range(protocol.version + 1, most + 1)):
             return self._give_up(f"workers that had reports of the steps {protocol.version + 1} to {most} are lost")
-        placement = Configuration.from_message(self._plan.placement, reconfigure).placement
+        placement = self._with_domains(Configuration.from_message(self._plan.placement, reconfigure).placement)
         members = placement.mesh.members
+        living = sorted({*comeback.pids, *(rank for rank in self._gathered.hosts if rank in answers)})
         actions: list[Action] = [
-            CameBack(len(members), len(steps), comeback.seconds),
-            *(Kill(rank) for rank in comeback.pids if rank not in members),  # it was lost, or has left
+            CameBack(len(members), len(steps), self._gathered.seconds),
+            *(Kill(rank) for rank in living if rank not in members),  # it was lost, or has left
         ]
         for rank in members:
             self._roster.add(rank, comeback.pids.get(rank))
@@ -167,15 +263,33 @@ class Takeover:
         dead = [rank for rank in members if rank not in answers]
         actions += self._record(reconfigure.epoch, len(members) - len(dead), dead)
         for rank in dead:
-            ended = WorkerEnded(rank, "its process ended while there was no controller", now)
-            actions += self._failures.worker_ended(ended)
+            actions += self._failures.worker_ended(WorkerEnded(rank, self._why_lost(rank), now))
         for rank, answer in answers.items():
             if rank in members:
                 actions += self._told(rank, answer, answers)
         actions.append(FindShards())
-        if unborn := [rank for rank in comeback.newcomers if rank not in members]:
+        if unborn := [rank for rank in self._gathered.newcomers if rank not in members]:
             actions.append(Spawn(self._roster.allocate(len(unborn))))
         return [*actions, Settled(), *protocol.begin_generation(before)]
+
+    def _why_lost(self, rank: int) -> str:
+        """Why a member has not answered, in words."""
+        if rank in self._gathered.late:
+            return "it has not answered the controller that came back"
+        if self._comeback.has_agents and rank not in self._gathered.made:
+            return "its machine has not come back"
+        return "its process ended while there was no controller"
+
+    def _with_domains(self, placement: Placement) -> Placement:
+        """The placement with the machine of each worker, which only controllers know, where there are several."""
+        if not self._comeback.has_agents:
+            return placement
+        here, hosts = (socket.gethostname(),), self._gathered.hosts
+        domains = {
+            rank: (hosts[rank],) if rank in hosts else here if rank in self._gathered.made else _UNKNOWN
+            for rank in placement.mesh.members
+        }
+        return replace(placement, mesh=replace(placement.mesh, topology=Topology.of(domains)))
 
     def _is_done_again(self, reached: int) -> bool:
         """True if the workers are at lines that an earlier life of the run has written: it was resumed before them.
@@ -201,7 +315,7 @@ class Takeover:
         return None
 
     def _told(self, rank: int, answer: m.Adopted, answers: Mapping[int, m.Adopted]) -> list[Action]:
-        """What a member has told nobody yet: state that it has given up, links that ended, a wish to leave."""
+        """Reports that a member has given nobody yet: state that it has given up, links that ended, a wish to leave."""
         actions: list[Action] = []
         for report in answer.damaged:
             actions += self._protocol.damaged(report)
@@ -216,23 +330,32 @@ class Takeover:
         return actions
 
     def _record(self, epoch: int, adopted: int, dead: list[int]) -> list[Action]:
-        comeback = self._comeback
-        lost = f"; {named_workers(dead)} ended meanwhile" if dead else ""
+        comeback, seconds = self._comeback, self._gathered.seconds
+        missing = {*dead} - self._gathered.made if comeback.has_agents else set[int]()
+        silent = self._gathered.late.intersection(dead) - missing
+        ended = [rank for rank in dead if rank not in missing and rank not in silent]
+        lost = f"; {named_workers(ended)} ended meanwhile" if ended else ""
+        lost += f"; {named_workers(sorted(silent))} did not answer" if silent else ""
+        lost += f"; {named_workers(sorted(missing))} did not come back" if missing else ""
         fields = {
             "generation": comeback.generation,
-            "seconds": round(comeback.seconds, 3),
+            "seconds": round(seconds, 3),
             "workers": adopted,
             "mesh_epoch": epoch,
             "after_step": self._protocol.version,
-            "message": f"controller came back as generation {comeback.generation} after {comeback.seconds:.1f} s, "
+            "message": f"controller came back as generation {comeback.generation} after {seconds:.1f} s, "
             f"adopted {adopted} workers{lost}",
         }
         return [Record("controller", fields)]
 
-    def _give_up(self, why: str) -> list[Action]:
-        """The workers cannot be adopted: the run begins again at its newest checkpoint."""
+    def _give_up(self, why: str, mesh: MeshSettings | None = None) -> list[Action]:
+        """The workers cannot be adopted: the run begins again at its newest checkpoint.
+
+        Args:
+            mesh: on which it begins; None: on that of its begin.
+        """
         settings, comeback = self._plan.settings, self._comeback
         step = comeback.newest_checkpoint
         message = f"the controller came back and cannot go on ({why}): the run begins again at its newest checkpoint"
         fields = {"step": step, "lost_after": self._protocol.version, "reason": why, "message": message}
-        return [Record("restart", fields), End(RestartFrom(comeback.run_dir, settings.mesh, step))]
+        return [Record("restart", fields), End(RestartFrom(comeback.run_dir, mesh or settings.mesh, step))]

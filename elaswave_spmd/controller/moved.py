@@ -1,0 +1,72 @@
+"""A note for an agent: the run is at another HOST:PORT now, as its controller was started again on another machine.
+
+Whoever starts controllers writes it, on the agent's machine. The agent looks for one only while it looks for its
+controller, and takes it away when it reads it: as long as a controller is there, no note leads an agent away from it,
+and a note that is still there has not been read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from elaswave_spmd.run_dir.atomic_write import replacing
+
+_LONGEST_BYTES = 1024
+
+
+def take_note(note: Path) -> str | None:
+    """Take a note away, and read it; None: there is none, or it cannot be read."""
+    taken = note.with_name(f".{note.name}.taken")
+    try:
+        os.replace(note, taken)  # whole, and once: another one may be written at this moment
+        with taken.open("rb") as file:
+            text = file.read(_LONGEST_BYTES)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        taken.unlink()
+    return text.decode("utf-8", "replace").strip()
+
+
+class Place:
+    """The place where an agent looks for its controller, as far as the process knows that has started the agent.
+
+    Args:
+        note: the file for notes to it. One that an earlier agent has not read is removed.
+        rendezvous: HOST:PORT that the agent was started with.
+    """
+
+    def __init__(self, note: Path, rendezvous: str) -> None:
+        self.note = note
+        self._known = rendezvous  # to the agent
+        self._told = rendezvous
+        self._told_at = 0.0
+        take_note(note)
+
+    def tell(self, rendezvous: str, now: float) -> None:
+        """Tell the agent another place, or that it is the one that it knows.
+
+        Raises:
+            FilesError: the note cannot be written.
+        """
+        if self._told != self._known and take_note(self.note) is None:
+            self._known = self._told  # the agent has taken the last one
+        if rendezvous != self._known:
+            with replacing(self.note, durable=False) as scratch:
+                scratch.write_text(f"{rendezvous}\n", encoding="utf-8")
+        self._told, self._told_at = rendezvous, now
+
+    def unread_s(self, now: float) -> float | None:
+        """For how long a note has not been read; None: there is none."""
+        if self._told == self._known:
+            return None
+        try:
+            is_there = self.note.exists()
+        except OSError:  # of a mount that is stale
+            is_there = True
+        if not is_there:
+            self._known = self._told
+            return None
+        return now - self._told_at
