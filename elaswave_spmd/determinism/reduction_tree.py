@@ -21,29 +21,25 @@ def split(node: Node) -> int:
     return lo + (1 << ((hi - lo - 1).bit_length() - 1))
 
 
-def _descend(node: Node, num_microbatches: int) -> list[Node]:
-    """The nodes from the root down to the smallest one that holds all of (lo, hi), which lies in the root."""
-    at: Node = (0, num_microbatches)
-    found: list[Node] = [at]
-    while at != node and at[1] - at[0] > 1:
-        middle = split(at)
-        at = (at[0], middle) if node[1] <= middle else (middle, at[1])
-        if not (at[0] <= node[0] and node[1] <= at[1]):
-            break
-        found.append(at)
-    return found
-
-
 def path(node: Node, num_microbatches: int) -> list[Node]:
     """The nodes from the root down to `node`, both included."""
-    found = _descend(node, num_microbatches) if 0 <= node[0] < node[1] <= num_microbatches else []
-    assert found and found[-1] == node, f"{node} is not a node of the tree over {num_microbatches} micro-batches"
+    assert is_node(node, num_microbatches), f"{node} is not a node of the tree over {num_microbatches} micro-batches"
+    found: list[Node] = [(0, num_microbatches)]
+    while (at := found[-1]) != node:
+        middle = split(at)
+        found.append((at[0], middle) if node[1] <= middle else (middle, at[1]))
     return found
 
 
 def is_node(node: Node, num_microbatches: int) -> bool:
     """True if (lo, hi) is a node of the tree over so many micro-batches."""
-    return 0 <= node[0] < node[1] <= num_microbatches and _descend(node, num_microbatches)[-1] == node
+    lo, hi = node
+    if not 0 <= lo < hi <= num_microbatches:
+        return False
+    # A left half has a power of two of micro-batches, and a node begins at a multiple of the least power of two that
+    # it fits into: the splits above it were at larger ones. Shorter than that is only what ends with the last one.
+    whole = 1 << (hi - lo - 1).bit_length()
+    return lo % whole == 0 and (hi - lo == whole or hi == num_microbatches)
 
 
 def sibling_in(parent: Node, half: Node) -> Node:

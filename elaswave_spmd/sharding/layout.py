@@ -244,6 +244,11 @@ class LayerLayout:
         end = block.start + (stop - block.first_page) * self.page_size
         return start, min(end, block.stop)
 
+    def num_elements(self, first: int, stop: int) -> int:
+        """The number of elements of the pages [first, stop), which lie in one block."""
+        start, end = self.span(first, stop)
+        return end - start
+
     def __str__(self) -> str:
         kinds = ", ".join(f"{'frozen ' * b.frozen}{b.kind} {b.num_pages}" for b in self.blocks)
         return f"{self.index} {self.name}: {self.num_state_elements} elements, pages: {kinds}"

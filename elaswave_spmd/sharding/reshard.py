@@ -179,14 +179,14 @@ class ReshardPlan:
         """
         found = 0
         for stage, members in enumerate(sharding.stages):
-            needed = len(members) if sharding.is_replicated else 1
+            needed, those = len(members) if sharding.is_replicated else 1, frozenset(members)
             inside: dict[frozenset[int], int] = {}  # page ranges share their sets: each is counted once
             for layer in sharding.layers_of_stage(stage):
                 for now, then in zip(self.during[layer], self.after[layer], strict=True):
                     if self.is_frozen(now.key) != frozen:
                         continue
                     if now.replicas not in inside:
-                        inside[now.replicas] = len(now.replicas.intersection(members))
+                        inside[now.replicas] = len(now.replicas & those)
                     lacking = max(len(then.replicas) - len(now.replicas), needed - inside[now.replicas])
                     found += self.elements(now.key) * max(0, lacking)
         return found

@@ -148,7 +148,7 @@ def marked(y: Activation, marks: Sequence[bool]) -> Activation:
 
 
 def marks_of(y: Activation) -> tuple[bool, ...]:
-    """Of each tensor, whether it has a gradient."""
+    """For each tensor True if it has a gradient."""
     return tuple(tensor.requires_grad for tensor in tensors_of(y))
 
 

@@ -108,11 +108,14 @@ class ValueBuffer:
         """Copies published values into pages [first, stop), and marks these pages as being at `version`.
 
         A page that is at this version already stays as it is. The same values may be published twice, and the memory
-        that the second message was sent from may have been overwritten by the time it is read.
+        that the second message was sent from may have been overwritten by the time it is read. A buffer that was
+        dropped at this version had all of its pages, and stays dropped.
 
         Args:
             values: [elements of these pages], of any float dtype (fp32 master into bf16) and on any device.
         """
+        if self.dropped_at == version:
+            return
         self.allocate()
         fresh = self._versions[first:stop] < version
         # Mostly all or none. Pages of a range differ only after a change of the mesh has cut ranges anew.

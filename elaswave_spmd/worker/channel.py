@@ -148,6 +148,7 @@ class SocketChannel:
         device: of the payloads.
         early: messages that arrived before this channel was made.
         fence: that has had the Reconfigure which came before this channel was made; None: none has come.
+        has_agent: the life pipe is that of an agent, whose end is final: no other one takes its place.
     """
 
     def __init__(
@@ -158,6 +159,8 @@ class SocketChannel:
         device: Device,
         early: Sequence[Envelope] = (),
         fence: ControllerFence | None = None,
+        *,
+        has_agent: bool = False,
     ) -> None:
         self._links = links
         self._mailbox = mailbox
@@ -166,6 +169,9 @@ class SocketChannel:
         self._early: list[Item] = list(early)
         self._fence = fence or ControllerFence()
         self._leaves = False
+        self._has_agent = has_agent
+        self.is_abandoned = False
+        """The agent is gone: nobody adopts this worker any more."""
         self._copies = device.kind.capabilities.pinned_copies
         self._leaving: dict[int, deque[tuple[bytes, HostCopy | None]]] = {}
 
@@ -203,7 +209,8 @@ class SocketChannel:
         items, self._early = [*self._early, *self._mailbox.take_all()], []
         found = []
         for item in items:
-            if isinstance(item, ControllerLost) and not self._fence.was_adopted:
+            if isinstance(item, ControllerLost) and (self._has_agent or not self._fence.was_adopted):
+                self.is_abandoned = self._has_agent
                 found.append(Incoming(self._links.me, m.LinkClosed(self._links.me, CONTROLLER)))
             if isinstance(item, Interrupted):  # by the handler of SIGTERM
                 self._leaves = True
@@ -211,7 +218,7 @@ class SocketChannel:
             if item == PeerClosed(CONTROLLER) and CONTROLLER in self._links.peers:
                 continue  # the link to a controller of the past
             if isinstance(item, PeerClosed):  # the controller finds out whether the peer is lost, or the link alone
-                closed = m.LinkClosed(self._links.me, item.peer)
+                closed = m.LinkClosed(self._links.me, item.peer, item.was_linked)
                 self.send(CONTROLLER, closed)
                 found.append(Incoming(self._links.me, closed))
             if isinstance(item, Envelope) and (incoming := self._decode(item)) is not None:
@@ -226,7 +233,7 @@ class SocketChannel:
         return found
 
     def link_facts(self, members: Iterable[int]) -> m.Adopted:
-        """What this worker's links have to say to a controller that has come back; the rest is the executor's."""
+        """The facts of this worker's links for a controller that has come back; the rest is the executor's."""
         me, (epoch, data) = self._links.me, self._fence.unpacker.last
         closed = tuple(sorted({*members} - {*self._links.peers, me}))
         return m.Adopted(me, self._fence.generation, 0, epoch, data, closed=closed, leaves=self._leaves)

@@ -115,11 +115,11 @@ class StepChecks:
     # ---- this worker's own micro-batches
 
     def digests_of(self, microbatch: int) -> MicrobatchDigests | None:
-        """Where the results of an own micro-batch are noted; None if nobody checks it."""
+        """The digests in which the results of an own micro-batch are noted; None if nobody checks it."""
         if microbatch not in self._step.owned:
             return None
-        alone = self._step.owned[microbatch].checker == self._rank
-        return self._digests.setdefault(microbatch, MicrobatchDigests(self._digester, alone=alone))
+        twice = self._step.owned[microbatch].checker == self._rank
+        return self._digests.setdefault(microbatch, MicrobatchDigests(self._digester, computed_twice=twice))
 
     def computed(self, microbatch: int) -> None:
         """An own micro-batch is computed: its checker is told the results."""
@@ -155,7 +155,7 @@ class StepChecks:
         return next((u for u in self.pending(step) if u not in first and has_inputs(u)), None)
 
     def new_digests(self) -> MicrobatchDigests:
-        """Where the results of a check are noted."""
+        """The digests in which the results of a check are noted."""
         return MicrobatchDigests(self._digester)
 
     def checked(self, step: int, microbatch: int, rows: Rows) -> None:

@@ -64,12 +64,12 @@ class MicrobatchDigests:
 
     Args:
         digester: of the worker.
-        alone: the worker checks its own micro-batch, and needs its inputs a second time.
+        computed_twice: the worker checks its own micro-batch, and needs its inputs a second time.
     """
 
-    def __init__(self, digester: Digester, *, alone: bool = False) -> None:
+    def __init__(self, digester: Digester, *, computed_twice: bool = False) -> None:
         self._digester = digester
-        self.alone = alone
+        self.computed_twice = computed_twice
         self._outputs: dict[int, bytes] = {}
         self._inputs: dict[int, bytes] = {}
         self._weights: dict[int, bytes] = {}

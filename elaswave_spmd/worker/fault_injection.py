@@ -73,7 +73,7 @@ class FaultInjector:
             self._inject(event, state)
 
     def computed(self, point: FaultPoint, step: int, members: tuple[int, ...], result: Tensor) -> Tensor:
-        """What the worker goes on with in place of what its device has computed at a point: mostly the same."""
+        """The result that the worker goes on with in place of its device's at a point: mostly the same."""
         if not self._settings.events or not result.numel():
             return result
         self._come_to(step, members)

@@ -77,12 +77,12 @@ class GradientExchange:
         """Elements that go from one member to another one."""
         found = self.between(sender, receiver)
         norms = sum(_num_norms(layout, pages) for pages in found)
-        return sum(_num_elements(layout, pages) for pages in found) + norms + _fill(norms)
+        return sum(layout.num_elements(pages.first, pages.stop) for pages in found) + norms + _fill(norms)
 
     def pack(
         self, sender: int, receivers: Sequence[int], reduced: Mapping[PageRange, ReducedPages]
     ) -> dict[int, list[Tensor]]:
-        """What goes from one member to others, in parts, by receiver; receivers that get nothing are left out."""
+        """The parts that go from one member to others, by receiver; receivers that get nothing are left out."""
         parts, norms, sizes = dict[int, list[Tensor]](), list[float](), list[int]()
         for receiver in receivers:
             if not (found := [reduced[pages.key] for pages in self.between(sender, receiver)]):
@@ -101,7 +101,7 @@ class GradientExchange:
         return parts
 
     def unpack(self, layout: LayerLayout, receiver: int, came: Mapping[int, Tensor]) -> list[ReducedPages]:
-        """What has come from other members, in the memory in which it came: there is nothing else in it.
+        """The parts that have come from other members, in the memory in which they came: there is nothing else in it.
 
         Args:
             came: sender -> what `pack` has made for the receiver, one part behind the other, or padding.
@@ -110,7 +110,7 @@ class GradientExchange:
         for sender, values in came.items():
             if not (ranges := self.between(sender, receiver)):
                 continue
-            sizes = [_num_elements(layout, pages) for pages in ranges]
+            sizes = [layout.num_elements(pages.first, pages.stop) for pages in ranges]
             *mine, rest = values.split([*sizes, len(values) - sum(sizes)])
             gradients += zip(ranges, mine, strict=True)
             behind.append(rest[: sum(_num_norms(layout, pages) for pages in ranges)])
@@ -124,15 +124,10 @@ def mirrors_in(members: frozenset[int], pages: ReplicaSet) -> frozenset[int]:
     return (pages.replicas & members) - {pages.primary}
 
 
-def _num_elements(layout: LayerLayout, pages: ReplicaSet) -> int:
-    start, stop = layout.span(pages.first, pages.stop)
-    return stop - start
-
-
 def _num_norms(layout: LayerLayout, pages: ReplicaSet) -> int:
     return 0 if layout.block_of(pages.first).kind == LOSS else pages.num_pages
 
 
 def _fill(norms: int) -> int:
-    """How many zeros come behind so many norms."""
+    """The number of zeros that come behind so many norms."""
     return -norms % ALIGNMENT

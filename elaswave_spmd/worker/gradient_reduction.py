@@ -106,7 +106,9 @@ class GradientReducer:
         self._sum_bytes = 0
         self._peak_sum_bytes = 0
 
-    def bind(self, replica_map: ReplicaMap, layers: Iterable[int], current: int, unsure: Collection[int] = ()) -> None:
+    def enter_epoch(
+        self, replica_map: ReplicaMap, layers: Iterable[int], current: int, unsure: Collection[int] = ()
+    ) -> None:
         """Take part in a newer configuration: send sums of pages that have another primary now.
 
         Args:
@@ -148,7 +150,7 @@ class GradientReducer:
         self._keeps_all = False  # what was reported is where the new configuration wants it
 
     def keep_all(self) -> None:
-        """Give up no sum until the next `bind`: a StepReport has named those that are here."""
+        """Give up no sum until the next `enter_epoch`: a StepReport has named those that are here."""
         self._keeps_all = True
 
     def _split_reductions(self, replica_map: ReplicaMap) -> set[int]:
@@ -220,8 +222,8 @@ class GradientReducer:
         pool = self._pools.setdefault(layer, GradientPool(self._layout.layers[layer], self._place))
         leaf = (microbatch, microbatch + 1)
         if alone:
-            self._alone = pool.acquire()
-            return self._alone, False
+            self._leaf_alone = pool.acquire()
+            return self._leaf_alone, False
         _, buffers = self._local.setdefault(layer, (Reduction(self.num_microbatches), {}))
         # In fp32 compute, autograd's += into the sibling's buffer is the very addition that the tree would make.
         above = parent_and_sibling(leaf, self.num_microbatches)
@@ -236,11 +238,11 @@ class GradientReducer:
     def end_microbatch(self, step: int, layer: int, microbatch: int, *, alone: bool = False) -> None:
         """The micro-batch's gradient is in its buffer: add up what the tree allows, and send complete nodes."""
         node = (microbatch, microbatch + 1)
-        buffers = self._local[layer][1] if not alone else {node: self._alone}
+        buffers = self._local[layer][1] if not alone else {node: self._leaf_alone}
         if self.observer is not None:
             self.observer.computed(step, layer, microbatch, buffers[node])
         if alone:
-            self._complete(step, layer, node, self._alone)
+            self._complete(step, layer, node, self._leaf_alone)
             return
         reduction, buffers = self._local[layer]
         added = reduction.add(node)
@@ -263,7 +265,7 @@ class GradientReducer:
 
     def drop_microbatch(self, layer: int) -> None:
         """Drop the weight gradient of a micro-batch that was run for its input's gradient only."""
-        self._pools[layer].release(self._alone)
+        self._pools[layer].release(self._leaf_alone)
 
     def _emit(self, step: int, layer: int, node: Node, buffer: GradientBuffer) -> None:
         """Send a node that is complete on this worker to the primaries of its pages, or leave it to the next exchange.

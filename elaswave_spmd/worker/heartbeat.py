@@ -1,5 +1,7 @@
 """A worker's heartbeats: a thread that reports the progress of the training thread to the controller at fixed times.
 
+On many workers they come less often, so that the controller can hear all of them.
+
 The controller tells three cases apart by them: a dead process sends no heartbeat, a process whose
 training thread hangs sends heartbeats without progress, and one that waits for another worker says so.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from elaswave_spmd.conf.schema import Timeouts
 from elaswave_spmd.recovery.messages import Heartbeat, encode
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 
@@ -23,10 +26,11 @@ class Progress:
     count: int = 0  # actions finished
     waiting: bool = False  # for a message
     action: str = ""  # what the thread does now, in words
+    num_workers: int = 1  # of the mesh
 
 
 class HeartbeatSender:
-    """Sends a `Heartbeat` over the link to the controller: one at once, then one every `period` seconds.
+    """Sends a `Heartbeat` over the link to the controller: one at once, then one in each period.
 
     The thread starts with the constructor and ends when the link to the controller is closed, or by `stop`.
 
@@ -34,17 +38,17 @@ class HeartbeatSender:
         rank: this worker's.
         links: this worker's.
         progress: is read for each heartbeat.
-        period: seconds.
+        timeouts: have the period, which depends on the number of workers.
         outlives_link: the thread goes on when the link is closed: another controller may take this worker over.
     """
 
     def __init__(
-        self, rank: int, links: Links, progress: Progress, period: float, *, outlives_link: bool = False
+        self, rank: int, links: Links, progress: Progress, timeouts: Timeouts, *, outlives_link: bool = False
     ) -> None:
         self._rank = rank
         self._links = links
         self._progress = progress
-        self._period = period
+        self._timeouts = timeouts
         self._outlives_link = outlives_link
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"heartbeat-{rank}", daemon=True)
@@ -60,5 +64,5 @@ class HeartbeatSender:
         while True:
             beat = Heartbeat(self._rank, now.count, now.waiting, now.action, tuple(self._links.rejected.items()))
             is_heard = self._links.send(CONTROLLER, encode(beat)) or self._outlives_link
-            if not is_heard or self._stopping.wait(self._period):
+            if not is_heard or self._stopping.wait(self._timeouts.heartbeat_of(now.num_workers)):
                 return

@@ -47,17 +47,21 @@ def read_batch(data: Batches, ids: np.ndarray, seed: int, step: int) -> Any:
     return found
 
 
-def on_device(read: Any, place: torch.device) -> Any:
-    """What was read as the model sees it, at `place`: a `Batch` of tokens, or the tree of tensors."""
+def on_device(read: Any, move: Callable[[Tensor], Tensor]) -> Any:
+    """The samples that were read, as the model sees them: a `Batch` of tokens, or the tree of tensors.
+
+    Args:
+        move: brings a tensor from host memory to where the model wants it.
+    """
     if isinstance(read, TokenRows):
-        tokens, targets = (torch.from_numpy(np.ascontiguousarray(r)).to(place) for r in (read.tokens, read.targets))
+        tokens, targets = (move(torch.from_numpy(np.ascontiguousarray(r))) for r in (read.tokens, read.targets))
         return Batch(tokens, targets)
-    return map_tree(lambda leaf: leaf.to(place), read)
+    return map_tree(move, read)
 
 
 def to_batch(data: Batches, ids: np.ndarray, place: torch.device, seed: int, step: int) -> Any:
-    """The samples with these ids at `place`: `read_batch`, then `on_device`."""
-    return on_device(read_batch(data, ids, seed, step), place)
+    """The samples with these ids at `place`: `read_batch`, then `on_device`. It may wait for the device."""
+    return on_device(read_batch(data, ids, seed, step), lambda values: values.to(place))
 
 
 def first_input(inputs: Inputs, batch: Any, dtype: torch.dtype) -> Activation:

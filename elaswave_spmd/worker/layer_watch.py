@@ -81,7 +81,7 @@ class LayerState:
 
 
 class LayerWatch:
-    """What is compared around each run of one copy of a layer: `begin`, `look` at any point of the run, `end`.
+    """A comparison around each run of one copy of a layer: `begin`, `look` at any point of the run, `end`.
 
     Args:
         values: the copy and its parameters, with initial values.
@@ -100,7 +100,7 @@ class LayerWatch:
 
     @property
     def settled(self) -> LayerState:
-        """What the copy keeps of its first micro-batch, which has been run."""
+        """The facts that the copy keeps of its first micro-batch, which has been run."""
         assert self._settled is not None
         return self._settled
 

@@ -60,7 +60,7 @@ class LearningRate:
 
     @classmethod
     def of_identity(cls, identity: Mapping[str, Any]) -> LearningRate:
-        """That of a run, from its identity as a checkpoint has it (`run_fingerprint.identity_of`)."""
+        """The learning rate of a run, from its identity as a checkpoint has it (`run_fingerprint.identity_of`)."""
         o = identity["optim"]
         num_steps = o.get("schedule_steps") or identity["train"]["steps"]
         return cls(o["lr"], o["schedule"], o["warmup_steps"], num_steps, o["final_lr_ratio"], o.get("decay_steps"))

@@ -19,7 +19,7 @@ from elaswave_spmd.worker.context import WorkerContext
 from elaswave_spmd.worker.digests import MicrobatchDigests
 from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.gradient_reduction import GradientReducer
-from elaswave_spmd.worker.inputs import first_input, to_batch
+from elaswave_spmd.worker.inputs import first_input, on_device, read_batch
 from elaswave_spmd.worker.pacing import Pacing
 from elaswave_spmd.worker.profiling import LayerTimes, Row, WeightsRow
 from elaswave_spmd.worker.programs.eager import Batches
@@ -91,7 +91,7 @@ class MicrobatchRunner:
         return moved
 
     def split(self, layers: Collection[int]) -> None:
-        """From the next forward on, backwards of the stage's layers among these may be in two parts, and no others."""
+        """Let backwards of these layers be in two parts from the next forward on, and no others."""
         self.programs.set_split_layers([layer for layer in self._layers if layer in layers])
 
     def _take_layers(self, placement: Placement, stage: int) -> bool:
@@ -169,9 +169,9 @@ class MicrobatchRunner:
             given = self._first_input(batch)
         else:
             given = yield from self._receive(key)
-            if digests is not None and digests.alone:
+            if digests is not None and digests.computed_twice:
                 self._boundaries.put_back(key, given)
-        samples, x = torch.from_numpy(self._samples[microbatch]).to(self._place), given
+        samples, x = self._device.to_place(torch.from_numpy(self._samples[microbatch])), given
         try:
             for layer in self._layers:
                 yield from self.until_at(layer, step - 1)
@@ -287,12 +287,12 @@ class MicrobatchRunner:
     def _gradient_of_output(
         self, step: int, microbatch: int, digests: MicrobatchDigests | None
     ) -> Generator[Reason, None, Activation | None]:
-        """What a backward begins with: the next stage's gradient. The last stage has the loss that it has saved."""
+        """The gradient that a backward begins with: the next stage's. The last stage has the loss that it has saved."""
         dy: Activation | None = None
         if not self._is_last:
             key = BoundaryKey(GRADIENT, step, microbatch, self._layers.stop - 1)
             dy = yield from self._receive(key)
-            if digests is not None and digests.alone:
+            if digests is not None and digests.computed_twice:
                 self._boundaries.put_back(key, dy)
         self._hooks.on_point(FaultPoint.BACKWARD, step)
         return dy
@@ -354,7 +354,7 @@ class MicrobatchRunner:
         """
         self._hooks.on_point(FaultPoint.FORWARD, step)
         batch = self._batch_of(step, microbatch)
-        samples, tables = torch.from_numpy(self._samples[microbatch]).to(self._place), {}
+        samples, tables = self._device.to_place(torch.from_numpy(self._samples[microbatch])), {}
         x = self._first_input(batch) if self._is_first else self._check_input(ACTIVATION, step, microbatch)
         for layer in self._layers:
             keys = Keys(self._seed, self._step_number, samples, self._layer_numbers[layer], {}, self._words)
@@ -428,7 +428,8 @@ class MicrobatchRunner:
         return self._read(self._data.train, self._samples[microbatch], step)
 
     def _read(self, data: Batches, ids: np.ndarray, step: int) -> Any:
-        batch = to_batch(data, ids, self._place, self._job.seed, step)
+        # By `to_place`: `Tensor.to` would wait, micro-batch by micro-batch, for all that is queued on an accelerator.
+        batch = on_device(read_batch(data, ids, self._job.seed, step), self._device.to_place)
         if not self._job.is_tokens:
             self.programs.check_form(batch)
         return batch

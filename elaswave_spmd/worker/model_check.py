@@ -178,7 +178,7 @@ def check_model(
 
 
 def mistake_in_model(error: Exception, place: torch.device) -> ModelError | None:
-    """What the model's code has raised in its check, as bad input; None: the machine may be at fault, or we are.
+    """The exception of the model's code in its check, as bad input; None: the machine may be at fault, or we are.
 
     An exception that comes out of a layer has a note that names it (`naming_layer`). Other workers would not raise one
     for want of memory; and what an accelerator raises may be its own failure.
@@ -363,7 +363,7 @@ class _Check:
         return max(kept) if all(kept) else 0
 
     def _bytes_if_equal(self, layer: LayerLayout, sample: Sample) -> int:
-        """What is kept of a micro-batch whose backward in two parts has the bits of the whole; 0 if it has others."""
+        """Bytes kept of a micro-batch whose backward in two parts has the bits of the whole; 0 if it has others."""
         self._programs.set_split_layers([layer.index])
         put_off, found = self._run_in_parts(layer, sample)
         self._programs.set_split_layers(())

@@ -99,7 +99,8 @@ class AdamW:
         scalars: Update,
     ) -> None:
         place = params[0].device
-        step = torch.tensor(float(scalars.step), device=place)  # the kernel takes it as a tensor, one per parameter
+        # The kernel takes numbers as tensors. By `full`: `tensor` would wait for all that an accelerator has queued.
+        step = torch.full((), float(scalars.step), device=place)
         torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
             list(params),
             list(grads),
@@ -115,7 +116,7 @@ class AdamW:
             amsgrad=False,
             maximize=False,
             # Divides the gradients in the same pass. None where nothing is clipped: faster, and the same bits as 1.0.
-            grad_scale=torch.tensor(scalars.divisor, device=place) if scalars.divisor != 1.0 else None,
+            grad_scale=torch.full((), scalars.divisor, device=place) if scalars.divisor != 1.0 else None,
             found_inf=None,
         )
 
@@ -138,7 +139,7 @@ class SGD:
         states: Mapping[str, Sequence[Tensor]],
         scalars: Update,
     ) -> None:
-        scale = torch.tensor(scalars.divisor, device=params[0].device)
+        scale = torch.full((), scalars.divisor, device=params[0].device)
         for param, grad, momentum in zip(params, grads, states["momentum"], strict=True):
             if scalars.divisor != 1.0:
                 grad.div_(scale)

@@ -38,7 +38,7 @@ class DeviceClock(Protocol):
 
 @dataclass(frozen=True)
 class PlannedPace:
-    """What the controller wants of this worker in every step of a mesh epoch.
+    """The pace that the controller wants of this worker in every step of a mesh epoch.
 
     Args:
         order: its actions; (): whatever is ready.

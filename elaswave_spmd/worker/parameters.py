@@ -176,7 +176,7 @@ def _blocks_of(layout: LayerLayout, first: int, stop: int) -> list[Block]:
 
 
 def collectives_of(context: WorkerContext) -> StageCollectives | None:
-    """What goes through the process group of a worker's stage; None with the option off."""
+    """The collectives that go through the process group of a worker's stage; None with the option off."""
     if (group := context.hooks.stage_group) is None:
         return None
     job, place = context.job, context.device.place
@@ -215,7 +215,7 @@ class Parameters:
         """The layers that are computed or held here."""
         self.grouped = grouped
 
-    def bind(self, placement: Placement, replica_map: ReplicaMap) -> None:
+    def enter_epoch(self, placement: Placement, replica_map: ReplicaMap) -> None:
         """Publish to the readers of a newer configuration.
 
         Args:
@@ -224,7 +224,7 @@ class Parameters:
         self._replica_map = replica_map
         self._publisher = Publisher(self._context, placement, self._values, self._state)
         self.layers = sorted({*self._values, *self._state.layers})
-        self.grouped.bind(placement, replica_map)
+        self.grouped.enter_epoch(placement, replica_map)
 
     # ---- out
 
@@ -239,7 +239,7 @@ class Parameters:
             self._publisher.publish(layer, version, frozen=frozen)
             return
         payloads = self._publisher.publish(layer, version, self.grouped.reached)
-        self.grouped.broadcast(layer, version, payloads)
+        self.grouped.gather(layer, version, payloads)
 
     def published(self, version: int, *, extension: str) -> None:
         """This worker is at a version now, and has published it."""

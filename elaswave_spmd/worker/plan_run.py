@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import nn
 
 from elaswave_spmd.conf.schema import EMULATED, Settings
-from elaswave_spmd.data import PreparedData, TokenDataset, open_split
-from elaswave_spmd.determinism import sample_ids
+from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import ConfigError, DataError, ModelError, SpecError
 from elaswave_spmd.mesh import ISLAND_AXES, Mesh, Topology
 from elaswave_spmd.models import (
     LayeredModel,
-    Objective,
     attributes_given,
     build_model,
     constructing,
@@ -27,31 +21,18 @@ from elaswave_spmd.models import (
     other_loss,
 )
 from elaswave_spmd.recovery.early_stop import EarlyStop
-from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.devices.selection import kind_of
-from elaswave_spmd.runtime.devices.xla_island import XlaIsland
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding import check_spec, specs_of
 from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout
 from elaswave_spmd.sharding.replica_placement import least_pages, place_replicas
 from elaswave_spmd.weights.given import GivenWeights, check_weights
-from elaswave_spmd.worker.channel import Channel
-from elaswave_spmd.worker.context import Datasets, LocalModel, WorkerContext, WorkerHooks
-from elaswave_spmd.worker.initial_values import MadeValues, Row, digests
-from elaswave_spmd.worker.inputs import Example, Inputs, first_input, refuse_other_form, to_batch
+from elaswave_spmd.worker.initial_values import Row
 from elaswave_spmd.worker.learning_rate import LearningRate
-from elaswave_spmd.worker.loading import BackgroundLoader
 from elaswave_spmd.worker.model_layout import ModelDescription, describe, has_constants
 from elaswave_spmd.worker.optimizers import make_optimizer
-from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, program_args
-from elaswave_spmd.worker.programs.emulated import EmulatedDevice, EmulatedPrograms
-from elaswave_spmd.worker.programs.inductor import CompiledPrograms
-from elaswave_spmd.worker.programs.xla import XlaPrograms
 from elaswave_spmd.worker.spec import Job
-
-_COMPARED = 4
-"""Micro-batches of which the form is known before layers are compiled for it."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +85,7 @@ def make_model(
     return model
 
 
-def _model_of(plan: RunPlan, *, device: str = "meta", layers: Collection[str] | None = None) -> LayeredModel:
+def model_of(plan: RunPlan, *, device: str = "meta", layers: Collection[str] | None = None) -> LayeredModel:
     """The model of a run, as `make_model` makes it."""
     data = plan.data
     return make_model(plan.settings, data.vocab_size, attributes=data.attributes, device=device, layers=layers)
@@ -242,7 +223,7 @@ def _job(settings: Settings, data: PreparedData) -> Job:
 
 
 def _num_validation_microbatches(settings: Settings, data: PreparedData) -> int:
-    """How many micro-batches a validation has; 0 where the held-out split has less than one: the run does not validate.
+    """The number of micro-batches of a validation; 0 where the held-out split has less than one: there is none.
 
     Raises:
         DataError: there is none, and a setting goes by validation losses.
@@ -262,47 +243,6 @@ def _num_validation_microbatches(settings: Settings, data: PreparedData) -> int:
     return number
 
 
-def make_context(
-    plan: RunPlan,
-    rank: int,
-    device: Device,
-    channel: Channel,
-    model: LocalModel,
-    data: Datasets,
-    hooks: WorkerHooks,
-) -> WorkerContext:
-    """Make the value that the parts of one worker share. Only the layers of its own stage will get memory.
-
-    Args:
-        device: that it computes with.
-        channel: to the other workers and the controller.
-        model: as `make_local_model` makes it.
-        data: as `open_datasets` opens them.
-        hooks: what is optional around the worker.
-    """
-    return WorkerContext(rank, plan.job, plan.placement, model, data, device, channel, hooks)
-
-
-def open_datasets(plan: RunPlan) -> Datasets:
-    """Open the splits that a worker reads."""
-    train = open_split(plan.data, "train")
-    validation = open_split(plan.data, "validation") if plan.job.validates else None
-    if isinstance(train, TokenDataset):
-        return Datasets(train, validation)
-    loader = BackgroundLoader(train, validation, plan.settings.data.ahead)
-    return Datasets(loader.train, loader.validation, loader)
-
-
-def make_local_model(plan: RunPlan, programs: StagePrograms) -> LocalModel:
-    """Make the model as a worker runs it, with programs as `make_programs` makes them. No layer has memory yet."""
-    made = MadeValues(partial(_make_for_real, plan)) if plan.description.has_own_values else None
-    layers, given = _Layers(plan), None
-    if begins_with_given_weights(plan.settings):
-        given = GivenWeights(plan.settings.model, _model_of(plan))
-    layout, inits = plan.description.layout, plan.description.inits
-    return LocalModel(layout, inits, layers, layers.prototype, programs, made, given, layers.inputs)
-
-
 def check_given_weights(plan: RunPlan) -> None:
     """Check that the weights that the run begins with, if there are any, fit its model.
 
@@ -310,14 +250,14 @@ def check_given_weights(plan: RunPlan) -> None:
         ConfigError, CheckpointError: they do not; as for `check_weights`.
     """
     if begins_with_given_weights(plan.settings):
-        check_weights(plan.settings.model, _model_of(plan))
+        check_weights(plan.settings.model, model_of(plan))
 
 
 def given_digests(plan: RunPlan) -> tuple[Row, ...]:
     """Digests of all weights that the run begins with, where workers on other machines read files of their own."""
     if not (begins_with_given_weights(plan.settings) and plan.settings.runtime.has_agents):
         return ()
-    given = GivenWeights(plan.settings.model, _model_of(plan))
+    given = GivenWeights(plan.settings.model, model_of(plan))
     found = tuple(given.digests(layer.name for layer in plan.description.layout.layers))
     given.close()
     return found
@@ -328,37 +268,6 @@ def begins_with_given_weights(settings: Settings) -> bool:
     return settings.model.init_from is not None and settings.train.resume is None
 
 
-def _make_for_real(plan: RunPlan, layers: Collection[str]) -> LayeredModel:
-    """The model with memory: all of it, but of the layers that it gives as factories these alone."""
-    return _model_of(plan, device="cpu", layers=layers)
-
-
-def digests_of(plan: RunPlan, rank: int, model: LocalModel, *, begins: bool) -> tuple[Row, ...]:
-    """Digests of what constructors made for a worker, to be compared with those of the other workers.
-
-    A worker of the first mesh takes the layers that it is to compute or to hold. One that comes later takes those that
-    every worker makes, which are not given as factories.
-
-    Args:
-        begins: the run begins with initial values, and not with a checkpoint.
-    """
-    layers, placement = plan.description.layout.layers, plan.placement
-    if rank in placement.mesh:
-        replicas = placement.replica_map(plan.description.layout)
-        computed = set(placement.layers_of_stage(placement.mesh.stage_of(rank)))
-        held = {layer for layer, ranges in replicas.items() if any(rank in pages.replicas for pages in ranges)}
-    else:
-        factories = _model_of(plan).factories
-        computed, held = {layer.index for layer in layers if layer.name not in factories}, set()
-    modules = ((layers[number].name, module) for number, module in model.make_modules(sorted(computed)).items())
-    of_values = [layers[number].name for number in sorted(held)] if begins else ()
-    if model.given is None:
-        return digests(modules, model.made, of_values)
-    # On one machine all workers read the same files.
-    given = model.given.digests(of_values) if plan.settings.runtime.has_agents else ()
-    return (*digests(modules), *given)
-
-
 def _layer_bytes(job: Job, layer: LayerLayout) -> tuple[int, int, int]:
     """Bytes of a layer's state (fp32 parameters and the optimizer's), of its compute buffer, and of one gradient."""
     copies = 1 + len(job.optimizer.state_names)
@@ -367,121 +276,3 @@ def _layer_bytes(job: Job, layer: LayerLayout) -> tuple[int, int, int]:
         job.torch_dtype.itemsize * layer.num_value_elements,
         4 * layer.num_gradient_elements,
     )
-
-
-def make_programs(
-    plan: RunPlan,
-    rank: int,
-    place: torch.device,
-    frequency: Callable[[], float],
-    compiled: Callable[[str], None],
-    train: Batches,
-) -> StagePrograms:
-    """Make the programs that run the layers of one worker.
-
-    Where layers are compiled, all layers of the model are, so that a worker is ready for any stage.
-
-    Args:
-        place: where parameters, inputs and outputs lie.
-        frequency: of an emulated device, as a fraction of its highest; asked before every program.
-        compiled: called with the name of each layer when its programs are there.
-        train: the training split, of which the first micro-batch shows the form of all.
-    """
-    settings, layout = plan.settings, plan.description.layout
-    model = _model_of(plan)  # for its loss and its specs; modules of layers come later
-    args = program_args(plan.job, layout, Objective.of(model))
-    if settings.runtime.device != EMULATED:
-        dtype = plan.job.torch_dtype
-        if settings.runtime.compile:
-            programs = CompiledPrograms(**args, threads=settings.runtime.threads_per_worker, place=place)
-            modules = _Layers(plan)(range(len(layout.layers)))
-            programs.compile([*modules.values()], layout, _example(plan, model, train, place), dtype, compiled)
-            return programs
-        if not kind_of(settings).capabilities.compiles:
-            return StagePrograms(**args)
-        island = XlaIsland({axis: settings.mesh.shape.axis_size(axis) for axis in ISLAND_AXES})
-        programs = XlaPrograms(**args, island=island, specs=specs_of(model))
-        programs.compile(model.layers, layout, _example(plan, model, train, torch.device("cpu")), dtype, compiled)
-        return programs
-    e = settings.emulated
-    speed: Callable[[int], float] = lambda step: e.speed(rank, step) * frequency()  # noqa: E731
-    return EmulatedPrograms(
-        **args, device=EmulatedDevice(e.forward_ms / 1e3, e.backward_ms / 1e3, e.layer_costs, speed, e.weight_share)
-    )
-
-
-def _example(plan: RunPlan, model: LayeredModel, train: Batches, place: torch.device) -> Example:
-    """A micro-batch of the form that all have: the first of the first step, or zeros in place of tokens.
-
-    Raises:
-        DataError: the next micro-batches have another form. That is seen before minutes of compiling.
-    """
-    job = plan.job
-    if job.is_tokens:
-        return Example.of_tokens((job.microbatch_size, job.seq_len), place)
-    ids = sample_ids(job.seed, 1, job.global_batch, len(train), np.arange(job.global_batch))
-    size = job.microbatch_size
-    first, *others = (
-        to_batch(train, ids[start : start + size], place, job.seed, 1)
-        for start in range(0, min(job.global_batch, _COMPARED * size), size)
-    )
-    example = Example(first_input(model.inputs, first, job.torch_dtype), first, size)
-    for other in others:
-        refuse_other_form(example, other)
-    return example
-
-
-def _without_memory(module: nn.Module) -> nn.Module:
-    """A layer whose parameters have lost their memory. One that has several names stays one."""
-    empty: dict[int, nn.Parameter] = {}  # id of a parameter, which `named` keeps alive -> the one in its place
-    named = [(one, name, p) for one in module.modules() for name, p in one.named_parameters(recurse=False)]
-    for one, name, parameter in named:
-        if id(parameter) not in empty:
-            empty[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-        setattr(one, name, empty[id(parameter)])
-    return module
-
-
-class _Layers:
-    """Makes modules of layers: copies of a model that is made once, without memory for its parameters.
-
-    Making the model takes tens of milliseconds, and all workers would wait for it whenever layers move.
-    """
-
-    def __init__(self, plan: RunPlan) -> None:
-        self._plan = plan
-        model = _model_of(plan)
-        self._modules = model.layers
-        self._names = model.layer_names
-        self.inputs: Inputs = model.inputs
-        # Constants exist only where a layer is made for real, which is done when the first such layer is asked for.
-        self._lacking = {number for number, module in enumerate(self._modules) if has_constants(module)}
-
-    def __call__(self, layers: Iterable[int]) -> Mapping[int, nn.Module]:
-        wanted = sorted(set(layers))
-        if lacking := self._lacking.intersection(wanted):
-            self._make_constants(lacking)
-        return {number: self._copy(number) for number in wanted}
-
-    def prototype(self, layer: int) -> nn.Module:
-        """The layer without memory for its parameters, only to be read; constants may have values or not."""
-        return self._modules[layer]
-
-    def _copy(self, number: int) -> nn.Module:
-        try:
-            return copy.deepcopy(self._modules[number])
-        except Exception as error:
-            raise ModelError(
-                f"layer {self._names[number]} cannot be copied ({type(error).__name__}: {error})",
-                rule="a worker makes copies of layers, when it starts and when layers move",
-                where=f"layer {self._names[number]}",
-                fix="keep no locks, files, generators or results of computations in a layer, but make them in forward; "
-                "torch.nn.utils.parametrizations.weight_norm in place of torch.nn.utils.weight_norm",
-            ) from error
-
-    def _make_constants(self, wanted: Collection[int]) -> None:
-        model = _make_for_real(self._plan, [self._names[number] for number in wanted])
-        built = {n for n in self._lacking if n in wanted or self._names[n] not in model.factories}
-        for number in built:
-            self._modules[number] = _without_memory(model.layers[number])
-        self._lacking -= built

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import math
+import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -19,6 +22,7 @@ from elaswave_spmd.errors import LinksError, RunError, UserError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.admission import LONGEST_TEXT
 from elaswave_spmd.recovery.generations import FIRST, ControllerFence
+from elaswave_spmd.recovery.peers import Reached
 from elaswave_spmd.runtime.devices import Device, Island
 from elaswave_spmd.runtime.devices.dvfs import SIMULATED, GuardedClock, SimulatedClock
 from elaswave_spmd.runtime.devices.group_store import group_host
@@ -31,6 +35,7 @@ from elaswave_spmd.runtime.transport.link_probe import LinkProbe
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Interrupted, Mailbox, PeerClosed
 from elaswave_spmd.scheduling.cost_model import CostModel
+from elaswave_spmd.worker.assembly import digests_of, make_context, make_local_model, make_programs, open_datasets
 from elaswave_spmd.worker.channel import Channel, SocketChannel, WorkerStopped, decoded, elements_in
 from elaswave_spmd.worker.checkpoint_writer import CheckpointWriter
 from elaswave_spmd.worker.configuration import Configuration
@@ -43,15 +48,7 @@ from elaswave_spmd.worker.loading import BackgroundLoader
 from elaswave_spmd.worker.loop import Executor
 from elaswave_spmd.worker.message_limits import message_limits
 from elaswave_spmd.worker.model_check import check_model, mistake_in_model
-from elaswave_spmd.worker.plan_run import (
-    RunPlan,
-    digests_of,
-    make_context,
-    make_local_model,
-    make_programs,
-    open_datasets,
-    plan_run,
-)
+from elaswave_spmd.worker.plan_run import RunPlan, plan_run
 from elaswave_spmd.worker.profiling import MemoryRow, Row, WeightsRow
 from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.spec import WorkerSpec, message_bounds
@@ -79,7 +76,8 @@ def main(fields: dict[str, Any]) -> int:
         process.run()
     except WorkerStopped:
         if why := process.save_if_orphaned():
-            print(f"worker {process.rank}, whose controller is gone: {why}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # in one piece, as other workers write there at the same moment
+                os.write(2, f"worker {process.rank}, whose controller is gone: {why}\n".encode())
             return 1
     except BaseException as error:
         process.report_failure(error)
@@ -104,7 +102,7 @@ class WorkerProcess:
         self._settings = settings = spec.run.settings
         self._device = open_device(settings, rank)
         keep_freed_memory()  # activations are freed and allocated again in every step
-        self._probe = LinkProbe(lambda peer, header, payloads: self._links.send(peer, header, payloads, ordered=False))
+        self._probe = LinkProbe(self._send_probe)
         self._mailbox = mailbox = Mailbox(self._probe.tap)
         # SIGTERM is a request to leave gracefully. Its handler may interrupt anything: it does no more.
         signal.signal(signal.SIGTERM, lambda *_: mailbox.interrupt("SIGTERM"))
@@ -130,10 +128,12 @@ class WorkerProcess:
         self._is_ready = False
         self._link_reported = False
         self._deadline: float | None = None  # once the controller is gone
+        self._is_abandoned = False  # the agent is gone as well
         self._before_loss: Callable[[], None] = lambda: None  # notes the time of an injected death
         self._checkpoints: CheckpointWriter | None = None
         self._faults: FaultInjector | None = None
         self._executor: Executor | None = None
+        self._reached = Reached()
         self._loader: BackgroundLoader | None = None
 
     def _open_group(self) -> StageGroup | None:
@@ -142,7 +142,7 @@ class WorkerProcess:
             return None
         host = group_host(self._settings.runtime, self._spec.run.links.host)
         group = group_of(self._device, store, host, self._settings.timeouts.group)
-        return group if self._trace is None else TracedGroup(self._rank, group, self._trace)
+        return group if self._trace is None else TracedGroup(group, self._trace)
 
     # ---- from the first link to the end
 
@@ -157,9 +157,18 @@ class WorkerProcess:
         # training thread computes, and stop with the process.
         timeouts = self._settings.timeouts
         outlives = timeouts.adopt is not None
-        HeartbeatSender(self._rank, self._links, self._progress, timeouts.heartbeat, outlives_link=outlives)
+        self._progress.num_workers = plan.placement.mesh.num_workers
+        HeartbeatSender(self._rank, self._links, self._progress, timeouts, outlives_link=outlives)
         first, early = self._until_member(plan)
-        channel = SocketChannel(self._links, self._mailbox, plan.job.torch_dtype, self._device, early, self._fence)
+        channel = SocketChannel(
+            self._links,
+            self._mailbox,
+            plan.job.torch_dtype,
+            self._device,
+            early,
+            self._fence,
+            has_agent=bool(self._spec.run.options.has_agent),
+        )
         executor = self._make_executor(plan, model, data, first, channel)
         self._train(executor, channel)
 
@@ -228,6 +237,9 @@ class WorkerProcess:
             # Interrupted by SIGTERM: a worker that is no member may go, and need not be let go.
             if isinstance(item, ControllerLost | Interrupted):
                 raise WorkerStopped
+            # The life pipe of an agent tells nothing of the controller: there its link does.
+            if item == PeerClosed(CONTROLLER) and self._spec.run.options.has_agent:
+                raise WorkerStopped
             if not isinstance(item, Envelope):
                 continue
             message = decoded(item, self._links, self._fence)
@@ -294,8 +306,11 @@ class WorkerProcess:
             # Without a controller a worker completes the step that all have begun, and waits no longer than this.
             if not executor.is_orphaned:
                 self._deadline = None  # as ever, or adopted
-            elif self._deadline is None:
-                self._deadline = time.monotonic() + self._settings.timeouts.without_controller
+            elif self._deadline is None or (channel.is_abandoned and not self._is_abandoned):
+                self._is_abandoned = channel.is_abandoned
+                timeouts = self._settings.timeouts
+                seconds = timeouts.controller if self._is_abandoned else timeouts.without_controller
+                self._deadline = min(time.monotonic() + seconds, self._deadline or math.inf)
             began = time.perf_counter()
             if not self._wait(executor, channel):
                 raise WorkerStopped
@@ -363,6 +378,10 @@ class WorkerProcess:
     def _send(self, message: m.Message) -> None:
         self._links.send(CONTROLLER, m.encode(message))
 
+    def _send_probe(self, peer: int, header: bytes, payloads: Sequence[Any]) -> bool:
+        """Send a message of a measurement. If the two are no peers any more, nobody is to make a link for it."""
+        return self._links.reaches(peer) and self._links.send(peer, header, payloads, ordered=False)
+
     def _on_point(self, point: FaultPoint, step: int) -> None:
         """A step passes a point: count progress, and let faults happen that are injected here."""
         progress = self._progress
@@ -376,7 +395,7 @@ class WorkerProcess:
             self._faults.visit(point, step, self._executor.placement.mesh.members, self._executor.replica.state)
 
     def _computed(self, point: FaultPoint, step: int, result: Tensor) -> Tensor:
-        """What the device has computed, which is wrong where `chaos` says so."""
+        """The result that the device has computed, which is wrong where `chaos` says so."""
         assert self._executor is not None and self._faults is not None
         return self._faults.computed(point, step, self._executor.placement.mesh.members, result)
 
@@ -398,10 +417,18 @@ class WorkerProcess:
         self._send(m.Measured(self._rank, step, (), data_seconds=seconds))
 
     def _members_changed(self, message: m.Reconfigure) -> None:
-        """Open links to members that are new, and close those to workers that are members no more."""
+        """Open links to peers that are new, and close those to workers that are members no more, or no peers.
+
+        On a large mesh this worker knows the addresses of its peers alone (docs/protocol.md, C16).
+        """
         if self._trace is not None:
             self._trace.mark(f"mesh epoch {message.epoch}")
-        self._links.drop_all_but({CONTROLLER, *message.addresses})
+        entered = -1 if self._executor is None else self._executor.configuration.epoch
+        self._reached = self._reached.after(message, entered)
+        members = {rank for ranks in message.stages for rank in ranks}
+        self._progress.num_workers = len(members)
+        linked = members & self._reached.ranks
+        self._links.drop_all_but({CONTROLLER, *linked}, members - linked)
         for peer, address in message.addresses.items():
             if peer != self._rank:
                 try:

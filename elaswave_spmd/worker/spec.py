@@ -82,7 +82,7 @@ class Job:
 
     @property
     def tokens_per_step(self) -> int:
-        """What the loss of a step without weights is divided by: its tokens, or its samples if these are no tokens."""
+        """The divisor of the loss of a step without weights: its tokens, or samples if these are no tokens."""
         return self.global_batch * self.seq_len
 
     @property
@@ -159,6 +159,8 @@ class OptionSpec:
         frequency_guard: socket of the process that sets the devices' frequencies (`schedule.frequency`).
         groups: address of the TCPStore where process groups of stages meet (`runtime.collectives=group`).
         generation: of the controller that starts the worker, if it is not the first one (`timeouts.adopt`).
+        has_agent: an agent starts the worker, and holds its life pipe: the end of that is the agent's, not the
+            controller's. The agent says so, with `timeouts.adopt`.
     """
 
     profile: str | None = None
@@ -166,6 +168,7 @@ class OptionSpec:
     frequency_guard: str | None = None
     groups: str | None = None
     generation: int | None = None
+    has_agent: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 That is new parameters of a step, and partial sums and reduced gradients of the next one (sum_exchange.py). A group only
 copies: sums have an order of their own. It is used for a step for which all votes carried the extension GROUPED. Then
 every worker of the stage applies the step in this epoch, or no worker goes on in it, and all issue the same collectives
-in the same order: broadcasts of the step by layer and page, then exchanges of the next step in the order of its plan.
+in the same order: all-gathers of the step by layer (parameter_gather.py), then exchanges of the next step in the order
+of its plan.
 Received values lie in memory of their own until the collective is complete, since one that a dead peer has left half
 done may still write. A new epoch gives up everything that is under way: pages that are missing then are asked for over
 links, and sums and reduced gradients that may be missing are sent over links.
@@ -12,18 +13,20 @@ links, and sums and reduced gradients that may be missing are sent over links.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from elaswave_spmd.recovery.admission import LONGEST_TEXT
 from elaswave_spmd.recovery.messages import GROUPED, GroupLost, Message, Publish
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.sharding.layout import LOSS, ModelLayout
-from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
+from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap
+from elaswave_spmd.worker.parameter_gather import ParameterGather
 from elaswave_spmd.worker.sum_exchange import Exchange, ExchangePlan, StageExchanges
 
 
@@ -43,7 +46,7 @@ class CollectiveWork(Protocol):
 class StageGroup(Protocol):
     """The process group of one worker's stage, made anew for every epoch; until it is there, links are used."""
 
-    def change(self, epoch: int, members: Sequence[int], rank: int) -> None:
+    def enter_epoch(self, epoch: int, members: Sequence[int], rank: int) -> None:
         """Begin to make the group of a newer epoch, and give up the one before. Returns at once.
 
         A single member has no group.
@@ -60,10 +63,15 @@ class StageGroup(Protocol):
         """The reason for which the newest epoch's group could not be made, if any."""
         ...
 
-    def broadcast(self, values: Tensor, root: int) -> CollectiveWork:
-        """Begin a broadcast: worker `root` sends `values`, contiguous; the other members receive into theirs.
+    def gather(self, share: Tensor, gathered: Tensor, what: str) -> CollectiveWork:
+        """Begin an all-gather: all members get the shares of all, in the order of members.
 
-        The group keeps the memory as long as it may be written, whatever becomes of the work.
+        The group keeps the memory as long as it may be read or written, whatever becomes of the work.
+
+        Args:
+            share: contiguous, of one size on all members; the place of this member in `gathered`.
+            gathered: of as many times that size as there are members.
+            what: the kind of message that it stands for, and the layer. It is told with what becomes of it.
 
         Raises:
             RuntimeError: the library refuses, for example since it knows that a peer is gone.
@@ -78,13 +86,13 @@ class StageGroup(Protocol):
         received_sizes: Sequence[int],
         what: str,
     ) -> CollectiveWork:
-        """Begin an all-to-all; sizes are in elements, by member. The group keeps the memory, as for a broadcast.
+        """Begin an all-to-all; sizes are in elements, by member. The group keeps the memory, as for an all-gather.
 
         Args:
             what: the kind of message that it stands for. It is told with what becomes of it.
 
         Raises:
-            RuntimeError: as for a broadcast.
+            RuntimeError: as for an all-gather.
         """
         ...
 
@@ -99,10 +107,9 @@ class StageGroup(Protocol):
 
 @dataclass(frozen=True)
 class _UnderWay:
-    what: Publish | Exchange
-    values: Tensor  # that are received, or sent
+    what: tuple[int, ParameterGather] | Exchange  # of a version
+    received: Tensor
     work: CollectiveWork
-    sent: bool
 
 
 class NoCollectives:
@@ -116,7 +123,7 @@ class NoCollectives:
     def __init__(self) -> None:
         self.exchanges = StageExchanges()
 
-    def bind(self, placement: Placement, replica_map: ReplicaMap) -> None: ...
+    def enter_epoch(self, placement: Placement, replica_map: ReplicaMap) -> None: ...
 
     def check(self) -> None: ...
 
@@ -132,8 +139,8 @@ class NoCollectives:
     def reached(self, pages: PageRange) -> frozenset[int]:
         return frozenset()
 
-    def broadcast(self, layer: int, version: int, payloads: dict[PageRange, Tensor]) -> None:
-        raise AssertionError("no vote has offered a broadcast")
+    def gather(self, layer: int, version: int, payloads: Mapping[PageRange, Tensor]) -> None:
+        raise AssertionError("no vote has offered a group")
 
 
 class StageCollectives:
@@ -166,14 +173,14 @@ class StageCollectives:
         self.exchanges = StageExchanges()
         """Filled by reducer and replica, which take from it what links have to bring after all."""
         self._under_way: deque[_UnderWay] = deque()
-        self._ranges: dict[int, tuple[ReplicaSet, ...]] = {}  # layer -> page ranges that are broadcast, in page order
+        self._gathers: dict[int, ParameterGather] = {}  # by layer
         self._keys: frozenset[PageRange] = frozenset()
-        self._members: frozenset[int] = frozenset()
+        self._members: tuple[int, ...] = ()
         self.epoch = -1
         self._lost = False
         self._offer = ""
 
-    def bind(self, placement: Placement, replica_map: ReplicaMap) -> None:
+    def enter_epoch(self, placement: Placement, replica_map: ReplicaMap) -> None:
         """Begin a new epoch: what is under way is given up, and a group of the stage's members is made.
 
         Args:
@@ -185,28 +192,23 @@ class StageCollectives:
         self._offer = ""
         stage = placement.mesh.stage_of(self._rank)
         members = placement.mesh.stages[stage]
-        self._members = frozenset(members)
-        self._drops_params = bool(placement.shardings.params.axes)
-        layers = placement.layers_of_stage(stage)
-        ranges = {layer: tuple(filter(self._is_broadcast, replica_map[layer])) for layer in layers}
-        self._ranges = {layer: found for layer, found in ranges.items() if found}
-        self._keys = frozenset(pages.key for found in self._ranges.values() for pages in found)
+        self._members = tuple(members)
+        # Workers that drop their parameters after a step need the frozen ones again as well.
+        with_frozen = bool(placement.shardings.params.axes)
+        gathers = [
+            ParameterGather.of(self._layout.layers[layer], replica_map[layer], members, with_frozen=with_frozen)
+            for layer in placement.layers_of_stage(stage)
+        ]
+        self._gathers = {gather.layer: gather for gather in gathers if gather is not None}
+        self._keys = frozenset(key for gather in self._gathers.values() for key in gather.keys)
         plan = ExchangePlan.of(self._rank, self._layout, placement, replica_map)
-        self.exchanges.bind(plan)
-        self._is_used = bool(self._ranges or plan.order)
-        self._group.change(self.epoch, members if self._is_used else (self._rank,), self._rank)
-
-    def _is_broadcast(self, pages: ReplicaSet) -> bool:
-        """True if the range's primary is in this stage and some member has no replica. All members agree on that."""
-        block = self._layout.layers[pages.layer].block_of(pages.first)
-        # Frozen pages are published before the first step alone, unless they are dropped in every step.
-        if block.kind == LOSS or (block.frozen and not self._drops_params):
-            return False
-        return pages.primary in self._members and not self._members <= pages.replicas
+        self.exchanges.enter_epoch(plan)
+        self._is_used = bool(self._gathers or plan.order)
+        self._group.enter_epoch(self.epoch, members if self._is_used else (self._rank,), self._rank)
 
     def reached(self, pages: PageRange) -> frozenset[int]:
         """The workers that get a page range through the group; a reader of a tie may belong to another stage."""
-        return self._members if pages in self._keys else frozenset()
+        return frozenset(self._members) if pages in self._keys else frozenset()
 
     @property
     def ready(self) -> bool:
@@ -240,35 +242,31 @@ class StageCollectives:
 
     @property
     def idle(self) -> bool:
-        """True if nothing is under way. A vote says so: roots overwrite what they have sent once all have voted."""
+        """True if nothing is under way. Nobody votes for a step before that."""
         return not self._under_way
 
-    def broadcast(self, layer: int, version: int, payloads: dict[PageRange, Tensor]) -> None:
-        """Begin the broadcasts of one layer.
+    def gather(self, layer: int, version: int, payloads: Mapping[PageRange, Tensor]) -> None:
+        """Begin the all-gather of one layer, if it has one.
 
         Args:
             payloads: values, in the dtype they travel in, of the page ranges that this worker is the primary of.
         """
-        for pages in self._ranges.get(layer, ()):
-            if self._lost:
-                return
-            values, sent = payloads.get(pages.key), pages.primary == self._rank
-            if not sent:
-                # Not the compute buffer: a broadcast that a dead peer leaves half done may write to it at any time.
-                first, stop = self._layout.layers[layer].span(pages.first, pages.stop)
-                values = torch.empty(stop - first, dtype=self._dtype, device=self._place)
-            if values is None:  # given up as damaged: the others must not take the next range for this one
-                self.lose("this worker has no state of pages that it is the primary of")
-                return
-            refused = ""
-            try:
-                publish = Publish(version, *pages.key)
-                self._under_way.append(_UnderWay(publish, values, self._group.broadcast(values, pages.primary), sent))
-            except RuntimeError as error:  # a backend may refuse at once, when it knows that a peer is gone
-                refused = str(error) or type(error).__name__
-            if refused:  # outside of the handler: while an exception is handled, its traceback refers to the group
-                self.lose(refused)
-                return
+        gather = self._gathers.get(layer)
+        if gather is None or self._lost:
+            return
+        if not gather.sent_by(self._rank).keys() <= payloads.keys():  # given up as damaged
+            self.lose("this worker has no state of pages that it is the primary of")
+            return
+        # Not the compute buffer: a collective that a dead peer leaves half done may write to it at any time.
+        gathered = torch.empty(len(gather.members) * gather.share, dtype=self._dtype, device=self._place)
+        share = gather.pack(self._rank, payloads, gathered)
+        what, refused = f"{Publish.__name__}, layer {layer}", ""
+        try:
+            self._under_way.append(_UnderWay((version, gather), gathered, self._group.gather(share, gathered, what)))
+        except RuntimeError as error:  # a backend may refuse at once, when it knows that a peer is gone
+            refused = str(error) or type(error).__name__
+        if refused:  # outside of the handler: while an exception is handled, its traceback refers to the group
+            self.lose(refused)
 
     def begin_exchanges(self) -> None:
         """Begin the exchanges whose turn it is, if what is sent is complete here. Called when messages were handled."""
@@ -280,16 +278,19 @@ class StageCollectives:
             refused = ""
             try:
                 work = self._group.exchange(sent, received, sent_sizes, sizes, exchange.message)
-                self._under_way.append(_UnderWay(exchange, received, work, sent=False))
+                self._under_way.append(_UnderWay(exchange, received, work))
                 del work  # as in `arrived`
-            except RuntimeError as error:  # as for a broadcast
+            except RuntimeError as error:  # as in `gather`
                 refused = str(error) or type(error).__name__
             if refused:
                 self.lose(refused)
 
     def arrived(self) -> list[tuple[Publish | Exchange, Tensor]]:
-        """(what, values) of the collectives that are complete since the last call, in order; not what was sent only."""
-        found = []
+        """(what, values) of the collectives that are complete since the last call, in order.
+
+        An all-gather is told by page range.
+        """
+        found = list[tuple[Publish | Exchange, Tensor]]()
         failed = ""
         while self.has_news and not failed:
             try:
@@ -298,8 +299,12 @@ class StageCollectives:
                 failed = str(error) or type(error).__name__
             else:
                 done = self._under_way.popleft()
-                if not done.sent:
-                    found.append((done.what, done.values))
+                if isinstance(done.what, tuple):
+                    version, gather = done.what
+                    values_of = gather.unpack(self._rank, done.received)
+                    found += [(Publish(version, *key), values) for key, values in values_of]
+                else:
+                    found.append((done.what, done.received))
                 del done  # nothing here refers to a collective when the group is given up
         if failed:
             self.lose(failed)
@@ -307,8 +312,9 @@ class StageCollectives:
 
     def lose(self, reason: str) -> None:
         """The group has failed here: all other members of the stage give it up too, for the rest of the epoch."""
-        for peer in (*sorted(self._members - {self._rank}), CONTROLLER) if not self._lost else ():
-            self._send(peer, GroupLost(self.epoch, self._rank, reason), None)
+        lost = GroupLost(self.epoch, self._rank, reason[:LONGEST_TEXT])  # a longer one is refused by all
+        for peer in (*sorted({*self._members} - {self._rank}), CONTROLLER) if not self._lost else ():
+            self._send(peer, lost, None)
         self.give_up()
 
     def give_up(self) -> None:

@@ -151,11 +151,11 @@ class StateReplica:
         self._gradients_sent = {sent for sent in sure if (pages := self._held.get(sent[1])) and pages.reaches(sent[2])}
         self._split_gradients()
         self.state.rebind((r for r in held if not self.is_loss(r)), self._values)
-        self.parameters.bind(placement, replica_map)
+        self.parameters.enter_epoch(placement, replica_map)
         self._take_back_gradients(self.protocol.version + 1)  # sent below to whomever they concern now
-        self.sums.bind(placement, replica_map, self.protocol.version)
+        self.sums.enter_epoch(placement, replica_map, self.protocol.version)
         layers = placement.layers_of_stage(placement.mesh.stage_of(self.rank))
-        self.reducer.bind(replica_map, layers, self.protocol.version + 1, self._unsure)
+        self.reducer.enter_epoch(replica_map, layers, self.protocol.version + 1, self._unsure)
         for step, gradients in self._gradients.items():
             for key, gradient in gradients.items():
                 self.reducer.gradient_known(step, key)

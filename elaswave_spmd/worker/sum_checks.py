@@ -64,7 +64,7 @@ class _Again:
 
 @dataclass
 class _Step:
-    """What is checked in the step under way, as far as it concerns this worker.
+    """The checks of the step under way, as far as they concern this worker.
 
     Args:
         routes: layer -> the routes of its gradient that go to checkers.
@@ -112,7 +112,7 @@ class SumChecks:
         self.num_made = 0
         """The page ranges that this worker has added up as checks."""
 
-    def bind(self, placement: Placement, replica_map: ReplicaMap, version: int) -> None:
+    def enter_epoch(self, placement: Placement, replica_map: ReplicaMap, version: int) -> None:
         """Take part in a newer configuration."""
         self._placement = placement
         self._replica_map = replica_map

@@ -75,7 +75,7 @@ Exchange = SumExchange | GradientExchange
 
 @dataclass
 class Given:
-    """What a worker has given to the exchanges of a step, less what is known to be everywhere.
+    """The sums and gradients that a worker has given to the exchanges of a step, less what is known to be everywhere.
 
     Args:
         sums: by tree node. Their buffers stay as they are meanwhile.
@@ -150,7 +150,7 @@ class ExchangePlan:
         return stop - start
 
     def pack(self, exchange: Exchange, given: Given, place: torch.device) -> Tensor:
-        """What this worker sends: a copy, so that sums may be given up while the library still reads it."""
+        """The values that this worker sends: a copy, so that sums may be given up while the library still reads it."""
         padding, parts = torch.zeros(_PADDING, dtype=torch.float32, device=place), list[Tensor]()
         others = [member for member in self.members if member != self.rank]
         if isinstance(exchange, GradientExchange):
@@ -267,7 +267,7 @@ class StageExchanges:
         self._returned: dict[LayerSum, GradientBuffer] = {}
         self._returned_gradients: list[tuple[ReducedPages, frozenset[int]]] = []
 
-    def bind(self, plan: ExchangePlan) -> None:
+    def enter_epoch(self, plan: ExchangePlan) -> None:
         """Begin a new mesh epoch. What may be missing somewhere is to be taken back."""
         self.stop()
         self.plan = plan
@@ -331,7 +331,7 @@ class StageExchanges:
         return not self._is_begun or self.plan is None or self._complete == len(self.plan.order)
 
     def pack(self, exchange: Exchange, place: torch.device) -> Tensor:
-        """What this worker sends in an exchange, which is issued now."""
+        """The values that this worker sends in an exchange, which is issued now."""
         assert self.plan is not None
         self._issued += 1
         return self.plan.pack(exchange, self._given, place)

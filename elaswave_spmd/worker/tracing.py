@@ -54,19 +54,17 @@ class TracedGroup:
     """A stage's process group that also records in the trace what this worker sends through it.
 
     Args:
-        rank: of the worker.
         group: does the work.
         part: the worker's part of the trace.
     """
 
-    def __init__(self, rank: int, group: StageGroup, part: TracePart) -> None:
-        self._rank = rank
+    def __init__(self, group: StageGroup, part: TracePart) -> None:
         self._group = group
         self._part = part
 
-    def change(self, epoch: int, members: Sequence[int], rank: int) -> None:
-        """Begins to make the group of a newer epoch; see `StageGroup.change`."""
-        self._group.change(epoch, members, rank)
+    def enter_epoch(self, epoch: int, members: Sequence[int], rank: int) -> None:
+        """Begins to make the group of a newer epoch; see `StageGroup.enter_epoch`."""
+        self._group.enter_epoch(epoch, members, rank)
 
     @property
     def ready(self) -> int | None:
@@ -78,12 +76,11 @@ class TracedGroup:
         """The reason for which the group could not be made; see `StageGroup.failure`."""
         return self._group.failure
 
-    def broadcast(self, values: Tensor, root: int) -> CollectiveWork:
-        """Begins a broadcast; see `StageGroup.broadcast`."""
+    def gather(self, share: Tensor, gathered: Tensor, what: str) -> CollectiveWork:
+        """Begins an all-gather; see `StageGroup.gather`. Its bytes are those of a share, padding included."""
         began = perf_counter()
-        work = self._group.broadcast(values, root)
-        if root == self._rank:
-            self._part.copy("Publish", values.nbytes, began, perf_counter())
+        work = self._group.gather(share, gathered, what)
+        self._part.copy(m.Publish.__name__, share.nbytes, began, perf_counter())
         return work
 
     def exchange(

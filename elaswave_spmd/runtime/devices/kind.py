@@ -26,13 +26,13 @@ class Capabilities:
             the device). The masks are the same, bit for bit.
         dtypes: values of `runtime.dtype` that layer programs can compute in.
         collectives: c10d backend for collectives on device memory; None: there is none, and only links are used.
-        shrinks_groups: a group of that backend can lose a member without being made anew.
         state: the memory that holds a worker's state pages, sums and boundary tensors: "device" or "host".
         compiles: layer programs are compiled, all of them before a worker's first step.
         islands: a worker may have several local devices, with one program over all of them (mesh axes tp and fsdp).
         forks: workers may be forked from a process that has imported the modules that they need.
         preload: further modules for that process to import. Importing them opens no device and starts no thread.
         inductor: torch.compile can make its layer programs (`runtime.compile`), with the same bits every time.
+        forks_compiler: the process that workers are forked from may import torch's compiler, once for all of them.
         recovers: a device that has failed can be restarted while its process goes on.
         resource: the name under which a cluster manager counts such devices; "" if it counts none.
     """
@@ -42,18 +42,18 @@ class Capabilities:
     masks: Literal["host", "operators"]
     dtypes: tuple[str, ...]
     collectives: str | None
-    shrinks_groups: bool
     state: Literal["device", "host"]
     compiles: bool
     islands: bool
     forks: bool
     preload: tuple[str, ...] = ()
     inductor: bool = False
+    forks_compiler: bool = False
     recovers: bool = False
     resource: str = ""
 
     def __post_init__(self) -> None:
-        assert self.dtypes and (self.collectives or not self.shrinks_groups), self
+        assert self.dtypes, self
         assert self.streams or not self.pinned_copies, self
 
 
@@ -214,7 +214,7 @@ class Device(Protocol):
         ...
 
     def mark(self) -> Any:
-        """Mark the present point in the device's queue, so that `times` can tell when the device reached it."""
+        """Mark the present point in the training thread's queue; `times` tells when the device reached it."""
         ...
 
     def times(self, marks: Sequence[Any]) -> list[float]:

@@ -2,9 +2,9 @@
 
 The group copies bytes between the workers of a stage (partial sums to the primaries that add them, reduced gradients to
 their mirrors, new parameters to the workers that compute with them) by NCCL, HCCL or gloo. It never sums gradients,
-since the library would choose the order of the sum, and so the bits. Making a group takes seconds, and HCCL cannot
-remove a member from one. A mesh epoch does not wait for that: the old group is abandoned at once, links carry
-everything meanwhile, and the new group is used from the step on for which all of its members have voted to use it.
+since the library would choose the order of the sum, and so the bits. Making a group takes a while, up to seconds. A
+mesh epoch does not wait for that: the old group is abandoned at once, links carry everything meanwhile, and the new
+group is used from the step on for which all of its members have voted to use it.
 
 A group is a backend object of c10d by itself, unknown to torch.distributed. So there may be several at a time, and one
 that hangs while it connects or ends blocks no other.
@@ -13,7 +13,7 @@ The thread that drops the last reference to a backend, or to a collective in it,
 destructor waits for its peers: for seconds, if one of them is stopped. That must never happen in the training thread,
 which could not answer a Prepare meanwhile, nor in the thread that makes the next group. So an abandoned group is handed
 over, in a list of one, to a thread whose only task is to end it, and the others keep no reference to it: no local
-variable, no broadcast, and no exception, since a traceback refers to the frames that it passed through.
+variable, no collective, and no exception, since a traceback refers to the frames that it passed through.
 """
 
 from __future__ import annotations
@@ -44,9 +44,6 @@ class GroupLibrary(ABC):
     `DeviceGroups` has those of a device; tests have their own. A backend is an object of c10d.
     """
 
-    shrinks = False
-    """True if the library can remove members from a group."""
-
     @abstractmethod
     def open_store(self, prefix: str) -> Any:
         """Open a connection to the store that all workers of the run share, for the keys below a prefix."""
@@ -58,8 +55,8 @@ class GroupLibrary(ABC):
         ...
 
     @abstractmethod
-    def broadcast(self, backend: Any, values: Any, root: int) -> Any:
-        """Start a broadcast from the member with rank `root` in the group. Returns c10d's work."""
+    def gather(self, backend: Any, share: Any, gathered: Any) -> Any:
+        """Start an all-gather of shares of one size; this one's may lie in its place. Returns c10d's work."""
         ...
 
     @abstractmethod
@@ -78,14 +75,6 @@ class GroupLibrary(ABC):
     def abort(self, backend: Any, reason: str) -> None:  # noqa: B027  (a library that cannot is left to its time limit)
         """End everything in progress in a backend at once, if the library can."""
 
-    def shrink(self, backend: Any, lost: list[int]) -> Any:
-        """Make a backend of the members that are left. Only if `shrinks`.
-
-        Args:
-            lost: ranks in the backend to remove.
-        """
-        raise AssertionError("the library cannot shrink groups")
-
 
 class Collective:
     """A collective in progress, with a time limit. It fails if it takes longer, or if the library reports an error.
@@ -94,7 +83,7 @@ class Collective:
 
     Args:
         work: c10d's handle.
-        values: the tensors that are sent or received; kept alive for the library.
+        values: the tensors that are sent or received; kept alive for the library until the collective has succeeded.
         timeout_s: the time limit, from now on.
         what: the kind of message that it stands for; "": not named.
     """
@@ -118,7 +107,7 @@ class Collective:
 
     def _is_done(self) -> bool:
         try:
-            return self._work.is_completed()
+            return self._work is None or self._work.is_completed()
         except RuntimeError as error:
             self._failure = str(error) or type(error).__name__
             return True
@@ -126,12 +115,16 @@ class Collective:
     def wait(self) -> None:
         """Order the device's later work after a collective that has ended, so that it sees the values.
 
+        If it has succeeded, its memory is the caller's alone from now on: the next collective may be a whole step away.
+
         Raises:
             RuntimeError: the collective has failed.
         """
         if self._failure is not None:
             raise RuntimeError(self._failure)
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
+            self._work = self.values = None
 
     @property
     def is_over(self) -> bool:
@@ -154,10 +147,6 @@ class _Group:
     members: tuple[int, ...]
     backend: Any
     in_progress: deque[Collective] = field(default_factory=deque)
-
-    def shrinks_to(self, members: tuple[int, ...]) -> bool:
-        """True if `members` are some of the group's members, but not all, in the same order."""
-        return members == tuple(member for member in self.members if member in members) != self.members
 
 
 class GroupInBackground:
@@ -183,7 +172,7 @@ class GroupInBackground:
         made = self._made
         return made.epoch if made is not None else None
 
-    def change(self, epoch: int, members: Sequence[int], rank: int) -> None:
+    def enter_epoch(self, epoch: int, members: Sequence[int], rank: int) -> None:
         """Abandon the present group, and start to make one for the stage's members in a newer mesh epoch.
 
         Args:
@@ -195,17 +184,21 @@ class GroupInBackground:
             old = self._detach()
             self._epoch = epoch
             self.failure = None
-        arguments = (old, epoch, tuple(members), rank)
-        threading.Thread(target=self._replace, args=arguments, name=f"group of epoch {epoch}", daemon=True).start()
+        self._end_in_thread(old, f"mesh epoch {epoch}")
+        arguments = (epoch, tuple(members), rank)
+        threading.Thread(target=self._make, args=arguments, name=f"group of epoch {epoch}", daemon=True).start()
 
-    def broadcast(self, values: Any, root: int) -> Collective:
-        """Start a broadcast from worker `root` to all members.
+    def gather(self, share: Any, gathered: Any, what: str = "") -> Collective:
+        """Start an all-gather among all members, whose shares are of one size, in the order of their ranks.
+
+        Args:
+            what: the kind of message that it stands for. The reason names it if it takes too long.
 
         Raises:
             RuntimeError: the library refuses, since it has lost the connection to a peer.
         """
         made = self._serving()
-        return self._begun(made, self._library.broadcast(made.backend, values, made.members.index(root)), values)
+        return self._begun(made, self._library.gather(made.backend, share, gathered), gathered, what)
 
     def exchange(
         self, sent: Any, received: Any, sent_sizes: Sequence[int], received_sizes: Sequence[int], what: str = ""
@@ -253,40 +246,36 @@ class GroupInBackground:
 
     # ---- called in threads of their own
 
-    def _replace(self, old: list[_Group], epoch: int, members: tuple[int, ...], rank: int) -> None:
-        """Make the group of a mesh epoch: by removing members from the old one if the library can, else a new one."""
+    def _make(self, epoch: int, members: tuple[int, ...], rank: int) -> None:
+        """Make the group of a mesh epoch.
+
+        It is made anew even where the library can remove members (NCCL's shrink). With a peer lost in the middle of a
+        collective that failed in one member and went on in another, and there was no group until a time limit had
+        passed (NCCL 2.28.9); and what is made in the background delays nobody.
+        """
+        made: list[_Group] = []  # a list, as in `_detach`
+        reason = f"mesh epoch {epoch} is over"
         try:
             self._library.enter_thread()
-            if not self._library.shrinks or not any(group.shrinks_to(members) for group in old):
-                self._end_in_thread(old, f"mesh epoch {epoch}")
-                old = []
             if len(members) == 1:
                 return
             # All stages meet in the same store; the prefix keeps them apart, since their first members differ.
             store = self._library.open_store(f"epoch{epoch}/{members[0]}")
-            if old:
-                store.add(f"has{old[0].epoch}", 1)
             if not self._meet(store, epoch, len(members)):
                 return
-            backend = None
-            # Shrinking is a collective, too: only if every member still has the old group.
-            if old and store.add(f"has{old[0].epoch}", 0) == len(members):
-                backend = self._shrink_backend(old[0], members)
-            if backend is None:
-                backend = self._library.make(store, members.index(rank), len(members))
-            self._connect(backend, members.index(rank), len(members))
-            made = _Group(epoch, members, backend)
-            with self._lock:
-                if current := epoch == self._epoch:
-                    self._made = made
-            if not current:
-                self._end([made], f"mesh epoch {epoch} is over")
+            made.append(_Group(epoch, members, self._library.make(store, members.index(rank), len(members))))
+            if self._connect(made[0], rank):
+                with self._lock:
+                    if epoch == self._epoch:
+                        self._made = made.pop()
         except Exception as error:  # a member was lost while they connected; the next mesh epoch makes another group
+            reason = f"{type(error).__name__}: {error}"
             with self._lock:
                 if epoch == self._epoch:
-                    self.failure = f"{type(error).__name__}: {error}"
+                    self.failure = reason
         finally:
-            self._end_in_thread(old, f"mesh epoch {epoch}")
+            if made:
+                self._end(made, reason)
 
     def _meet(self, store: Any, epoch: int, number: int) -> bool:
         """Wait until all members are here, or until this worker is in a newer mesh epoch. True if they make the group.
@@ -302,30 +291,26 @@ class GroupInBackground:
             store.compare_set("fate", "", _LEFT)
         return store.get("fate") == _ALL.encode()
 
-    def _connect(self, backend: Any, rank: int, size: int) -> None:
-        """Run a first broadcast and a first exchange, each of them to the end.
+    def _connect(self, group: _Group, rank: int) -> bool:
+        """Run a first all-gather and a first exchange, each to the end. False if its mesh epoch is over before.
 
-        NCCL and HCCL connect in the thread that calls: at the first broadcast, and two members to each other at the
+        NCCL and HCCL connect in the thread that calls: at the first all-gather, and two members to each other at the
         first sends between them, where the one waits for the other. That must not be in the middle of a backward.
         """
-        token = self._library.token(1)
-        self._run_through(self._library.broadcast(backend, token, 0), token)
-        sizes = [int(member != rank) for member in range(size)]
-        sent, received = self._library.token(size - 1), self._library.token(size - 1)
-        self._run_through(self._library.exchange(backend, sent, received, sizes, sizes), (sent, received))
+        share, gathered = self._library.token(1), self._library.token(len(group.members))
+        if not self._runs_through(group, self._library.gather(group.backend, share, gathered), (share, gathered)):
+            return False
+        sizes = [int(member != rank) for member in group.members]
+        sent, received = self._library.token(sum(sizes)), self._library.token(sum(sizes))
+        work = self._library.exchange(group.backend, sent, received, sizes, sizes)
+        return self._runs_through(group, work, (sent, received))
 
-    def _run_through(self, work: Any, values: Any) -> None:
-        collective = Collective(work, values, self._timeout_s)
-        _poll_until(collective.is_completed)
+    def _runs_through(self, group: _Group, work: Any, values: Any) -> bool:
+        collective = self._begun(group, work, values)
+        if not _poll_until(collective.is_completed, lambda: self._is_past(group.epoch)):
+            return False
         collective.wait()
-
-    def _shrink_backend(self, old: _Group, members: tuple[int, ...]) -> Any:
-        """The old group's backend without the lost members, or None if the library is too old (then on all members)."""
-        with suppress(AttributeError, TypeError, RuntimeError):
-            return self._library.shrink(
-                old.backend, [i for i, member in enumerate(old.members) if member not in members]
-            )
-        return None
+        return True
 
     def _end_in_thread(self, handed_over: list[_Group], reason: str) -> None:
         """End a group in a thread of its own, since that may take as long as whatever hangs in the group."""
@@ -365,7 +350,6 @@ class DeviceGroups(GroupLibrary):
     """
 
     def __init__(self, device: Device, address: str, host: str, timeout_s: float) -> None:
-        self.shrinks = device.kind.capabilities.shrinks_groups
         self._device = device
         self._address = address
         self._host = host
@@ -377,14 +361,12 @@ class DeviceGroups(GroupLibrary):
     def make(self, store: Any, rank: int, size: int) -> Any:
         return self._device.kind.make_group(store, rank, size, self._timeout, self._host)
 
-    def broadcast(self, backend: Any, values: Tensor, root: int) -> Any:
-        from torch.distributed import distributed_c10d as c10d
+    def gather(self, backend: Any, share: Tensor, gathered: Tensor) -> Any:
+        from torch._C._distributed_c10d import AllgatherOptions  # torch.distributed does not export it
 
-        options = c10d.BroadcastOptions()
-        options.rootRank = root
-        options.rootTensor = 0
+        options = AllgatherOptions()
         options.asyncOp = True
-        return backend.broadcast([values], options)
+        return backend._allgather_base(gathered, share, options)
 
     def exchange(
         self, backend: Any, sent: Tensor, received: Tensor, sent_sizes: list[int], received_sizes: list[int]
@@ -405,11 +387,6 @@ class DeviceGroups(GroupLibrary):
 
     def abort(self, backend: Any, reason: str) -> None:
         self._device.kind.abort_group(backend, reason)
-
-    def shrink(self, backend: Any, lost: list[int]) -> Any:
-        from torch.distributed import distributed_c10d as c10d
-
-        return backend.shrink(lost, c10d.SHRINK_ABORT, None)
 
 
 def group_of(device: Device, address: str, host: str, timeout_s: float) -> GroupInBackground:

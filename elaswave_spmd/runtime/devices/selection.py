@@ -73,7 +73,9 @@ def worker_start(settings: Settings, machine: Machine | None = None) -> WorkerSt
         environment |= kind.group_environment(machine.environment)
     if settings.runtime.compile:
         check_compile(settings, machine)
-        environment, preload = environment | _INDUCTOR, (*preload, _COMPILER)
+        environment |= _INDUCTOR
+        if kind.capabilities.forks_compiler:
+            preload = (*preload, _COMPILER)
     return WorkerStart(environment, preload, "fork" if kind.capabilities.forks else "spawn")
 
 

@@ -50,7 +50,7 @@ class BackwardTrace(TorchDispatchMode):
         return results
 
     def graph(self, results: Sequence[Tensor | None]) -> fx.GraphModule | None:
-        """What was recorded, as a function of the arguments.
+        """The recorded graph, as a function of the arguments.
 
         Args:
             results: what it returns; None stays None.

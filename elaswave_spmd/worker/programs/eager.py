@@ -466,7 +466,7 @@ class StagePrograms:
         return self._run(layer, microbatch, saved.x, saved.keys.again(), batch, "forward, repeated for backward")
 
     def _gradient_of(self, layer: int, x: Activation) -> Activation | None:
-        """What a backward returns for the layer's input."""
+        """The gradient that a backward returns for the layer's input."""
         if not self._passes_gradient(layer):
             return no_gradient(x) if layer else None
         dx = gradient_of(x)
@@ -498,7 +498,7 @@ class StagePrograms:
             return self._checked_scores(loss, metrics)
 
     def _checked_scores(self, loss: Any, metrics: Mapping[str, Any]) -> Activation:
-        """What `evaluate` returns for the last layer."""
+        """The scores that `evaluate` returns for the last layer."""
         form, values = scores_of(checked_loss(loss), metrics)
         if (before := self.scored) is not None and before != form:
             raise other_metrics(f"metrics(output, batch) has returned {form.in_words}, and {before.in_words} before")
@@ -542,7 +542,7 @@ class StagePrograms:
         return self._values[layer].layout.name
 
     def _arguments(self, layer: int, x: Activation, keys: Keys) -> tuple[Any, ...]:
-        """What a layer is called with."""
+        """The arguments that a layer is called with."""
         return (x, keys) if layer in self._keyed else (x,)
 
     def _compute(self, layer: int, x: Activation, keys: Keys, batch: Any) -> Any:

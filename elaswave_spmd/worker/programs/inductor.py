@@ -198,7 +198,7 @@ def _configure(threads: int, num_layers: int, count: Callable[[object], None]) -
 def compiler_version(compiler: str) -> str:
     """The first line of `COMPILER --version`, or "" where there is none.
 
-    It is part of a run's identity (controller/run_identity.py): another compiler may give other bits.
+    It is part of a run's identity (controller/run_fingerprint.py): another compiler may give other bits.
     """
     if shutil.which(compiler) is None:
         return ""

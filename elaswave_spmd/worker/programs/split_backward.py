@@ -43,7 +43,7 @@ class PutOff(Protocol):
 
 
 class _Form(NamedTuple):
-    """How one kind of operator with a weight product is computed. No closures are made per call: they cost time.
+    """The computation of one kind of operator with a weight product. No closures are made per call: they cost time.
 
     Args:
         run: (input, weight, bias, options) -> the operator's output.
@@ -276,7 +276,7 @@ def _split_parameters(value: Any) -> Iterator[SplitParameter]:
 
 
 def _products_of(input: Tensor, weight: object) -> WeightProducts | None:
-    """Where the product of an input and a weight is put off; None: it is not."""
+    """The place where the product of an input and a weight is put off; None: it is not."""
     if not isinstance(weight, SplitParameter) or not weight.requires_grad:
         return None
     if type(input) is not Tensor or not input.requires_grad or input.dtype is not weight.dtype:
@@ -383,7 +383,7 @@ def _convolution(
 
 
 class _ConvolutionOptions(NamedTuple):
-    """What a convolution is given beside its tensors, in the forms of its operator and of torch's backward.
+    """The options of a convolution beside its tensors, in the forms of its operator and of torch's backward.
 
     Args:
         weight: shape and strides of the weight.

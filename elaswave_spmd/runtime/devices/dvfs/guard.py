@@ -150,7 +150,7 @@ def _execute(shares: _Shares, order: Mapping[str, Any]) -> None:
 
 
 def _errors_as_answers(work: Callable[[], Mapping[str, Any] | None]) -> Mapping[str, Any]:
-    """What `work` returns, or an answer with the error that it raised: one error does not end the guard."""
+    """The answer that `work` returns, or one with the error that it raised: one error does not end the guard."""
     try:
         return work() or {}
     except UserError as error:

@@ -21,12 +21,12 @@ class Cpu:
         masks="host",
         dtypes=("fp32", "bf16"),
         collectives="gloo",
-        shrinks_groups=False,
         state="host",
         compiles=False,
         islands=False,
         forks=True,
         inductor=True,
+        forks_compiler=True,
     )
 
     def missing(self, machine: Machine) -> tuple[Missing, ...]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd.runtime.devices.kind import Capabilities, Device, Island, Missing
 from elaswave_spmd.runtime.devices.machine import Machine
 from elaswave_spmd.runtime.devices.requirements import check_one_device, missing_torch, set_variables
 
+if TYPE_CHECKING:
+    import torch
+
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_WORKSPACES = ":4096:8"
 _NCCL_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_NCCL_CONNECT = "NCCL_RUNTIME_CONNECT"
 _GPUS = "/proc/driver/nvidia/gpus/*/information"  # written by the driver; asking a library would open the devices
 
 
@@ -25,12 +31,12 @@ class Cuda:
         masks="operators",
         dtypes=("fp32", "bf16"),
         collectives="nccl",
-        shrinks_groups=True,  # from NCCL 2.27 on; an older one raises, and a new group is made
         state="device",
         compiles=False,
         islands=False,
         forks=True,  # CUDA breaks in children only if the parent has used a device, and the fork server never does
         inductor=True,
+        forks_compiler=False,  # it asks the driver for devices when it is imported, which starts a thread of the driver
         resource="GPU",
     )
 
@@ -54,7 +60,7 @@ class Cuda:
         check_one_device(self.name, island)
         if given.get(_WORKSPACE) == ":16:8":  # the other value with which cuBLAS gives the same bits every time
             return {}
-        return set_variables(given, {_WORKSPACE: ":4096:8"}, {_WORKSPACE: "if cuBLAS gives the same bits every time"})
+        return set_variables(given, {_WORKSPACE: _WORKSPACES}, {_WORKSPACE: "if cuBLAS gives the same bits every time"})
 
     def open(self, index: int, island: Island) -> Device:
         import torch
@@ -71,12 +77,20 @@ class Cuda:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         # Products in bf16 have their partial sums in fp32, whatever the shape.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        return AcceleratorDevice(self, torch.device("cuda", index % torch.cuda.device_count()), torch.cuda)
+        # A backward runs in the training thread. By itself torch would hand every layer's to another thread and wait.
+        torch.autograd.set_multithreading_enabled(False)
+        place = torch.device("cuda", index % torch.cuda.device_count())
+        device = AcceleratorDevice(self, place, torch.cuda)
+        _show_workspaces(place)
+        return device
 
     def group_environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        # Blocking wait turns NCCL's watchdog off. The watchdog ends broadcasts in a way that makes them look complete,
+        # Blocking wait turns NCCL's watchdog off. The watchdog ends collectives in a way that makes them look complete,
         # and may end the process, while here a lost peer is an event that the worker survives.
-        return set_variables(given, {_NCCL_WAIT: "1"}, {_NCCL_WAIT: "if NCCL's watchdog ends processes"})
+        # NCCL chooses an algorithm by the size of what is sent, and connects what it needs at the first use of each: a
+        # first large all-gather would wait for a lost peer, in the call. So all is connected when the group is made.
+        why = {_NCCL_WAIT: "if NCCL's watchdog ends processes", _NCCL_CONNECT: "if NCCL waits for peers in a call"}
+        return set_variables(given, {_NCCL_WAIT: "1", _NCCL_CONNECT: "0"}, why)
 
     def make_group(self, store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
         from torch.distributed import ProcessGroupNCCL  # pyright: ignore[reportPrivateImportUsage]
@@ -87,6 +101,22 @@ class Cuda:
 
     def abort_group(self, group: Any, reason: str) -> None:
         group.abort()
+
+
+def _show_workspaces(place: torch.device) -> None:
+    """Lets torch see the variable for cuBLAS's workspaces, and removes it from this process, which has no use for it.
+
+    A deterministic product asks for it once in a process. After that it is only a size, which torch (2.11, for one)
+    parses anew in each product: that took twice the time of the product's other work on the CPU. What makes results the
+    same every time is that torch gives each pair of a handle and a stream a workspace of its own, whatever the size.
+    That is then torch's own on all machines, also on one whose user had set another.
+    """
+    import torch
+
+    one = torch.ones(1, 1, device=place)
+    torch.matmul(one, one)
+    # Nothing else runs in this process yet: a worker opens its device first of all.
+    os.environ.pop(_WORKSPACE, None)
 
 
 KIND = Cuda()

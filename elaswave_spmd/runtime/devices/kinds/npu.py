@@ -29,7 +29,6 @@ class Npu:
         masks="operators",
         dtypes=("fp32", "bf16"),
         collectives="hccl",
-        shrinks_groups=False,
         state="device",
         compiles=False,
         islands=False,

@@ -43,7 +43,6 @@ class Xla(WithoutGroups):
         masks="operators",
         dtypes=("fp32", "bf16"),
         collectives=None,  # inside an island XLA makes its own; between islands there are links
-        shrinks_groups=False,
         state="host",
         compiles=True,
         islands=True,
