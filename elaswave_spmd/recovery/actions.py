@@ -7,10 +7,11 @@ Done.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from elaswave_spmd.recovery.messages import Applied, Message
+from elaswave_spmd.recovery.peers import Peers
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.replicas import ReplicaSet
 from elaswave_spmd.sharding.reshard import ReshardPlan
@@ -26,10 +27,15 @@ class Send:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Send this message to several workers. It is encoded once, however many they are."""
+    """Send this message to several workers. It is encoded once, however many they are.
+
+    Args:
+        peers: of a Reconfigure on a large mesh: the workers whose addresses each is told; None: those of all.
+    """
 
     ranks: tuple[int, ...]
     message: Message
+    peers: Peers | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

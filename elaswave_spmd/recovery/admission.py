@@ -35,7 +35,7 @@ SIZE: Final = "message of a wrong size"
 VALUE: Final = "message with a value that cannot be"
 
 _FROM_CONTROLLER = (
-    *(m.Prepare, m.PackedReconfigure, m.Validated, m.ReplicasAgree, m.Stop),
+    *(m.Prepare, m.PackedReconfigure, m.PeerAddresses, m.Validated, m.ReplicasAgree, m.Stop),
     *(m.CheckAgain, m.CheckAccepted, m.AddAgain, m.SumAccepted, m.Pace, m.Limits),
     *(m.Adopt, m.OfGeneration, m.Written),
 )

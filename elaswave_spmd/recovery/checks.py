@@ -124,7 +124,7 @@ class Difference:
 
 
 def first_difference(one: Sequence[DigestRow], other: Sequence[DigestRow]) -> Difference | None:
-    """Where two results of a micro-batch differ first; None if they are equal."""
+    """The first difference between two results of a micro-batch; None if they are equal."""
     for (layer, kind, a), (_, _, b) in zip(_computed(one), _computed(other), strict=True):
         if a != b:
             columns = range(0, max(len(a), len(b)), DIGEST_BYTES)

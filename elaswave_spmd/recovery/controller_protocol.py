@@ -49,6 +49,7 @@ from elaswave_spmd.recovery.messages import (
     ValidationLoss,
 )
 from elaswave_spmd.recovery.partial_step import recovery_plan, whole_step
+from elaswave_spmd.recovery.peers import Peers, Ran, Recovery, peers_of
 from elaswave_spmd.recovery.reconfiguration import Goal, Stages, assign_evenly, next_stages
 from elaswave_spmd.recovery.sum_checks import drawn_ranges
 from elaswave_spmd.recovery.validation import Scores, scores_of, validation_done
@@ -212,7 +213,7 @@ class _Membership:
 
 @dataclass(frozen=True)
 class Predecessor:
-    """What a controller that came back knows of the one before it, from the journal and from the living workers.
+    """The facts that a controller that came back has of the one before it, from the journal and the living workers.
 
     Args:
         placement: of the newest mesh epoch, as its Reconfigure has it.
@@ -252,6 +253,7 @@ class ControllerProtocol:
         began_at: the version at which its workers began; None: at this one. A controller that came back does not know.
         assigner: decides which worker gets how many micro-batches after a change of members.
         checks: which micro-batches are checked; None: none.
+        widest: members up to which each has a link to all others; None: on every mesh.
     """
 
     def __init__(
@@ -266,6 +268,7 @@ class ControllerProtocol:
         assigner: MicrobatchAssigner | None = None,
         checks: CheckDraw | None = None,
         began_at: int | None = None,
+        widest: int | None = None,
     ) -> None:
         self.began_at = version if began_at is None else began_at
         """The workers of this life of the run have computed nothing before this version."""
@@ -285,6 +288,15 @@ class ControllerProtocol:
         self._policy = policy or Policy()
         self._assigner = assigner or EvenAssigner()
         self._checks = checks or CheckDraw(0)
+        self.widest = widest
+        """Members up to which each has a link to all others; None: always."""
+        self.peers: Peers | None = None
+        """The members that each has links to in the present epoch; None: all others."""
+        # Who has run what of the step under way, or of the one before, in mesh epochs that are over; and the step and
+        # the plan that the present one began with.
+        self._ran: tuple[Ran, ...] = ()
+        self._planned: tuple[int, tuple[Recompute, ...]] = (0, ())
+        self._missed: set[frozenset[int]] = set()  # pairs of members that had no link when one of them wanted it
         self._attempt = 0  # of the steps to come: the mesh epoch that began it, or 0
         self.agreed = version
         """The newest version at which all replicas were found to be the same; at first, that of the begin."""
@@ -468,7 +480,8 @@ class ControllerProtocol:
                 partial(self._assigner.assign, self.placement, split=self.split),
                 (self._policy.mirror_count, self._policy.mirror_scatter),
             )
-        return self._send_all(self._reconfigure_message(self.version, None, as_planned=as_planned))
+        message = self._reconfigure_message(self.version, None, as_planned=as_planned)
+        return [Broadcast(self.placement.mesh.members, message, self._peers_after(None))]
 
     # ---- a controller that came back
 
@@ -546,6 +559,10 @@ class ControllerProtocol:
             return []
         self._pending.relinked[ends] = reason
         return self._begin(after=AT_ONCE)
+
+    def missed(self, ends: frozenset[int]) -> None:
+        """A member had something for another one that it has no link to. From the next epoch on they have one."""
+        self._missed.add(ends)
 
     def caught_up(self, message: CaughtUp) -> list[ProtocolAction]:
         """A learner has all of its state. When all have, they become replicas by a planned change."""
@@ -687,7 +704,7 @@ class ControllerProtocol:
         goes_on = is_begun and not anew and not stops
         dropped = self._num_checks(standing.version + 1) if goes_on else 0  # those of it that are not complete
         begun = EpochBegun(placement, kinds, reasons, standing.version, num_redone, why, plan, dropped)
-        reconfigure = self._enter(placement, standing.version, recovery, membership.leaving, stops)
+        reconfigure = self._enter(placement, standing.version, recovery, membership.leaving, stops, anew=anew)
         if stops:
             return [reconfigure, *([begun] if kinds else []), Save(standing.version, epoch, stops)]
         actions = [reconfigure, begun, *self._release(membership.leaving)]
@@ -802,15 +819,40 @@ class ControllerProtocol:
         recovery: tuple[Recompute, ...] | None,
         leaving: Collection[int],
         saving: str,
+        *,
+        anew: bool,
     ) -> Broadcast:
         """The new epoch is the present one from now on: what was pending has taken effect. Returns its Reconfigure."""
+        assert self._change is not None
+        (planned, lines), step = self._planned, version + 1
+        now = Ran(step, self.placement, lines if planned == step else ())
+        ran = (*(before for before in self._ran if before.step >= version), now)
+        plan = () if anew and recovery else recovery  # all of it is as placed, and what others have of it is given up
+        self._ran, self._planned = () if recovery is None else ran, (step, plan or ())
+        self._missed = {ends for ends in self._missed if all(rank in placement.mesh for rank in ends)}
+        left = Recovery(ran, plan, self._change.reports, (*self._pending.relinked, *self._missed))
         self.placement = placement
         self._entered_at = version
         self._change = None
         self._saving = saving
         message = self._reconfigure_message(version, recovery)
         self._pending = self._pending.after(leaving)
-        return Broadcast(placement.mesh.members, message)
+        return Broadcast(placement.mesh.members, message, self._peers_after(left))
+
+    def _peers_after(self, left: Recovery | None) -> Peers | None:
+        """The peers in the present epoch, which are noted. `left`: by the epoch before; None: it is the first one."""
+        number, checks = self._num_validation_microbatches, self._checks.rate > 0
+        self.peers = None
+        if self.widest is not None:
+            self.peers = peers_of(
+                self.placement,
+                self.layout,
+                num_validation_microbatches=number,
+                recovery=left,
+                checks=checks,
+                widest=self.widest,
+            )
+        return self.peers
 
     def _release(self, leaving: Collection[int]) -> list[ProtocolAction]:
         """Let workers end that have left the mesh."""
@@ -860,7 +902,7 @@ class ControllerProtocol:
         return self.try_limits(limited)
 
     def try_limits(self, limited: Assignment) -> Broadcast:
-        """As `limit`, for a while: plans regard other limits no more than the next epoch does."""
+        """Do what `limit` does, for a while: plans regard other limits no more than the next epoch does."""
         assert self.split is not None
         layers = self.split.layers if limited.put_off else ()
         mesh = self.placement.mesh

@@ -246,10 +246,12 @@ class Verdict:
     Args:
         ends: the two workers; one worker alone: the link was the controller's.
         lost: the worker to be treated as lost; None if the link is made again.
+        was_linked: False if there was no link, and one is made now.
     """
 
     ends: frozenset[int]
     lost: int | None
+    was_linked: bool = True
 
     @property
     def reason(self) -> str:
@@ -257,6 +259,8 @@ class Verdict:
         if len(self.ends) == 1:
             return "its link to the controller was lost"
         first, second = sorted(self.ends)
+        if not self.was_linked:
+            return f"there was no link between workers {first} and {second}"
         again = " again" if self.lost is not None else ""
         return f"the link between workers {first} and {second} was lost{again}"
 
@@ -267,7 +271,8 @@ class BrokenLinks:
     Both directions of a pair may be reported; until the verdict that is one loss. Each of them is made again once: a
     network that has failed takes both along, and they are noticed one after the other. That is forgotten with the first
     step that is committed `_FORGOTTEN_S` later or more: what fails then is another failure. Time alone forgets nothing,
-    as a run may stand still for a network that is still down.
+    as a run may stand still for a network that is still down. Where there was no link no network has failed: one is
+    made as often as that is reported.
     """
 
     def __init__(self) -> None:
@@ -275,11 +280,15 @@ class BrokenLinks:
         self._reported: dict[frozenset[int], set[tuple[int, ...]]] = {}  # and its directions that were reported
         self._linked_again: dict[tuple[int, ...], float] = {}  # direction -> when it was made again
 
-    def closed(self, *ends: int) -> None:
-        """A link of one worker to another, or between the controller and one worker, is reported lost."""
+    def closed(self, *ends: int, was_linked: bool = True) -> None:
+        """A link of one worker to another, or between the controller and one worker, is reported lost.
+
+        Args:
+            was_linked: False if there was none, and what was to be sent on it is lost.
+        """
         assert ends and len(set(ends)) == len(ends) <= 2, ends
         self._beats.setdefault(frozenset(ends), dict.fromkeys(ends, 0))
-        self._reported.setdefault(frozenset(ends), set()).add(ends)
+        self._reported.setdefault(frozenset(ends), set()).update([ends] if was_linked else [])
 
     def forget(self, rank: int) -> None:
         """A worker is lost, or was let go: its links end with it."""
@@ -309,4 +318,4 @@ class BrokenLinks:
         if len(ends) == 1 or not directions.isdisjoint(self._linked_again):
             return Verdict(ends, max(ends))
         self._linked_again |= dict.fromkeys(directions, now)
-        return Verdict(ends, None)
+        return Verdict(ends, None, was_linked=bool(directions))

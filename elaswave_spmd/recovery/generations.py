@@ -7,7 +7,15 @@ no number: a run whose controller never dies has nothing of this on its links.
 
 from __future__ import annotations
 
-from elaswave_spmd.recovery.messages import Adopt, AnyMessage, OfGeneration, PackedReconfigure, decode, encode
+from elaswave_spmd.recovery.messages import (
+    Adopt,
+    AnyMessage,
+    OfGeneration,
+    PackedReconfigure,
+    PeerAddresses,
+    decode,
+    encode,
+)
 from elaswave_spmd.recovery.packed_reconfigure import Unpacker
 
 FIRST = 1
@@ -34,7 +42,8 @@ class ControllerFence:
         self.unpacker = Unpacker()
 
     def admitted(self, message: AnyMessage) -> AnyMessage | None:
-        """What a message of a controller says, as it comes; None if it is one of an older generation.
+        """What a message of a controller says, as it comes; None if it is one of an older generation, or belongs to the
+        next one.
 
         Raises:
             RunError: it is a change to another Reconfigure than the last one.
@@ -50,5 +59,8 @@ class ControllerFence:
             generation, message = message.generation, decode(message.data)
         # The first message of a controller on its link is Adopt, so nothing comes of one that is not known yet.
         if generation != self.generation:
+            return None
+        if isinstance(message, PeerAddresses):
+            self.unpacker.told(message)
             return None
         return self.unpacker.unpacked(message) if isinstance(message, PackedReconfigure) else message

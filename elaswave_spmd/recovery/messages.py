@@ -479,7 +479,8 @@ class Reconfigure(Message, frozen=True):
         stages: members by stage.
         layer_cuts: first layer of each stage, and the number of layers.
         microbatch_counts: number of micro-batches of each member, by stage.
-        addresses: rank -> address, of all members.
+        addresses: rank -> address, of all members; on a large mesh of those that have been the receiver's peers
+            (recovery/peers.py).
         replicas: rows of the replica map; empty: as the mesh without losses has them.
         version: the highest of any member.
         recovery_plan: the recovery plan of step version + 1. None: nothing of it was begun, and it runs as placed.
@@ -533,6 +534,19 @@ class PackedReconfigure(Message, frozen=True):
     size: int
     digest: bytes
     data: bytes
+
+
+class PeerAddresses(Message, frozen=True):
+    """Controller -> member, on a large mesh, before a PackedReconfigure: the addresses of the member's peers, as far as
+    they change.
+
+    Args:
+        came: packed addresses of peers that it may not have.
+        gone: members that are no peers of it any more, neither in this mesh epoch nor in the one before.
+    """
+
+    came: bytes
+    gone: tuple[int, ...] = ()
 
 
 class ChecksDiffer(Message, frozen=True):
@@ -738,10 +752,16 @@ class LinkClosed(Message, frozen=True):
 
     A worker's channel also delivers it to the worker itself, whose link it was; with the controller as `peer` it goes
     nowhere else.
+
+    Args:
+        was_linked: False if it had none, as `peer` was to be none of its peers, and what it had for it is lost.
     """
+
+    NUM_OPTIONS = 1
 
     rank: int
     peer: int
+    was_linked: bool = True
 
 
 class Leaving(Message, frozen=True):
@@ -988,6 +1008,7 @@ AnyMessage: TypeAlias = (
     | StepReport
     | Reconfigure
     | PackedReconfigure
+    | PeerAddresses
     | ChecksDiffer
     | CheckAgain
     | CheckedAgain

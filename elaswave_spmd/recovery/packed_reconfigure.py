@@ -8,25 +8,39 @@ something before them is left out or put in.
 Both ends have the same one: a link keeps its order, every Reconfigure is sent to all members of its epoch, and a worker
 unpacks each as it comes, whether it then follows it or not. Whoever was no member before gets the whole. A digest of
 the whole goes with it, so that nobody ever acts on anything else (docs/protocol.md, C15).
+
+On a large mesh the addresses are not a part of it, so that all members are sent the same: those of its own peers
+(peers.py) come to each worker before it, in a small message, as far as it may not have them yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 
 import msgspec
 import numpy as np
 import zstandard
 
 from elaswave_spmd.errors import RunError
-from elaswave_spmd.recovery.messages import Message, PackedReconfigure, Recompute, Reconfigure, decode, encode
+from elaswave_spmd.recovery.messages import (
+    Message,
+    PackedReconfigure,
+    PeerAddresses,
+    Recompute,
+    Reconfigure,
+    decode,
+    encode,
+)
+from elaswave_spmd.recovery.peers import Peers
 
 _NOTHING = -1
 """The base of what is packed against nothing; no mesh epoch has this number."""
 _LEVEL = 3  # of the compression
+_FEW = 8
+"""Addresses up to which they are sent as they are: a loss changes a few peers of many workers, and that takes time."""
 _WINDOW_LOGS = 10, 30
 """The least and the largest window of a frame, as powers of 2. It reaches back to the begin of the dictionary."""
 _HASH_LOGS = 10, 24
@@ -51,24 +65,33 @@ class Packer:
     def __init__(self) -> None:
         self._last: _Last | None = None
         self._receivers: frozenset[int] = frozenset()  # of the last one
+        # Peers in the last one; and those whose addresses workers have, which are these and the ones in the one before.
+        self._peers = self._told = Peers.among(())
 
-    def encoded(self, ranks: Sequence[int], message: Message) -> list[tuple[Sequence[int], bytes]]:
+    def encoded(
+        self, ranks: Sequence[int], message: Message, peers: Peers | None = None
+    ) -> Iterator[tuple[Sequence[int], bytes]]:
         """The bytes for these workers, which are the members of its mesh epoch if it is a Reconfigure.
 
+        Args:
+            peers: of the members, whose addresses alone each is sent; None: those of all.
+
         Returns:
-            (workers, what all of them are sent).
+            (workers, what all of them are sent), in the order in which it is to be sent. What is of one worker alone is
+            made when it is its turn, so that it need not all be there at once.
         """
         if not isinstance(message, Reconfigure):
-            return [(ranks, encode(message))]
-        last, known = self._last, self._receivers
-        data = _to_bytes(message)
+            return iter([(ranks, encode(message))])
+        last, known, told = self._last, self._receivers, self._told
+        data = _to_bytes(message if peers is None else msgspec.structs.replace(message, addresses={}))
         self._last, self._receivers = _Last(message.epoch, data), frozenset(ranks)
-        found: list[tuple[Sequence[int], bytes]] = []
-        if last is not None and (had := [rank for rank in ranks if rank in known]):
-            found.append((had, encode(_pack(data, last))))
-        if new := [rank for rank in ranks if rank not in known]:
-            found.append((new, encode(_pack(data, None))))
-        return found
+        now = peers if peers is not None else Peers.among(ranks)
+        self._peers, self._told = now, now | self._peers
+        had, new = [rank for rank in ranks if rank in known], [rank for rank in ranks if rank not in known]
+        packed = ((some, encode(_pack(data, base))) for some, base in ((had, last), (new, None)) if some)
+        if peers is None:
+            return packed
+        return chain(_addresses(ranks, message.addresses, peers, told, told.not_in(self._told)), packed)
 
 
 class Unpacker:
@@ -76,6 +99,7 @@ class Unpacker:
 
     def __init__(self) -> None:
         self._last: _Last | None = None
+        self._addresses: dict[int, str] = {}  # of the members that this worker knows
 
     @property
     def last(self) -> tuple[int, bytes]:
@@ -96,12 +120,59 @@ class Unpacker:
         data = _unpack(packed, base)
         message = _from_bytes(data)
         self._last = _Last(message.epoch, data)
+        if not message.addresses:
+            members = {rank for ranks in message.stages for rank in ranks}
+            known = {rank: address for rank, address in self._addresses.items() if rank in members}
+            message = msgspec.structs.replace(message, addresses=known)
+        self._addresses = message.addresses
         return message
+
+    def told(self, message: PeerAddresses) -> None:
+        """Note other addresses, before the Reconfigure that they belong to."""
+        left = {rank: address for rank, address in self._addresses.items() if rank not in message.gone}
+        self._addresses = left | _unpack_addresses(message.came)
 
 
 def reconfigure_of(data: bytes) -> Reconfigure:
     """The message that these bytes are, which a worker had kept (`Unpacker.last`)."""
     return _from_bytes(data)
+
+
+# ---- addresses, where each worker has its own
+
+
+def _addresses(
+    ranks: Sequence[int], addresses: Mapping[int, str], peers: Peers, told: Peers, gone: Mapping[int, Collection[int]]
+) -> Iterator[tuple[Sequence[int], bytes]]:
+    """The messages with which these workers are told what changes in the addresses that they have.
+
+    Args:
+        told: the peers of which they have the addresses.
+        gone: those of which they need them no more.
+    """
+    shared: dict[int, tuple[frozenset[int], list[int]]] = {}  # by set object: many workers have the same new peers
+    for rank, common, own in peers.since(told, ranks):
+        if common:
+            shared.setdefault(id(common), (common, []))[1].append(rank)
+        if own or rank in gone:
+            left = tuple(sorted(gone.get(rank, ())))
+            yield [rank], encode(PeerAddresses(_pack_addresses(own, addresses), left))
+    for common, some in shared.values():
+        yield some, encode(PeerAddresses(_pack_addresses(common, addresses)))
+
+
+def _pack_addresses(ranks: Collection[int], addresses: Mapping[int, str]) -> bytes:
+    """The addresses of these workers, compressed if they are many."""
+    order = sorted(ranks)
+    steps = [b - a for a, b in pairwise((0, *order))]  # as small numbers, which take less
+    data = msgspec.msgpack.encode((steps, [addresses[rank] for rank in order]))
+    return zstandard.ZstdCompressor(level=_LEVEL).compress(data) if len(order) > _FEW else data
+
+
+def _unpack_addresses(packed: bytes) -> dict[int, str]:
+    is_compressed = packed.startswith(zstandard.FRAME_HEADER)
+    steps, addresses = _ADDRESSES.decode(zstandard.ZstdDecompressor().decompress(packed) if is_compressed else packed)
+    return dict(zip(accumulate(steps), addresses, strict=True))
 
 
 # ---- compression
@@ -175,6 +246,7 @@ class _Columns(msgspec.Struct, frozen=True, array_like=True):
 
 
 _COLUMNS = msgspec.msgpack.Decoder(_Columns)
+_ADDRESSES = msgspec.msgpack.Decoder(tuple[list[int], list[str]])
 _LARGE = {"stages": (), "microbatch_counts": (), "addresses": {}, "replicas": (), "recovery_plan": None}
 """The fields that grow with the mesh, when they are taken out."""
 

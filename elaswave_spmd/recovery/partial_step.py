@@ -46,6 +46,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -235,13 +236,12 @@ def _missing_microbatches(
     replica_map = placement.replica_map(layout)
     reports = _Reports.by_range(replica_map, reported)
     everything = (1 << placement.num_microbatches) - 1
+    sums = _layer_sums(reported)
     found = []
     for stage in range(placement.num_stages):
         missing = 0
         for layer in placement.layers_of_stage(stage):
-            local = {
-                rank: mask for rank, report in reported.items() if (mask := _mask(report.layer_sums.get(layer, ())))
-            }
+            local = sums.get(layer, {})
             everybody, twice = _together(local.values())
             for pages in _ranges_of_use(layout, replica_map, layer):
                 if missing == everything:
@@ -250,10 +250,20 @@ def _missing_microbatches(
                     continue  # rule 1 of the module: a replica has the whole sum
                 excluded = reports.excluded.get(pages.key, frozenset())
                 usable = everybody  # the same for most ranges, so it is not computed again for each
-                if not excluded.isdisjoint(local):
+                if any(rank in local for rank in excluded):
                     usable = _without(excluded, local, everybody, twice)
                 missing |= everything & ~(usable | reports.in_trees.get((pages.key, layer), 0))
         found.append(_microbatches_in(missing))
+    return found
+
+
+def _layer_sums(reported: Mapping[int, PartialStep]) -> Mapping[int, Mapping[int, int]]:
+    """Layer -> rank -> the micro-batches whose sums of the layer the member has, as bits; of those that have any."""
+    found: dict[int, dict[int, int]] = defaultdict(dict)
+    for rank, report in reported.items():
+        for layer, tree_nodes in report.layer_sums.items():
+            if mask := _mask(tree_nodes):
+                found[layer][rank] = mask
     return found
 
 

@@ -112,12 +112,12 @@ class Finding:
 
 
 def items_of_sums(rows: Sequence[SumRow]) -> dict[Item, bytes]:
-    """What a worker has reported of its sums."""
+    """The items of a worker's report of its sums."""
     return {Item(SUM, use, lo, hi): digest for use, lo, hi, digest in rows}
 
 
 def items_of_result(result: SumResult) -> dict[Item, bytes]:
-    """What a worker has reported of a reduced gradient."""
+    """The items of a worker's report of a reduced gradient."""
     gradient, norms = result
     return {Item(REDUCED_GRADIENT): gradient, Item(NORM): norms}
 

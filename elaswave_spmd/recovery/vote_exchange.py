@@ -18,6 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
+
 from elaswave_spmd.determinism.exact_sum import expansion
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.recovery.messages import Vote
@@ -47,12 +50,9 @@ def rounds_of(members: Sequence[int], rank: int, widest: int = WIDEST) -> tuple[
         members: in the order of the mesh, which is the same everywhere: neighbours are in a block.
         widest: at least 2.
     """
-    number = 1
-    while widest**number < len(members):
-        number += 1
     found: list[Round] = []
     block, at = range(len(members)), members.index(rank)
-    for left in range(number, 0, -1):
+    for left in range(_num_rounds(len(members), widest), 0, -1):
         parts = _divided(block, left)
         own = next(part for part in parts if at in part)
         place = at - own.start
@@ -63,6 +63,38 @@ def rounds_of(members: Sequence[int], rank: int, widest: int = WIDEST) -> tuple[
         found.append(Round(senders, receivers))
         block = own
     return tuple(reversed(found))
+
+
+def pairs_of(members: Sequence[int], widest: int = WIDEST) -> npt.NDArray[np.int64]:
+    """(sender, receiver) of everything that is sent in the rounds of all members (`rounds_of`): [n, 2].
+
+    For a mesh of 10,000 this is a million pairs; to ask for the rounds of each member would take minutes.
+    """
+    senders, receivers, blocks = [], [], [range(len(members))]
+    for left in range(_num_rounds(len(members), widest), 1, -1):
+        smaller = []
+        for block in blocks:
+            parts = _divided(block, left)
+            smaller += parts
+            for own in parts:
+                for part in parts:
+                    if part is not own:
+                        receivers.append(places := np.arange(part.start, part.stop))
+                        senders.append(own.start + (places - part.start) % len(own))
+        blocks = smaller
+    for block in blocks:  # in the first round, of the smallest blocks, all send to all
+        places = np.arange(block.start, block.stop)
+        senders.append(np.repeat(places, len(block)))
+        receivers.append(np.tile(places, len(block)))
+    at = np.stack([np.concatenate(senders), np.concatenate(receivers)], axis=1)
+    return np.asarray(members, np.int64)[at[at[:, 0] != at[:, 1]]]
+
+
+def _num_rounds(number: int, widest: int) -> int:
+    rounds = 1
+    while widest**rounds < number:
+        rounds += 1
+    return rounds
 
 
 def _divided(block: range, rounds: int) -> list[range]:

@@ -26,7 +26,7 @@ _TOKEN_BYTES = 32
 
 
 class Credentials(Protocol):
-    """How the links of a run are authenticated: `RunKeys` or `RunToken`."""
+    """The means by which the links of a run are authenticated: `RunKeys` or `RunToken`."""
 
     @property
     def mechanism(self) -> bytes:

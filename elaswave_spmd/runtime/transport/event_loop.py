@@ -142,7 +142,7 @@ class EventLoop:
             self._drain_wake()
 
     def _patience_s(self) -> float | None:
-        """How long to wait for events; None: for ever."""
+        """Seconds to wait for events; None: for ever."""
         return None if self._look is None else max(0.0, self._next_look - time.monotonic())
 
     def _look_if_due(self) -> None:

@@ -31,7 +31,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -148,7 +148,7 @@ class _SharedWay:
         self.is_open = False
 
     def location(self) -> bytes:
-        """What the receiver needs in order to map it."""
+        """The location, which the receiver needs in order to map it."""
         at = self._memory.location
         return _SHARED_RING.pack(at.pid, at.fd, at.inode, at.num_bytes, self._ring_at)
 
@@ -360,6 +360,9 @@ class Links:
         self._mailbox = mailbox
         self._mapped: dict[int, int] = {}  # peer -> number of its newest link whose ring this process has mapped
         self._links: dict[int, _Link] = {}
+        # Peer -> the links to it whose rings it may have mapped, also those that are closed.
+        self._with_rings: defaultdict[int, set[int]] = defaultdict(set)
+        self._unlinked: set[int] = set()  # members that this process is to send nothing to
         self._num_connects = 0
         self._edit = threading.Lock()  # guards _links and closing; never held while sending
         self._closed = False
@@ -464,12 +467,22 @@ class Links:
             ValueError: a buffer is not contiguous, or there are more than `MAX_PAYLOADS`; nothing is sent then.
         """
         link = self._links.get(peer)
+        if link is None and peer in self._unlinked:
+            self._miss(peer)
         return link is not None and link.send(header, payloads, ordered=ordered)
 
     def reaches(self, peer: int) -> bool:
         """True if the link to `peer` is open."""
         link = self._links.get(peer)
         return link is not None and link.open is not None
+
+    def _miss(self, peer: int) -> None:
+        """Something is to be sent to a member that there is no link to: file that, once, like the end of a link."""
+        with self._edit:
+            is_new = peer in self._unlinked
+            self._unlinked.discard(peer)
+        if is_new:
+            self._mailbox.put(PeerClosed(peer, was_linked=False))
 
     @property
     def copies_payloads(self) -> bool:
@@ -478,17 +491,26 @@ class Links:
 
     def drop(self, peer: int) -> None:
         """Close the link to `peer` at once, unsent messages included. No notice is filed. Unknown peers are ignored."""
-        with self._edit:
-            link = self._links.pop(peer, None)
-        if link is not None:
-            link.close()
-        self._inbox.forget(peer)
+        self._drop([peer])
 
-    def drop_all_but(self, peers: Collection[int]) -> None:
-        """Drop every peer but these, also those whose links are closed already: nothing more of them is expected."""
-        for peer in [*self._links]:
-            if peer not in peers:
-                self.drop(peer)
+    def _drop(self, peers: Sequence[int]) -> None:
+        for peer in peers:
+            with self._edit:
+                link = self._links.pop(peer, None)
+            if link is not None:
+                link.close()
+        self._inbox.forget(*peers)
+
+    def drop_all_but(self, peers: Collection[int], unlinked: Collection[int] = ()) -> None:
+        """Drop every peer but these, also those whose links are closed already: nothing more of them is expected.
+
+        Args:
+            unlinked: others that nothing is to be sent to, either. A message to one of them is lost, as on a link that
+                has ended; the first one is noticed like its end.
+        """
+        with self._edit:
+            self._unlinked = set(unlinked)
+        self._drop([peer for peer in [*self._links] if peer not in peers])
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -580,6 +602,7 @@ class Links:
         """A way to a peer through shared memory, if this process and the peer have it."""
         if self._memory is None or peer == CONTROLLER or (at := self._memory.reserve(MEMORY_BYTES, number)) is None:
             return None
+        self._with_rings[peer].add(number)
         return _SharedWay(self._memory, at, number, address)
 
     def _on_bell(self) -> None:
@@ -622,6 +645,7 @@ class Links:
                 with link.lock:  # what is sent meanwhile goes one way as a whole
                     if link.open is not None:
                         link.shared.open(pid)
+                self._take_back_rings(sender, number)
             return
         pid, fd, inode, num_bytes, at = form.unpack(message.header)
         with contextlib.suppress(OSError):  # everything of this peer comes over the socket then
@@ -632,6 +656,17 @@ class Links:
             with self._edit:
                 self._mapped[sender] = message.link
             self._report_mapped(sender)
+
+    def _take_back_rings(self, peer: int, number: int) -> None:
+        """A peer has mapped the ring of its newest link, and so read those before to their ends: others may get them.
+
+        Peers come and go on a large mesh while their processes live: each time would take memory for ever.
+        """
+        assert self._memory is not None
+        with self._edit:
+            older = {link for link in self._with_rings[peer] if link < number}
+            self._with_rings[peer] -= older
+        self._memory.replace_links(older)
 
     def _report_mapped(self, peer: int) -> None:
         """Report to a peer that its memory is mapped; called when either of the two is new: link or ring."""

@@ -45,9 +45,13 @@ class PeerClosed:
 
     Filed once per `Links.connect`; calling that again makes another link. Messages that the peer sent before its end
     may still follow this notice, and stay valid.
+
+    Args:
+        was_linked: False if there was no link, by `Links.drop_all_but`, and something was to be sent on it.
     """
 
     peer: int
+    was_linked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ Item: TypeAlias = Envelope | PeerClosed | ControllerLost | Interrupted | LinksFa
 
 
 class Source(Protocol):
-    """Where messages lie that nobody files until the consumer asks for them (shared_inbox.py)."""
+    """A source of messages that nobody files until the consumer asks for them (shared_inbox.py)."""
 
     def drain(self) -> None:
         """File everything that is there."""

@@ -138,7 +138,7 @@ class RingReader:
 
 
 class Bell:
-    """What a process is woken by that waits for records: a named pipe into which others write a byte.
+    """A bell that wakes a process that waits for records: a named pipe into which others write a byte.
 
     Args:
         path: of the pipe; made here. `close` removes it.

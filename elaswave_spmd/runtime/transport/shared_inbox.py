@@ -1,4 +1,4 @@
-"""What peers of this host send through shared memory, put in order with what they send over sockets.
+"""An inbox for what peers of this host send through shared memory, in order with what they send over sockets.
 
 A message of a peer comes as a record of its ring or, when the ring was full or not there yet, over the socket. Both
 ways keep their order, and each message has a number, so those that come early wait here. The rings are read by the
@@ -110,12 +110,13 @@ class SharedInbox:
             if found is not None:
                 self._deliver(found, number, None, wake=True)
 
-    def forget(self, peer: int) -> None:
-        """A peer is none any more. Its memory stays mapped until its process has ended: it may become one again."""
+    def forget(self, *peers: int) -> None:
+        """Peers are none any more. Their memory stays mapped until their processes end: they may become some again."""
         with self._lock:
-            if (found := self._senders.get(peer)) is not None:
-                found.forgotten = True
-            self._unmap()
+            for peer in peers:
+                if (found := self._senders.get(peer)) is not None:
+                    found.forgotten = True
+            self._unmap()  # once, as it looks at all former peers
 
     def close(self) -> None:
         """Let go of all memory of peers; payloads that were delivered stay valid."""

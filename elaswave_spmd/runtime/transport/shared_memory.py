@@ -19,6 +19,7 @@ import platform
 import threading
 import weakref
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +36,7 @@ _TRIM_EVERY = 4096  # blocks handed over between two looks for memory that is no
 
 @dataclass(frozen=True, slots=True)
 class MemoryLocation:
-    """Where another process finds the shared memory of a process.
+    """The location at which another process finds the shared memory of a process.
 
     Args:
         pid: of the owner.
@@ -96,11 +97,12 @@ class SharedMemory:
         self._blocks: dict[int, deque[_Block]] = {}  # by size: those that were handed over longest ago come first
         self._ended: dict[int, int] = {}  # link that is closed -> its receiver, which may be alive
         self._dead: set[int] = set()  # links whose receivers have ended
+        self._replaced: set[int] = set()  # links in place of which their receivers, which live, have newer ones
         self._reserved: dict[int, tuple[int, int]] = {}  # offset -> bytes, link
         self._number = 0  # of the last block that was handed over
 
     def reserve(self, num_bytes: int, link: int) -> int | None:
-        """Take memory for a link until its receiver has ended: the offset of so many bytes, all zero.
+        """Take memory for a link until its receiver has ended, or has a newer one: the offset of so many zero bytes.
 
         Returns:
             None if that much is not left.
@@ -108,12 +110,12 @@ class SharedMemory:
         with self._lock:
             if self._fd < 0:
                 return None
-            self._bury()
             old = next(
-                (at for at, (size, of) in self._reserved.items() if size == num_bytes and of in self._dead), None
+                (at for at, (size, of) in self._reserved.items() if size == num_bytes and self._is_unread(of)), None
             )
             at = self._reserve(num_bytes) if old is None else old
             if old is not None:
+                self._replaced.discard(self._reserved[old][1])
                 self.view[old : old + num_bytes] = bytes(num_bytes)
             if at is not None:
                 self._reserved[at] = num_bytes, link
@@ -152,6 +154,11 @@ class SharedMemory:
         """
         with self._lock:
             self._ended[link] = receiver
+
+    def replace_links(self, links: Collection[int]) -> None:
+        """What was reserved for these is not read any more: their receivers have newer ones. Blocks of them may be."""
+        with self._lock:
+            self._replaced |= {link for _, link in self._reserved.values() if link in links}
 
     @property
     def num_held(self) -> int:
@@ -200,16 +207,19 @@ class SharedMemory:
         return None if at is None else _Block(at + _LINE, num_bytes)
 
     def _is_free(self, block: _Block) -> bool:
-        if self._map[block.at - _LINE]:
-            self._bury()
-            return block.link in self._dead
-        return True
+        return not self._map[block.at - _LINE] or self._has_ended(block.link)
 
-    def _bury(self) -> None:
-        for link, receiver in [*self._ended.items()]:
-            if not Path(f"/proc/{receiver}").exists():
-                del self._ended[link]
-                self._dead.add(link)
+    def _is_unread(self, link: int) -> bool:
+        """True if nobody reads any more what was reserved for a link."""
+        return link in self._replaced or self._has_ended(link)
+
+    def _has_ended(self, link: int) -> bool:
+        """True if a link is closed, and its receiver has ended. Others are not looked at: receivers may be many."""
+        receiver = self._ended.get(link)
+        if receiver is not None and not Path(f"/proc/{receiver}").exists():
+            del self._ended[link]
+            self._dead.add(link)
+        return link in self._dead
 
     def _trim(self) -> None:
         """Give pages back to the machine that free blocks have not used for long."""

@@ -1,4 +1,4 @@
-"""How often TCP sends again what nobody acknowledges: a network that is back is noticed within a second.
+"""A bound on the pauses in which TCP sends again: a network that is back is noticed within a second.
 
 The kernel doubles the time from one try to the next. After a cut of c seconds nothing may be heard for another c
 seconds, so that a cut much shorter than `timeouts.suspect` cost the workers behind it. Linux 6.15 and later can bound

@@ -14,7 +14,7 @@ _TCP_INFO = struct.Struct("=3xB20xI28xI")  # linux/tcp.h, tcp_info: probes, unac
 
 
 class Silence:
-    """How long what was sent over one connection has been without an answer, looked at now and then."""
+    """The time for which what was sent over one connection has had no answer, looked at now and then."""
 
     def __init__(self) -> None:
         self._since: float | None = None
