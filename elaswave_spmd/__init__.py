@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from elaswave_spmd import errors
+from elaswave_spmd.version import __version__
 
 if TYPE_CHECKING:
     from elaswave_spmd.api.planning import plan, simulate
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from elaswave_spmd.models import Batch, LayeredModel
     from elaswave_spmd.sharding import P, Shardings, shard, tie
     from elaswave_spmd.weights.load import load_model
-
-__version__ = "0.1.0"
 
 _ROOM_OF = {
     "Batch": "models",

@@ -157,7 +157,7 @@ def _train() -> int:
 
 
 def _start_of(words: Sequence[str]) -> Start | HandOver:
-    """What this process does for the run that `words` describe: torchrun or Ray's supervisor may have started it."""
+    """The part of this process in the run that `words` describe: torchrun or Ray's supervisor may have started it."""
     from elaswave_spmd.controller.on_ray.job import controller_settings, hand_over
     from elaswave_spmd.controller.torchrun import Run, start_of
 

@@ -12,7 +12,7 @@ from elaswave_spmd.errors import ConfigError, DataError, ModelError
 
 @dataclass(frozen=True)
 class Given:
-    """What a call gives by value, and the names that it has for the caller.
+    """The arguments that a call gives by value, and the names that they have for the caller.
 
     Attributes:
         objects: name in the module `by_value` -> the object.

@@ -116,7 +116,7 @@ def _trained(settings: Settings, signals: StopSignals, given: Given, callbacks: 
 
 
 def _error_of(end: Unfinished, settings: Settings, given: Given) -> BaseException:
-    """What the caller gets for a run that did not finish. What is left of the run is in it, or is printed."""
+    """The exception that the caller gets for a run that did not finish. What is left of the run is in it or printed."""
     from elaswave_spmd.controller.ending import Call, Ending
 
     call = Call(given.names.get("model"), given.names.get("data"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import select
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from elaswave_spmd.errors import ConfigError
 
 _SETTING = "run.trackers=[wandb]"
 _SERVICE_PROCESS = "wandb-core"
+_KILLED_S = 5.0
 
 
 class WandbTracker(Tracker):
@@ -103,7 +105,7 @@ class WandbTracker(Tracker):
         """
         if self._is_waited_for:
             for pid in _services() - self._not_ours:
-                os.kill(pid, signal.SIGKILL)
+                _kill(pid)
             # It complains that its process is gone, which it would print on its own.
             with contextlib.suppress(Exception, SystemExit):
                 self._wandb.teardown()
@@ -126,6 +128,20 @@ def _services() -> set[int]:
         with contextlib.suppress(OSError):
             found.update(map(int, file.read_text().split()))
     return {pid for pid in found if _command_of(pid) == _SERVICE_PROCESS}
+
+
+def _kill(pid: int) -> None:
+    """Kill a child of this process, and wait until it has ended, which takes longer for one that was stopped."""
+    process: int | None = None
+    with contextlib.suppress(OSError, AttributeError):  # an old kernel, or a Python that was built for one
+        process = os.pidfd_open(pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    if process is not None:
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        poll.poll(1e3 * _KILLED_S)
+        os.close(process)
 
 
 def _command_of(pid: int) -> str:

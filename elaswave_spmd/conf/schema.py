@@ -637,6 +637,10 @@ class CheckpointSettings(Section, group="checkpoint"):
 
 
 _LATE_HEARTBEATS = 3
+_MOST_HEARTBEATS = 10_000
+"""A second of them, as far as `suspect` allows: the controller has other things to do with a processor."""
+_HEARTBEATS_OF_SUSPECT = 4  # however many workers there are
+
 # (lower, times, upper, why): upper must exceed lower, or be at least `times` lower where `times` is not 1.
 _TIMEOUT_ORDER = (
     ("heartbeat", _LATE_HEARTBEATS, "suspect", f"{_LATE_HEARTBEATS} late heartbeats are no reason to suspect a worker"),
@@ -661,7 +665,7 @@ class Timeouts(Section, group="timeouts"):
     `leave`: a worker whose leave takes longer counts as failed, unless it holds state that no other worker has.
     """
 
-    heartbeat: float = setting(0.1, "from one heartbeat of a worker to the next", above=0)
+    heartbeat: float = setting(0.1, "from one heartbeat of a worker to the next; longer on many workers", above=0)
     suspect: float = setting(2.0, "from the last heartbeat until a worker counts as hanging", above=0)
     status: float = setting(5.0, "from an unanswered Prepare until a worker counts as hanging", above=0)
     progress: float = setting(30.0, "of one action, until a worker that waits for no other counts as hanging", above=0)
@@ -696,6 +700,13 @@ class Timeouts(Section, group="timeouts"):
             fix=f"timeouts.{upper} of {least:g} or more" if times > 1 else f"timeouts.{upper} above {least:g}",
         )
 
+    def heartbeat_of(self, num_workers: int) -> float:
+        """Seconds from one heartbeat of a worker to the next: `heartbeat`, and more on more than a thousand workers.
+
+        All workers together send 10,000 in a second, but each sends four within `suspect` on any number of workers.
+        """
+        return max(self.heartbeat, min(num_workers / _MOST_HEARTBEATS, self.suspect / _HEARTBEATS_OF_SUSPECT))
+
     @property
     def silent_link(self) -> float:
         """Seconds without an acknowledgement after which a link between two workers on different machines counts as
@@ -707,6 +718,11 @@ class Timeouts(Section, group="timeouts"):
     def orphan_grace(self) -> float:
         """Seconds that workers may live after their controller: they wait for it, then they write a checkpoint."""
         return self.without_controller + self.shutdown
+
+    @property
+    def agent_grace(self) -> float:
+        """Seconds that workers of an agent may live after it: no other one takes its place."""
+        return self.controller + self.shutdown
 
     @property
     def without_controller(self) -> float:
@@ -1018,11 +1034,16 @@ class Settings(Section):
                     fix=f"point: backward, or {fix}",
                 )
 
-    def _check_adopted(self) -> None:
-        """What a controller alone has, or alone knows, another one cannot take over."""
+    @property
+    def held_by_controller(self) -> tuple[str, str] | None:
+        """A setting by which the controller alone has or knows something, so that none can take over its workers.
+
+        The setting as it is given, and why; None: nothing.
+        """
         runtime, verify = self.runtime, self.verify
+        is_launched = runtime.launcher == TORCHRUN and runtime.rendezvous is not None
         held = {
-            "runtime.rendezvous": (runtime.rendezvous is not None, "its agents end with the controller"),
+            "runtime.launcher": (is_launched, f"{runtime.launcher} starts agents again with their controller"),
             "runtime.collectives": (runtime.collectives == GROUP, "groups meet in a store of the controller"),
             "schedule.frequency": (self.schedule.frequency != "none", "devices are set back with the controller"),
             "verify.action": (verify.action == "rollback", "it knows since when a worker may have computed wrongly"),
@@ -1030,13 +1051,21 @@ class Settings(Section):
         }
         for name, (is_so, why) in held.items():
             if is_so:
-                given = checks.override(name, getattr(getattr(self, name.split(".")[0]), name.split(".")[1]))
-                raise ConfigError(
-                    f"timeouts.adopt is given with {given}",
-                    rule=f"a controller that comes back adopts what workers have; {why}",
-                    where=f"timeouts.adopt={self.timeouts.adopt:g} {given}",
-                    fix="leave one of the two out; without timeouts.adopt a run goes on from its newest checkpoint",
-                )
+                group, _, field = name.partition(".")
+                return checks.override(name, getattr(getattr(self, group), field)), why
+        return None
+
+    def _check_adopted(self) -> None:
+        """Refuse `timeouts.adopt` where a controller alone has or knows something: no other one can take that over."""
+        if (held := self.held_by_controller) is None:
+            return
+        given, why = held
+        raise ConfigError(
+            f"timeouts.adopt is given with {given}",
+            rule=f"a controller that comes back adopts what workers have; {why}",
+            where=f"timeouts.adopt={self.timeouts.adopt:g} {given}",
+            fix="leave one of the two out; without timeouts.adopt a run goes on from its newest checkpoint",
+        )
 
     def _check_rollback(self) -> None:
         """A run that may have to go back has checkpoints to go back to, and can begin again by itself."""

@@ -172,7 +172,7 @@ def _arguments(
 def attributes_given(
     target: str, sizes: Mapping[str, Any], extra: Mapping[str, Any], attributes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Those attributes of a dataset that `build_model` gives to the model, with these arguments."""
+    """The attributes of a dataset that `build_model` gives to the model, with these arguments."""
     return _arguments(find_model(target), target, sizes, extra, attributes)[1]
 
 

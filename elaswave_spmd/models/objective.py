@@ -1,4 +1,4 @@
-"""What a model makes of a batch: the first layer's input, its loss, and the metrics of a validation."""
+"""The objective of a model: the first layer's input of a batch, its loss, and the metrics of a validation."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Objective:
 
     @classmethod
     def of(cls, model: LayeredModel) -> Objective:
-        """Those of a model."""
+        """The objective of a model."""
         has_metrics = callable(getattr(type(model), "metrics", None))  # of the class: a layer may be called so
         found: Any = model.metrics if has_metrics else None
         return cls(model.loss, found)
 
 
 def first_inputs(batch: Any) -> Any:
-    """What the first layer is called with, where the model has no `inputs(batch)` of its own.
+    """The arguments of the first layer, where the model has no `inputs(batch)` of its own.
 
     The tokens of token data; of other data the batch itself, if it is one tensor, `batch["x"]` of a dict, and
     `batch[0]` of a tuple, a named tuple or a list: (x, y) as loaders of PyTorch give it.

@@ -1,1 +1,1 @@
-"""What a run looked like, for people: the page of `report`, which `watch` serves while the run goes on."""
+"""The report of a run, for people: the page of `report`, which `watch` serves while the run goes on."""

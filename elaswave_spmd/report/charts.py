@@ -62,7 +62,7 @@ class Chart:
 
 
 def bokeh_script() -> str:
-    """What the browser needs of Bokeh, without widgets, tables and formulas, as the text of one script."""
+    """The parts of Bokeh that the browser needs, without widgets, tables and formulas, as the text of one script."""
     return "\n".join(Resources(mode="inline", components=["bokeh"], log_level="error").js_raw)
 
 

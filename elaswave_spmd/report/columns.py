@@ -80,7 +80,7 @@ def _speed(lines: Sequence[MetricsLine]) -> np.ndarray:
 def _marks(
     history: History, kind: str, lines: Sequence[MetricsLine], loss: np.ndarray, speed: np.ndarray
 ) -> dict[str, list[Any]]:
-    """Where the curves have a mark for the incidents of one kind."""
+    """The marks on the curves for the incidents of one kind."""
     shown = [incident for incident in history.incidents if incident.kind == kind][:_MOST_MARKS]
     steps = [line.step for line in lines]
     found = np.searchsorted(steps, [incident.step for incident in shown]) if shown else np.zeros(0, dtype=int)

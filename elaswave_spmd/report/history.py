@@ -105,7 +105,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class History:
-    """What happened to a run, in order.
+    """The events of a run, in order.
 
     Args:
         first_plan: the plan that it began with, or None for runs whose events do not tell it.

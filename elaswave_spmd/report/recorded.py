@@ -16,7 +16,7 @@ from elaswave_spmd.run_dir.metrics import MetricsLine
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What the files of a run say at one moment.
+    """A run as its files show it at one moment.
 
     Args:
         path: the run's directory.

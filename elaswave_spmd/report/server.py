@@ -80,7 +80,7 @@ class LiveRun:
             return page_of(self._reader.read(), live=True).encode()
 
     def changes(self, since: str) -> bytes:
-        """What the page shows, as JSON, or only version and state if the version is `since`."""
+        """The content of the page, as JSON, or only version and state if the version is `since`."""
         with self._lock:
             if self._shown is None or self._clock() >= self._next_at:
                 self._look()

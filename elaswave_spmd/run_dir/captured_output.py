@@ -1,4 +1,4 @@
-"""What workers print while a live view is shown: it goes to a file without a name, and from there above the view.
+"""The output of workers while a live view is shown: it goes to a file without a name, and from there above the view.
 
 A file, not a pipe: no worker ever waits for its reader, and none fails when the reader is gone.
 """

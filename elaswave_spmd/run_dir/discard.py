@@ -1,4 +1,4 @@
-"""What a run gives up when it goes back to a checkpoint, since what was committed after it may be wrong."""
+"""Discards what a run gives up when it goes back to a checkpoint, as what was committed after it may be wrong."""
 
 from __future__ import annotations
 

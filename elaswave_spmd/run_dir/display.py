@@ -459,7 +459,7 @@ def mute_output() -> None:
 
 
 def shows_live(choice: str, console: Console | None = None) -> bool:
-    """Whether a run is shown by the live view.
+    """True if a run is shown by the live view.
 
     Args:
         choice: the setting run.display.

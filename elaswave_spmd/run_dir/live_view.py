@@ -48,7 +48,7 @@ _LEAST_CURVE = 8  # cells: a shorter curve shows nothing
 
 @dataclass(frozen=True)
 class Progress:
-    """What is known of the progress of a run.
+    """The progress of a run, as far as it is known.
 
     Args:
         title: the run in words, such as its model.

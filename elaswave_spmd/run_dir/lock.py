@@ -32,21 +32,32 @@ class RunLock:
 
     The file descriptor is not inherited by programs that this process starts; otherwise a worker that outlives its
     controller would keep the lock.
+
+    Attributes:
+        was_left: the last controller has not given it up: it was killed, and workers may wait for the next one.
     """
 
-    def __init__(self, path: Path, fd: int) -> None:
+    def __init__(self, path: Path, fd: int, left: bytes = b"") -> None:
         self.path = path
+        self.was_left = bool(left)
         self._fd = fd
+        self._left = left  # the content of the file when this process has locked it
+
+    def life_began(self) -> None:
+        """This process has begun a life of the run, or goes on with one: what was left is its own from now on."""
+        self._left = b""
 
     def close(self) -> None:
         """Release the lock; closing again is allowed.
 
         The file stays. If it were removed, a process that had opened it before and one that makes it anew would each
-        lock a file of their own.
+        lock a file of their own. It is emptied, which tells that no worker waits. But if it was left by a controller
+        that was killed, and this process has not come so far that it drives the run, it is as it was.
         """
         if self._fd >= 0:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, 0)
+                os.pwrite(self._fd, self._left, 0)
+                os.ftruncate(self._fd, len(self._left))
             os.close(self._fd)
             self._fd = -1
 
@@ -72,8 +83,10 @@ def lock_run_dir(path: str | Path) -> RunLock:
         fd = open_private(file, os.O_RDWR | os.O_CREAT)
         try:
             take_flock(fd, path)
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+            left = os.pread(fd, 32, 0)  # by now nobody else has it: what it says is what a death has left
+            number = f"{os.getpid()}\n".encode()
+            os.pwrite(fd, number, 0)
+            os.ftruncate(fd, len(number))  # never empty in between: this process may be killed here
         except BlockingIOError:
             pid = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
             # The file is locked before its owner writes its number into it, so the number may be missing.
@@ -88,7 +101,7 @@ def lock_run_dir(path: str | Path) -> RunLock:
         except BaseException:
             os.close(fd)
             raise
-    return RunLock(Path(path), fd)
+    return RunLock(Path(path), fd, left)
 
 
 def take_flock(fd: int, path: str | Path) -> None:

@@ -132,7 +132,7 @@ class Pace:
 
     @property
     def changes(self) -> int:
-        """How often the frequency changes in a step, the change back to the first one included."""
+        """The number of changes of frequency in a step, the change back to the first one included."""
         return len(self.starts) - 1 + (self.frequencies[0] != self.frequencies[-1])
 
     def __str__(self) -> str:

@@ -532,7 +532,7 @@ class _Planner:
         return best
 
     def settled_candidate(self, grouping: _Grouping, cuts: Sequence[int]) -> Candidate:
-        """As `candidate`, also where only parts of steps were simulated: then the best is settled."""
+        """The same as `candidate`, also where only parts of steps were simulated: then the best is settled."""
         best = self.candidate(grouping, cuts)
         if not self.is_unsettled(best):
             return best

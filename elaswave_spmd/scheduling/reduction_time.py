@@ -20,7 +20,7 @@ from elaswave_spmd.scheduling.cost_model import CostModel
 
 @dataclass(frozen=True)
 class StageGradients:
-    """When the workers of a stage have made their gradients.
+    """The times at which the workers of a stage have made their gradients.
 
     Args:
         layers: (first, stop): the layers of the stage.
@@ -82,7 +82,7 @@ def reduced_at(stage: StageGradients, costs: CostModel) -> float:
 
 
 def _leave(ready: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """When the messages of each worker have left, one after another as they are ready: float64 [workers, messages].
+    """The times at which each worker's messages have left, one after another as ready: float64 [workers, messages].
 
     Args:
         ready, seconds: float64 [workers, messages]: when each is ready, and for how long it uses the link.

@@ -31,7 +31,7 @@ _WIDTH = 150  # of a line of a reshard plan
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done after an event. `print(plan)` shows what the command `plan` prints.
+    """The plan after an event. `print(plan)` shows what the command `plan` prints.
 
     Args:
         case: the healthy placement, the costs and the event.

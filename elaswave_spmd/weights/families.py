@@ -25,7 +25,7 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Stored:
-    """How a parameter of ours is stored in a published model.
+    """The form in which a parameter of ours is stored in a published model.
 
     Args:
         name: of the tensor, without a prefix of the whole model.
@@ -53,7 +53,7 @@ class Family(Protocol):
 
     @property
     def prefix(self) -> str:
-        """What the names of tensors begin with, but for the head's, where the file is of a causal language model."""
+        """The begin of the names of tensors, but for the head's, where the file is of a causal language model."""
         ...
 
     @property
@@ -78,11 +78,11 @@ class Family(Protocol):
         ...
 
     def context(self, seq_len: int, dropout: float) -> dict[str, Any]:
-        """What a config.json says besides: how long inputs were in training, and the dropout."""
+        """The other facts of a config.json: how long inputs were in training, and the dropout."""
         ...
 
     def stored(self, name: str, heads: int) -> Stored:
-        """How the parameter `name` of ours is stored."""
+        """The form in which the parameter `name` of ours is stored."""
         ...
 
     def is_constant(self, tensor: str) -> bool:

@@ -26,7 +26,7 @@ from elaswave_spmd.weights.trained import TrainedModel, recorded_tokenizer, toke
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen.
+    """The rule by which tokens are chosen.
 
     Args:
         tokens: number of new ones.

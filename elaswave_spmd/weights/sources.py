@@ -87,7 +87,7 @@ class StoredTensors:
 
 
 def qkv_runs(num_rows: int, heads: int, first: int, stop: int) -> list[tuple[int, int]]:
-    """Where rows [first, stop), ordered by (head, q k or v, width), lie among rows by (q k or v, head, width)."""
+    """The places of rows [first, stop), ordered by (head, q k or v, width), among rows by (q k or v, head, width)."""
     width = num_rows // (3 * heads)
     runs = []
     for part in range(first // width, -(-stop // width)):
@@ -99,7 +99,7 @@ def qkv_runs(num_rows: int, heads: int, first: int, stop: int) -> list[tuple[int
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter lies in a checkpoint: the elements of its layer's state that begin at `start`."""
+    """The place of a parameter in a checkpoint: the elements of its layer's state that begin at `start`."""
 
     layer: int
     start: int
