@@ -15,6 +15,8 @@ measures that). Then a process that is running already, with everything imported
   prefix of a store that stays. In its fastest form: connections are opened when first used (`lazy_init`), and old
   groups are destroyed later, outside of the measured time.
 - full rebuild: destroy_process_group, init_process_group and new_group, over the same store.
+- c10d's reconfigure, from torch 2.14 on: each process has made its end of both groups alone; they are given the handles
+  of all members of a group that changes. It is experimental; which handles are valid next is told with the sums.
 
 Each way has its own n processes, alive all the time; in each repeat all ways are measured, in another order. The ratio
 is the median over repeats of a rebuild's time over the time in place, with a 95 % interval. "Usable" is when the last
@@ -36,7 +38,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from benchmarks.communicator_members import FULL, IN_PLACE, METHODS
+from benchmarks.communicator_members import FULL, HAS_RECONFIGURE, IN_PLACE, METHODS, RECONFIGURE
 from benchmarks.harness import Result, estimate, parser, say
 from benchmarks.members import Members
 from benchmarks.processes import new_directory, stop_on_signals
@@ -102,6 +104,7 @@ class Team:
                 wanted = [float(sum(k + 1 for k in group)) for group in (self.keys, stage)]
                 if answers[key]["sums"] != wanted:
                     raise RuntimeError(f"{self.spec['method']}: {key} has {answers[key]['sums']}, not {wanted}")
+            self.addresses |= {key: answers[key]["address"] for key in stage}
         self.members.all(self.keys, "tidy")
         return {
             "usable": 1e3 * (max(answer["usable"] for answer in answers.values()) - began),
@@ -161,6 +164,8 @@ def rows(size: int, found: dict[str, Any]) -> list[list[str]]:
                     str(ratio) if method != IN_PLACE else "1",
                 ]
             )
+    if not HAS_RECONFIGURE:
+        lines.append([f"{size}", RECONFIGURE, "not run: needs torch 2.14", "", "", ""])
     ordering = found["ordering"]
     spread = f"{min(ordering):.1f} - {max(ordering):.1f}"
     lines.append([f"{size}", "an order that changes nothing", f"{statistics.median(ordering):.1f}", spread, "", ""])

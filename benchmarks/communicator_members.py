@@ -7,8 +7,9 @@ all-reduce over all members and one over the stage were done.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -23,6 +24,7 @@ from torch.distributed import (
     Store,  # pyright: ignore[reportPrivateImportUsage]
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
+from torch.distributed import distributed_c10d as c10d
 
 from benchmarks.members import follow
 from elaswave_spmd.determinism.reduction_tree import Node, Reduction
@@ -32,7 +34,10 @@ from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 
 SIZE = 256  # fp32 values of an all-reduce: 1 KiB
 IN_PLACE, PARTIAL, BEST, FULL = "in place", "partial rebuild", "partial rebuild, at its best", "full rebuild"
-METHODS = (IN_PLACE, PARTIAL, BEST, FULL)
+RECONFIGURE = "c10d's reconfigure"
+HAS_RECONFIGURE = hasattr(ProcessGroupGloo, "reconfigure")
+"""True from torch 2.14 on."""
+METHODS = (IN_PLACE, PARTIAL, BEST, FULL, *([RECONFIGURE] if HAS_RECONFIGURE else []))
 _TIMEOUT_S = 60.0
 _HOST = "127.0.0.1"
 
@@ -43,7 +48,7 @@ class Communicator(Protocol):
     """One member's end of both groups."""
 
     def address(self) -> str:
-        """The address at which other members reach this one."""
+        """The address at which other members reach this one in the next change."""
         ...
 
     def change(self, number: int, stages: Stages, addresses: Mapping[int, str]) -> None:
@@ -136,9 +141,27 @@ class _Gloo:
     def tidy(self) -> None:
         """Nothing is left over."""
 
+    def _options(self, *, lazy: bool, **more: Any) -> Any:
+        """The options of a group outside of torch.distributed's registry. `lazy`: connections open when first used."""
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=_HOST, lazy_init=lazy)]
+        options._timeout = timedelta(seconds=_TIMEOUT_S)
+        for name, value in more.items():
+            setattr(options, name, value)
+        return options
+
     def _store_of(self, number: int, name: str) -> Store:
         """A store with a new prefix for each mesh: the old prefixes have addresses of processes that have ended."""
         return PrefixStore(f"{self._team}/{number}/{name}", self._store)
+
+
+def _summed(groups: Iterable[Any], values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The sums of the values over two groups, one after the other."""
+    both = torch.from_numpy(values.copy()), torch.from_numpy(values.copy())
+    for group, tensor in zip(groups, both, strict=True):
+        group.allreduce([tensor]).wait()
+    return both[0].numpy(), both[1].numpy()
 
 
 class FullRebuild(_Gloo):
@@ -192,11 +215,7 @@ class PartialRebuild(_Gloo):
         alone.allreduce([torch.zeros(1)]).wait()
 
     def _make(self, store: Store, rank: int, size: int) -> Any:
-        gloo: Any = ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=_HOST, lazy_init=self._best)]
-        options._timeout = timedelta(seconds=_TIMEOUT_S)
-        return gloo(store, rank, size, options)
+        return ProcessGroupGloo(store, rank, size, self._options(lazy=self._best))
 
     def change(self, number: int, stages: Stages, addresses: Mapping[int, str]) -> None:
         everybody = tuple(key for stage in stages for key in stage)
@@ -219,10 +238,43 @@ class PartialRebuild(_Gloo):
         return name not in self._groups or self._groups[name][0] != members
 
     def all_reduce(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        both = torch.from_numpy(values.copy()), torch.from_numpy(values.copy())
-        for name, tensor in zip(("all", "stage"), both, strict=True):
-            self._groups[name][1].allreduce([tensor]).wait()
-        return both[0].numpy(), both[1].numpy()
+        return _summed((self._groups[name][1] for name in ("all", "stage")), values)
+
+
+class Reconfigured(_Gloo):
+    """Changes both groups by c10d's experimental `reconfigure`, which every member is given all handles for.
+
+    A group is made once, by its process alone; a handle names its process, and the change that it comes from.
+    """
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        super().__init__(spec)
+        self._groups = {name: self._alone(name) for name in ("all", "stage")}
+        self._members: dict[str, tuple[int, ...]] = {}
+
+    def _alone(self, name: str) -> Any:
+        store = PrefixStore(f"{self._team}/{name}", self._store)
+        return ProcessGroupGloo(store, self._me, self._me + 1, self._options(lazy=False, enable_reconfigure=True))
+
+    def address(self) -> str:
+        return json.dumps({name: group.get_reconfigure_handle() for name, group in self._groups.items()})
+
+    def change(self, number: int, stages: Stages, addresses: Mapping[int, str]) -> None:
+        handles = {key: json.loads(address) for key, address in addresses.items()}
+        everybody = tuple(key for stage in stages for key in stage)
+        at = next(at for at, stage in enumerate(stages) if self._me in stage)
+        for name, members, kind in (("all", everybody, 0), ("stage", tuple(stages[at]), 1 + at)):
+            if self._members.get(name) == members:
+                continue
+            options: Any = getattr(c10d, "ReconfigureOptions")()  # noqa: B009  (older torch has none)
+            options.uuid = number * (1 + len(stages)) + kind
+            options.handles = [handles[key][name] for key in members]
+            options.timeout = timedelta(seconds=_TIMEOUT_S)
+            self._groups[name].reconfigure(options).wait()
+            self._members[name] = members
+
+    def all_reduce(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return _summed((self._groups[name] for name in ("all", "stage")), values)
 
 
 class Member:
@@ -236,6 +288,7 @@ class Member:
             PARTIAL: PartialRebuild,
             BEST: lambda spec: PartialRebuild(spec, best=True),
             FULL: FullRebuild,
+            RECONFIGURE: Reconfigured,
         }
         self._communicator: Communicator = make[spec["method"]](spec)
 
@@ -249,7 +302,8 @@ class Member:
         usable = time.monotonic()
         sums = self._communicator.all_reduce(np.full(SIZE, self._me + 1, np.float32))
         done = time.monotonic()
-        return {"began": began, "usable": usable, "done": done, "sums": [float(total[-1]) for total in sums]}
+        found = {"began": began, "usable": usable, "done": done, "sums": [float(total[-1]) for total in sums]}
+        return found | {"address": self._communicator.address()}
 
     def tidy(self) -> None:
         """Does the work that may wait until the sums are done; it is not measured."""

@@ -1,11 +1,11 @@
 """Processor time and bytes of the control plane on 100 to 100,000 workers, per step and per loss of a worker.
 
-    python -m benchmarks.control_plane [--workers 100 1000 10000] [--json PATH] [--quick]
+    python -m benchmarks.control_plane [--workers 100 1000 10000] [--stages 10] [--json PATH] [--quick]
 
 The controller is the product's own, with its protocol, failure detector, log and files, and so is a worker's half of
 the protocol. Made up are the workers, whose messages are encoded beforehand, and the links: what is sent is counted and
 goes nowhere. So the time is that of one thread that decodes and decides, without sockets. In a second of a run with a
-step a second a worker sends ten heartbeats, a report of the step, and what it has measured.
+step a second a worker sends a report of the step, what it has measured, and heartbeats: ten, and fewer on many workers.
 
 A loss comes in the middle of a step: every survivor reports micro-batches that it has computed, and its partial sums.
 Then the learners catch up and become replicas, which is a second change of the mesh. What the planner takes of both
@@ -60,21 +60,26 @@ SIZES = (100, 1_000, 10_000)
 VOTERS = (100_000,)
 """Sizes beyond those at which only a worker's votes are counted: they depend on nothing but the number of members."""
 _STAGES, _LAYERS, _MICROBATCHES = 10, 18, 2  # layers besides embedding and head; micro-batches of a worker
-_BEATS = 10  # heartbeats of a worker in a second
 _STEPS = 10_000_000  # of the run, of which it does few
 
 
-def made_up_plan(workers: int) -> RunPlan:
+def made_up_plan(workers: int, stages: int = _STAGES) -> RunPlan:
     """A run on so many workers, each of which has pages of its own in every layer of its stage."""
-    width = workers // _STAGES
+    width = workers // stages
     settings = Settings(
-        mesh=MeshSettings(stages=(width,) * _STAGES),
-        model=ModelSettings(layers=_LAYERS, d_model=256, heads=4),
+        mesh=MeshSettings(stages=(width,) * stages),
+        model=ModelSettings(layers=max(_LAYERS, stages - 2), d_model=256, heads=4),
         train=TrainSettings(steps=_STEPS, global_batch=width * _MICROBATCHES, microbatch_size=1, validate_every=0),
         page=PageSettings(size=64),
     )
     samples = settings.train.global_batch
     return plan_run(settings, PreparedData("made up", "", 0, "", 256, 128, samples, samples, target="made up"))
+
+
+def address_of(rank: int) -> str:
+    """Where a worker listens: eight on a machine, at any port."""
+    machine = rank // 8
+    return f"tcp://10.{machine >> 16 & 255}.{machine >> 8 & 255}.{machine & 255}:{32768 + rank * 7919 % 28232}"
 
 
 class Planner:
@@ -116,9 +121,13 @@ class CountingIO:
         pace: seconds of the made-up clock from one event to the next.
         witness: a worker whose messages are kept.
         kept: these.
+        is_timed: sends are.
+        sent_at: of the thread's clock, when something was sent last while they were.
     """
 
     def __init__(self) -> None:
+        self.is_timed = False
+        self.sent_at = 0.0
         self.script: Iterator[Event] = iter(())
         self.sent: Counter[int] = Counter()
         self.pace = 0.0
@@ -139,6 +148,8 @@ class CountingIO:
 
     def send(self, rank: int, message: bytes) -> None:
         self.sent[rank] += len(message)
+        if self.is_timed:
+            self.sent_at = thread_time()
         if rank == self.witness:
             self.kept.append(message)
 
@@ -193,6 +204,7 @@ class Loss:
         prepared: from the event to the Prepare.
         reported: all reports but the last.
         decided: the last report, with which the new mesh is decided and sent, without the planner.
+        logged: what the controller does after that, when all workers have been told: the lines of its log.
         planned: what the planner took.
         promoted: the second change, when learners become replicas, without the planner.
         received, sent: bytes to a worker that the loss does not concern, in both changes, and those of its reports.
@@ -201,6 +213,7 @@ class Loss:
     prepared: float
     reported: float
     decided: float
+    logged: float
     planned: float
     promoted: float
     received: int
@@ -222,6 +235,8 @@ class MadeUpRun:
         self.reports: list[float] = []
         self.losses: list[Loss] = []
         self.bytes_to_controller = 0  # in a second of an undisturbed run
+        self.places: Counter[int] = Counter()  # rank -> bytes with which it was told its place in the first mesh
+        self.links: list[list[int]] = []  # numbers of workers that each has links to: in the first mesh, after losses
         self._seconds, self._losses = seconds, losses
         self._version = 0
         self._random = random.Random(0)
@@ -252,11 +267,18 @@ class MadeUpRun:
         return self.controller.protocol.placement
 
     def _script(self) -> Generator[Event]:
-        yield from self._play([(rank, m.Ready(rank, f"tcp://10.0.0.1:{rank}")) for rank in self.placement.mesh.members])
+        yield from self._play([(rank, m.Ready(rank, address_of(rank))) for rank in self.placement.mesh.members])
+        self.places = self.io.sent.copy()
+        self.links.append(self._num_links())
         for _ in range(self._seconds):
             yield from self._second()
         for _ in range(self._losses):
             yield from self._lose()
+        self.links.append(self._num_links())
+
+    def _num_links(self) -> list[int]:
+        peers, number = self.controller.protocol.peers, self.placement.mesh.num_workers
+        return [number - 1] * number if peers is None else [*peers.numbers().values()]
 
     def _play(self, messages: Iterable[tuple[int, m.Message]], seconds: float = 0.0) -> Generator[Event, None, float]:
         """Messages of workers, at even distances in so many seconds. Returns the controller's seconds for them."""
@@ -273,7 +295,8 @@ class MadeUpRun:
     def _second(self) -> Generator[Event]:
         members = self.placement.mesh.members
         self.bytes_to_controller = 0
-        beats = [(rank, m.Heartbeat(rank, n, True, "forward")) for n in range(_BEATS) for rank in members]
+        each = round(1 / self.plan.settings.timeouts.heartbeat_of(len(members)))
+        beats = [(rank, m.Heartbeat(rank, n, True, "forward")) for n in range(each) for rank in members]
         self.beats.append((yield from self._play(beats, 1.0)))
         self.reports.append((yield from self._step()))
 
@@ -295,29 +318,34 @@ class MadeUpRun:
     def _lose(self) -> Generator[Event]:
         """A worker of the middle stage is lost in the middle of a step; its mirrors get new mirrors."""
         protocol = self.controller.protocol
-        victim = protocol.placement.mesh.stages[_STAGES // 2][0]
+        victim = protocol.placement.mesh.stages[protocol.placement.num_stages // 2][0]
         before, planned = self.io.sent.copy(), self.planner.seconds
         answers = list(self._answers(victim))
         began = thread_time()
         yield WorkerEnded(victim, "its process ended", self.io.now())
         prepared = thread_time() - began
-        reported, decided = yield from self._answered(answers)
+        reported, decided, logged = yield from self._answered(answers)
         took = self.planner.seconds - planned
         yield from self._step()
         promoted = yield from self._promote()
         witness = self.io.witness
         size = self.io.sent[witness] - before[witness]
         sent = next(len(m.encode(report)) for rank, report in answers if rank == witness)
-        self.losses.append(Loss(prepared, reported, decided - took, took, promoted, size, sent))
+        self.losses.append(Loss(prepared, reported, decided - took, logged, took, promoted, size, sent))
 
-    def _answered(self, answers: Sequence[tuple[int, m.Message]]) -> Generator[Event, None, tuple[float, float]]:
-        """StepReports, which end in a new mesh epoch: seconds of all but the last, and of the last."""
+    def _answered(self, answers: Sequence[tuple[int, m.Message]]) -> Generator[Event, None, tuple[float, float, float]]:
+        """StepReports, which end in a new mesh epoch: seconds of all but the last; of the last, until all workers have
+        been told; and after that.
+        """
         epoch = self.placement.mesh.epoch
         reported = yield from self._play(answers[:-1])
         assert self.placement.mesh.epoch == epoch
+        self.io.is_timed = True
         decided = yield from self._play(answers[-1:])
+        self.io.is_timed = False
+        logged = thread_time() - self.io.sent_at
         assert self.placement.mesh.epoch > epoch
-        return reported, decided
+        return reported, decided - logged, logged
 
     def _promote(self) -> Generator[Event, None, float]:
         """Learners have caught up, and become replicas in the changes that follow."""
@@ -401,7 +429,10 @@ def entering(run: MadeUpRun) -> float:
     first, rank, unpacker = run.plan.placement, run.io.witness, Unpacker()
     taken = []
     for header in run.io.kept:
-        if not isinstance(packed := m.decode(header), m.PackedReconfigure):
+        packed = m.decode(header)
+        if isinstance(packed, m.PeerAddresses):
+            unpacker.told(packed)
+        if not isinstance(packed, m.PackedReconfigure):
             continue
         began = thread_time()
         message = unpacker.unpacked(packed)
@@ -423,8 +454,8 @@ class Row:
     entering: float | None
 
 
-def measure(workers: int, seconds: int, losses: int, repeats: int) -> Row:
-    plan = made_up_plan(workers)
+def measure(workers: int, stages: int, seconds: int, losses: int, repeats: int) -> Row:
+    plan = made_up_plan(workers, stages)
     with tempfile.TemporaryDirectory() as folder:
         run = MadeUpRun(plan, Path(folder) / "run", seconds, losses)
         run.run()
@@ -478,6 +509,7 @@ def publish(result: Result, rows: Sequence[Row]) -> None:
             "reports",
             "decision",
             "together",
+            "log, after that",
             "planner",
             "learners become replicas",
             "kB to",
@@ -499,6 +531,22 @@ def publish(result: Result, rows: Sequence[Row]) -> None:
     )
     table(
         result,
+        "The first mesh: kB with which a worker is told its place (median), MB to all; links of a worker then (median, "
+        "most), and after the losses",
+        ("workers", "kB to a worker", "MB to all", "links", "most", "links at last", "most at last"),
+        [
+            (
+                n,
+                middle(run.places.values()) / 1e3,
+                sum(run.places.values()) / 1e6,
+                *(value for links in run.links for value in (middle(links), max(links))),
+            )
+            for n, run in played
+        ],
+        "{:,.1f}",
+    )
+    table(
+        result,
         "A worker that a loss does not concern: ms of its thread for the Reconfigure",
         ("workers", "ms"),
         [(row.workers, 1e3 * row.entering) for row in rows if row.entering is not None],
@@ -512,21 +560,22 @@ def loss_row(losses: Sequence[Loss]) -> tuple[float, ...]:
 
     steps = ms("prepared"), ms("reported"), ms("decided")
     last = losses[-1]
-    return (*steps, sum(steps), ms("planned"), ms("promoted"), last.received / 1e3, last.sent / 1e3)
+    return (*steps, sum(steps), ms("logged"), ms("planned"), ms("promoted"), last.received / 1e3, last.sent / 1e3)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code."""
     words = parser(__doc__)
     words.add_argument("--workers", type=int, nargs="+", default=list(SIZES), metavar="N")
+    words.add_argument("--stages", type=int, default=_STAGES, metavar="N")
     args = words.parse_args(argv)
     sizes, voters = (SIZES[:1], ()) if args.quick else (args.workers, VOTERS)
     seconds, losses, repeats = (1, 1, 1) if args.quick else (5, 5, 5)
-    result = Result("control_plane", {"seconds": seconds, "losses": losses, "stages": _STAGES, "quick": args.quick})
+    result = Result("control_plane", {"seconds": seconds, "losses": losses, "stages": args.stages, "quick": args.quick})
     rows = []
     for workers in sizes:
         say(f"{workers:,} workers")
-        rows.append(measure(workers, seconds, losses, repeats))
+        rows.append(measure(workers, args.stages, seconds, losses, repeats))
     rows += [more_voters(workers, repeats) for workers in voters]
     publish(result, rows)
     return result.finish(args.json)

@@ -65,10 +65,18 @@ def machine() -> dict[str, Any]:
         "processor": _first_match("/proc/cpuinfo", r"model name\s*: (.+)") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(int(_first_match("/proc/meminfo", r"MemTotal:\s*(\d+)") or 0) / 2**20, 1),
+        **_accelerators(),
         "system": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
     }
+
+
+def _accelerators() -> dict[str, str]:
+    """The NVIDIA GPUs by what their driver says of them; nothing if there are none."""
+    texts = [path.read_text() for path in Path("/proc/driver/nvidia/gpus").glob("*/information")]
+    models = sorted(found[1].strip() for text in texts if (found := re.search(r"Model:\s*(.+)", text)))
+    return {"accelerators": ", ".join(models)} if models else {}
 
 
 def _first_match(path: str, pattern: str) -> str | None:

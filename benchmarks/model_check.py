@@ -29,8 +29,8 @@ from elaswave_spmd.determinism import Keys
 from elaswave_spmd.runtime.processes import fork_server_client
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.context import LocalModel
+from elaswave_spmd.worker.inputs import to_batch
 from elaswave_spmd.worker.learning_rate import LearningRate
-from elaswave_spmd.worker.microbatches import to_batch
 from elaswave_spmd.worker.model_check import check_model, fill_initial
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.optimizers import make_optimizer

@@ -44,8 +44,8 @@ class System(Protocol):
 class Windows:
     """This worker's micro-batches of a step: the same samples as in our run. `share`: its range of micro-batches."""
 
-    def __init__(self, plan: RunPlan, share: range) -> None:
-        self._job, self._share = plan.job, share
+    def __init__(self, plan: RunPlan, share: range, place: torch.device | None = None) -> None:
+        self._job, self._share, self._place = plan.job, share, place or torch.device("cpu")
         self._train = open_split(plan.data, "train")
 
     def of_step(self, step: int) -> list[Batch]:
@@ -54,8 +54,10 @@ class Windows:
         return [self._batch(ids[microbatch * size : (microbatch + 1) * size]) for microbatch in self._share]
 
     def _batch(self, ids: np.ndarray) -> Batch:
-        tokens, targets = (torch.from_numpy(np.ascontiguousarray(z)) for z in self._train.batch(ids))
-        return Batch(tokens, targets)
+        arrays = (torch.from_numpy(np.ascontiguousarray(z)) for z in self._train.batch(ids))
+        if self._place.type == "cpu":
+            return Batch(*arrays)
+        return Batch(*(values.pin_memory().to(self._place, non_blocking=True) for values in arrays))
 
 
 def empty_model(plan: RunPlan) -> LayeredModel:
@@ -97,10 +99,13 @@ class Replicated:
     """
 
     def __init__(self, plan: RunPlan, rank: int, world: int) -> None:
-        self._model = empty_model(plan).to_empty(device="cpu")
+        self._place = torch.device(plan.settings.runtime.device)
+        self._half = plan.settings.runtime.dtype == "bf16"
+        self._model = empty_model(plan).to_empty(device=self._place)
         self._model.share_ties()
         fill(plan, self._model, self._model.named_parameters())
-        self._clip, self._windows = plan.job.clip, Windows(plan, even_share(plan.job.num_microbatches, rank, world))
+        share = even_share(plan.job.num_microbatches, rank, world)
+        self._clip, self._windows = plan.job.clip, Windows(plan, share, self._place)
         # DDP divides by the number of processes; the loss is a mean over the global batch.
         self._scale, self._world = world / plan.job.tokens_per_step, world
         self._replica = DistributedDataParallel(self._model, gradient_as_bucket_view=True) if world > 1 else None
@@ -109,12 +114,13 @@ class Replicated:
     def step(self, number: int) -> float:
         batches = self._windows.of_step(number)
         forward = self._replica if self._replica is not None else self._model
-        total = torch.zeros(())
+        total = torch.zeros((), device=self._place)
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             quiet = self._replica.no_sync() if self._replica is not None and not last else contextlib.nullcontext()
             with quiet:
-                loss = self._model.loss(forward(batch.tokens), batch) * self._scale
+                with torch.autocast(self._place.type, torch.bfloat16, enabled=self._half):
+                    loss = self._model.loss(forward(batch.tokens), batch) * self._scale
                 loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)

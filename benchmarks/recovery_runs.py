@@ -12,7 +12,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import sys
 import time
@@ -23,6 +22,7 @@ from typing import Any
 
 from benchmarks import peers
 from benchmarks.processes import new_directory, program
+from elaswave_spmd.runtime.transport.free_ports import free_port
 
 WORKERS = 4
 STEPS_BEFORE, STEPS_AFTER = 25, 8
@@ -143,7 +143,7 @@ def torchft(seed: int, cache: Path, system: str) -> Kill:
     heartbeat, join, tick, manager = system.split("/")
     with new_directory("recovery-") as directory, contextlib.ExitStack() as stack:
         lighthouse = [peers.program_of("torchft_lighthouse"), "--min_replicas", "1"]
-        port = _free_port()
+        port = free_port("127.0.0.1")
         lighthouse += ["--bind", f"[::]:{port}", "--join_timeout_ms", join]
         lighthouse += ["--quorum_tick_ms", tick, "--heartbeat_timeout_ms", heartbeat]
         stack.enter_context(program(lighthouse, directory / "lighthouse"))
@@ -203,12 +203,6 @@ SYSTEMS: dict[str, tuple[Callable[[int, Path, str], Kill], str]] = {
     "torchft-nightly 500/500/10/50 ms": (torchft, "500/500/10/50"),
     "torchrun + DCP every 10 steps": (torchrun, ""),
 }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 # ---- reading the logs

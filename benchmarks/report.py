@@ -38,9 +38,10 @@ def render(found: Mapping[str, Any]) -> str:
     parts = [f"{t['title']}\n\n{markdown(t['columns'], t['rows'])}" for t in found["tables"]]
     where, loads = found["machine"], found["load_average_1_5_15_min"]
     versions = f"Python {where['python']}, torch {where['versions']['torch']}"
+    gpus = f", {where['accelerators']}" if "accelerators" in where else ""
     parts.append(
-        f"{where['processor']}, {where['cores']} cores, {where['memory_gib']:g} GiB, {where['system']}; {versions}; "
-        f"{found['began']}, {found['seconds']:g} s; "
+        f"{where['processor']}, {where['cores']} cores{gpus}, {where['memory_gib']:g} GiB, {where['system']}; "
+        f"{versions}; {found['began']}, {found['seconds']:g} s; "
         f"load average {loads['before'][0]} before, {loads['after'][0]} after; "
         f"settings {json.dumps(found['settings'])}."
     )

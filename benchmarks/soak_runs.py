@@ -519,7 +519,8 @@ class Soak:
         status = self._watch.status()
         if status is None or status["starting"]:
             return False
-        return not any(status[name] for name in ("newcomers", "leaving", "learners", "changing"))
+        starts = not all(spare["ready"] for spare in status["spares"])
+        return not starts and not any(status[name] for name in ("newcomers", "leaving", "learners", "changing"))
 
     def _look_at_descriptors(self) -> None:
         """Counts the controller's descriptors, if the run is at rest.
@@ -548,7 +549,7 @@ class Soak:
         if status is None or not self._is_settled():
             return None
         # One process, also through restarts.
-        state = f"command {len(self._marks)}, {len(status['members'])} workers"
+        state = f"command {len(self._marks)}, {len(status['members'])} workers, {len(status['spares'])} spares"
         return state, min(looks, key=lambda look: sum(look.values()))
 
     def _check(self, standard: Outcome) -> None:

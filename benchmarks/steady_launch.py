@@ -30,6 +30,7 @@ class Case:
 
     Args:
         backward: our schedule.split_backward. It is forced: a trial would be measured as well.
+        device, dtype: those of `runtime`.
     """
 
     model: str
@@ -38,6 +39,8 @@ class Case:
     sharding: str
     kind: str
     backward: str = "always"
+    device: str = "cpu"
+    dtype: str = "fp32"
 
     @property
     def workers(self) -> int:
@@ -57,8 +60,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "model": {"name": "gpt_deep", "target": "gpt", "layers": 16, "d_model": 128, "heads": 4},
         "microbatch": 4,
     },
+    "85M": {
+        "model": {"name": "gpt_85m", "target": "gpt", "layers": 12, "d_model": 768, "heads": 12},
+        "microbatch": 8,
+        "seq_len": 1024,
+    },
 }
+"""What each model is, and its micro-batch; the last one is for accelerators."""
 SEQ_LEN = 128
+
+
+def seq_len_of(model: str) -> int:
+    """Tokens per sequence."""
+    return MODELS[model].get("seq_len", SEQ_LEN)
 
 
 def settings_of(case: Case, microbatches: int, steps: int, directory: Path) -> dict[str, Any]:
@@ -77,7 +91,7 @@ def settings_of(case: Case, microbatches: int, steps: int, directory: Path) -> d
             "steps": steps,
             "global_batch": microbatches * microbatch,
             "microbatch_size": microbatch,
-            "seq_len": SEQ_LEN,
+            "seq_len": seq_len_of(case.model),
             "validate_every": 0,
         },
         "optim": {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0, "clip": 1.0},
@@ -85,6 +99,7 @@ def settings_of(case: Case, microbatches: int, steps: int, directory: Path) -> d
         "mirror": {"count": 0},
         "verify": {"rate": 0.0},
         "timeouts": {"progress": 3600, "start": 7200},
+        "runtime": {"device": case.device, "dtype": case.dtype},
         "run": {"dir": str(directory / "run")},
     }
 

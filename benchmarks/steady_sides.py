@@ -26,6 +26,7 @@ from elaswave_spmd.controller import startup as controller
 from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.run_dir import RunDir, RunObserver
+from elaswave_spmd.runtime.devices.selection import worker_start
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.transport.links import CONTROLLER, socket_directory
 from elaswave_spmd.worker import process as worker
@@ -101,8 +102,9 @@ def our_counting_worker(spec: dict[str, Any]) -> int:
 def ours(settings: Settings, gate_path: str, entry: str = "our_worker") -> None:
     """Runs the product with one of the entries above for its workers."""
     scratch = socket_directory()
+    environment = {**worker_start(settings).environment, _GATE_PATH: gate_path}
     fork_server = ForkServerClient.start(
-        f"benchmarks.steady_sides:{entry}", preload=_PRELOAD, scratch=[scratch], env={_GATE_PATH: gate_path}
+        f"benchmarks.steady_sides:{entry}", preload=_PRELOAD, scratch=[scratch], env=environment
     )
     try:
         data = prepare_data(controller.data_spec(settings))

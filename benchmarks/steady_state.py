@@ -1,7 +1,7 @@
 """Training speed and memory against plain PyTorch, healthy run.
 
     python -m benchmarks.steady_state [--quick] [--rows TEXT] [--part speed|memory] [--backward always|never]
-        [--json PATH]
+        [--device cpu|cuda] [--dtype fp32|bf16] [--json PATH]
 
 Ours is the whole product (controller, metrics, TensorBoard and all) on real processes; the other side is a loop of
 plain PyTorch (benchmarks/plain_systems.py): one process, DistributedDataParallel, FSDP2 or a schedule of pipelining.
@@ -9,6 +9,9 @@ Same model code, initial values, samples, micro-batch, global batch, fused AdamW
 gloo. Ours runs with mirror.count=0 and verify.rate=0: the others have neither mirrors of sharded state nor checks of
 devices. `benchmarks.checks` has what checks cost. Weight gradients are put off, or with --backward never are not: it is
 not tried in the run, as a trial would be measured as well.
+
+On an accelerator there is one row for each model, a worker of ours against one process; plain PyTorch computes in bf16
+by autocast, and its kernels need not be deterministic.
 
 How it is timed. Both sides are alive at the same time; a gate (benchmarks/gate.py) lets one run a block of steps while
 the other's workers block in a read, then they swap, and every other pair begins with the other side. So a machine that
@@ -36,7 +39,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.harness import Result, estimate, parser, say
-from benchmarks.steady_launch import ENDLESS, MODELS, OURS, PLAIN, SEQ_LEN, Case, Side, launch
+from benchmarks.steady_launch import ENDLESS, MODELS, OURS, PLAIN, Case, Side, launch, seq_len_of
 from benchmarks.steady_memory import memory_rows
 from elaswave_spmd.conf.schema import ALWAYS, NEVER
 
@@ -59,7 +62,8 @@ _PIPELINES = {
     "ScheduleInterleavedZeroBubble, two stages each": "pipeline_zb_interleaved",
     "ScheduleZBVZeroBubble": "pipeline_zbv",
 }
-_DEEP = "deep"
+_DEEP, _LARGE = "deep", "85M"
+_ON_ACCELERATORS = ("1M", _LARGE)
 
 
 def cases(models: Sequence[str], backward: str = ALWAYS) -> list[Case]:
@@ -68,10 +72,15 @@ def cases(models: Sequence[str], backward: str = ALWAYS) -> list[Case]:
     Args:
         backward: our schedule.split_backward.
     """
-    found = [Case(model, *kind, backward) for model in models if model != _DEEP for kind in _KINDS]
+    found = [Case(model, *kind, backward) for model in models if model not in (_DEEP, _LARGE) for kind in _KINDS]
     for stages, (name, kind) in itertools.product((2, 4), _PIPELINES.items()):
         found.append(Case(_DEEP, f"pp{stages} against {name}", {"pp": stages}, "zero0", kind, backward))
     return found
+
+
+def on_accelerator(device: str, backward: str, dtype: str) -> list[Case]:
+    """The rows on an accelerator, of which there may be one."""
+    return [Case(model, *_KINDS[0], backward, device, dtype) for model in _ON_ACCELERATORS]
 
 
 def measure(case: Case, launches: int, pairs: int) -> dict[str, Any]:
@@ -107,7 +116,7 @@ def _warm_up(case: Case, sides: dict[str, Side]) -> dict[str, float]:
         members = side.team.members
         # Each of our workers reports the loss of the step; each worker of the other side reports its share of it.
         losses[name] = members[0].loss if name == OURS else sum(member.loss for member in members)
-    if not math.isclose(losses[OURS], losses[PLAIN], rel_tol=1e-3):
+    if not math.isclose(losses[OURS], losses[PLAIN], rel_tol=1e-3 if case.dtype == "fp32" else 2e-2):
         raise SystemExit(f"{case.title}, {case.model}: the sides do not train alike, losses {losses}")
     return losses
 
@@ -117,7 +126,7 @@ def speed_row(case: Case, found: dict[str, Any]) -> list[str]:
     ours, plain = found["seconds"][OURS], found["seconds"][PLAIN]
     ratios = [[b / a for a, b in zip(*both, strict=True)] for both in zip(ours, plain, strict=True)]
     found["ratio"] = ratio = estimate(ratios)
-    tokens = MICROBATCHES * MODELS[case.model]["microbatch"] * SEQ_LEN
+    tokens = MICROBATCHES * MODELS[case.model]["microbatch"] * seq_len_of(case.model)
     rates = [tokens / statistics.median(itertools.chain.from_iterable(side)) for side in (ours, plain)]
     return [
         case.model,
@@ -135,18 +144,26 @@ def main() -> None:
     options.add_argument("--rows", default="", help="only rows whose model and title contain this, words with commas")
     options.add_argument("--backward", choices=(ALWAYS, NEVER), default=ALWAYS, help="our schedule.split_backward")
     options.add_argument("--part", choices=("all", "speed", "memory"), default="all")
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     options.add_argument("--launches", type=int)
     options.add_argument("--pairs", type=int, help="per launch")
     args = options.parse_args()
     launches = args.launches or (2 if args.quick else 5)
     pairs = args.pairs or (3 if args.quick else 6)
     words = [word for word in args.rows.split(",") if word]
-    chosen = [c for c in cases(list(MODELS), args.backward) if all(word in f"{c.model} {c.title}" for word in words)]
+    if args.device == "cpu":
+        if args.dtype != "fp32":
+            options.error("--dtype goes with --device: on the CPU the other side computes in fp32")
+        everything = cases(list(MODELS), args.backward)
+    else:
+        everything = on_accelerator(args.device, args.backward, args.dtype)
+    chosen = [c for c in everything if all(word in f"{c.model} {c.title}" for word in words)]
     result = Result(
         "steady_state",
         {
-            **{"launches": launches, "pairs_per_launch": pairs, "microbatches": MICROBATCHES, "seq_len": SEQ_LEN},
-            "backward": args.backward,
+            **{"launches": launches, "pairs_per_launch": pairs, "microbatches": MICROBATCHES},
+            **{"backward": args.backward, "device": args.device, "dtype": args.dtype},
         },
     )
     if args.part in ("all", "speed"):

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from benchmarks import peers
 
 RAY = "ray[train]==2.60.0"
-_RECONFIGURE_SINCE = (2, 14)
 
 
 @dataclass(frozen=True)
@@ -18,11 +17,12 @@ class System:
 
     Args:
         name: in tables.
-        module: its program, `python -m MODULE DIRECTORY OPTIONS`; "" if there is none.
+        module: its program, `python -m MODULE DIRECTORY OPTIONS`.
         options: further words of the command.
         package: what its environment has besides the packages of this one; "" is this one.
         imports: a module that the environment must be able to import.
         settings: in words, for the protocol page and the table.
+        needs_torch: the version of torch from which on it runs.
     """
 
     name: str
@@ -31,6 +31,7 @@ class System:
     package: str = ""
     imports: str = ""
     settings: str = ""
+    needs_torch: tuple[int, ...] = ()
 
     def command(self, directory: str) -> list[str]:
         """The words that start it for the job in a directory."""
@@ -39,19 +40,14 @@ class System:
 
     def prepare(self) -> str:
         """Makes its environment. Returns "", or the reason why it cannot run, in words."""
-        if not self.module:
-            return _no_reconfigure()
+        if self.needs_torch > _installed():
+            return f"needs torch {'.'.join(map(str, self.needs_torch))}; here is {importlib.metadata.version('torch')}"
         return peers.make(self.package, self.imports) if self.package else ""
 
 
-def _no_reconfigure() -> str:
-    installed = importlib.metadata.version("torch")
-    known = tuple(int(number) for number in installed.partition("+")[0].split(".")[:2])
-    if known < _RECONFIGURE_SINCE:
-        return (
-            f"c10d's reconfigure came with torch 2.14, which has no CPU wheel on the index; here is torch {installed}"
-        )
-    return f"torch {installed} has c10d's reconfigure, but nobody could try a program for it yet, so there is none"
+def _installed() -> tuple[int, ...]:
+    version = importlib.metadata.version("torch")
+    return tuple(int(number) for number in version.partition("+")[0].split(".")[:2])
 
 
 _SYSTEMS = "benchmarks.elastic.systems"
@@ -85,7 +81,12 @@ SYSTEMS = (
         imports="ray.train.torch",
         settings="num_workers=(1, 4), max_failures=-1, a checkpoint every 5 steps",
     ),
-    System("c10d reconfigure", ""),
+    System(
+        "c10d reconfigure",
+        f"{_SYSTEMS}.reconfigure",
+        settings="a launcher of ours; collectives have 2 s, silent members 3 s; the batch is divided over the members",
+        needs_torch=(2, 14),
+    ),
 )
 
 
