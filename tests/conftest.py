@@ -65,10 +65,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts slow tiers first, so that no process is left alone with a long file when the others have finished."""
-    slow_first = ["faults", "processes", "simulated"]
+    slow_first, longest = ["faults", "processes", "simulated"], "test_workers_of_agents_are_adopted.py"
 
-    def when(item: pytest.Item) -> int:
+    def when(item: pytest.Item) -> tuple[int, bool]:
         tiers = [number for number, tier in enumerate(slow_first) if item.get_closest_marker(tier)]
-        return min(tiers, default=len(slow_first))
+        return min(tiers, default=len(slow_first)), item.path.name != longest
 
     items.sort(key=when)  # stable: files stay whole, and in their order

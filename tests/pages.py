@@ -210,7 +210,9 @@ class Reader:
     def _environment(self) -> dict[str, str]:
         name, _, value = self._mark.partition("=")
         mine = {name: value, "XDG_CACHE_HOME": str(self.cache), "COLUMNS": "200"}
-        path = f"{self.folder / '.programs'}:{os.environ.get('PATH', os.defpath)}"
+        # Where Python finds a module, its commands are to be found too: an environment need not be active.
+        own, others = Path(sys.executable).parent, os.environ.get("PATH", os.defpath)
+        path = f"{self.folder / '.programs'}:{own}:{others}"
         return {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"} | mine | {"PATH": path}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elaswave_spmd.controller.on_ray import files
+from elaswave_spmd.runtime.transport import free_ports
 
 
 def free_port() -> int:
@@ -11,4 +11,4 @@ def free_port() -> int:
     It is below those that the kernel gives to connections and to port 0: another test's connection would take such a
     port between this function and the program that is to listen there.
     """
-    return files.free_port("127.0.0.1", 0)
+    return free_ports.free_port("127.0.0.1")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from elaswave_spmd.controller.events import (
+    AgentBack,
     Event,
     MoveRequested,
     Received,
@@ -38,6 +39,7 @@ from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Polic
 from elaswave_spmd.recovery.generations import FIRST, ControllerFence, stamped
 from elaswave_spmd.recovery.packed_reconfigure import Unpacker
 from elaswave_spmd.recovery.partial_step import WEIGHTS_ONLY
+from elaswave_spmd.recovery.peers import Reached
 from elaswave_spmd.recovery.vote_exchange import WIDEST
 from elaswave_spmd.run_dir import MetricsLine
 from elaswave_spmd.run_dir.checkpoint_shard import shard_name
@@ -45,6 +47,7 @@ from elaswave_spmd.run_dir.checkpoint_writers import assign_writers
 from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.runtime.devices import Device, device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
+from elaswave_spmd.runtime.processes.agents import RemoteExited
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.cost_model import MemoryRule
@@ -69,7 +72,7 @@ from tests.cluster.failing_device import DEVICE_FAULT, FailingDevice
 from tests.cluster.faults import LOSSES, SENDER, AnyFault, MessageFault, Plan
 from tests.cluster.kept_checkpoints import RUN_DIR, KeptCheckpoint, KeptCheckpoints
 from tests.cluster.paces import TurnClock, drawn_pace
-from tests.cluster.processes import Killed, LostStateError, Trained, Worker, victims
+from tests.cluster.processes import Killed, LostStateError, Trained, Worker, domain_of, victims
 from tests.cluster.put_off import OF_MICROBATCHES, DrawnLimits, TriedLimits, check_at_point, check_report
 from tests.cluster.simulated_io import (
     HEARTBEAT_TURNS,
@@ -94,6 +97,9 @@ _CHANGES = (m.Leaving, m.SpawnRequest, m.Ready, m.Failed, m.Damaged, m.LinkClose
 class ControllerKilled(BaseException):
     """The end of the controller's process, wherever it is."""
 
+
+WAYS = ("now", "now", "later", "later", "gone", "cut off", "lost and back", "lost")
+"""In which agents come back to a controller, or do not."""
 
 _PATIENCE = 1000  # turns that the last of the faults are waited for when nothing else moves
 
@@ -153,12 +159,17 @@ class SimulatedCluster:
         self._generation = FIRST
         self._is_away = False  # there is no controller
         self._takes_over = False  # it has not begun a mesh epoch of its own yet
+        self.agents_come: Sequence[str] = WAYS  # back to a controller; one is drawn for each of them
+        self.agents_back = Counter[str]()  # so many have
         self._ended: list[int] = []  # workers whose end no controller has made good
         self._were_members: set[int] = set()
         self.is_settled = True  # the controller has made good what had died with the one before
         self.journal: list[m.Prepare] = []
         self.lines: dict[int, MetricsLine] = {}  # that the run has written, by step
         self._widest = widest
+        self._reached: defaultdict[int, Reached] = defaultdict(Reached)  # worker -> the members that it has links to
+        self._strangers: dict[int, frozenset[int]] = {}  # worker -> members that it has no link to
+        self._missing: set[Link] = set()  # links that there are not, and whose senders have wanted them
         self._job = job if validation is not None or not job.validates else dataclasses.replace(job, validate_every=0)
         self._job = dataclasses.replace(self._job, checkpoint_every=checkpoint_every)
         self._action = action
@@ -227,6 +238,9 @@ class SimulatedCluster:
         self._mirrored = placement.mesh.num_workers  # members when every page had all its mirrors last
         self._end = None
         self._told: defaultdict[int, Unpacker] = defaultdict(Unpacker)  # the controller's messages to each worker
+        self._reached.clear()
+        self._strangers.clear()
+        self._missing.clear()
         self._wires = Wires(self._job.torch_dtype, self._device, self._random, uneven=self._uneven, late=self._late)
         self._acts, self._generation, self._takes_over = None, FIRST, False
         self._last_epoch = 0
@@ -250,6 +264,8 @@ class SimulatedCluster:
             has_gone_back=self._has_gone_back,
             comeback=comeback,
         )
+        if self.controller.protocol.widest is not None:  # else everybody has a link to everybody, as by the settings
+            self.controller.protocol.widest = self._widest
         # Workers of the cluster try no model; the layers of these models have the same bits in two parts.
         every = tuple(range(len(self._description.layout.layers)))
         split = every, (1,) * len(every), plan.costs, MemoryRule()
@@ -287,6 +303,8 @@ class SimulatedCluster:
     def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
         """Sends a worker's message, with the faults that happen before and after that."""
         link = sender, peer
+        if self.is_stranger(sender, peer):
+            self.meets_stranger(link, message)
         if peer == CONTROLLER and (self._is_away or self._wires.fences[sender].generation < self._generation):
             return  # it has no link to this controller yet
         if isinstance(message, m.StepReport):
@@ -314,10 +332,12 @@ class SimulatedCluster:
             else:
                 self.inject(rank, fault)
 
-    def break_link(self, link: Link) -> None:
+    def break_link(self, link: Link, *, was_linked: bool = True) -> None:
         """The link is lost while both ends live, with what is on it and what is sent on it until it is made again, with
-        the sender's next mesh epoch. The sender finds that it is closed at some later time."""
-        self.note("LINK LOST", link)
+        the sender's next mesh epoch. The sender finds that it is closed at some later time, or that there was none."""
+        self.note("LINK LOST" if was_linked else "NO LINK", link)
+        if not was_linked:
+            self._missing.add(link)
         self.broken_links[link] = self._epoch_of(link[0])
         for message in self._wires.drop(link):
             self.lost_with_links[type(m.decode(message.header)).__name__] += 1
@@ -347,10 +367,14 @@ class SimulatedCluster:
         if header in (STOP, stamped(STOP, self._generation)):  # the worker ends
             del self._workers[rank]
             return
-        self._wires.put_encoded(CONTROLLER, rank, header, None)
         message = m.decode(header)
         if isinstance(message, m.OfGeneration):
             message = m.decode(message.data)
+        if isinstance(message, m.PeerAddresses):
+            self._wires.put_first(CONTROLLER, rank, header)
+            self._told[rank].told(message)
+            return
+        self._wires.put_encoded(CONTROLLER, rank, header, None)
         if isinstance(message, m.PackedReconfigure):
             message = self._told[rank].unpacked(message)
         if self._trace:
@@ -371,7 +395,10 @@ class SimulatedCluster:
             self._io.events.append(Received(incoming.message, payloads, incoming.sender))
         for notice in [n for n in self._notices if n[0] <= self.turn]:
             self._notices.remove(notice)
-            self._io.events.append(notice[1])
+            event = notice[1]
+            if isinstance(event, AgentBack):  # it says who lives now
+                event = dataclasses.replace(event, workers=event.workers & self._workers.keys())
+            self._io.events.append(event)
         if self.turn % HEARTBEAT_TURNS == 0:
             for rank, worker in self._workers.items():
                 if not worker.stopped_for and not worker.silent:
@@ -390,7 +417,7 @@ class SimulatedCluster:
 
     def _unheard(self, event: Event | MoveDue) -> None:
         """Something has happened while there is no controller. What workers say of themselves they say again."""
-        if isinstance(event, WorkerEnded):
+        if isinstance(event, WorkerEnded) and not isinstance(event.exited, RemoteExited):  # else its agent was lost
             self._ended.append(event.rank)
 
     def _come_back(self) -> None:
@@ -412,6 +439,9 @@ class SimulatedCluster:
         self._is_away, self._takes_over = False, True
         self._generation += 1
         self._told.clear()
+        self._notices = [notice for notice in self._notices if not isinstance(notice[1], AgentBack)]
+        elsewhere = self._on_other_machines()
+        made = set(range(self._newest + 1)) - elsewhere
         checkpoint = self.checkpoints.newest
         prepared = self.journal[-1] if self.journal else None
         # The journal has a line of each controller that came back, with an epoch that no Prepare has.
@@ -423,13 +453,52 @@ class SimulatedCluster:
                 self._last_epoch,
                 prepared,
                 newest_checkpoint=checkpoint.step if checkpoint is not None else 0,
-                pids=dict.fromkeys(self._workers, 0),
+                pids=dict.fromkeys(self._workers.keys() - elsewhere, 0),
                 next_rank=self._newest + 1,
-                newcomers=tuple(rank for rank in self._ended if rank not in self._were_members),
+                newcomers=tuple(rank for rank in self._ended if rank in made and rank not in self._were_members),
+                made=tuple(made),
+                has_agents=bool(elsewhere),
             )
         )
+        self._agents_come_back(elsewhere)
         self._acts = 0
         self.result.comebacks += 1
+
+    def _on_other_machines(self) -> set[int]:
+        """The workers, living or not, of all machines but the first one: they have agents."""
+        domains = {rank: domain_of(self.first_mesh, rank) for rank in range(self._newest + 1)}
+        return {rank for rank, domain in domains.items() if domain is not None and domain != domains[0]}
+
+    def _agents_come_back(self, elsewhere: set[int]) -> None:
+        """Their agents come back to the new controller, now or later; or one is gone, or is cut off.
+
+        The connection to one that is back may be lost at once. Then it is back once more, or it is not.
+        """
+        draw = random.Random(f"agents {self._newest} {self.turn}")
+        for domain in sorted({domain_of(self.first_mesh, rank) or () for rank in elsewhere}):
+            made = frozenset(rank for rank in elsewhere if domain_of(self.first_mesh, rank) == domain)
+            living, how = made & self._workers.keys(), draw.choice(self.agents_come)
+            self.agents_back[how] += 1
+            self.note("AGENT", how, sorted(living))
+            host, later = "/".join(domain), self.turn + draw.randint(1, 300)
+            unborn = frozenset(rank for rank in self._ended if rank in made and rank not in self._were_members)
+            back = AgentBack(-2, host, living, unborn, made, 1.0)
+            if how not in ("gone", "cut off"):
+                self._notices.append((later if how == "later" else self.turn, back))
+            if how in ("lost and back", "lost"):
+                for rank in sorted(living):
+                    lost = RemoteExited(rank, 0, None, 9, host, "its connection closed")
+                    self._notices.append((self.turn, WorkerEnded(rank, "lost", self.turn * TURN_S, lost)))
+            if how == "lost and back":
+                self._notices.append((later, dataclasses.replace(back, peer=-3)))
+            for rank in living if how in ("gone", "cut off", "lost") else ():
+                self._lost.append(rank)
+                self._window.append(rank)
+                if how == "gone":  # its workers save their state and end
+                    self._absent.append(rank)
+                    self._kill(rank)
+                else:  # they wait or answer, live longer than this run takes, and must harm nobody
+                    self._workers[rank].silent = True
 
     def _facts_of(self, worker: Worker) -> Callable[[Iterable[int]], m.Adopted] | None:
         """What a worker's links tell a controller that has come back; None if none does."""
@@ -558,9 +627,28 @@ class SimulatedCluster:
             self._widest,
         )
         saved = self.checkpoints.reader(self._checkpoint) if self._checkpoint is not None else None
+        self._note_peers(worker.rank, first)
         self._were_members.add(worker.rank)
         worker.executor = Executor(context, Configuration.from_message(self._healthy, first), saved)
         worker.running = worker.executor.train()
+
+    def is_stranger(self, rank: int, peer: int) -> bool:
+        """True if a worker has no link to a member of its mesh epoch."""
+        return peer in self._strangers.get(rank, ())
+
+    def meets_stranger(self, link: Link, message: m.Message) -> None:
+        """A worker has a message for a member that it has no link to, which the peers of a mesh epoch rule out."""
+        raise AssertionError(f"worker {link[0]} has no link to {link[1]}, and sends it {type(message).__name__}")
+
+    def _note_peers(self, rank: int, message: m.Reconfigure) -> None:
+        """A worker makes its links for a mesh epoch: to those whose addresses it was told."""
+        members = {member for members in message.stages for member in members}
+        assert rank in message.addresses, (rank, message)
+        executor = self._workers[rank].executor
+        entered = -1 if executor is None else executor.configuration.epoch
+        self._reached[rank] = self._reached[rank].after(message, entered)
+        self._strangers[rank] = frozenset(members - self._reached[rank].ranks)
+        self.result.most_strangers = max(self.result.most_strangers, len(self._strangers[rank]))
 
     def _hooks_of(self, worker: Worker) -> WorkerHooks:
         """The optional parts of a worker: here, fault points, groups, checkpoints, and devices that can fail."""
@@ -573,6 +661,7 @@ class SimulatedCluster:
             clock=self._clock(),
             device_recovery=DeviceRecovery(cast(Device, FailingDevice())) if self._devices_fail else None,
             link_facts=self._facts_of(worker),
+            members_changed=lambda message: self._note_peers(worker.rank, message),
         )
 
     def _clock(self) -> TurnClock | None:
@@ -606,7 +695,8 @@ class SimulatedCluster:
                 return
             for link in self._closed_links_of(worker.rank):  # as worker.channel does: reported, and handled
                 del self._closed_links[link]
-                closed = m.LinkClosed(*link)
+                closed = m.LinkClosed(*link, was_linked=link not in self._missing)
+                self._missing.discard(link)
                 worker.port.send(CONTROLLER, closed)
                 worker.port.inbox.append(Incoming(worker.rank, closed))
             if worker.running is None:

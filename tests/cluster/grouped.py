@@ -24,27 +24,21 @@ class _Call:
     """A member's call of a collective: what is alike for all members, and its own memory.
 
     Args:
-        sent, received: memory of a broadcast's root and of its receivers; of an exchange each member has both.
+        sent, received: memory that is read, and written.
         copy: of what is sent, as it was at the call.
-        sizes: of an exchange, elements to each member and from each.
+        sizes: elements to each member and from each; () for an all-gather, in which all get all that is sent.
     """
 
     alike: tuple[object, ...]
-    sent: Tensor | None
-    received: Tensor | None
-    copy: Tensor | None
+    sent: Tensor
+    received: Tensor
+    copy: Tensor
     sizes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
-    @property
-    def sent_now(self) -> Tensor:
-        """What is sent, read as late as it may be."""
-        assert self.sent is not None and self.copy is not None
-        assert self.copy.view(torch.uint8).equal(self.sent.view(torch.uint8)), "memory that is sent from stays as it is"
-        return self.sent
-
     def sent_to(self, place: int) -> Tensor:
-        """The part of an exchange for the member at this place."""
-        return self.sent_now.split(self.sizes[0])[place]
+        """The part for the member at this place, read as late as it may be."""
+        assert self.copy.view(torch.uint8).equal(self.sent.view(torch.uint8)), "memory that is sent from stays as it is"
+        return self.sent.split(self.sizes[0])[place] if self.sizes[0] else self.sent
 
 
 @dataclass
@@ -52,19 +46,15 @@ class _Made:
     """One group, and the collectives that its members have called. Each member numbers its calls from 0.
 
     Args:
-        waits_for_all: a root's broadcast ends only when all other members have called it too.
         met: members that have opened the group.
         calls: rank -> its calls.
         issued: of each call what has to be the same for all members.
-        complete: numbers of the broadcasts that have ended at their roots, which may use that memory again.
     """
 
     members: tuple[int, ...]
-    waits_for_all: bool
     met: set[int] = field(default_factory=set)
     calls: dict[int, list[_Call]] = field(default_factory=dict)
     issued: list[tuple[object, ...]] = field(default_factory=list)
-    complete: set[int] = field(default_factory=set)
 
     def add(self, rank: int, call: _Call) -> int:
         """Returns the number of a member's call."""
@@ -93,7 +83,7 @@ class Hub:
         self.failing = failing
         self.made: dict[tuple[int, int, tuple[int, ...]], _Made] = {}  # by incarnation, mesh epoch and members
         self.ended: Counter[str] = Counter()
-        """How many were received or sent (broadcasts), exchanged, failed or refused, by this word."""
+        """How many were gathered, exchanged, failed or refused, by this word."""
 
 
 class MadeUpGroup:
@@ -106,16 +96,15 @@ class MadeUpGroup:
         self._epoch = -1
         self._met = False
         self._fails = False
-        self._works: list[MadeUpBroadcast | MadeUpExchange] = []
+        self._works: list[MadeUpCollective] = []
 
-    def change(self, epoch: int, members: Sequence[int], rank: int) -> None:
+    def enter_epoch(self, epoch: int, members: Sequence[int], rank: int) -> None:
         assert epoch > self._epoch and rank == self._rank and rank in members
         self._epoch = epoch
         self._met = False
         self._works = []
         self._fails = self._hub.draw.random() < self._hub.failing
-        made = _Made(tuple(members), self._hub.draw.random() < 0.5)
-        self._made = self._hub.made.setdefault((self._incarnation, epoch, tuple(members)), made)
+        self._made = self._hub.made.setdefault((self._incarnation, epoch, tuple(members)), _Made(tuple(members)))
         self._made.met.add(rank)
 
     @property
@@ -128,16 +117,10 @@ class MadeUpGroup:
     def failure(self) -> str | None:
         return "Timed out" if not self._met and self._fails else None
 
-    def broadcast(self, values: Tensor, root: int) -> MadeUpBroadcast:
-        assert root in self._made.members
-        self._may_refuse()
-        is_root = root == self._rank
-        sent, received = (values, None) if is_root else (None, values)
-        copy = values.clone() if is_root else None
-        number = self._made.add(self._rank, _Call(("broadcast", root, values.numel()), sent, received, copy))
-        work = MadeUpBroadcast(self._hub, self._made, number, root, self._rank)
-        self._works.append(work)
-        return work
+    def gather(self, share: Tensor, gathered: Tensor, what: str) -> MadeUpCollective:
+        members = self._made.members
+        assert gathered.numel() == len(members) * share.numel() > 0
+        return self._begin("gathered", _Call(("gather", what, share.numel()), share, gathered, share.clone()))
 
     def exchange(
         self,
@@ -146,20 +129,19 @@ class MadeUpGroup:
         sent_sizes: Sequence[int],
         received_sizes: Sequence[int],
         what: str,
-    ) -> MadeUpExchange:
+    ) -> MadeUpCollective:
         assert (sum(sent_sizes), sum(received_sizes)) == (sent.numel(), received.numel())
-        self._may_refuse()
         sizes = tuple(sent_sizes), tuple(received_sizes)
-        number = self._made.add(self._rank, _Call(("exchange", what), sent, received, sent.clone(), sizes))
-        work = MadeUpExchange(self._hub, self._made, number, self._rank)
-        self._works.append(work)
-        return work
+        return self._begin("exchanged", _Call(("exchange", what), sent, received, sent.clone(), sizes))
 
-    def _may_refuse(self) -> None:
+    def _begin(self, ends: str, call: _Call) -> MadeUpCollective:
         assert self._met
         if self._hub.draw.random() < self._hub.failing:
             self._hub.ended["refused"] += 1
             raise RuntimeError("Connection closed by peer")
+        work = MadeUpCollective(self._hub, self._made, self._made.add(self._rank, call), self._rank, ends)
+        self._works.append(work)
+        return work
 
     def give_up(self) -> None:
         self._met = False
@@ -172,68 +154,21 @@ class MadeUpGroup:
         return bool(self._works) and self._works[0].may_end
 
 
-class MadeUpBroadcast:
-    """A broadcast on one member. The memory of the root is read as late as possible: when either of the two ends."""
+class MadeUpCollective:
+    """A collective on one member. It waits for those from whom something is to come, and for nobody else: as NCCL.
 
-    def __init__(self, hub: Hub, made: _Made, number: int, root: int, rank: int) -> None:
-        self._hub = hub
-        self._made = made
-        self._number = number
-        self._root = root
-        self._rank = rank
-        self.how = ""  # how it has ended (Hub.ended)
-        self._fails = hub.draw.random() < hub.failing
-        self._arrives: bool | None = None  # the broadcast of a lost root: drawn once
-        self._hangs = hub.draw.random() < 0.5
+    What others have sent is read as late as possible: when the collective ends here.
 
-    @property
-    def may_end(self) -> bool:
-        if self._root == self._rank and not self._fails:
-            return not self._made.waits_for_all or all(
-                self._made.has_called(r, self._number) for r in self._made.members
-            )
-        if self._fails:
-            return True
-        if not self._made.has_called(self._root, self._number):
-            return self._root in self._hub.lost and not self._hangs
-        if self._root in self._hub.lost:
-            if self._arrives is None:
-                self._arrives = self._hub.draw.random() < 0.5
-            return self._arrives or not self._hangs
-        return True
+    Args:
+        ends: the word for its success (Hub.ended).
+    """
 
-    def is_completed(self) -> bool:
-        if not self.how and self.may_end and self._hub.draw.random() < _COMPLETES:
-            there = self._made.has_called(self._root, self._number)
-            if self._fails or (self._root != self._rank and (not there or self._arrives is False)):
-                self.how = "failed"
-            elif self._root == self._rank:
-                self.how = "sent"
-                self._made.complete.add(self._number)
-            else:
-                self._receive()
-                self.how = "received"
-            self._hub.ended[self.how] += 1
-        return bool(self.how)
-
-    def _receive(self) -> None:
-        root, mine = (self._made.calls[rank][self._number] for rank in (self._root, self._rank))
-        assert root.copy is not None and mine.received is not None
-        # A root leaves its memory alone until it is complete.
-        mine.received.copy_(root.copy if self._number in self._made.complete else root.sent_now)
-
-    def wait(self) -> None:
-        _fail_if(self.how)
-
-
-class MadeUpExchange:
-    """An exchange on one member. It waits for those from whom something is to come, and for nobody else: as NCCL."""
-
-    def __init__(self, hub: Hub, made: _Made, number: int, rank: int) -> None:
+    def __init__(self, hub: Hub, made: _Made, number: int, rank: int, ends: str) -> None:
         self._hub = hub
         self._made = made
         self._number = number
         self._rank = rank
+        self._ends = ends
         self.how = ""  # how it has ended (Hub.ended)
         self._fails = hub.draw.random() < hub.failing
         self._arrives: dict[int, bool] = {}  # what lost members have sent: drawn once
@@ -253,7 +188,12 @@ class MadeUpExchange:
 
     @property
     def _awaited(self) -> list[int]:
-        return [rank for rank, size in zip(self._made.members, self._call.sizes[1], strict=True) if size]
+        return [rank for rank, size in zip(self._made.members, self._received_sizes, strict=True) if size]
+
+    @property
+    def _received_sizes(self) -> Sequence[int]:
+        members = len(self._made.members)
+        return self._call.sizes[1] or [len(self._call.received) // members] * members
 
     @property
     def may_end(self) -> bool:
@@ -266,14 +206,14 @@ class MadeUpExchange:
                 self.how = "failed"
             else:
                 self._receive()
-                self.how = "exchanged"
+                self.how = self._ends
             self._hub.ended[self.how] += 1
         return bool(self.how)
 
     def _receive(self) -> None:
         place = self._made.members.index(self._rank)
-        assert self._call.received is not None
-        for rank, part in zip(self._made.members, self._call.received.split(self._call.sizes[1]), strict=True):
+        parts = self._call.received.split(self._received_sizes)
+        for rank, part in zip(self._made.members, parts, strict=True):
             if rank in self._awaited:
                 part.copy_(self._made.calls[rank][self._number].sent_to(place))
 

@@ -147,7 +147,6 @@ class MadeUp(WithoutGroups):
         masks="operators",
         dtypes=("fp32", "bf16"),
         collectives=None,
-        shrinks_groups=False,
         state="device",
         compiles=False,
         islands=False,

@@ -47,6 +47,7 @@ class Trained:
         num_weights_only: lines of plans that asked for these alone.
         turns: of the simulated clock.
         comebacks: how often a controller was killed, and another one came.
+        most_strangers: the most members that a worker had no link to.
     """
 
     losses: list[str] = field(default_factory=list)
@@ -61,6 +62,7 @@ class Trained:
     num_weights_only: int = 0
     turns: int = 0
     comebacks: int = 0
+    most_strangers: int = 0
 
 
 class Worker:

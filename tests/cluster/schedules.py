@@ -38,6 +38,7 @@ from tests.cluster.tiny import TRAIN, VALIDATION, TinyRun
 from tests.cluster.wires import PUT_OFF, Lateness
 
 MESHES = ("dp2", "dp3", "dp4", "pp2", "pp3", "dp2_pp2", "dp3_pp2", "stages3-2", "stages1-3")
+_WIDE = ("dp2_pp3", "dp3_pp3", "dp2_pp4", "stages2-3-2", "stages1-4-2", "stages2-1-3-2")
 _IN_STAGES = {"dp2": "pp2", "dp3": "pp3", "dp4": "dp2_pp2"}
 """Meshes of one stage -> those of several with as many workers."""
 
@@ -100,6 +101,7 @@ class Schedule:
         miscompute: bool = False,
         late: bool = False,
         votes: bool = False,
+        peers: bool = False,
         controllers: bool = False,
     ) -> Schedule:
         """The schedule of a seed.
@@ -114,6 +116,7 @@ class Schedule:
             miscompute: the same, and micro-batches are checked; where all are, workers compute some of them wrongly.
             late: the same on a mesh with stages, and the controller's messages arrive in the middle of actions.
             votes: the same, and votes are passed on, in up to three rounds.
+            peers: the same on a larger mesh of more stages, where not everybody has a link to everybody.
             controllers: the same, and the controller dies up to three times, anywhere, and another one comes.
         """
         r = random.Random(seed)
@@ -128,6 +131,8 @@ class Schedule:
         if frozen:
             run = replace(run, frozen=_drawn_frozen(random.Random(f"frozen {seed}"), run))
         mesh = r.choice(MESHES)
+        if peers:
+            mesh, run = random.Random(f"peers {seed}").choice(_WIDE), replace(run, blocks=2)
         if late:
             mesh = _IN_STAGES.get(mesh, mesh)
         workers = sum(MeshShape.parse(mesh).stage_sizes)
@@ -157,7 +162,7 @@ class Schedule:
             acts = random.Random(f"controllers {seed}")
             number = acts.choice((1, 1, 2, 3))
             drawn = replace(drawn, deaths=tuple(acts.randint(1, acts.choice((20, 60, 200))) for _ in range(number)))
-        if votes:
+        if votes or peers:
             drawn = replace(drawn, widest=random.Random(f"votes {seed}").choice((2, 2, 3)))
         if not checkpoints:
             return drawn
@@ -369,6 +374,7 @@ class Ended:
         put_off: micro-batches that StepReports named of which only the weight gradients were left.
         weights_only: lines of plans that asked for these alone.
         comebacks: controllers that were killed and followed by another one.
+        strangers: the most members that a worker had no link to.
     """
 
     how: str
@@ -383,6 +389,7 @@ class Ended:
     put_off: int = 0
     weights_only: int = 0
     comebacks: int = 0
+    strangers: int = 0
 
 
 def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended:
@@ -404,7 +411,7 @@ def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended
     placements = [schedule.placement, *(begun.placement for begun in trained.epochs)]
     moves = sum(_moved(a, b) for a, b in itertools.pairwise(placements))
     counts = len(trained.epochs), trained.turns, moves, len(trained.restarts)
-    counts = *counts, trained.num_put_off, trained.num_weights_only, trained.comebacks
+    counts = *counts, trained.num_put_off, trained.num_weights_only, trained.comebacks, trained.most_strangers
     return Ended(how, failure, detail, plan.num_injected, plan.lost_at, *counts)
 
 
@@ -464,6 +471,7 @@ class Tally:
     put_off: int = 0
     weights_only: int = 0
     comebacks: int = 0
+    strangers: int = 0
 
     def add(self, seed: int, ended: Ended) -> None:
         """Counts the end of one schedule."""
@@ -476,6 +484,7 @@ class Tally:
         self.put_off += ended.put_off
         self.weights_only += ended.weights_only
         self.comebacks += ended.comebacks
+        self.strangers += ended.strangers
         if ended.failure:
             self.failures.setdefault(ended.failure, []).append(seed)
 
@@ -512,13 +521,14 @@ def run_many(
     miscompute: bool = False,
     late: bool = False,
     votes: bool = False,
+    peers: bool = False,
     controllers: bool = False,
 ) -> Tally:
     """Runs the schedules of these seeds, in so many processes. Other arguments: see `Schedule.draw`."""
     tally = Tally()
     kinds = {"moving": moving, "grouped": grouped, "checkpoints": checkpoints, "silent": silent, "starting": starting}
     kinds |= {"frozen": frozen}
-    kinds |= {"miscompute": miscompute, "late": late, "votes": votes, "controllers": controllers}
+    kinds |= {"miscompute": miscompute, "late": late, "votes": votes, "peers": peers, "controllers": controllers}
     run_seed = partial(_run_seed, kinds)
     if jobs == 1:
         for seed in seeds:
@@ -544,6 +554,7 @@ _KINDS = (
     "miscompute",
     "late",
     "votes",
+    "peers",
     "controllers",
 )
 
@@ -564,6 +575,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--late", action="store_true", help="the controller's messages arrive in the middle of actions")
     parser.add_argument("--controllers", action="store_true", help="the controller dies, and another one comes")
     parser.add_argument("--votes", action="store_true", help="votes are passed on, in rounds")
+    parser.add_argument("--peers", action="store_true", help="workers have links to some of the others only")
     parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and print everything")
     options = parser.parse_args(arguments)
     kind = {name: getattr(options, name) for name in _KINDS}
@@ -579,6 +591,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{tally.injected} faults, {tally.epochs} mesh epochs begun, {tally.moves} moves, {tally.restarts} restarts"
     )
     print(f"{options.count} schedules, {counts}")
+    print(f"{tally.strangers / options.count:.1f} members, on average, that some worker had no link to")
     print(f"{tally.put_off} micro-batches reported as put off, {tally.weights_only} lines for their weight gradients")
     print(", ".join(f"{count} {how}" for how, count in tally.ends.most_common()))
     print(tally.coverage())

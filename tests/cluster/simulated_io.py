@@ -80,7 +80,7 @@ TIMEOUTS = Timeouts(
 )
 ADOPTING = replace(TIMEOUTS, adopt=50.0)
 """The same where a controller that dies is followed by another one."""
-LONGEST_TURNS = int(max(TIMEOUTS.start, TIMEOUTS.leave, TIMEOUTS.shutdown) / TURN_S)
+LONGEST_TURNS = int(max(TIMEOUTS.start, TIMEOUTS.leave, TIMEOUTS.shutdown) / TURN_S) + 10 * HEARTBEAT_TURNS
 """Longer than any timeout of the controller: a run in which nothing has moved for so many turns never goes on."""
 MOST_TURNS = 300_000
 """Many times what the longest run of the tests takes. A run that takes longer goes round in circles."""

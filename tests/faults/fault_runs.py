@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elaswave_spmd.errors import DataError
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
+from tests.multiprocess import patient_model
 from tests.multiprocess.real_runs import Done, train, write_text
 
 STEPS = 10
@@ -72,6 +76,60 @@ class Changes:
         """Numbers of the mesh epochs, in order; of a run that restarted, those after its last restart."""
         begun = max((i + 1 for i, event in enumerate(self.events) if event["event"] == "restart"), default=0)
         return [event["mesh_epoch"] for event in self.events[begun:] if event["event"] != "recovered"]
+
+
+def events_so_far(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of a kind of a run that goes on, or that has not begun yet."""
+    with suppress(DataError):
+        return [event for event in read_events(folder / "run") if event["event"] == kind]
+    return []
+
+
+def num_joined(folder: Path) -> int:
+    """The newcomers that a run has taken so far."""
+    return sum(len(event["ranks"]) for event in events_so_far(folder, "join"))
+
+
+@contextmanager
+def made_once(path: Path, condition: Callable[[], object]) -> Iterator[None]:
+    """Makes a file, beside what is done meanwhile, once a condition holds."""
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.05):
+            if condition():
+                path.touch()
+                return
+
+    looks = threading.Thread(target=look)
+    looks.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        looks.join()
+
+
+def patient(folder: Path, growth: float = 1.1) -> list[str]:
+    """The words of a model whose steps take longer and longer from step 6 on, until the file `go` is there.
+
+    In a hundred steps there is time for whatever a busy machine takes; no bit depends on it.
+    """
+    model = patient_model.write(folder, folder / "go")
+    return [*model, f"+model.args.growth={growth}", "+model.args.longest_s=1"]
+
+
+def go_on(folder: Path) -> None:
+    """Makes the file `go`: what was to happen in the middle of the run has happened, and its steps are fast now."""
+    (folder / "go").touch()
+
+
+@contextmanager
+def patient_until(condition: Callable[[], object], folder: Path, growth: float = 1.2) -> Iterator[list[str]]:
+    """The words of the same model; the file is made once a condition holds, and then the steps are fast."""
+    words = patient(folder, growth)
+    with made_once(folder / "go", condition):
+        yield words
 
 
 def chaos(*events: str) -> str:

@@ -24,10 +24,12 @@ from tests.multiprocess.real_runs import SMALL, TRAIN, train, write_text
 from tests.multiprocess.test_agents import assert_same_bits
 from tests.waiting import PATIENCE_S, eventually
 
-STEPS = [*SMALL, "train.steps=40", "train.validate_every=0"]
+# Until it is let go, a run of so many steps takes five minutes, as long as a test waits for anything.
+STEPS = [*SMALL, "train.steps=80", "train.validate_every=0"]
 PORT = 29400
-IMPATIENT = ["timeouts.suspect=1", "timeouts.status=2", "timeouts.leave=4"]
-"""A second of silence is a loss, and a cut of one second none."""
+IMPATIENT = ["timeouts.suspect=3", "timeouts.status=4", "timeouts.leave=6"]
+"""Three seconds of silence are a loss. In less, a busy machine may let one that lives be silent: all frames go through
+one process."""
 LOST = "the connection to the controller was lost"
 
 

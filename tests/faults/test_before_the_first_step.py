@@ -56,8 +56,9 @@ def waits(run: Launched) -> list[int]:
 
 def kill_two(run: Launched) -> None:
     """At one moment. On all of these meshes some page has its replicas on them alone."""
+    victims = waits(run)[:2]  # the same for both signals: a third worker may begin to wait between them
     for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in waits(run)[:2]:
+        for pid in victims:
             os.kill(pid, number)
 
 

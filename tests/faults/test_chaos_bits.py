@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_spmd.run_dir import read_metrics
-from tests.faults.fault_runs import STEPS, Bits, all_events, chaos, run_with
+from tests.faults.fault_runs import STEPS, Bits, all_events, chaos, num_joined, patient_until, run_with
 
 Undisturbed = Callable[[int], Bits]
 
@@ -165,9 +165,10 @@ CASES |= {
 def test_a_fault_changes_no_bit(tmp_path: Path, undisturbed: Undisturbed, name: str) -> None:
     case = CASES[name]
     settings = [case.mesh, f"sharding={case.sharding}", chaos(*case.events), *case.settings]
-    # With a joiner, steps enough for its processes to start and its copies to be made.
-    steps = 60 if case.join else STEPS
-    changes = run_with(tmp_path, *settings, f"train.steps={steps}")
+    # With a joiner, steps and time enough for its processes to start and its copies to be made.
+    steps, joiners = 60 if case.join else STEPS, sum(map(len, case.join))
+    with patient_until(lambda: num_joined(tmp_path) >= joiners, tmp_path) as model:
+        changes = run_with(tmp_path, *settings, f"train.steps={steps}", *(model if joiners else ()))
     assert Bits.of(tmp_path / "run") == undisturbed(steps)
     gone = sorted(rank for kind in ("fail", "leave") for ranks in changes.ranks(kind) for rank in ranks)
     if case.fail or case.leave or case.join:

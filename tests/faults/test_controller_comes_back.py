@@ -13,15 +13,19 @@ import pytest
 from elaswave_spmd.run_dir import read_events, read_summary
 from elaswave_spmd.run_dir.journal import read_journal
 from elaswave_spmd.run_dir.lock import LOCK
-from tests.faults.fault_runs import TINY, Bits
+from tests.faults.fault_runs import TINY, Bits, go_on
+from tests.multiprocess import patient_model
 from tests.multiprocess.real_runs import Launched, eventually, launch, write_text
 from tests.waiting import PATIENCE_S
 from tests.waiting import eventually as waiting
 
 STEPS = 40
 KILLS = 5
+AT = 10  # the step at which a controller is killed: the ones after it take half a minute, or until `go` is there
 Undisturbed = Callable[[int], Bits]
-WORDS = (*TINY, "mesh=dp2_pp2", f"train.steps={STEPS}")
+MODEL = ("model.target=patient_model.PatientGPT", "+model.args.go=go", "+model.args.growth=1.1")
+ADOPT = "timeouts.adopt=1000"  # however slow this machine is
+WORDS = (*TINY, *MODEL, "mesh=dp2_pp2", f"train.steps={STEPS}")
 
 
 def controller_of(folder: Path) -> int:
@@ -33,9 +37,14 @@ def comebacks(folder: Path) -> list[dict[str, Any]]:
     return [event for event in read_events(folder / "run") if event["event"] == "controller"]
 
 
-def killed_at(run: Launched, step: int, number: int = signal.SIGKILL) -> int:
-    """Sends a signal to the controller once so many steps are written. Returns its process id."""
+def killed_at(run: Launched, step: int, number: int = signal.SIGKILL, comeback: int = 0) -> int:
+    """Sends a signal to the controller once so many steps are written. Returns its process id.
+
+    Args:
+        comeback: the number of controllers that have taken another one's place before. It is the last of them.
+    """
     run.wait_for_steps(step)
+    eventually(lambda: len(comebacks(run.folder)) >= comeback, run.process)
     os.kill(pid := controller_of(run.folder), number)
     return pid
 
@@ -53,6 +62,7 @@ def assert_nothing_was_done_again(folder: Path, wanted: Bits, generation: int) -
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write_text(tmp_path)
+    patient_model.write(tmp_path, tmp_path / "go")
     return tmp_path
 
 
@@ -60,7 +70,8 @@ def test_a_controller_that_is_killed_five_times_is_adopted_from_five_times(
     folder: Path, undisturbed: Undisturbed
 ) -> None:
     with launch(folder, "--supervise", *WORDS) as run:
-        pids = [killed_at(run, (number + 1) * STEPS // (KILLS + 1)) for number in range(KILLS)]
+        pids = [killed_at(run, 4 * (number + 1), comeback=number) for number in range(KILLS)]
+        go_on(folder)
         done = run.finish()
     assert done.code == 0, done.err
     assert len(set(pids)) == KILLS
@@ -75,7 +86,8 @@ def test_a_controller_that_is_stopped_is_killed_and_writes_nothing_any_more(
     folder: Path, undisturbed: Undisturbed
 ) -> None:
     with launch(folder, "--supervise", *WORDS) as run:
-        killed_at(run, STEPS // 2, signal.SIGSTOP)
+        killed_at(run, AT, signal.SIGSTOP)
+        go_on(folder)
         done = run.finish()
     assert done.code == 0 and "has stood still" in done.err, done
     assert_nothing_was_done_again(folder, undisturbed(STEPS), 2)
@@ -84,11 +96,13 @@ def test_a_controller_that_is_stopped_is_killed_and_writes_nothing_any_more(
 def test_a_worker_that_dies_while_there_is_no_controller_is_lost_as_ever(
     folder: Path, undisturbed: Undisturbed
 ) -> None:
-    with launch(folder, *WORDS, "timeouts.adopt=100") as first:
-        first.wait_for_steps(STEPS // 2)
+    with launch(folder, *WORDS, ADOPT) as first:
+        first.wait_for_steps(1)
         victim = first.workers()[1]
+        first.wait_for_steps(AT)
         os.kill(first.process.pid, signal.SIGKILL)
         os.kill(victim, signal.SIGKILL)
+        go_on(folder)
         first.process.wait(PATIENCE_S)
         mark = first.mark
         with launch(folder, *_resuming(), mark=mark) as run:
@@ -104,7 +118,8 @@ def test_a_worker_that_dies_while_there_is_no_controller_is_lost_as_ever(
 
 def test_workers_whom_nobody_adopts_save_their_state_and_end(folder: Path, undisturbed: Undisturbed) -> None:
     with launch(folder, *WORDS, "timeouts.adopt=1", "checkpoint.every=1000") as run:
-        killed_at(run, STEPS // 2)
+        killed_at(run, AT)
+        go_on(folder)
         run.process.communicate(timeout=PATIENCE_S)
         waiting(lambda: not run.processes() and not run.removers())
     assert not comebacks(folder)
@@ -125,8 +140,9 @@ def test_a_stop_that_was_asked_for_ends_the_supervisor_as_well(folder: Path) -> 
 
 
 def test_other_settings_are_refused_and_the_workers_live_on(folder: Path, undisturbed: Undisturbed) -> None:
-    with launch(folder, *WORDS, "timeouts.adopt=100") as first:
-        killed_at(first, STEPS // 2)
+    with launch(folder, *WORDS, ADOPT) as first:
+        killed_at(first, AT)
+        go_on(folder)
         first.process.wait(PATIENCE_S)
         with launch(folder, *_resuming(), "optim.lr=0.5", mark=first.mark) as other:
             out, err = other.process.communicate(timeout=PATIENCE_S)
@@ -141,7 +157,7 @@ def test_other_settings_are_refused_and_the_workers_live_on(folder: Path, undist
 
 
 def test_a_signal_while_workers_are_taken_over_stops_the_run_with_its_state_saved(folder: Path) -> None:
-    with launch(folder, *WORDS, "train.steps=2000", "timeouts.adopt=100", "checkpoint.every=1000") as first:
+    with launch(folder, *WORDS, "train.steps=2000", ADOPT, "checkpoint.every=1000") as first:
         killed_at(first, 5)
         first.process.wait(PATIENCE_S)
         with launch(folder, *_resuming(), "train.steps=2000", "checkpoint.every=1000", mark=first.mark) as run:
@@ -156,8 +172,9 @@ def test_a_signal_while_workers_are_taken_over_stops_the_run_with_its_state_save
 def test_a_controller_that_cannot_begin_leaves_the_workers_to_the_next_one(
     folder: Path, undisturbed: Undisturbed
 ) -> None:
-    with launch(folder, *WORDS, "timeouts.adopt=100") as first:
-        killed_at(first, STEPS // 2)
+    with launch(folder, *WORDS, ADOPT) as first:
+        killed_at(first, AT)
+        go_on(folder)
         first.process.wait(PATIENCE_S)
         (folder / "text.txt").rename(folder / "elsewhere.txt")
         (folder / "cache").rename(folder / "elsewhere")
@@ -192,4 +209,4 @@ def _has_lock(folder: Path, pid: int) -> bool:
 
 def _resuming() -> list[str]:
     """The words of a command that goes on with the run."""
-    return [*(word for word in WORDS if not word.startswith("run.dir")), "train.resume=run", "timeouts.adopt=100"]
+    return [*(word for word in WORDS if not word.startswith("run.dir")), "train.resume=run", ADOPT]

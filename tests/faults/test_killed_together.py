@@ -28,7 +28,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def shared_memory() -> set[Path]:
-    return {*SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+    """The files there, but for semaphores of multiprocessing, which are those of other programs."""
+    found = SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ()
+    return {path for path in found if not path.name.startswith("sem.mp-")}
 
 
 @pytest.fixture
@@ -54,7 +56,8 @@ def assert_nothing_is_left(run: Launched, temporary: Path, shared_before: set[Pa
     waiting(lambda: not run.processes() and not run.removers())
     assert not list(run.sockets.iterdir()) and not list(temporary.iterdir())
     assert not (run.folder / "run" / "ctl.sock").exists()
-    assert not [path for path in shared_memory() - shared_before if not in_use(path)], "others' are in use"
+    # Others' are in use, or about to be mapped or removed.
+    waiting(lambda: not [path for path in shared_memory() - shared_before if not in_use(path)])
     assert not is_locked(run.folder / "run" / WORKERS_LOCK)
 
 

@@ -31,7 +31,7 @@ def test_other_links_go_on_when_one_is_dropped_as_its_peer_dies(tmp_path: Path) 
             me.drop(number)
             dies.join()
             me.send(CONTROLLER, str(number).encode())
-            item = heard.get(10)
+            item = heard.get(PATIENCE_S)
             assert isinstance(item, Envelope) and item.header == str(number).encode(), f"silent after {number} drops"
     finally:
         me.close()

@@ -6,7 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elaswave_spmd.run_dir import read_metrics
-from tests.faults.fault_runs import Bits, all_events, chaos, run_with
+from tests.faults.fault_runs import (
+    Bits,
+    all_events,
+    chaos,
+    events_so_far,
+    made_once,
+    num_joined,
+    patient_until,
+    run_with,
+)
+from tests.multiprocess import patient_model
 
 STEPS = 60
 Undisturbed = Callable[[int], Bits]
@@ -52,11 +62,17 @@ def test_two_at_once_with_one_mirror_begin_again_at_the_checkpoint(tmp_path: Pat
         "step: 24, kind: join, rank: 0, point: forward",
     )
     settings = ["mesh=dp4", "sharding=zero2", "mirror.count=1", "checkpoint.every=2", f"train.steps={STEPS}"]
-    changes = run_with(tmp_path, *settings, "timeouts.suspect=4", chaos(*events))
+    saved = tmp_path / "saved"  # whatever a disk takes for the first checkpoint: it is there when the two are killed
+    with (
+        made_once(saved, lambda: events_so_far(tmp_path, "checkpoint")),
+        patient_until(lambda: num_joined(tmp_path), tmp_path, growth=1.1) as model,
+    ):
+        words = [*model, *patient_model.held(13, saved)]
+        changes = run_with(tmp_path, *settings, *words, "timeouts.suspect=4", chaos(*events))
     (restart,) = changes.of_kind("restart")
-    assert restart["step"] in range(2, 14, 2) and (restart["lost_after"], restart["workers"]) == (13, 2), all_events(
-        tmp_path
-    )
+    # Those who die may have been the only ones that had applied step 13.
+    assert restart["step"] in range(2, 14, 2) and restart["lost_after"] in (12, 13), all_events(tmp_path)
+    assert restart["workers"] == 2, all_events(tmp_path)
     assert changes.ranks("join") == [[2]], all_events(tmp_path)
     assert [line.step for line in read_metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS)

@@ -26,6 +26,8 @@ from tests.waiting import PATIENCE_S
 from tests.waiting import eventually as waiting
 
 RUN = [*SMALL, "train.steps=40", "train.validate_every=8", "model.dropout=0.1", "mesh=dp2_pp2", "sharding=zero2"]
+# Nobody is stopped here, so a worker that is not heard for a moment is one that a busy machine keeps waiting.
+RUN += ["timeouts.suspect=10", "timeouts.status=12", "timeouts.leave=14"]
 # Step 4 lasts until the file `go` is there.
 HELD = """
 import time
@@ -210,9 +212,13 @@ def test_asked_while_the_run_begins_again_it_names_its_checkpoint(tmp_path: Path
     write_text(tmp_path)
     run_dir = tmp_path / "run"
     chaos = "chaos.events=[{step: 11, kind: kill, rank: [0, 1]}]"
-    model = patient_model.write(tmp_path, tmp_path / "go")
+    saved = tmp_path / "saved"  # whatever a disk takes for a checkpoint: one is there when they are killed
+    model = [*patient_model.write(tmp_path, tmp_path / "go"), *patient_model.held(10, saved)]
     with launch(tmp_path, *RUN, *model, "mesh=dp2", "checkpoint.every=2", "elastic.replace=true", chaos) as run:
-        eventually(lambda: (run_dir / "events.jsonl").exists() and "restart" in kinds(run_dir), run.process)
+        run.wait_for_steps(1)
+        eventually(lambda: "checkpoint" in kinds(run_dir), run.process)
+        saved.touch()
+        eventually(lambda: "restart" in kinds(run_dir), run.process)
         run.process.terminate()
         done = run.finish()
         assert done.code == 143 and "Traceback" not in done.err, done.err
@@ -242,8 +248,9 @@ def test_a_closed_terminal_ends_a_run_with_its_state_saved(tmp_path: Path) -> No
         preexec_fn=take_terminal,
     )
     os.close(inside)
+    shown = bytearray()
     try:
-        waiting(lambda: has_shown(terminal, process, b"step 8  validation loss"))
+        waiting(lambda: has_shown(terminal, process, shown, b"step 8  validation loss"))
         os.close(terminal)
         assert process.wait(PATIENCE_S) == 128 + signal.SIGHUP
     finally:
@@ -253,10 +260,12 @@ def test_a_closed_terminal_ends_a_run_with_its_state_saved(tmp_path: Path) -> No
     assert [event["signal"] for event in read_events(run_dir) if event["event"] == "signal"] == ["SIGHUP"]
 
 
-def has_shown(terminal: int, process: subprocess.Popen[bytes], text: bytes) -> bool:
-    """Read what has been written to a terminal. True if the text is part of it."""
-    assert process.poll() is None
-    return bool(select.select([terminal], [], [], 0)[0]) and text in os.read(terminal, 1 << 16)
+def has_shown(terminal: int, process: subprocess.Popen[bytes], shown: bytearray, text: bytes) -> bool:
+    """Read what has been written to a terminal since the last look, to the end of `shown`. True if it has the text."""
+    assert process.poll() is None, shown
+    if select.select([terminal], [], [], 0)[0]:
+        shown += os.read(terminal, 1 << 16)
+    return text in shown
 
 
 def test_a_reader_of_the_output_may_leave(tmp_path: Path) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import resource
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,11 @@ from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.faults import attacks
 from tests.multiprocess import patient_model
 from tests.multiprocess.real_runs import SMALL, Launched, eventually, launch, processes_with, write_text
+from tests.ports import free_port
 from tests.waiting import PATIENCE_S
 
-RUN = [*SMALL, "mesh=dp2", "train.steps=40", "train.validate_every=0", "runtime.transport=tcp", "timeouts.suspect=4"]
+# So many steps take ten minutes while the model waits: longer than all attacks.
+RUN = [*SMALL, "mesh=dp2", "train.steps=80", "train.validate_every=0", "runtime.transport=tcp", "timeouts.suspect=4"]
 FLAT_BYTES = 96 << 20
 """More than a process of a run grows by itself in some steps, and far less than what the attacks send."""
 
@@ -31,9 +32,10 @@ def listening_ports(pids: list[int]) -> list[int]:
     inodes = set()
     for pid in pids:
         for name in os.listdir(f"/proc/{pid}/fd"):
-            target = os.readlink(f"/proc/{pid}/fd/{name}")
-            if target.startswith("socket:["):
-                inodes.add(target[8:-1])
+            with suppress(FileNotFoundError):  # it has been closed since; one that listens is not
+                target = os.readlink(f"/proc/{pid}/fd/{name}")
+                if target.startswith("socket:["):
+                    inodes.add(target[8:-1])
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     fields = [line.split() for line in lines]
     return sorted({int(row[1].split(":")[1], 16) for row in fields if row[3] == "0A" and row[9] in inodes})
@@ -78,9 +80,8 @@ def run_with(
     write_text(folder)
     model = patient_model.write(folder, folder / "go")
     token = folder / "token"
-    with ExitStack() as stack, socket.create_server(("127.0.0.1", 0)) as server:
-        where = f"127.0.0.1:{server.getsockname()[1]}"
-        server.close()  # the port is free now
+    where = f"127.0.0.1:{free_port()}"
+    with ExitStack() as stack:
         if num_agents:
             token.touch(0o600)
             token.write_text(secrets.token_hex(16))

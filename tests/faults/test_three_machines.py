@@ -25,6 +25,8 @@ SECTION = "## Three machines, step by step"
 NUM_STEPS = "train.steps=400"
 SHORT_WAITS = ["+model.args.growth=1.05", "+model.args.longest_s=1"]
 """Of the model: a machine that drains waits for two steps, and has 20 seconds."""
+PATIENCE = ["timeouts.suspect=10", "timeouts.status=12", "timeouts.leave=14"]
+"""With workers that are not heard for a moment: whoever is lost here is killed, which closes its connections."""
 
 
 def section_of_the_page() -> list[Block]:
@@ -59,7 +61,7 @@ def small_runs(ours: RunOnHosts) -> dict[str, str]:
     programs = ours.folder / "programs"
     programs.mkdir()
     others = [word for word in STEPS if not word.startswith(("run.dir=", "train.steps="))]
-    words = [*others, NUM_STEPS, *ours.model, *SHORT_WAITS]
+    words = [*others, NUM_STEPS, *ours.model, *SHORT_WAITS, *PATIENCE]
     code = f"""\
 #!{sys.executable}
 import sys

@@ -22,7 +22,7 @@ def marks_of(kind: DeviceKind) -> list[Any]:
 
 def join(group: GroupInBackground, epoch: int, members: list[int], rank: int) -> None:
     """A member of a new mesh epoch, until its group is made."""
-    group.change(epoch, members, rank)
+    group.enter_epoch(epoch, members, rank)
     eventually(lambda: group.ready == epoch or group.failure is not None)
     assert group.ready == epoch, group.failure
 
@@ -61,10 +61,10 @@ def exchanges_with_one_that_is_late(
     assert device.to_host(values).tolist() == [float(member) for member in members if member != rank]
 
 
-def passes_on(device: Device, group: GroupInBackground, rank: int, root: int) -> None:
-    """A broadcast brings this worker what its root has."""
-    values = device.from_host(torch.full((4,), float(rank)))
-    work = group.broadcast(values, root)
+def gathers(device: Device, group: GroupInBackground, members: list[int], rank: int) -> None:
+    """An all-gather brings this worker the shares of all members."""
+    gathered = device.from_host(torch.zeros(4 * len(members)))
+    work = group.gather(device.from_host(torch.full((4,), float(rank))), gathered)
     eventually(work.is_completed)
     work.wait()
-    assert torch.equal(device.to_host(values), torch.full((4,), float(root)))
+    assert torch.equal(device.to_host(gathered), torch.tensor(members, dtype=torch.float32).repeat_interleave(4))

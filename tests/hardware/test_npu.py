@@ -11,7 +11,7 @@ from elaswave_spmd.runtime.devices import Island, Remedy, device_of
 from elaswave_spmd.runtime.devices.group_store import GroupStore
 from elaswave_spmd.runtime.devices.npu_faults import NpuEvent, event_of
 from elaswave_spmd.runtime.devices.process_group import DeviceGroups, GroupInBackground, group_of
-from tests.hardware.devices import exchanges, exchanges_with_one_that_is_late, join, marks_of, passes_on
+from tests.hardware.devices import exchanges, exchanges_with_one_that_is_late, gathers, join, marks_of
 
 KIND = device_of("npu")
 pytestmark = marks_of(KIND)
@@ -74,7 +74,7 @@ def _member(rank: int, address: str) -> None:
         if rank not in members:
             return
         join(group, epoch, members, rank)
-        passes_on(device, group, rank, 2)
+        gathers(device, group, members, rank)
         exchanges(device, group, members, rank)
 
 

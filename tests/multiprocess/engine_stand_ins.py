@@ -27,8 +27,10 @@ ROOT = Path(__file__).parents[2]
 DRAIN = "120"
 """Seconds that an agent may take to drain on a busy machine."""
 
-WORDS = [*(word for word in SMALL if not word.startswith("run.dir=")), "train.steps=30", "train.validate_every=0"]
+WORDS = [*(word for word in SMALL if not word.startswith("run.dir=")), "train.steps=100", "train.validate_every=0"]
 """Settings of the runs, but for their mesh, their directory and their model."""
+_SOON = "+model.args.longest_s=1"
+"""More than a hundred seconds of steps, in which the file `go` is looked for each second."""
 
 _SRUN = '''
 """A stand-in for Slurm's srun: it starts its tasks on this machine."""
@@ -164,7 +166,7 @@ def holds(script: Script, condition: Callable[[], object]) -> None:
 
 def patient(engine: Engine) -> list[str]:
     """Settings of a run that does not end before the file `go` is there."""
-    return [*WORDS, *patient_model.write(engine.folder, engine.folder / "go")]
+    return [*WORDS, *patient_model.write(engine.folder, engine.folder / "go"), _SOON]
 
 
 def steps(run_dir: Path) -> int:

@@ -2,6 +2,8 @@
 
 From step 6 on, each micro-batch waits before it is computed, longer in every step, until the file `go` is there. So a
 test that waits for a newcomer has as much time as a busy machine takes, in few steps. No bit depends on the waits.
+
+One step can be held for another file: what has happened when that file is made has happened before the step ends.
 """
 
 from __future__ import annotations
@@ -25,11 +27,24 @@ class PatientGPT(GPT):
     Args:
         growth: of the waits, from one step to the next.
         longest_s: the longest of them.
+        held_step: the step that lasts until the file `held_for` is there; 0: none does.
     """
 
-    def __init__(self, *, go: str, growth: float = GROWTH, longest_s: float = LONGEST_S, **sizes: Any) -> None:
+    def __init__(
+        self,
+        *,
+        go: str,
+        growth: float = GROWTH,
+        longest_s: float = LONGEST_S,
+        held_step: int = 0,
+        held_for: str = "",
+        **sizes: Any,
+    ) -> None:
         super().__init__(**sizes)
-        wait_for(next(iter(self.layers)), go, growth, longest_s)
+        first = next(iter(self.layers))
+        wait_for(first, go, growth, longest_s)
+        if held_step:
+            first.register_forward_pre_hook(partial(_hold, held_step, Path(held_for)))
 
 
 def wait_for(layer: nn.Module, go: str, growth: float = GROWTH, longest_s: float = LONGEST_S) -> None:
@@ -41,6 +56,17 @@ def _wait(go: Path, growth: float, longest_s: float, _: nn.Module, given: tuple[
     slow_steps = int(given[1].step) - FAST_STEPS
     if slow_steps > 0 and not go.exists():
         time.sleep(min(FIRST_S * growth**slow_steps, longest_s))
+
+
+def _hold(held_step: int, held_for: Path, _: nn.Module, given: tuple[Any, ...]) -> None:
+    while int(given[1].step) == held_step and not held_for.exists():
+        time.sleep(FIRST_S)
+
+
+def held(step: int, held_for: Path) -> list[str]:
+    """More overrides of the model: this step lasts until the file is there, and no worker counts as hanging in it."""
+    model = [f"+model.args.held_step={step}", f"+model.args.held_for={held_for}"]
+    return [*model, "timeouts.progress=1000", "timeouts.start=2000"]
 
 
 def write(folder: Path, go: Path) -> list[str]:

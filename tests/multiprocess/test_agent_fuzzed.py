@@ -32,12 +32,15 @@ FLAT_BYTES = 32 << 20
 ORDERS = (
     am.Refused(am.Problem("ConfigError", "no", {"rule": "none"})),
     am.PrepareRun(2, {"mesh": {"dp": 2}}, {"corpus": "x"}),
+    am.Settled(),
+    am.ConnectAgain(-2),
     am.Spawn(1, {"rank": 1}),
     am.Signal(1, 9),
     am.ReportExits(),
     am.Stop(1.0),
 )
-REPORTS = (am.Prepared(), am.ExitsReported(), am.Refusals({"a": 1}), am.WorkerExited(1, 2, None, 9))
+BACK = am.Back(am.Hello(2, "tcp://127.0.0.1:1", "b", 2, "2.0"), "run", 1, {1: "tcp://127.0.0.1:2"}, (2,), (3,), 1.5)
+REPORTS = (am.Prepared(), am.ExitsReported(), am.Refusals({"a": 1}), am.WorkerExited(1, 2, None, 9), BACK)
 
 
 @dataclass

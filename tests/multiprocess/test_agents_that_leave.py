@@ -61,7 +61,10 @@ def assert_lost_at_deadline(site: Site, of_run: Done, of_agent: Done, undisturbe
     )
     assert_same_bits(site.here / "run", undisturbed)
     (fail,) = events_of(site, "fail")
-    assert fail["ranks"] == [1] and "its deadline of 12 s was over" in fail["reason"]
+    # A controller that does not get to read for two seconds may find the connection closed before the last words.
+    ways = "its deadline of 12 s was over", "its connection closed"
+    lost = "worker 1 was lost with the agent on elsewhere: "
+    assert fail["ranks"] == [1] and any(f"{lost}{way}" in fail["reason"] for way in ways), fail
 
 
 def test_what_has_not_left_by_the_deadline_is_lost_as_if_killed(site: Site, undisturbed: Path) -> None:

@@ -92,16 +92,16 @@ def test_callbacks_hear_a_run_with_a_kill_and_neither_hold_it_up_nor_change_it(t
 def test_a_run_is_asked_and_ends_while_a_callback_never_returns(tmp_path: Path) -> None:
     write_text(tmp_path)
     (tmp_path / "own_hooks.py").write_text(HOOKS)
-    words = [*SMALL, "mesh=single", "train.steps=12", "run.callbacks=[own_hooks.Hangs]", "timeouts.callbacks=0.2"]
+    words = [*SMALL, "mesh=single", "train.steps=40", "run.callbacks=[own_hooks.Hangs]", "timeouts.callbacks=0.2"]
     with launch(tmp_path, *words, *patient_model.write(tmp_path, tmp_path / "asked")) as run:
         eventually(lambda: (tmp_path / "hangs").exists(), run.process)
-        assert ask(str(tmp_path / "run"), {"command": "status"})["total_steps"] == 12
+        assert ask(str(tmp_path / "run"), {"command": "status"})["total_steps"] == 40
         (tmp_path / "asked").touch()
         done = run.finish()
     assert done.code == 0, done.err
     told = [event for event in read_events(tmp_path / "run") if event["event"] == "callback"]
     assert [(event["callback"], event["state"]) for event in told] == [("Hangs", "left_out"), ("Hangs", "unfinished")]
-    assert told[0]["left_out"] == {"on_step": 11} and len(read_metrics(tmp_path / "run")) == 12
+    assert told[0]["left_out"] == {"on_step": 39} and len(read_metrics(tmp_path / "run")) == 40
 
 
 def test_a_callback_that_cannot_be_made_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from elaswave_spmd.run_dir.best import best_path
 from elaswave_spmd.weights.trained import open_trained
 from tests.multiprocess.real_runs import SMALL, launch, train, write_text
-from tests.multiprocess.test_resume import kill_after_checkpoint, standing_still
+from tests.multiprocess.test_resume import kill_after_checkpoint, no_longer_still, standing_still
 
 STEPS, RULE = 30, EarlyStop(3, 0.5)
 SETTINGS = [
@@ -67,11 +67,15 @@ def test_a_run_ends_where_its_validation_losses_say_and_its_summary_says_why(sin
 
 def test_the_checkpoint_with_the_lowest_loss_is_kept_and_named(single: Path) -> None:
     found, best = losses(single), read_summary(single)["best"]
-    assert best["step"] == min(found, key=lambda step: (found[step], step))
+    # On a disk that is too slow for one every 20 ms some are not written, as the run says.
+    lost = {event["step"] for event in read_events(single) if event["event"] == "checkpoint_lost"}
+    saved = {step: loss for step, loss in found.items() if step not in lost}
+    with_result = {**saved, max(found): found[max(found)]}
+    assert best["step"] == min(with_result, key=lambda step: (with_result[step], step))
     assert best["validation_loss"] == found[best["step"]]
     # If the last step is the best, its weights are the result, and the second best is kept.
     kept = {int(path.parent.name[5:]) for path in single.glob("checkpoints/*/manifest.json")}
-    rest = {step: loss for step, loss in found.items() if step != max(found)}
+    rest = {step: loss for step, loss in saved.items() if step != max(found)}
     assert kept == {min(rest, key=lambda step: (rest[step], step)), max(kept)}
     assert best_path(single) == (single if best["step"] == max(found) else single / best["path"])
     trained = open_trained(str(single), best=True)
@@ -89,8 +93,9 @@ def test_it_ends_after_the_same_step_with_stages_and_a_kill(tmp_path: Path, sing
 
 def test_it_ends_after_the_same_step_when_it_is_resumed_elsewhere(tmp_path: Path, single: Path) -> None:
     write_text(tmp_path)
-    with launch(tmp_path, *SETTINGS, "mesh=dp2", *standing_still(9)) as run:
+    with launch(tmp_path, *SETTINGS, "mesh=dp2", *standing_still(tmp_path, 9)) as run:
         kill_after_checkpoint(run, "run", 4)
+    no_longer_still(tmp_path)
     other = ["train.resume=run", "run.dir=other", "mesh=pp2"]
     refused = train(tmp_path, *other, "train.stop_patience=5")
     assert refused.code == 2 and "train.stop_patience: saved 3, now 5" in refused.err

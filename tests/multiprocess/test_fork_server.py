@@ -24,7 +24,7 @@ from tests.multiprocess.forks_itself import exits
 from tests.waiting import PATIENCE_S
 
 ResumePoint = Callable[..., ForkServerClient]
-THREAD = "import threading, time; threading.Thread(target=time.sleep, args=[5]).start()"
+THREAD = "import threading, time; threading.Thread(target=time.sleep, args=[600], daemon=True).start()"
 
 
 @pytest.fixture(autouse=True)
@@ -265,11 +265,15 @@ def test_a_module_that_leaves_a_thread_is_refused(start: ResumePoint, tmp_path: 
         start(preload=("threading_module",)).ready()
 
 
-def test_a_fork_server_that_is_still_importing_is_stopped_at_once(start: ResumePoint):
+def test_a_fork_server_that_is_still_importing_is_stopped_at_once(
+    start: ResumePoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "endless_module.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     began = time.monotonic()
-    fork_server = start(preload=("torch",))
+    fork_server = start(preload=("endless_module",))
     fork_server.stop()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 60
     assert gone(fork_server.pid)
     fork_server.stop()
 
@@ -286,15 +290,15 @@ def test_a_signal_to_a_worker_that_still_boots_is_not_lost(start: ResumePoint, m
 @methods
 def test_stop_ends_the_willing_the_stubborn_and_the_stopped(start: ResumePoint, method: str, tmp_path: Path):
     fork_server = start(method=method)
-    stubborn = tmp_path / "stubborn"
-    specs = [{"sleep": 100}, {"sleep": 100, "stubborn": str(stubborn)}, {"sleep": 100}]
+    willing, stubborn = tmp_path / "willing", tmp_path / "stubborn"
+    specs = [{"sleep": 100, "report": str(willing)}, {"sleep": 100, "stubborn": str(stubborn)}, {"sleep": 100}]
     pids = [fork_server.spawn(rank, spec) for rank, spec in enumerate(specs)]
-    assert eventually(stubborn.exists)
+    assert eventually(stubborn.exists) and eventually(willing.exists)  # SIGTERM waits while a worker boots
     fork_server.signal(2, signal.SIGSTOP)
     assert eventually(lambda: state(pids[2]) == "T")  # a SIGTERM that comes before it has stopped ends it
     began = time.monotonic()
     ended = {it.rank: it.signal for it in fork_server.stop(0.3)}
-    assert 0.25 < time.monotonic() - began < 5
+    assert 0.25 < time.monotonic() - began < 60
     assert ended == {0: signal.SIGTERM, 1: signal.SIGKILL, 2: signal.SIGKILL}
     assert all(map(gone, [fork_server.pid, *pids]))
 
@@ -344,10 +348,11 @@ def test_a_killed_controller_leaves_nothing(
 
 @pytest.mark.parametrize("grace", [0.3, 60.0])
 def test_the_time_of_orphans_may_be_told_later(start: ResumePoint, tmp_path: Path, grace: float):
-    """A worker that takes a while to end is killed with the one, and ends by itself with the other."""
+    """A worker that takes longer to end is killed with the one, and ends by itself with the other."""
     fork_server = start("runtime_targets:ends_slowly", orphan_grace_s=60.0 if grace < 1 else 0.3)
     fork_server.set_orphan_grace(grace)
-    pid = fork_server.spawn(0, {"seconds": 1.5, "ended": str(tmp_path / "ended"), "ready": str(tmp_path / "ready")})
+    spec = {"seconds": 1.5 if grace > 1 else 600.0, "ended": str(tmp_path / "ended"), "ready": str(tmp_path / "ready")}
+    pid = fork_server.spawn(0, spec)
     assert eventually((tmp_path / "ready").exists)
     fork_server.release()
     assert gone(pid) and (tmp_path / "ended").exists() == (grace > 1)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from elaswave_spmd.conf.schema import Timeouts
 from elaswave_spmd.recovery.messages import Heartbeat, decode
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, socket_directory
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 from elaswave_spmd.worker.heartbeat import HeartbeatSender, Progress
 
-RANK, PERIOD = 5, 0.01
+RANK = 5
+_LONG = Timeouts(suspect=4e3, status=5e3, progress=6e3, start=7e3, join=7e3, leave=7e3)
+OFTEN, SELDOM = replace(_LONG, heartbeat=0.01), replace(_LONG, heartbeat=1000.0)
 
 
 class Scene:
@@ -49,7 +53,7 @@ def scene() -> Iterator[Scene]:
 
 
 def test_the_first_comes_without_a_wait_and_says_what_is(scene: Scene) -> None:
-    sender = HeartbeatSender(RANK, scene.worker, Progress(7, True, "votes of step 3"), 1000.0)
+    sender = HeartbeatSender(RANK, scene.worker, Progress(7, True, "votes of step 3"), SELDOM)
     assert scene.beat() == Heartbeat(RANK, 7, True, "votes of step 3")
     sender.stop()
     assert len(scene.mailbox) == 0
@@ -57,7 +61,7 @@ def test_the_first_comes_without_a_wait_and_says_what_is(scene: Scene) -> None:
 
 def test_they_go_on_while_nothing_changes_and_follow_what_does(scene: Scene) -> None:
     progress = Progress()
-    sender = HeartbeatSender(RANK, scene.worker, progress, PERIOD)
+    sender = HeartbeatSender(RANK, scene.worker, progress, OFTEN)
     assert [scene.beat() for _ in range(3)] == [Heartbeat(RANK, 0, False, "")] * 3
     progress.count, progress.action = 4, "backward of micro-batch 1"
     assert scene.beat_like(Heartbeat(RANK, 4, False, "backward of micro-batch 1"))
@@ -67,8 +71,22 @@ def test_they_go_on_while_nothing_changes_and_follow_what_does(scene: Scene) -> 
     sender.stop()
 
 
+def test_they_come_less_often_on_many_workers(scene: Scene) -> None:
+    """Also of a sender that was started when there were fewer."""
+    progress = Progress()
+    sender = HeartbeatSender(RANK, scene.worker, progress, OFTEN)
+    scene.beat()
+    progress.num_workers = 10_000_000
+    progress.count = 1  # told by those alone that were made when there were many: others may still be on their way
+    sender._stopping.wait(1.0)  # a hundred periods
+    beats = [decode(item.header) for item in scene.mailbox.take_all() if isinstance(item, Envelope)]
+    of_many = [beat for beat in beats if isinstance(beat, Heartbeat) and beat.progress == 1]
+    assert len(of_many) <= 1, "the next one, with the period that it had begun"
+    sender.stop()
+
+
 def test_they_end_with_the_link(scene: Scene) -> None:
-    sender = HeartbeatSender(RANK, scene.worker, Progress(), PERIOD)
+    sender = HeartbeatSender(RANK, scene.worker, Progress(), OFTEN)
     scene.beat()
     scene.worker.drop(CONTROLLER)
     sender._thread.join(30)

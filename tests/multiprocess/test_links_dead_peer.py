@@ -10,6 +10,7 @@ import pytest
 
 from elaswave_spmd.runtime.transport.links import Links
 from elaswave_spmd.runtime.transport.mailbox import Mailbox
+from tests.waiting import PATIENCE_S
 
 
 def test_a_send_between_a_peers_end_and_its_notice_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +30,6 @@ def test_a_send_between_a_peers_end_and_its_notice_returns(tmp_path: Path, monke
     time.sleep(0.2)
     sender = threading.Thread(target=lambda: [links.send(1, b"x", [bytes(100)]) for _ in range(50)], daemon=True)
     sender.start()
-    sender.join(5)
+    sender.join(PATIENCE_S)
     assert not sender.is_alive(), "a send to a dead peer blocks"
     links.close()

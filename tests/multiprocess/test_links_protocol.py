@@ -13,6 +13,7 @@ import torch
 
 from elaswave_spmd.recovery.messages import Reconfigure, Vote
 from elaswave_spmd.recovery.packed_reconfigure import Packer
+from elaswave_spmd.recovery.vote_exchange import pairs_of
 from elaswave_spmd.recovery.worker_protocol import Apply, Effect, SendVote, WorkerProtocol
 from elaswave_spmd.runtime.devices import device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
@@ -101,6 +102,16 @@ def test_votes_in_rounds_decide_steps(members: list[Member]) -> None:
     assert all(len(member.protocol.voters) == 3 for member in members)
     norm = math.sqrt(math.fsum(1 / (3 + rank) for rank in MEMBERS))
     assert all(member.applied == [Apply(step, 2.5, norm) for step in (1, 2, 3)] for member in members)
+
+
+def test_links_to_the_peers_of_the_rounds_are_enough(members: list[Member]) -> None:
+    """As on a large mesh (C16): a worker has no link to whom it sends nothing, and nobody misses one."""
+    pairs = pairs_of(MEMBERS, 2).tolist()
+    for rank, member in enumerate(members):
+        peers = {peer for pair in pairs if rank in pair for peer in pair if peer != rank}
+        member.links.drop_all_but(peers, {*MEMBERS} - peers - {rank})
+    assert sum(len(member.links.peers) for member in members) < len(MEMBERS) * (len(MEMBERS) - 1)
+    test_votes_in_rounds_decide_steps(members)
 
 
 def test_a_reconfigure_comes_whole_though_what_has_changed_is_sent(ends: Ends, members: list[Member]) -> None:

@@ -48,7 +48,7 @@ def test_wait_times_out_even_after_an_item_was_taken_without_waiting():
     start = time.monotonic()
     assert not mailbox.wait(0.05)
     assert mailbox.get(0) is None
-    assert 0.04 < time.monotonic() - start < 5
+    assert 0.04 < time.monotonic() - start < 60
 
 
 def test_interrupt_wakes_a_waiting_thread_that_waits_for_ever():

@@ -13,6 +13,7 @@ import pytest
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests import waiting
+from tests.multiprocess import patient_model, still_model
 from tests.multiprocess.real_runs import SMALL, Launched, eventually, launch, train, write_text
 
 SETTINGS = [*SMALL, "train.steps=30", "model.dropout=0.1"]
@@ -45,13 +46,19 @@ def kill_after_checkpoint(run: Launched, run_dir: str, step: int) -> int:
     return checkpoints(run.folder / run_dir)[-1]
 
 
-def standing_still(step: int) -> list[str]:
-    """A worker stops in this step: the run cannot end before it is killed.
+def standing_still(folder: Path, step: int) -> list[str]:
+    """The run stands still in this step, and cannot end before it is killed. `no_longer_still` lets others go on.
 
-    A shard that the worker was still writing stays unfinished, and its checkpoint with it: what is waited for is a
-    checkpoint of many steps before.
+    Meanwhile checkpoints become whole. The first three that are due do so for certain: a worker skips none of them,
+    however slow the disk is.
     """
-    return [f"chaos.events=[{{step: {step}, kind: stop, rank: 0}}]", "timeouts.suspect=4.5"]
+    still_model.stand_still_in(folder / "still", step)
+    return still_model.write(folder, folder / "still")
+
+
+def no_longer_still(folder: Path) -> None:
+    """Runs in this folder go on."""
+    still_model.go_on(folder / "still")
 
 
 def bits(run_dir: Path) -> list[tuple[int, str, str]]:
@@ -79,8 +86,10 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = train(folder, *SETTINGS, "mesh=dp2", "run.dir=undisturbed")
     assert done.code == 0, done.err
     arguments = [*SETTINGS, "mesh=dp2_pp2", "sharding=zero2", "checkpoint.every=3", "run.dir=killed"]
-    with launch(folder, *arguments, *standing_still(21)) as run:
-        kill_after_checkpoint(run, "killed", 12)  # of later ones there may be one, half of one or none
+    with launch(folder, *arguments, *standing_still(folder, 12)) as run:
+        run.wait_for_steps(11, "killed")
+        kill_after_checkpoint(run, "killed", 6)  # of the one of step 9 there may be all, a part or nothing
+    no_longer_still(folder)
     for checkpoint in unfinished(folder / "killed"):
         shards = sorted(checkpoint.glob("shard_*"))
         if len(shards) == 4:
@@ -100,14 +109,17 @@ def test_killed_twice_and_resumed_on_two_other_meshes(shared: Path, killed: Path
     name, newest = killed.name, checkpoints(killed)[-1]
     # The kill may have come while they were written.
     bad = [f"{path.name}: it has no manifest: it was never finished" for path in unfinished(killed)]
-    with launch(shared, f"train.resume={name}", "mesh=dp3", "sharding=zero1", *standing_still(30)) as run:
-        newer = kill_after_checkpoint(run, name, 21)
+    still_model.stand_still_in(shared / "still", newest + 12)
+    with launch(shared, f"train.resume={name}", "mesh=dp3", "sharding=zero1") as run:
+        newer = kill_after_checkpoint(run, name, newest + 3)
+    no_longer_still(shared)
     first = event(killed, "resume")
     assert (first["step"], first["mesh"], first["incarnation"], first["bad"]) == (newest, "dp3", 2, bad)
     done = train(shared, f"train.resume={name}", "mesh=single")
     assert done.code == 0, done.err
-    # Of the next one there may be all shards and no manifest yet, which the run that resumes then writes.
-    assert event(killed, "resume")["step"] in (newer, newer + 3) and event(killed, "resume")["incarnation"] == 3
+    # Of those after it there may be all shards and no manifest yet, which the run that resumes then writes.
+    assert event(killed, "resume")["step"] in range(newer, newest + 12, 3)
+    assert event(killed, "resume")["incarnation"] == 3
     assert bits(killed) == bits(shared / "undisturbed")
     summary, wanted = read_summary(killed), read_summary(shared / "undisturbed")
     for field in ("steps", "final_loss_hex", "validation_loss", "weights_sha256"):
@@ -123,11 +135,12 @@ def test_killed_twice_and_resumed_on_two_other_meshes(shared: Path, killed: Path
 
 def test_without_a_controller_the_workers_save_what_they_have(shared: Path) -> None:
     arguments = [*SETTINGS, "mesh=dp2_pp2", "sharding=zero2", "run.dir=orphaned", "timeouts.controller=2"]
-    with launch(shared, *arguments) as run:
+    with launch(shared, *arguments, *patient_model.write(shared, shared / "go")) as run:  # else it may end before
         run.wait_for_steps(8, "orphaned")
         run.process.kill()
         run.process.wait()
         waiting.eventually(lambda: not run.processes())
+    (shared / "go").touch()
     folder = shared / "orphaned"
     assert not checkpoints(folder), "the workers write no manifest"
     known = bits(folder)
@@ -150,7 +163,9 @@ def test_a_worker_without_a_controller_says_that_its_state_cannot_be_written(sha
         waiting.eventually(lambda: not run.processes())
         _, errors = run.process.communicate(timeout=waiting.PATIENCE_S)
     for rank in (0, 1):
-        (line,) = [line for line in errors.splitlines() if line.startswith(f"worker {rank}, whose controller is gone")]
+        lines = [line for line in errors.splitlines() if line.startswith(f"worker {rank}, whose controller is gone")]
+        assert len(lines) == 1, errors
+        (line,) = lines
         assert "could not be written" in line and str(checkpoints_folder) in line and "Not a directory" in line
 
 
@@ -220,7 +235,11 @@ def test_validations_over_other_samples_are_not_compared(shared: Path, killed: P
 
 def test_losing_all_copies_begins_again_at_the_checkpoint(shared: Path) -> None:
     arguments = [*SETTINGS, "mesh=dp4", "sharding=zero2", "checkpoint.every=2", "run.dir=again"]
-    done = train(shared, *arguments, "chaos.events=[{step: 19, kind: kill, rank: [0, 1, 2]}]")
+    killed = "chaos.events=[{step: 19, kind: kill, rank: [0, 1, 2]}]"
+    with launch(shared, *arguments, killed, *standing_still(shared, 18)) as run:
+        eventually(lambda: checkpoints(shared / "again"), run.process)  # else there may be none to begin again at
+        no_longer_still(shared)
+        done = run.finish()
     assert done.code == 0, done.err
     found = event(shared / "again", "restart")
     # Each ends itself: the first two may be gone, with all copies of a run, before the third has got that far.
@@ -237,7 +256,8 @@ def test_losing_all_copies_begins_again_at_the_checkpoint(shared: Path) -> None:
 
 def test_too_few_workers_end_the_run_with_the_command_that_goes_on(shared: Path) -> None:
     arguments = [*SETTINGS, "mesh=dp2", "elastic.min_workers=2", "checkpoint.every=2", "run.dir=few"]
-    with launch(shared, *arguments, *standing_still(15)) as run:
+    stops = "chaos.events=[{step: 15, kind: stop, rank: 0}]"
+    with launch(shared, *arguments, stops, "timeouts.suspect=4.5") as run:
         done = run.finish()
     assert done.code == 1
     assert "1 workers are left, elastic.min_workers is 2" in done.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.multiprocess import patient_model
-from tests.multiprocess.real_runs import SMALL, launch, train, write_text
+from tests.multiprocess.real_runs import SMALL, Launched, eventually, launch, train, write_text
 from tests.offline_services import read_offline, set_offline
 
 KILL = "chaos.events=[{step: 3, kind: kill, rank: 1, point: backward}]"
@@ -24,7 +25,7 @@ def test_trackers_keep_what_a_run_with_a_kill_has_written(tmp_path: Path, monkey
         pytest.skip("neither the extra wandb nor mlflow is installed")
     set_offline(monkeypatch, tmp_path)
     write_text(tmp_path)
-    done = train(tmp_path, *SMALL, "mesh=dp2", KILL, f"run.trackers=[{','.join(services)}]")
+    done = train(tmp_path, *SMALL, "mesh=dp2", KILL, "timeouts.callbacks=300", f"run.trackers=[{','.join(services)}]")
     assert done.code == 0, done.err
     run = tmp_path / "run"
     losses = {line.step: line.loss for line in read_metrics(run)}
@@ -53,14 +54,25 @@ def _client() -> Any:
     return MlflowClient()
 
 
+def services_of(run: Launched) -> list[int]:
+    """The processes of wandb that the command has started itself. They start others, which may end at any time."""
+    found = []
+    for pid, parent in run.processes().items():
+        with suppress(OSError):
+            if parent == run.process.pid and "wandb-core" in Path(f"/proc/{pid}/comm").read_text():
+                found.append(pid)
+    return found
+
+
 def test_a_run_ends_while_the_process_of_a_service_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
     set_offline(monkeypatch, tmp_path)
     write_text(tmp_path)
     words = [*SMALL, "mesh=single", "train.steps=40", "run.trackers=[wandb]", "timeouts.callbacks=0.2"]
     with launch(tmp_path, *words, *patient_model.write(tmp_path, tmp_path / "asked")) as run:
-        run.wait_for_steps(1)  # it is beginning its run by now, or has begun it
-        (service,) = [pid for pid in run.processes() if "wandb-core" in Path(f"/proc/{pid}/comm").read_text()]
+        run.wait_for_steps(1)
+        eventually(lambda: services_of(run), run.process)
+        (service,) = services_of(run)
         os.kill(service, signal.SIGSTOP)
         (tmp_path / "asked").touch()
         done = run.finish()

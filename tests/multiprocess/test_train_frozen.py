@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from elaswave_spmd.run_dir import read_summary
 from tests.multiprocess.real_runs import SMALL, launch, train, write_text
-from tests.multiprocess.test_resume import kill_after_checkpoint, standing_still
+from tests.multiprocess.test_resume import kill_after_checkpoint, no_longer_still, standing_still
 
 FREEZE = 'optim.freeze="embed.* *.bias"'
 FROZEN = [*SMALL, "model=gpt_tiny", "model.dropout=0.1", "train.steps=8", FREEZE]
@@ -30,9 +30,10 @@ def test_meshes_a_kill_and_a_resume(tmp_path: Path) -> None:
     trained(tmp_path, *FROZEN, "run.dir=meshed", "mesh=dp2_pp2", "sharding=zero3")
     kill = "chaos.events=[{kind: kill, step: 3, rank: 1}]"
     trained(tmp_path, *FROZEN, "run.dir=killed", "mesh=dp2_pp2", "sharding=zero2", kill)
-    words = [*FROZEN, "run.dir=resumed", "mesh=dp2", "checkpoint.every=2", *standing_still(6)]
+    words = [*FROZEN, "run.dir=resumed", "mesh=dp2", "checkpoint.every=2", *standing_still(tmp_path, 6)]
     with launch(tmp_path, *words) as stopped:
         kill_after_checkpoint(stopped, "resumed", 2)
+    no_longer_still(tmp_path)
     trained(tmp_path, "train.resume=resumed", "mesh=pp2", "sharding=zero3")
     wanted = weights(tmp_path / "single")
     for name in ("meshed", "killed", "resumed"):

@@ -10,10 +10,19 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.multiprocess.real_runs import SMALL, launch, train, write_text
-from tests.multiprocess.test_resume import kill_after_checkpoint, standing_still
+from tests.multiprocess.test_resume import kill_after_checkpoint, no_longer_still, standing_still
 from tests.own_values_model import write
 
 FREEZE = 'optim.freeze="block*.scale block1.mix.*"'
+STILL = """
+from own_values_model import Own
+from still_model import wait_in
+
+class StillOwn(Own):
+    def __init__(self, vocab_size, d_model, layers, factories, still):
+        super().__init__(vocab_size, d_model, layers, factories=factories)
+        wait_in(self.layers[0], still)
+"""
 
 
 def settings(folder: Path, *words: str) -> list[str]:
@@ -37,9 +46,11 @@ def test_meshes_a_kill_and_a_resume(tmp_path: Path, factories: str) -> None:
     trained(tmp_path, *words, "run.dir=meshed", "mesh=dp2_pp2", "sharding=zero3")
     kill = "chaos.events=[{kind: kill, step: 1, rank: 1}]"
     trained(tmp_path, *words, "run.dir=killed", "mesh=dp2_pp2", "sharding=zero2", kill)
-    last = [*words, "run.dir=resumed", "mesh=dp2", "checkpoint.every=2", *standing_still(6)]
-    with launch(tmp_path, *last) as stopped:
+    still = [*standing_still(tmp_path, 6), "model.target=still_own.StillOwn"]
+    (tmp_path / "still_own.py").write_text(STILL)
+    with launch(tmp_path, *words, "run.dir=resumed", "mesh=dp2", "checkpoint.every=2", *still) as stopped:
         kill_after_checkpoint(stopped, "resumed", 2)
+    no_longer_still(tmp_path)
     trained(tmp_path, "train.resume=resumed", "mesh=pp2", "sharding=zero3")
     wanted = weights(tmp_path / "single")
     for name in ("meshed", "killed", "resumed"):

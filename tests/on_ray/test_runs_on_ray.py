@@ -11,20 +11,23 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from elaswave_spmd.controller.on_ray.files import free_port
 from elaswave_spmd.run_dir import read_metrics, read_summary
+from elaswave_spmd.run_dir.lock import LOCK
+from tests.faults.fault_runs import Bits
+from tests.faults.test_controller_comes_back import assert_nothing_was_done_again
 from tests.multiprocess import patient_model
 from tests.multiprocess.real_runs import SMALL, write_text
 from tests.multiprocess.test_agents import PATIENT, alone, assert_same_bits
 from tests.multiprocess.test_agents import undisturbed as undisturbed
 from tests.on_ray.raylets import AUTH, ROOT, Command, Site, site_in
 from tests.pages import DOCS, Reader, blocks_of
+from tests.ports import free_port
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed here (make ray-environment)")
@@ -61,7 +64,9 @@ def patient(site: Site, *more: str) -> tuple[Path, list[str]]:
     go = site.folder / "go"
     model = patient_model.write(site.folder, go)
     kept = [word for word in PATIENT if not word.startswith("run.dir=")]
-    return go, [*kept, f"run.dir={site.run_dir}", "runtime.launcher=ray", *model, *more]
+    # Nobody is stopped: whoever is lost is killed, and not one whom a busy machine keeps waiting.
+    timeouts = ["timeouts.suspect=10", "timeouts.status=12", "timeouts.leave=14"]
+    return go, [*kept, f"run.dir={site.run_dir}", "runtime.launcher=ray", *timeouts, *model, *more]
 
 
 def homes(command: Command) -> list[str]:
@@ -139,28 +144,130 @@ def test_an_agent_that_cannot_be_started_is_told_with_the_cause_and_another_node
     assert read_summary(site.run_dir)["steps"] == 6
 
 
-def test_a_controllers_actor_that_is_killed_goes_on_with_the_run(site: Site, undisturbed: Path) -> None:
+WAITS = ["timeouts.adopt=1000", "timeouts.progress=60"]  # where this machine is slow
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Bits:
+    """Those of a patient run of one worker."""
+    folder, go = tmp_path_factory.mktemp("single") / "run", tmp_path_factory.getbasetemp()
+    folder.mkdir()
+    kept = [word for word in PATIENT if not word.startswith("mesh=")]
+    return Bits.of(alone(folder, *kept, "mesh=single", *patient_model.write(folder, go)))
+
+
+def kill_controller(site: Site) -> None:
+    os.kill(int((site.run_dir / LOCK).read_text()), signal.SIGKILL)
+
+
+def test_a_controller_that_is_killed_twice_has_its_workers_again(site: Site, single: Bits) -> None:
     for _ in range(2):
         site.raylets.add(1)
     go, given = patient(site)
     with site.train(given) as command:
-        command.wait_for_steps(2)
-        kill_supervisor(site)
-        eventually(lambda: len(homes(command)) == 2)
+        for killed in range(2):
+            command.wait_for_steps(len(read_metrics(site.run_dir)) + 2 if killed else 2)
+            kill_controller(site)
+            command.wait_for("controller", killed + 1)
         go.touch()
         end = command.end()
     assert (end.code, end.err) == (0, ""), end
-    assert_same_bits(site.run_dir, undisturbed)
+    assert end.out.count("ray: the controller has ended by signal 9: it is started again") == 2
+    assert end.out.count("ray: workers wait for the next controller, which adopts them") == 2
+    assert [(event["generation"], event["workers"]) for event in command.events("controller")] == [(2, 2), (3, 2)]
+    assert_nothing_was_done_again(site.folder, single, 3)
+    assert not command.events("fail") and {line.workers for line in read_metrics(site.run_dir)} == {2}
+    assert "told that the controller is at" not in end.out, "it was at the same place"
+    assert "adopt: 120.0" in (site.run_dir / "config.yaml").read_text(), "as nobody has said something else"
+
+
+def test_a_controllers_actor_that_is_killed_has_its_workers_again(site: Site, single: Bits) -> None:
+    """Ray starts it on any node, at another address if that is another one."""
+    for _ in range(2):
+        site.raylets.add(1)
+    go, given = patient(site, *WAITS)
+    with site.train(given) as command:
+        command.wait_for_steps(2)
+        kill_supervisor(site)
+        command.wait_for("controller")
+        go.touch()
+        end = command.end()
+    assert (end.code, end.err) == (0, ""), end
+    assert len(homes(command)) == 2
+    assert_nothing_was_done_again(site.folder, single, 2)
     assert {line.workers for line in read_metrics(site.run_dir)} == {2}
 
 
+def test_without_adoption_it_goes_on_from_what_the_workers_have_saved(site: Site, single: Bits) -> None:
+    command = goes_on_without_adoption(site, single, "timeouts.adopt=null", kill_supervisor)
+    assert command.events("resume")
+
+
+def test_workers_that_have_waited_long_enough_save_their_state_and_the_run_goes_on_from_it(
+    site: Site, single: Bits
+) -> None:
+    """It has no other checkpoint. Whether they have ended when the next controller begins is not certain."""
+    command = goes_on_without_adoption(site, single, "timeouts.adopt=0.01", kill_controller)
+    assert command.events("resume") or command.events("restart")
+
+
+def goes_on_without_adoption(site: Site, single: Bits, adopt: str, kill: Callable[[Site], object]) -> Command:
+    """A run on two nodes whose controller is lost, and which goes on to its end from what its workers have saved."""
+    for _ in range(2):
+        site.raylets.add(1)
+    go, given = patient(site, adopt)
+    with site.train(given) as command:
+        command.wait_for_steps(2)
+        kill(site)
+        eventually(lambda: len(homes(command)) >= 2)
+        go.touch()
+        end = command.end()
+    assert (end.code, end.err) == (0, ""), end
+    assert not command.events("controller") and Bits.of(site.run_dir) == single
+    assert not [*site.folder.glob("run.without_checkpoint.*")]
+    return command
+
+
+def test_the_workers_of_other_nodes_are_adopted_when_that_of_the_controller_is_lost(site: Site, single: Bits) -> None:
+    """It is at another address then. There is no checkpoint, and every page has a mirror on another node."""
+    nodes = [site.raylets.add(1) for _ in range(2)]
+    go, given = patient(site, *WAITS)
+    with site.train(given) as command:
+        command.wait_for_steps(2)
+        home = on_a_node_of_agents(site, command, nodes)
+        comebacks = len(command.events("controller"))
+        losses = len(command.events("fail"))
+        site.raylets.ask(kill=home)
+        command.wait_for("controller", comebacks + 1)
+        assert homes(command)[-1] != home[:8]
+        site.raylets.add(1)
+        command.wait_for("join")
+        go.touch()
+        end = command.end()
+    assert (end.code, end.err) == (0, ""), end
+    assert "told that the controller is at" in end.out
+    *_, last = command.events("controller")
+    # The controller may have lived long enough to declare the worker of its node lost.
+    declared = [event for event in command.events("fail")[losses:] if event["time"] < last["time"]]
+    assert last["workers"] == 1 and ("did not come back" in last["message"]) is not bool(declared)
+    assert Bits.of(site.run_dir) == single
+    assert not command.events("resume") and not command.events("restart")
+    assert read_metrics(site.run_dir)[-1].workers == 2
+
+
 def on_a_node_of_agents(site: Site, command: Command, nodes: list[str]) -> str:
-    """Kill the controller's actor until Ray has put it on one of these nodes; the node."""
+    """Kill the controller's actor until Ray has put it on one of these nodes; the node.
+
+    None of them is killed before it has its workers again, in whichever way.
+    """
+
+    def comebacks() -> int:
+        return len(command.events("controller")) + len(command.events("resume"))
+
     while not (here := [node for node in nodes if node[:8] == homes(command)[-1]]):
-        lives, steps = len(homes(command)), len(read_metrics(site.run_dir))
+        lives, before = len(homes(command)), comebacks()
         kill_supervisor(site)
-        eventually(lambda lives=lives: len(homes(command)) > lives)
-        command.wait_for_steps(steps + 1)
+        eventually(lambda lives=lives, before=before: len(homes(command)) > lives and comebacks() > before)
     return here[0]
 
 
@@ -168,7 +275,7 @@ def on_a_node_of_agents(site: Site, command: Command, nodes: list[str]) -> str:
 def test_a_controller_goes_on_on_another_node(site: Site, undisturbed: Path, way: str) -> None:
     nodes = [site.raylets.add(1) for _ in range(2)]
     go, given = patient(site, "checkpoint.every=2")
-    with site.train(given) as command:
+    with site.train([*given, *WAITS]) as command:
         command.wait_for("checkpoint")
         home = on_a_node_of_agents(site, command, nodes)
         lives = len(homes(command))
@@ -242,12 +349,12 @@ def test_the_page_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    (block,) = [block for block in blocks_of((DOCS / "engines.md").read_text()) if block.order == "needs: ray"]
+    (block,) = [block for block in blocks_of((DOCS / "engines.md").read_text()) if "ray stop\n" in block.text]
     temporary = Path(tempfile.mkdtemp(prefix="ewr", dir="/tmp"))
     start, port = "ray start --head", "6399"
     assert start in block.text and block.text.count(port) == 2
-    text = block.text.replace(start, f"{start} --temp-dir={temporary}")
-    block = dataclasses.replace(block, text=text.replace(port, str(free_port("127.0.0.1", 0))))
+    text = block.text.replace("ray stop\n", "").replace(start, f"{start} --temp-dir={temporary}")
+    block = dataclasses.replace(block, order="", text=text.replace(port, str(free_port())))
     reader = Reader(tmp_path, tmp_path / "cache")
     try:
         reader.follow(block)

@@ -12,18 +12,23 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 from elaswave_spmd.controller import verification
 from elaswave_spmd.controller.replacements import Replacements
-from elaswave_spmd.recovery import controller_protocol, partial_step
+from elaswave_spmd.controller.sum_verification import SumVerifier
+from elaswave_spmd.recovery import controller_protocol, partial_step, peers
 from elaswave_spmd.recovery.actions import RemoveMember
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.messages import AT_ONCE, Publish, Ready, Reconfigure, StepReport, Vote
 from elaswave_spmd.recovery.partial_step import WEIGHTS_ONLY
 from elaswave_spmd.recovery.vote_exchange import added
 from elaswave_spmd.recovery.worker_protocol import Apply, Effect, Install, SendVote, WorkerProtocol
-from elaswave_spmd.sharding.replicas import ReplicaSet
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
 from elaswave_spmd.worker import configuration, sum_exchange
 from elaswave_spmd.worker.buffers import ValueBuffer
+from elaswave_spmd.worker.channel import ForwardingChannel
 from elaswave_spmd.worker.gradient_exchange import GradientExchange
 from elaswave_spmd.worker.gradient_reduction import GradientReducer
 from elaswave_spmd.worker.microbatches import MicrobatchRunner
@@ -377,13 +382,13 @@ def _failed_groups_are_believed() -> Patches:
 
 def _older_groups_are_believed() -> Patches:
     """What the group of an older epoch was given has arrived, it is thought in the new one."""
-    bind = StageExchanges.bind
+    enter_epoch = StageExchanges.enter_epoch
 
-    def _bind(self: StageExchanges, plan: ExchangePlan) -> None:
-        bind(self, plan)
+    def _enter_epoch(self: StageExchanges, plan: ExchangePlan) -> None:
+        enter_epoch(self, plan)
         self.take_back()
 
-    return {(StageExchanges, "bind"): _bind}
+    return {(StageExchanges, "enter_epoch"): _enter_epoch}
 
 
 def _exchanges_without_a_window() -> Patches:
@@ -462,13 +467,51 @@ def _failed_groups_have_brought_gradients() -> Patches:
 
 def _older_groups_have_brought_gradients() -> Patches:
     """The gradients that the group of an older epoch was given have arrived, it is thought in the new one."""
-    bind = StageExchanges.bind
+    enter_epoch = StageExchanges.enter_epoch
 
-    def _bind(self: StageExchanges, plan: ExchangePlan) -> None:
-        bind(self, plan)
+    def _enter_epoch(self: StageExchanges, plan: ExchangePlan) -> None:
+        enter_epoch(self, plan)
         self.take_back_gradients()
 
-    return {(StageExchanges, "bind"): _bind}
+    return {(StageExchanges, "enter_epoch"): _enter_epoch}
+
+
+def _no_links_to_inputs() -> Patches:
+    """The worker of a recovery plan's line is no peer of those that may have its inputs, or want its outputs."""
+
+    def _hands(placement: Placement, recovery: peers.Recovery) -> peers.Pairs:
+        return np.empty((0, 2), np.int64)
+
+    return {(peers, "_hands"): _hands}
+
+
+def _no_links_to_other_stages() -> Patches:
+    """A primary is no peer of replicas and learners of its pages in other stages."""
+
+    def _mirrors(placement: Placement, replica_map: ReplicaMap) -> Iterator[tuple[int, int]]:
+        return iter(())
+
+    return {(peers, "_mirrors"): _mirrors}
+
+
+def _answers_before_there_is_a_link() -> Patches:
+    """Who asks for parameters is answered at once, also if it has entered an epoch that brings the link to it."""
+
+    def reaches(self: ForwardingChannel, peer: int) -> bool:
+        return True
+
+    return {(ForwardingChannel, "reaches"): reaches}
+
+
+def _anybody_adds_once_more() -> Patches:
+    """Sums that differ are added once more by any member, also by one that some who have gradients have no link to."""
+    more = SumVerifier._more
+
+    def _more(self: SumVerifier, question: Any) -> tuple[int, ...]:
+        with mock.patch.object(self._protocol, "peers", None):
+            return more(self, question)
+
+    return {(SumVerifier, "_more"): _more}
 
 
 MUTANTS: dict[str, Callable[[], Patches]] = {
@@ -488,6 +531,10 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "asks for the weight gradients alone of a lost worker": _weights_alone_of_the_lost,
     "passes on no votes for a step that it has applied": _votes_of_applied_steps_stay,
     "passes on votes before it has voted": _passes_on_before_it_votes,
+    "has no link to who has its inputs": _no_links_to_inputs,
+    "has no link to mirrors in other stages": _no_links_to_other_stages,
+    "answers before there is a link": _answers_before_there_is_a_link,
+    "asks anybody to add once more": _anybody_adds_once_more,
     "exchanges sums without the votes of all": _exchanges_unagreed,
     "gives up a sum that only this worker has exchanged": _gives_up_at_its_own_end,
     "sends no sum again when a group has failed": _failed_groups_are_believed,
@@ -515,7 +562,7 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
 }
 STARTING = frozenset(list(MUTANTS)[-12:-9])
 """Mutants that show where workers are lost while they start, and are replaced: schedules with `starting`."""
-CHECKING = frozenset(list(MUTANTS)[-9:])
+CHECKING = frozenset({"asks anybody to add once more", *list(MUTANTS)[-9:]})
 """Mutants that show where workers compute wrongly: schedules with `miscompute`."""
 
 FROZEN = frozenset({"leaves frozen pages at the version at which they came"})
@@ -526,7 +573,11 @@ LATE = frozenset(list(MUTANTS)[10:14])
 """Mutants that show where steps are interrupted with weight gradients put off: schedules with `late`."""
 VOTING = frozenset(list(MUTANTS)[14:16])
 """Mutants that show where votes are passed on: schedules with `votes`."""
-GROUPED = frozenset(list(MUTANTS)[16:28])
+PEERS = frozenset(list(MUTANTS)[16:20])
+"""Mutants that show where not everybody has a link to everybody: schedules with `peers`."""
+MOVING = frozenset({"answers before there is a link"})
+"""Mutants that show where workers change their stage: schedules with `moving`."""
+GROUPED = frozenset(list(MUTANTS)[20:32])
 """Mutants that show where stages have process groups: schedules with `grouped`."""
 
 
@@ -534,11 +585,13 @@ def schedule_for(name: str, seed: int) -> Schedule:
     """The schedule of a seed, of the kind that shows this mutant."""
     return Schedule.draw(
         seed,
+        moving=name in MOVING,
         starting=name in STARTING,
         frozen=name in FROZEN,
         miscompute=name in CHECKING,
         late=name in LATE,
         votes=name in VOTING,
+        peers=name in PEERS,
         grouped=name in GROUPED,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from unittest import mock
 
@@ -12,7 +13,7 @@ from elaswave_spmd.recovery.actions import ProtocolAction
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Predecessor
 from elaswave_spmd.recovery.generations import ControllerFence
 from elaswave_spmd.worker.kept_reports import KeptReports
-from tests.cluster.cluster import ControllerKilled, SimulatedCluster
+from tests.cluster.cluster import WAYS, ControllerKilled, SimulatedCluster
 from tests.cluster.faults import SENDER, Fault, MessageFault
 from tests.cluster.schedules import Schedule, cluster_of, judge, run, run_many, undisturbed
 from tests.cluster.tiny import TinyRun
@@ -35,6 +36,35 @@ def test_so_it_is_with_checkpoints_moves_and_workers_that_compute_wrongly(kind: 
     tally = run_many(range(1000, 1000 + CHUNK // 2), controllers=True, **{kind: True})
     assert tally.failures == {}
     assert tally.comebacks > CHUNK // 4
+
+
+def test_workers_of_other_machines_come_back_with_their_agents_or_do_not() -> None:
+    found = Counter[str]()
+    for seed in range(2000, 2000 + 20):
+        schedule = replace(Schedule.draw(seed, controllers=True), hosts=2)
+        cluster = cluster_of(schedule)
+        how, failure, detail = judge(schedule, cluster, undisturbed(schedule.run.key))
+        assert how and not failure, (seed, detail)
+        found += cluster.agents_back
+    assert found.keys() == {*WAYS}, found
+
+
+@pytest.mark.parametrize(("way", "says"), [("lost and back", "adopted 4 workers"), ("lost", "did not come back")])
+@pytest.mark.parametrize("deaths", [(30,), (30, 3)], ids=["one death", "and another one meanwhile"])
+def test_workers_that_have_answered_are_lost_only_if_their_agent_is_not_back(
+    way: str, says: str, deaths: tuple[int, ...]
+) -> None:
+    """The connection to the agent alone has ended: its workers live, and answer the controller."""
+    schedule = Schedule(1, TinyRun(), hosts=2, mirror_count=2, deaths=deaths)
+    cluster = cluster_of(schedule)
+    cluster.agents_come = (way,)
+    how, failure, detail = judge(schedule, cluster, undisturbed(schedule.run.key))
+    assert how == "bits" and not failure, detail
+    *_, (_, last) = [event for event in cluster.events if event[0] == "controller"]
+    assert says in str(last["message"])
+    assert cluster.agents_back == {way: len(deaths)}
+    lost = [str(fields["message"]) for kind, fields in cluster.events if kind == "fail"]
+    assert bool(lost) == (way == "lost") and all("its machine has not come back" in message for message in lost)
 
 
 @pytest.mark.parametrize("seed", FAILED_ONCE, ids=list(FAILED_ONCE.values()))

@@ -76,7 +76,7 @@ def test_a_stage_publishes_and_adds_up_through_its_group(mesh: str, zero: int) -
     cluster = train(Run(microbatches=5, steps=4), mesh, zero, failing=0.0, seed=zero)
     ended = cluster.hub.ended
     # With one mirror for each page of a stage of two nobody lacks any parameters; sums go to primaries all the same.
-    assert (ended["received"] > 0) == (zero > 0 and mesh not in ("dp2", "dp2_pp2"))
+    assert (ended["gathered"] > 0) == (zero > 0 and mesh not in ("dp2", "dp2_pp2"))
     assert ended["exchanged"] > 0 and not ended["failed"] + ended["refused"]
     # A group may come too late for the first steps; none is needed for what its last step leaves behind.
     assert cluster.by_link[4] == 0
@@ -89,7 +89,7 @@ def test_a_stage_publishes_and_adds_up_through_its_group(mesh: str, zero: int) -
 @one_thread()
 def test_ties_and_steps_without_an_update(model: str, dtype: str) -> None:
     cluster = train(Run(model=model, dtype=dtype, microbatches=5, steps=6), "stages1-3", 2, failing=0.0)
-    assert cluster.hub.ended["received"] > 0 and cluster.hub.ended["exchanged"] > 0
+    assert cluster.hub.ended["gathered"] > 0 and cluster.hub.ended["exchanged"] > 0
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -106,7 +106,7 @@ def test_links_take_over_from_a_group_that_fails(seed: int) -> None:
 def test_a_worker_is_lost_while_its_stage_publishes(point: str, seed: int) -> None:
     fault = Fault(3, "kill" if seed % 2 else "stop", 1, point, turns=30)
     cluster = train(Run(microbatches=5, steps=6), "dp4", 1 + seed % 3, fault, failing=0.0, seed=seed)
-    assert cluster.result.epochs and cluster.hub.ended["received"] > 0
+    assert cluster.result.epochs and cluster.hub.ended["gathered"] > 0
 
 
 @pytest.mark.parametrize("point", ["backward", "reduce", "norm"])
@@ -146,11 +146,11 @@ def test_a_worker_without_microbatches_takes_part_in_exchanges() -> None:
 
 
 @one_thread()
-def test_a_primary_whose_state_is_damaged_has_nothing_to_broadcast() -> None:
+def test_a_primary_whose_state_is_damaged_has_nothing_to_publish() -> None:
     cluster = train(
         Run(microbatches=5, steps=6), "dp3", 1, Fault(3, "corrupt", 1, "forward"), failing=0.0, verify_every=1, seed=2
     )
-    assert cluster.result.epochs and cluster.hub.ended["received"] > 0
+    assert cluster.result.epochs and cluster.hub.ended["gathered"] > 0
 
 
 @pytest.mark.parametrize("moving", [False, True])

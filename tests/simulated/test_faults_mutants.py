@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.worker_protocol import Effect, WorkerProtocol
-from tests.cluster.faults import SENDER, MessageFault, ThenFault
-from tests.cluster.schedules import Schedule, run, undisturbed
+from tests.cluster.cluster import SimulatedCluster
+from tests.cluster.faults import SENDER, Fault, MessageFault, ThenFault
+from tests.cluster.schedules import Schedule, cluster_of, judge, run, undisturbed
 from tests.cluster.tiny import TinyRun
+from tests.cluster.wires import Link
+from tests.simulated.bits_cases import one_thread
 from tests.simulated.mutants import MUTANTS, planted, schedule_for
 
 VERIFICATION = Path(__file__).parents[2] / "docs" / "verification.md"
@@ -33,18 +39,22 @@ SEEDS: dict[str, tuple[int, ...]] = {
     "asks for the weight gradients alone of a lost worker": (0, 1, 2),
     "passes on no votes for a step that it has applied": (27, 28, 30),
     "passes on votes before it has voted": (0, 2, 6),
-    "exchanges sums without the votes of all": (7, 12, 43),
-    "gives up a sum that only this worker has exchanged": (29, 45, 55),
-    "sends no sum again when a group has failed": (4, 6, 14),
-    "sends no sum again when the epoch of a group is over": (0, 15, 32),
-    "issues exchanges without a limit": (19, 48, 49),
-    "sends nothing to a member that is to get no sum": (59, 70, 99),
-    "issues exchanges in the order of its own sums": (0, 15, 16),
-    "exchanges reduced gradients before their sums": (4, 15, 16),
-    "leaves a gradient that the group takes to the group alone": (22, 38, 47),
-    "takes a gradient for sent that only this worker has exchanged": (15, 45, 48),
-    "sends no gradient again when a group has failed": (15, 29, 45),
-    "sends no gradient again when the epoch of a group is over": (15, 48, 70),
+    "has no link to who has its inputs": (15, 18, 41),
+    "has no link to mirrors in other stages": (3, 12, 14),
+    "answers before there is a link": (0, 16, 17),
+    "asks anybody to add once more": (48, 130, 160),
+    "exchanges sums without the votes of all": (12, 15, 29),
+    "gives up a sum that only this worker has exchanged": (20, 21, 29),
+    "sends no sum again when a group has failed": (0, 4, 14),
+    "sends no sum again when the epoch of a group is over": (0, 33, 68),
+    "issues exchanges without a limit": (14, 66, 100),
+    "sends nothing to a member that is to get no sum": (32, 59, 70),
+    "issues exchanges in the order of its own sums": (0, 7, 14),
+    "exchanges reduced gradients before their sums": (4, 6, 7),
+    "leaves a gradient that the group takes to the group alone": (6, 21, 22),
+    "takes a gradient for sent that only this worker has exchanged": (45, 55, 118),
+    "sends no gradient again when a group has failed": (20, 30, 32),
+    "sends no gradient again when the epoch of a group is over": (33, 152, 249),
     "sends no replicas to a first mesh that was not planned": (0, 3, 6),
     "waits for workers that were lost while they started": (0, 3, 5),
     "gives a place to a spare that was lost": (12,),
@@ -91,6 +101,63 @@ def test_votes_are_passed_on_after_the_answer_to_a_prepare() -> None:
     with mock.patch.object(WorkerProtocol, "_advance", _advance):
         ended = run(schedule)
     assert "votes of step 3" in ended.detail, ended.failure
+
+
+class Holed(SimulatedCluster):
+    """A message for a member without a link is lost, and its sender notices that there is none."""
+
+    holes = 0
+
+    def meets_stranger(self, link: Link, message: m.Message) -> None:
+        if not self._is_broken(link):
+            self.holes += 1
+            self.break_link(link, was_linked=False)
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["linked from then on", "linked once"])
+@pytest.mark.parametrize("name", ["has no link to who has its inputs", "has no link to mirrors in other stages"])
+def test_a_peer_that_was_forgotten_costs_mesh_epochs_and_no_bit_and_no_worker(name: str, keeps: bool) -> None:
+    """C16: such a pair is linked in the next one, and what was lost is sent again.
+
+    A change more may meet other losses than before, so that state may be lost that nobody else had.
+
+    Args:
+        keeps: the pair is linked in later epochs as well, as the product does it; else it may be missed again.
+    """
+    holes, ends = 0, list[str]()
+    for seed in SEEDS[name]:
+        schedule = schedule_for(name, seed)
+        wanted = undisturbed(schedule.run.key)
+        with planted(name), one_thread(), ExitStack() as stack:
+            if not keeps:
+                stack.enter_context(mock.patch.object(ControllerProtocol, "missed", lambda self, ends: None))
+            cluster = cluster_of(schedule, kind=Holed)
+            assert isinstance(cluster, Holed), "schedules with groups have a cluster of their own"
+            how, failure, detail = judge(schedule, cluster, wanted)
+        assert failure == "", detail
+        assert not [fields for kind, fields in cluster.events if kind == "fail" and "was lost again" in str(fields)]
+        holes, ends = holes + cluster.holes, [*ends, how]
+    assert holes and ends.count("bits") > 1, ends
+
+
+def test_who_adds_once_more_has_links_from_all_that_have_gradients() -> None:
+    """V8 on a large mesh. The last stage has two workers, which differ: the third one that adds is of another stage."""
+    schedules = [
+        Schedule(
+            1,
+            TinyRun(blocks=2),
+            "dp2_pp3",
+            faults=(Fault(step, "miscompute", rank, "sum"),),
+            verify_rate=1.0,
+            widest=2,
+        )
+        for step in (1, 2, 3)
+        for rank in (4, 5)
+    ]
+    assert [run(schedule).failure for schedule in schedules] == [""] * len(schedules)
+    with planted("asks anybody to add once more"):
+        failures = [run(schedule).failure for schedule in schedules]
+    assert any("has no link to" in failure for failure in failures), failures
 
 
 def test_a_mutant_is_gone_after_its_with() -> None:

@@ -185,4 +185,4 @@ def test_a_device_fails_whose_stage_publishes_through_a_group(
     fail_devices({(1, 3 + seed % 2, point): remedy})
     made = GroupedMachines(run, "dp4", 1 + seed % 3, seed=seed, uneven=bool(seed % 2), failing=0.0)
     assert outcome(made.run()) == expected(run)
-    assert made.hub.ended["received"] > 0 and made.result.epochs
+    assert made.hub.ended["gathered"] > 0 and made.result.epochs

@@ -134,6 +134,47 @@ def test_votes_are_passed_on(moving: bool, grouped: bool, checkpoints: bool, mis
     assert tally.injected > CHUNK and tally.ends["bits"] > CHUNK // 2
 
 
+@pytest.mark.parametrize(
+    ("moving", "grouped", "checkpoints", "frozen", "late", "miscompute"),
+    [
+        (False, False, False, False, False, False),
+        (True, False, True, False, False, False),
+        (False, True, False, True, False, False),
+        (True, False, False, False, True, False),
+        (False, False, False, False, False, True),
+        (True, False, False, False, False, True),
+    ],
+)
+def test_workers_have_links_to_their_peers_alone(
+    moving: bool, grouped: bool, checkpoints: bool, frozen: bool, late: bool, miscompute: bool
+) -> None:
+    """As on meshes of more than 32 workers. A message to anybody else is a failure (`meets_stranger`).
+
+    With `miscompute` the inputs of checked micro-batches and the gradients of checked sums go to other peers as well.
+    """
+    tally = run_many(
+        range(CHUNK),
+        moving=moving,
+        grouped=grouped,
+        checkpoints=checkpoints,
+        frozen=frozen,
+        late=late,
+        miscompute=miscompute,
+        peers=True,
+    )
+    assert tally.failures == {}
+    assert tally.injected > CHUNK and tally.ends["bits"] > CHUNK // 2
+    # With checks the stages before and after are peers as well.
+    assert tally.strangers > (CHUNK // 2 if miscompute else CHUNK), "not everybody had a link to everybody"
+
+
+def test_a_controller_that_comes_back_to_a_large_mesh_finds_everybody_linked_to_everybody() -> None:
+    """It has the addresses of all members from any of them."""
+    tally = run_many(range(CHUNK), peers=True, controllers=True)
+    assert tally.failures == {}
+    assert tally.comebacks > CHUNK and tally.ends["bits"] > CHUNK // 5 and not tally.strangers
+
+
 @pytest.mark.parametrize("name", FAILED_ONCE)
 def test_a_schedule_that_failed_once(name: str) -> None:
     how, schedule = FAILED_ONCE[name]

@@ -17,6 +17,7 @@ LINKS = ("mesh", "sharding", "recovery", "conf")
 # One row per room, from the bottom up: the rooms that it may import.
 ROOMS = {
     "errors": "",
+    "version": "",
     "user_code": "errors",
     "by_value": "errors",
     "determinism": "errors",
@@ -35,15 +36,15 @@ ROOMS = {
     "worker": "errors determinism mesh data sharding models conf scheduling recovery runtime run_dir weights",
     "simulator": "errors determinism mesh sharding conf scheduling recovery run_dir",
     "controller": (
-        "errors by_value determinism mesh data sharding conf scheduling recovery runtime run_dir callbacks weights "
-        "worker"
+        "errors version by_value determinism mesh data sharding conf scheduling recovery runtime run_dir callbacks "
+        "weights worker"
     ),
     "report": "errors mesh conf run_dir",
     "demo": "errors run_dir",
     "api": "errors by_value models conf runtime run_dir callbacks weights simulator controller",
     "cli": "errors conf runtime weights simulator controller report demo",
     "__main__": "cli",
-    "__init__": "errors determinism sharding models callbacks weights api",
+    "__init__": "errors version determinism sharding models callbacks weights api",
 }
 WITHOUT_TORCH = (
     *(

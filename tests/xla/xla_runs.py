@@ -25,7 +25,9 @@ SMALL = (
     f"train.global_batch=10 train.microbatch_size=2 train.steps={STEPS} train.validate_every=10 "
     "train.validate_microbatches=3 "
     "optim.warmup_steps=2 page.size=256 run.tensorboard=false data=text data.path=text.txt data.cache=cache "
-    "run.dir=run schedule.microbatches=false schedule.layers=false"  # exactly the events of a test
+    # exactly the events of a test: nobody is stopped, and a busy machine makes none
+    "run.dir=run schedule.microbatches=false schedule.layers=false "
+    "timeouts.suspect=10 timeouts.status=12 timeouts.leave=14"
 ).split()
 LAYERS = 4  # embedding and head included
 

@@ -13,7 +13,7 @@ from elaswave_spmd import conf
 from elaswave_spmd.conf.compose import CHOICES, choices_of, settings_from
 from elaswave_spmd.conf.help import help_text
 from elaswave_spmd.conf.mesh_names import FORMS, spell_out
-from elaswave_spmd.conf.schema import GROUPS, Settings, TrainSettings
+from elaswave_spmd.conf.schema import GROUPS, Settings, Timeouts, TrainSettings
 from elaswave_spmd.conf.schema import NAMES as ALL_NAMES
 from elaswave_spmd.conf.section import declarations
 from elaswave_spmd.errors import ConfigError
@@ -137,6 +137,22 @@ def test_the_closest_mesh_is_advised(name: str, like: str) -> None:
     with pytest.raises(ConfigError) as caught:
         settings(f"mesh={name}")
     assert caught.value.fix == f"mesh={like}" or (not like and "one of these forms" in caught.value.fix)
+
+
+@pytest.mark.parametrize(
+    ("heartbeat", "suspect", "num_workers", "period"),
+    [
+        (0.1, 2.0, 2, 0.1),
+        (0.1, 2.0, 1000, 0.1),
+        (0.1, 2.0, 3000, 0.3),
+        (0.1, 2.0, 100_000, 0.5),
+        (0.6, 2.0, 100_000, 0.6),
+    ],
+)
+def test_heartbeats_of_many_workers_are_no_more_than_a_controller_can_hear(
+    heartbeat: float, suspect: float, num_workers: int, period: float
+) -> None:
+    assert Timeouts(heartbeat=heartbeat, suspect=suspect).heartbeat_of(num_workers) == period
 
 
 def test_help_has_a_line_for_each_setting_and_each_choice() -> None:

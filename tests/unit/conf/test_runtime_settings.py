@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elaswave_spmd.conf.schema import RuntimeSettings, endpoint
+from elaswave_spmd.conf.schema import RAY, TORCHRUN, RuntimeSettings, Settings, Timeouts, endpoint
 from elaswave_spmd.errors import ConfigError
 
 GOOD: dict[str, Any] = {"transport": "tcp", "rendezvous": "node0:29400", "agents": 2, "token_file": "~/token"}
@@ -58,3 +58,15 @@ def test_texts_that_are_no_endpoint(text: object) -> None:
 @pytest.mark.parametrize(("text", "pair"), [("node0:29400", ("node0", 29400)), ("10.0.0.1:1", ("10.0.0.1", 1))])
 def test_endpoints(text: str, pair: tuple[str, int]) -> None:
     assert endpoint("runtime.rendezvous", text) == pair
+
+
+def test_agents_keep_their_workers_for_the_next_controller_but_not_those_of_torchrun() -> None:
+    adopting = Timeouts(adopt=60.0)
+    assert Settings(runtime=RuntimeSettings(**GOOD), timeouts=adopting).timeouts.orphan_grace == 90.0
+    assert adopting.agent_grace == 35.0, "after their agent they have as long as without adoption"
+    with pytest.raises(ConfigError, match="starts agents again with their controller") as caught:
+        Settings(runtime=RuntimeSettings(**GOOD, launcher=TORCHRUN), timeouts=adopting)
+    assert caught.value.where == "timeouts.adopt=60 runtime.launcher=torchrun"
+    on_ray = Settings(runtime=RuntimeSettings(**GOOD, launcher=RAY), timeouts=adopting)
+    assert on_ray.held_by_controller is None, "its supervisor tells agents where the next one is"
+    assert Settings(runtime=RuntimeSettings(launcher=TORCHRUN), timeouts=adopting).runtime.rendezvous is None

@@ -14,6 +14,7 @@ import pytest
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller import agent as module
 from elaswave_spmd.controller.agent import Agent
+from elaswave_spmd.controller.agent_workers import AgentWorkers
 from elaswave_spmd.controller.startup import data_spec
 from elaswave_spmd.data import prepare_data
 from elaswave_spmd.runtime.devices.selection import WorkerStart
@@ -22,6 +23,8 @@ from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.scratch import Scratch
 from tests.unit.controller.made_up_workers import settings_in
 from tests.waiting import PATIENCE_S, eventually
+
+SCRATCH = SimpleNamespace(path="")
 
 
 def test_the_orphans_of_an_agent_have_the_time_that_the_settings_give_them(
@@ -34,7 +37,7 @@ def test_the_orphans_of_an_agent_have_the_time_that_the_settings_give_them(
     fork_server = SimpleNamespace(pid=0, ready=lambda: told.append("ready"), set_orphan_grace=told.append)
     links = SimpleNamespace(send=lambda peer, header: told.append(am.decode(header)))
     monkeypatch.setattr(module, "raise_fd_limit", lambda workers: None)
-    agent = Agent(cast(Any, links), cast(Any, None), cast(Any, fork_server), cast(Any, None), {})
+    agent = Agent(cast(Any, links), cast(Any, None), cast(Any, fork_server), cast(Any, SCRATCH), AgentWorkers({}))
     agent._prepare(2, settings, data)
     assert told == ["ready", 120.0, am.Prepared()]
 
@@ -44,7 +47,7 @@ def test_an_agent_that_is_given_up_does_not_say_that_the_run_goes_on(monkeypatch
     stopped: list[float] = []
     links = SimpleNamespace(address="tcp://127.0.0.1:1", send=lambda peer, header: None)
     fork_server = SimpleNamespace(stop=stopped.append)
-    agent = Agent(cast(Any, links), cast(Any, None), cast(Any, fork_server), cast(Any, None), {})
+    agent = Agent(cast(Any, links), cast(Any, None), cast(Any, fork_server), cast(Any, SCRATCH), AgentWorkers({}))
 
     def hear(self: Agent) -> None:
         raise module._GivenUpError("none of its workers is heard any more")
@@ -73,7 +76,7 @@ def test_each_fork_server_of_an_agent_has_a_directory_that_it_holds(
 
     monkeypatch.setattr(module, "start_fork_server", start)
     scratch, neighbour = Scratch(), Scratch()
-    agent = Agent(cast(Any, None), cast(Any, None), start(WorkerStart(), scratch.path, 5.0), scratch, {})
+    agent = Agent(cast(Any, None), cast(Any, None), start(WorkerStart(), scratch.path, 5.0), scratch, AgentWorkers({}))
     for _ in range(2):
         agent._restart_fork_server(WorkerStart(method="spawn"), 5.0)
     folders = [folder for _, folder in started]

@@ -14,11 +14,13 @@ import pytest
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller import agent as module
 from elaswave_spmd.controller.agent import Agent, Offer
+from elaswave_spmd.controller.agent_workers import AgentWorkers
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, NoAnswerError
 from elaswave_spmd.runtime.processes.rendezvous import Found, NoRunYetError
+from elaswave_spmd.runtime.processes.stop_signals import Signalled
 from elaswave_spmd.runtime.transport.credentials import RunKeys
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.runtime.transport.mailbox import Envelope, PeerClosed, SelectableMailbox
@@ -41,7 +43,9 @@ class World:
         self.hangs = False
         self.rejected: dict[str, int] = {}
         self.answers: dict[type[am.AgentMessage], am.AgentMessage] = {}
-        self.agent = Agent(cast(Any, self), self.mailbox, cast(Any, self), cast(Any, SimpleNamespace(path="")), {})
+        self.agent = Agent(
+            cast(Any, self), self.mailbox, cast(Any, self), cast(Any, SimpleNamespace(path="")), AgentWorkers({})
+        )
         for rank in (1, 2):
             self.agent._handle(self.envelope(am.Spawn(rank, {})))
 
@@ -85,7 +89,7 @@ class World:
 
     def stop(self, _: float) -> list[Exited]:
         self.how_ended.append("stop")
-        return [Exited(rank, rank, None, signal.SIGTERM) for rank in sorted(self.agent._ranks)]
+        return [Exited(rank, rank, None, signal.SIGTERM) for rank in sorted(self.agent._workers.ranks)]
 
     def kill(self) -> list[Exited]:
         self.how_ended.append("kill")
@@ -212,7 +216,8 @@ def test_last_words_take_no_longer_than_the_deadline_allows(world: World, monkey
     lingered: list[int] = []
     links = SimpleNamespace(close=lingered.append, address="")
     monkeypatch.setattr(module, "AgentLinks", lambda *_, **__: links)
-    joined = module._Joined(OFFER, FOUND, cast(Any, world), cast(Any, None), cast(Any, None))
+    machine = SimpleNamespace(fork_server=world, scratch=None, workers=AgentWorkers({}))
+    joined = module._Joined(OFFER, FOUND, cast(Any, machine), cast(Any, None))
     joined._agent._set_deadline(0.75)
     joined.__exit__()
     assert lingered == [500]
@@ -237,13 +242,15 @@ def story(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Story:
     """Runs an agent for which the steps of a story happen. Returns those that have happened."""
     (token := tmp_path / "token").touch(0o600)
     token.write_text("a secret of some bytes")
-    nobody = SimpleNamespace(stop=lambda _: [])
+    nobody = SimpleNamespace(stop=lambda _: [], end_release=lambda: None)
     monkeypatch.setattr(module, "start_fork_server", lambda *_, **__: nobody)
     scratch = SimpleNamespace(path="", make_again=lambda: None, remove=lambda: None)
     monkeypatch.setattr(module, "Scratch", lambda: scratch)
     monkeypatch.setattr(module, "_LOOK_AGAIN_S", 0.001)
 
-    def run(*steps: tuple[str, Exception | None], timeout_s: float = NEVER_S) -> list[str]:
+    def run(
+        *steps: tuple[str, Exception | None], timeout_s: float = NEVER_S, is_asked_to_end: bool = False
+    ) -> list[str]:
         left, happened = list(steps), []
 
         def next_step(kind: str) -> None:
@@ -270,6 +277,8 @@ def story(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Story:
                 return None
 
             def serve(self, *_: object) -> None:
+                if is_asked_to_end:
+                    signal.raise_signal(signal.SIGTERM)
                 next_step("serve")
 
         monkeypatch.setattr(module, "find_controller", find)
@@ -294,6 +303,12 @@ def test_who_joins_again_outlives_a_second_disturbance(story: Story) -> None:
         *[silent, ("find", None), ("join", None), ("serve", None)],
     ]
     assert story(*steps) == [kind for kind, _ in steps]
+
+
+def test_a_signal_that_comes_when_an_agent_does_not_listen_any_more_is_not_forgotten(story: Story) -> None:
+    """It has lost the controller, and has not begun to look for it."""
+    with pytest.raises(Signalled):
+        story(("find", None), ("join", None), LOST, timeout_s=0.05, is_asked_to_end=True)
 
 
 def test_who_joins_again_does_so_until_the_timeout(story: Story) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.controller import agent as module
 from elaswave_spmd.controller.agent import Agent
+from elaswave_spmd.controller.agent_workers import AgentWorkers
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, NotStartedError
@@ -20,6 +21,7 @@ from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClose
 
 REPORTS = (
     am.Hello(2, "tcp://127.0.0.1:1", "b", 2, "2.0"),
+    am.Back(am.Hello(2, "tcp://127.0.0.1:1", "b", 2, "2.0"), "r", 1, {1: "tcp://127.0.0.1:2", 2: ""}, (3,), (4,), 1.5),
     am.Prepared(),
     am.Notice(30.0),
     am.WorkerExited(1, 2, None, 9),
@@ -30,7 +32,9 @@ REPORTS = (
 ORDERS = (
     am.Refused(am.Problem("", "x")),
     am.JoinAgain(-2, "x"),
+    am.ConnectAgain(-2),
     am.PrepareRun(2, {}, {}),
+    am.Settled(),
     am.Spawn(1, {}),
     am.Signal(1, 9),
     am.Stop(1.0),
@@ -52,7 +56,7 @@ class Counting:
 def handled(sender: int, header: bytes) -> list[str]:
     """The reasons by which an agent counts a message. It has no fork server: whatever it did with one would fail."""
     links = Counting()
-    agent = Agent(cast(Any, links), cast(Any, None), cast(Any, None), cast(Any, None), {})
+    agent = Agent(cast(Any, links), cast(Any, None), cast(Any, None), cast(Any, None), AgentWorkers({}))
     assert agent._handle(Envelope(sender, header)) is False
     return links.reasons
 
@@ -81,13 +85,18 @@ def test_an_order_to_join_again_that_was_meant_for_another_agent_ends_nothing() 
     assert handled(CONTROLLER, am.encode(am.JoinAgain(-6, "no answer"))) == []
     with pytest.raises(module._GivenUpError, match="no answer"):
         handled(CONTROLLER, am.encode(am.JoinAgain(-7, "no answer")))
+    assert handled(CONTROLLER, am.encode(am.ConnectAgain(-6))) == []
+    with pytest.raises(module._ConnectionClosedError):  # as if its own connection had ended
+        handled(CONTROLLER, am.encode(am.ConnectAgain(-7)))
 
 
 @pytest.mark.parametrize("order", [am.Stop(0.0), am.Refused(am.Problem("ConfigError", "late")), None], ids=str)
 def test_the_last_order_may_follow_the_end_of_the_connection(order: am.AgentMessage | None) -> None:
     """They come by two connections."""
     mailbox = Mailbox()
-    agent = Agent(cast(Any, Counting()), cast(Any, mailbox), cast(Any, FakeForkServer()), cast(Any, None), {})
+    agent = Agent(
+        cast(Any, Counting()), cast(Any, mailbox), cast(Any, FakeForkServer()), cast(Any, None), AgentWorkers({})
+    )
     mailbox.put(Envelope(CONTROLLER, am.encode(am.Signal(1, 9))))
     if order is not None:
         mailbox.put(Envelope(CONTROLLER, am.encode(order)))
@@ -103,7 +112,7 @@ def test_an_order_to_end_counts_also_if_the_end_of_the_connection_was_filed_befo
     mailbox, (read, write) = SelectableMailbox(), os.pipe()
     fork_server = SimpleNamespace(fileno=lambda: read, stop=lambda _: [], poll=list)
     links = SimpleNamespace(rejected={}, send=lambda *_: True)
-    agent = Agent(cast(Any, links), mailbox, cast(Any, fork_server), cast(Any, None), {})
+    agent = Agent(cast(Any, links), mailbox, cast(Any, fork_server), cast(Any, None), AgentWorkers({}))
     items = [Envelope(CONTROLLER, am.encode(am.Stop(0.0))), PeerClosed(CONTROLLER)]
     for item in items if is_first else reversed(items):
         mailbox.put(item)
@@ -142,7 +151,7 @@ class Told:
 
 def test_an_agent_that_is_asked_tells_what_it_has_refused_by_now() -> None:
     told = Told()
-    agent = Agent(cast(Any, told), cast(Any, None), cast(Any, told), cast(Any, None), {})
+    agent = Agent(cast(Any, told), cast(Any, None), cast(Any, told), cast(Any, None), AgentWorkers({}))
     for _ in range(2):
         agent._handle(Envelope(CONTROLLER, am.encode(am.ReportExits())))
     assert told.sent == [am.Refusals({"a reason": 3}), am.ExitsReported(), am.ExitsReported()]
@@ -151,8 +160,8 @@ def test_an_agent_that_is_asked_tells_what_it_has_refused_by_now() -> None:
 def test_a_worker_that_cannot_be_started_is_reported_and_the_agent_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     told = Told()
     scratch = SimpleNamespace(path="folder")
-    agent = Agent(cast(Any, told), cast(Any, None), cast(Any, told), cast(Any, scratch), {})
+    agent = Agent(cast(Any, told), cast(Any, None), cast(Any, told), cast(Any, scratch), AgentWorkers({}))
     assert agent._handle(Envelope(CONTROLLER, am.encode(am.Spawn(3, {})))) is False
     assert told.sent == [am.WorkerExited(3, 0, 1, None, "[Errno 12] Cannot allocate memory")]
     assert capsys.readouterr().out == "worker 3 could not be started: [Errno 12] Cannot allocate memory\n"
-    assert not agent._ranks, "nobody waits for its end"
+    assert not agent._workers.ranks, "nobody waits for its end"

@@ -6,6 +6,7 @@ import pytest
 
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator
 from elaswave_spmd.controller.events import ManifestWritten, WriteManifest
+from elaswave_spmd.recovery.messages import ShardWritten
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from tests.unit.controller.test_compared_checkpoints import coordinator, write
 
@@ -44,6 +45,17 @@ def test_one_that_failed_or_that_a_lost_worker_had_a_part_of_is_not() -> None:
     assert not found.awaits_newest
     found.committed(15)
     assert found.awaits_newest, "the others write all of it"
+
+
+def test_where_the_newest_is_lost_the_one_before_it_is_awaited() -> None:
+    """A disk that is too slow: the newest was not begun, as those before it were still being written."""
+    found = coordinator(compares=False)
+    found.committed(16)
+    for step in (15, 10):
+        found.wrote(ShardWritten(step, 0, 0, error="those before it are still being written"), 0.0)
+        assert found.awaits_newest
+    complete(found, 5)
+    assert not found.awaits_newest
 
 
 @pytest.mark.parametrize(("every", "validate_every"), [(0, 0), (5, 0), (0, 3), (5, 3), (30, 7), (1, 1)])

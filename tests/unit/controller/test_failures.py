@@ -29,9 +29,10 @@ from elaswave_spmd.controller.events import (
     Tick,
     WorkerEnded,
 )
-from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, SaveEnded, Stopping
+from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, SaveEnded
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.roster import Roster
+from elaswave_spmd.controller.stopping import Stopping
 from elaswave_spmd.errors import ModelError, RunError, StoppedBySignal, WorkerError
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery.actions import RemoveMember, Save, Unrecoverable
@@ -52,6 +53,7 @@ class World:
         self.awaited: list[int | None] = []  # for each of these losses, the replacement that the first mesh waits for
         self.spares_used: list[int] = []
         self.relinked: list[tuple[set[int], str]] = []
+        self.missed: list[set[int]] = []
         members = Mesh.initial(MeshShape.of_stages((2,)))
         self.protocol = SimpleNamespace(
             started=True,
@@ -63,6 +65,7 @@ class World:
             members=(0, 1),
             lost=self.lost,
             relink=self.relink,
+            missed=lambda ends: self.missed.append(set(ends)),
         )
         settings = Settings.from_dict({"elastic": elastic, "mesh": mesh or {"dp": 2}})
         self.replacements = Replacements(ReplacementPolicy.from_settings(settings.elastic), self.roster)
@@ -538,6 +541,19 @@ def test_a_link_that_was_made_again_long_ago_and_carried_a_step_since_is_made_ag
         assert len(world.relinked) == turn and not world.told
         world.now += 3600.0
         world.do(world.losses.committed(cast(Any, SimpleNamespace(updated=True)), world.now))
+
+
+def test_a_link_that_there_was_not_is_made_each_time_and_loses_nobody() -> None:
+    world = World()
+    for turn in (1, 2, 3):
+        world.losses.link_closed(0, 1, was_linked=False)
+        assert world.missed == [{0, 1}] * turn, "so that the pair is linked from the next mesh epoch on"
+        world.live(0, 1)
+        assert world.relinked == [({0, 1}, "there was no link between workers 0 and 1")] * turn
+    assert not world.told and not world.reported
+    world.losses.link_closed(0, 1)
+    world.live(0, 1)
+    assert len(world.missed) == 3 and len(world.relinked) == 4 and not world.told
 
 
 def test_links_that_end_with_a_worker_are_none_that_were_lost() -> None:

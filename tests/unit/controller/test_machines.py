@@ -46,7 +46,7 @@ class World:
 
     def come(self, places: int, *, used: int = 0, peer: int = -5) -> list[tuple[int, ...]]:
         """An agent on host b is ready. Returns the ranks that are started there, by the order."""
-        (record,) = self.machines.ready(AgentReady(peer, "b", places), 0.0)
+        (record,) = self.machines.agent_ready(AgentReady(peer, "b", places), 0.0)
         assert isinstance(record, Record) and record.fields["state"] == "joined"
         return self.use(Machine(peer, "b", places, frozenset(range(100, 100 + used))))
 
@@ -68,7 +68,7 @@ def states(actions: list[Action]) -> list[object]:
 
 
 def test_who_asks_is_admitted() -> None:
-    assert World().machines.came(AgentCame(-4, "b", 2)) == [AdmitAgent(-4)]
+    assert World().machines.agent_came(AgentCame(-4, "b", 2)) == [AdmitAgent(-4)]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_run_that_ends_or_is_not_elastic_refuses_with_the_reason(
 ) -> None:
     world = World(**elastic)
     vars(world.protocol).update(facts)
-    refuse, record = world.machines.came(AgentCame(-4, "b", 2))
+    refuse, record = world.machines.agent_came(AgentCame(-4, "b", 2))
     assert isinstance(refuse, RefuseAgent) and refuse.peer == -4 and why in refuse.error.what
     assert isinstance(record, Record) and record.fields["state"] == "refused" and why in str(record.fields["reason"])
 
@@ -131,7 +131,7 @@ def test_places_that_cannot_be_used_are_told(monkeypatch: pytest.MonkeyPatch) ->
     world = World()
     world.lose(1)
     monkeypatch.setattr(module, "fits_fd_limit", lambda workers: workers < 4)
-    world.machines.ready(AgentReady(-5, "b", 2), 0.0)
+    world.machines.agent_ready(AgentReady(-5, "b", 2), 0.0)
     (record,) = world.machines.use_places([Machine(-5, "b", 2)], 0.0)
     assert isinstance(record, Record) and record.fields["state"] == "unused" and "ulimit -n" in str(record.fields)
 
@@ -150,10 +150,10 @@ def test_the_places_of_an_agent_that_is_lost_again_are_not_used() -> None:
     world.protocol.started = False
     world.lose(1)
     world.come(2)
-    assert states(world.machines.gone(AgentGone(-5, "b", 2, True, "its connection closed"))) == ["lost"]
+    assert states(world.machines.agent_gone(AgentGone(-5, "b", 2, True, "its connection closed"))) == ["lost"]
     world.protocol.started = True
     assert not world.machines.has_arrivals
-    assert states(world.machines.gone(AgentGone(-6, "b", 2, False, "its data differ"))) == ["refused"]
+    assert states(world.machines.agent_gone(AgentGone(-6, "b", 2, False, "its data differ"))) == ["refused"]
 
 
 def test_an_agent_that_comes_back_for_ever_gets_no_more_workers_than_the_limit_allows() -> None:
@@ -161,8 +161,8 @@ def test_an_agent_that_comes_back_for_ever_gets_no_more_workers_than_the_limit_a
     found: list[Action] = []
     for turn in range(4):  # its one worker hangs each time, it is given up, and joins again
         world.lose(3 + turn)
-        world.machines.gone(AgentGone(-5 - turn, "b", 1, True, "given up"))
-        world.machines.ready(AgentReady(-6 - turn, "b", 1), 0.0)
+        world.machines.agent_gone(AgentGone(-5 - turn, "b", 1, True, "given up"))
+        world.machines.agent_ready(AgentReady(-6 - turn, "b", 1), 0.0)
         found = world.machines.use_places([Machine(-6 - turn, "b", 1)], 10.0 * turn)
         for action in found:
             if isinstance(action, Spawn):
@@ -196,7 +196,7 @@ def test_starts_on_machines_that_come_and_replacements_have_one_limit() -> None:
 def test_places_beyond_the_limit_are_used_when_the_minute_has_passed() -> None:
     world = World(replacements_per_minute=2)
     world.lose(0, 1, 2)
-    world.machines.ready(AgentReady(-5, "b", 4), 0.0)
+    world.machines.agent_ready(AgentReady(-5, "b", 4), 0.0)
     spawn, used, held_back = world.machines.use_places([Machine(-5, "b", 4)], 0.0)
     assert spawn == Spawn((4, 5), host="b") and states([used]) == ["used"]
     assert isinstance(held_back, Record) and held_back.kind == "replacements" and held_back.fields["missing"] == 1
@@ -320,7 +320,7 @@ def test_a_machine_that_was_cut_off_is_used_after_a_pause_that_grows() -> None:
         assert given_up(severed(world, [HERE, B, last], 1, 4, now=now) or []) == [last.agent]
         now += 500.0  # it takes long to come back, and the pause begins then
         back = Machine(-4 - turn, "c", 2)
-        joined, unused = world.machines.ready(AgentReady(-4 - turn, "c", 2), now)
+        joined, unused = world.machines.agent_ready(AgentReady(-4 - turn, "c", 2), now)
         assert states([joined, unused]) == ["joined", "unused"] and isinstance(unused, Record)
         assert str(unused.fields["message"]).startswith(f"c is not used for {seconds:.0f} s: its workers and those")
         assert world.machines.use_places([HERE, B, back], now + seconds - 0.1) == [] and world.machines.has_arrivals
@@ -328,25 +328,25 @@ def test_a_machine_that_was_cut_off_is_used_after_a_pause_that_grows() -> None:
             spawn, _ = world.machines.use_places([HERE, B, back], now + seconds)
             assert isinstance(spawn, Spawn) and spawn.host == "c" and not world.machines.has_arrivals
         else:
-            world.machines.gone(AgentGone(-4 - turn, "c", 2, True, "given up"))
+            world.machines.agent_gone(AgentGone(-4 - turn, "c", 2, True, "given up"))
 
 
 def test_an_agent_that_comes_back_twice_does_not_begin_its_pause_anew() -> None:
     world = spread()
     severed(world, [HERE, B, C], 1, 4)
     for peer, now, left in ((-4, 10.0, "60"), (-5, 50.0, "20")):
-        _, unused = world.machines.ready(AgentReady(peer, "c", 2), now)
+        _, unused = world.machines.agent_ready(AgentReady(peer, "c", 2), now)
         assert isinstance(unused, Record) and str(unused.fields["message"]).startswith(f"c is not used for {left} s: ")
-        world.machines.gone(AgentGone(peer, "c", 2, True, "its connection closed"))
-    assert states(world.machines.ready(AgentReady(-6, "c", 2), 70.0)) == ["joined"], "it is over"
+        world.machines.agent_gone(AgentGone(peer, "c", 2, True, "its connection closed"))
+    assert states(world.machines.agent_ready(AgentReady(-6, "c", 2), 70.0)) == ["joined"], "it is over"
 
 
 def test_other_machines_are_used_meanwhile() -> None:
     world = spread()
     world.lose(0, 3)
     severed(world, [HERE, B, C], 1, 4)
-    world.machines.ready(AgentReady(-4, "c", 2), 1.0)
-    world.machines.ready(AgentReady(-5, "b", 1), 1.0)
+    world.machines.agent_ready(AgentReady(-4, "c", 2), 1.0)
+    world.machines.agent_ready(AgentReady(-5, "b", 1), 1.0)
     spawn, _ = world.machines.use_places([HERE, Machine(-4, "c", 2), Machine(-5, "b", 1)], 1.0)
     assert isinstance(spawn, Spawn) and spawn.host == "b" and world.machines.has_arrivals
 

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -16,6 +17,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from elaswave_spmd.conf.compose import settings_from
+from elaswave_spmd.controller.moved import take_note
 from elaswave_spmd.controller.on_ray import cluster, decisions, node, supervisor, vendor
 from elaswave_spmd.controller.on_ray.decisions import (
     REFUSED,
@@ -23,6 +25,7 @@ from elaswave_spmd.controller.on_ray.decisions import (
     AddAgent,
     After,
     AgentActor,
+    Begin,
     Drain,
     Fleet,
     Move,
@@ -32,7 +35,10 @@ from elaswave_spmd.controller.on_ray.decisions import (
     StartAgent,
     Tell,
     after_controller,
+    how_to_begin,
+    is_in_vain,
     to_start,
+    workers_wait,
 )
 from elaswave_spmd.controller.on_ray.files import JobFiles
 from elaswave_spmd.controller.on_ray.job import (
@@ -46,7 +52,8 @@ from elaswave_spmd.controller.on_ray.job import (
 )
 from elaswave_spmd.controller.on_ray.node import NodeReport
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.run_dir.lock import lock_run_dir
+from elaswave_spmd.run_dir import atomic_write
+from elaswave_spmd.run_dir.lock import LOCK, lock_run_dir
 from tests.full_disk import room_for
 
 WORDS = ["mesh=dp4", "run.dir=runs/one", "runtime.launcher=ray"]
@@ -131,6 +138,33 @@ def test_the_controllers_command_has_the_users_words_and_those_that_are_handed_t
     assert settings.train.steps == 7 and controller_settings(found.words, environment) is None
     fewer = settings_from([*found.words, *words_at(found, HERE, 1, are_all=False)]).runtime
     assert (fewer.agents, fewer.local_workers) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "adopt_s", "not_adopted"),
+    [
+        ([], 120.0, ""),
+        (["timeouts.adopt=7"], 7.0, ""),
+        (["timeouts.adopt=null"], None, ""),
+        (["mirror.verify_every=5"], None, "mirror.verify_every=5: the controller has the hashes of replicas"),
+        (["mirror.verify_every=5", "timeouts.adopt=null"], None, ""),
+    ],
+)
+def test_workers_wait_for_the_next_controller_where_nobody_says_something_else(
+    words: list[str], adopt_s: float | None, not_adopted: str
+) -> None:
+    """A default refuses no command that was good without it."""
+    handed = hand_over([*WORDS, *words], {}, "/home/me")
+    assert handed is not None and handed.settings.timeouts.adopt == adopt_s
+    found = handed.job.shared_out(cpus(8, 8))
+    assert (found.adopt_s, found.not_adopted) == (adopt_s, not_adopted)
+    settings = settings_from([*found.words, *words_at(found, HERE, 2, are_all=True)])
+    assert settings.timeouts.adopt == adopt_s
+
+
+def test_workers_that_were_to_wait_and_cannot_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"timeouts.adopt is given with mirror.verify_every=5"):
+        job("mirror.verify_every=5", "timeouts.adopt=120")
 
 
 def test_processes_have_the_variables_of_the_command_and_nothing_of_rays() -> None:
@@ -296,6 +330,68 @@ def test_agents_that_ended_with_a_refused_controller_are_started_for_the_next_on
         AgentActor(3, "d", True, ActorState.IDLE),
     ]
     assert to_start(agents, HERE) == [0, 2, 3]
+
+
+PLACING = AgentActor(3, "", True, ActorState.PLACING)
+
+
+@pytest.mark.parametrize(
+    ("agents", "waited_s", "wait"),
+    [
+        ([serving(0, "a", has_workers=True), PLACING], 0.0, True),
+        ([serving(0, "a"), PLACING], 1.0, None),
+        ([serving(0, "a"), PLACING], 20.0, False),
+        ([serving(0, "a"), serving(1, "b", state=ActorState.ENDED, code=0)], 0.0, False),
+        ([AgentActor(0, "a", True, ActorState.IDLE, has_workers=True)], 0.0, True),
+        ([], 0.0, False),
+    ],
+)
+def test_workers_wait_where_an_agent_has_some_and_who_has_not_answered_may(
+    agents: list[AgentActor], waited_s: float, wait: bool | None
+) -> None:
+    assert workers_wait(agents, waited_s) is wait
+
+
+@pytest.mark.parametrize(
+    ("facts", "begin"),
+    [
+        ("", Begin.AS_TYPED),
+        ("has_shards", Begin.AS_TYPED),
+        ("has_begun", Begin.ANEW),
+        ("has_begun are_waiting", Begin.RESUMING),
+        ("has_begun are_waiting was_in_vain", Begin.RESUMING),
+        ("has_begun has_checkpoint has_shards", Begin.RESUMING),
+        ("has_begun has_shards", Begin.RESUMING),
+        ("has_begun has_shards was_in_vain", Begin.ANEW),
+    ],
+)
+def test_how_a_controller_begins(facts: str, begin: Begin) -> None:
+    names = ("has_begun", "are_waiting", "has_checkpoint", "has_shards", "was_in_vain")
+    assert how_to_begin(**{name: name in facts.split() for name in names}) is begin
+
+
+@pytest.mark.parametrize(
+    ("code", "had", "has", "steps", "refusals", "in_vain"),
+    [
+        (1, False, False, 0, 0, True),
+        (REFUSED, False, False, 0, 1, False),
+        (REFUSED, False, False, 0, 2, True),
+        (1, True, True, 0, 0, False),
+        (1, False, True, 0, 0, False),
+        (1, False, False, 3, 0, False),
+        (-9, False, False, 0, 0, False),
+        (0, False, False, 0, 0, False),
+    ],
+)
+def test_a_controller_that_finds_nothing_to_go_on_with_was_started_in_vain(
+    code: int, had: bool, has: bool, steps: int, refusals: int, in_vain: bool
+) -> None:
+    found = is_in_vain(code, had_checkpoint=had, has_checkpoint=has, steps=steps, refusals=refusals)
+    assert found is in_vain
+    if in_vain:
+        known = {"goes_on": True, "in_vain": True}
+        assert after_controller(code, moves=False, is_asked=False, **known) is After.AGAIN
+        assert after_controller(code, moves=False, is_asked=True, **known) is After.END
 
 
 def test_no_key_of_an_agent_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -618,6 +714,136 @@ def test_an_agent_that_cannot_be_started_is_a_failure_of_its_node_and_another_no
     assert ready == ["b", "c"], "the next controller does not wait for it"
 
 
+class OneNode:
+    """The actor of a node, whose agent is made up.
+
+    Attributes:
+        started: the words of each agent.
+        code: the exit code of the last one; None: it lives.
+        now: by the clock of the actor.
+    """
+
+    def __init__(self, found: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[list[str]] = []
+        self.ended = 0
+        self.code: int | None = None
+        self.now = 0.0
+        monkeypatch.setattr(node, "node_id", lambda: "a")
+        monkeypatch.setattr(node, "check_node", lambda job: NodeReport("a", "", "all is well"))
+        monkeypatch.setattr(node, "_environment_of", lambda process, otherwise: otherwise)
+        monkeypatch.setattr(node.tied, "start", self._start)
+        monkeypatch.setattr(node.time, "monotonic", lambda: self.now)
+        self.actor = node.NodeAgent(found)
+        self._files = JobFiles(found)
+
+    @property
+    def note(self) -> Path:
+        """That of the agent that was started last."""
+        return self._files.note_for("a-1", self.actor.state().start)
+
+    def _start(self, words: list[str], *_: object) -> Any:
+        self.started.append(words)
+        self.code = None
+        return MagicMock(pid=2**30, poll=lambda: self.code, terminate=self._end)
+
+    def _end(self) -> None:
+        self.ended += 1
+
+    def start(self, rendezvous: str) -> str:
+        return self.actor.start(rendezvous, "a-1").facts
+
+    @property
+    def serves(self) -> str:
+        return self.actor.state().serves
+
+    @property
+    def notes(self) -> list[Path]:
+        """All notes of the run that have not been read."""
+        return [*self.note.parent.glob("agent-*.moved")]
+
+
+THERE = "10.0.0.2:20002"
+
+
+@pytest.fixture
+def one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OneNode:
+    found = job(folder=str(tmp_path)).shared_out(cpus(8))
+    JobFiles(found).make()
+    return OneNode(found, monkeypatch)
+
+
+def test_an_agent_that_may_keep_its_workers_is_told_where_the_next_controller_is(one_node: OneNode) -> None:
+    one_node.start(HERE)
+    assert one_node.started[0][-2:] == ["--moved-file", str(one_node.note)]
+    assert one_node.start(THERE) == f"told that the controller is at {THERE}; it keeps its workers"
+    assert one_node.serves == THERE and len(one_node.started) == 1 and not one_node.ended
+    assert take_note(one_node.note) == THERE
+    one_node.now = 1e6
+    assert one_node.serves == THERE, "it has read that"
+    one_node.start(THERE)
+    assert not one_node.note.exists(), "as it is there"
+
+
+def test_an_agent_that_ends_before_it_has_heard_is_started_where_the_controller_is(one_node: OneNode) -> None:
+    """The controller before had ended it in order."""
+    one_node.start(HERE)
+    one_node.start(THERE)
+    one_node.code = 0
+    assert one_node.serves == ""
+    one_node.start(THERE)
+    assert one_node.serves == THERE and len(one_node.started) == 2 and THERE in one_node.started[1]
+    assert not one_node.notes, "the one before has left none"
+    one_node.code = 0
+    assert one_node.serves == THERE, "it ends with the run"
+
+
+def test_an_agent_that_does_not_hear_for_a_minute_leaves_and_is_started_again(one_node: OneNode) -> None:
+    one_node.start(HERE)
+    one_node.start(THERE)
+    one_node.now = 59.0
+    assert one_node.serves == THERE
+    one_node.now = 61.0
+    assert one_node.serves == "" and not one_node.ended
+    one_node.start(THERE)
+    assert one_node.serves == THERE and len(one_node.started) == 2 and one_node.ended == 1
+
+
+def test_a_note_that_cannot_be_written_is_a_failure_of_the_start(
+    one_node: OneNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is counted, told, and tried again later. An error would be taken for the loss of the actor."""
+    one_node.start(HERE)
+
+    def refuse(*_: object) -> int:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(atomic_write, "open_private", refuse)
+    report = one_node.actor.start(THERE, "a-1")
+    assert "cannot be told where the controller is (Read-only file system)" in report.failure and not report.problem
+    assert one_node.serves == HERE and len(one_node.started) == 1 and not one_node.ended
+
+
+def test_two_agents_of_one_node_have_notes_of_their_own(one_node: OneNode, tmp_path: Path) -> None:
+    """Ray may place one of the first agents on a node that has an agent which was added."""
+    other = node.NodeAgent(job(folder=str(tmp_path)).shared_out(cpus(8)))
+    for actor in (one_node.actor, other):
+        actor.start(HERE, "a-1")
+        actor.start(THERE, "a-1")
+    assert [take_note(note) for note in one_node.notes] == [THERE] * 2
+
+
+def test_without_adoption_an_agent_leaves_before_another_one_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = job("timeouts.adopt=null", folder=str(tmp_path)).shared_out(cpus(8))
+    JobFiles(found).make()
+    one_node = OneNode(found, monkeypatch)
+    one_node.start(HERE)
+    one_node.start(THERE)
+    assert len(one_node.started) == 2 and one_node.ended == 1
+    assert not [word for words in one_node.started for word in words if "moved" in word]
+
+
 def test_tries_to_start_an_agent_are_counted_in_a_row_and_for_each_node() -> None:
     found, idle, now = fleet(), AgentActor(1, "b", True, ActorState.IDLE), 0.0
     for _ in range(4):
@@ -649,6 +875,16 @@ def test_an_actor_that_is_lost_while_it_starts_its_agent_is_no_failure_of_the_st
     assert there.answers() == []
 
 
+def test_notes_that_nobody_has_read_are_removed_with_the_next_begin(tmp_path: Path) -> None:
+    files = JobFiles(job(folder=str(tmp_path)))
+    files.make()
+    note = files.note_for("a", "1f")
+    for left in (note, note.with_name(f".{note.name}.taken")):
+        left.touch()
+    files.make()
+    assert not [path for path in note.parent.iterdir() if "moved" in path.name]
+
+
 def test_a_run_that_cannot_be_begun_on_a_full_disk_is_refused(tmp_path: Path) -> None:
     found = job(folder=str(tmp_path))
     with room_for(0), pytest.raises(ConfigError, match=r"cannot write .*one\.ray \(File too large\)"):
@@ -675,6 +911,322 @@ def test_a_stop_is_seen_by_a_supervisor_that_is_started_after_it(
     assert there.agents.call_count == 3, "the workers have written their state"
     files.make()
     assert not files.is_asked_to_stop, "it was for the run before"
+
+
+class Controllers:
+    """A supervisor in its only life, whose cluster is made up, and whose controllers do what a test says.
+
+    Args:
+        lives: what each controller does, which returns its exit code as `subprocess` has it.
+
+    Attributes:
+        cluster: made up.
+        agents: as the cluster tells of them.
+        words: of each controller, without the program.
+        added: to them by the supervisor: how many agents, and workers beside the controller.
+        left: what was in the file of the lock when each one began.
+    """
+
+    def __init__(self, found: Job, monkeypatch: pytest.MonkeyPatch, *lives: Callable[[], int]) -> None:
+        self.files = JobFiles(found)
+        self.files.make()
+        self.run_dir = Path(found.run_dir)
+        self.agents = [serving(0, "a", has_workers=True)]
+        self.words: list[list[str]] = []
+        self.added: list[list[str]] = []
+        self.left: list[str | None] = []
+        self.terminated: list[int] = []
+        self._lives = [*lives]
+        self.cluster = cluster = MagicMock()
+        cluster.nodes.side_effect = lambda: nodes(A)
+        cluster.agents.side_effect = lambda: self.agents
+        cluster.check.return_value = [NodeReport("a", "", "")]
+        cluster.answers.return_value = []
+        cluster.terminate.side_effect = self._terminate
+        ray = MagicMock(get_node_ip_address=lambda: "127.0.0.1")
+        monkeypatch.setattr(supervisor, "ray_module", lambda name="": ray)
+        monkeypatch.setattr(supervisor, "node_id", lambda: "a")
+        monkeypatch.setattr(supervisor.tied, "start", self._start)
+        for name in ("_TURN_S", "_ELSEWHERE_S", "_SETTLED_S"):
+            monkeypatch.setattr(supervisor, name, 0.0)
+        self.stop = threading.Event()
+        self.life = supervisor.SupervisorLife(found, self.files, cluster, self.stop)
+
+    def _start(self, command: list[str], environment: dict[str, str], *_: object) -> Any:
+        self.added.append([word for word in json.loads(environment[MARK]) if ".agents=" in word or ".local_" in word])
+        self.words.append(command[command.index("train") + 1 :])
+        lock = self.run_dir / LOCK
+        self.left.append(lock.read_text() if lock.exists() else None)
+        code = self._lives.pop(0)()
+        return MagicMock(poll=lambda: code)
+
+    def _terminate(self, key: int) -> None:
+        self.terminated.append(key)
+        self.agents = [serving(0, "a", state=ActorState.ENDED, code=143)]
+
+    def begin(self) -> None:
+        """What a controller does that has begun the run."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / LOCK).write_text(KILLED)
+
+    def killed(self) -> int:
+        self.begin()
+        return -9
+
+    def killed_with_all_workers(self) -> int:
+        self.agents = [serving(0, "a")]
+        return self.killed()
+
+    def adopts_nobody(self) -> int:
+        self.agents = [serving(0, "a")]
+        return 1
+
+    def write_shard(self, step: int) -> None:
+        """What a worker does that has lost its controller: the checkpoint has no manifest."""
+        shard = self.run_dir / "checkpoints" / f"step_{step:08}" / "shard_0_1-1.safetensors"
+        shard.parent.mkdir(parents=True)
+        shard.touch()
+
+    def step(self) -> None:
+        with (self.run_dir / "metrics.jsonl").open("a") as file:
+            file.write("{}\n")
+
+    def resumes(self, number: int) -> bool:
+        return f"train.resume={self.run_dir}" in self.words[number]
+
+
+KILLED = "123456789\n"
+"""What a controller that was killed has left in the file of its lock."""
+
+
+@pytest.fixture
+def on_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Controllers]:
+    found = job("runtime.agents=1", folder=str(tmp_path)).shared_out([])
+    made: list[Controllers] = []
+
+    def controllers(*lives: str | Callable[[], int]) -> Controllers:
+        """Each life is a method's name, or a function."""
+
+        def life_of(life: str | Callable[[], int]) -> Callable[[], int]:
+            return (lambda: getattr(made[0], life)()) if isinstance(life, str) else life
+
+        made.append(Controllers(found, monkeypatch, *map(life_of, lives)))
+        return made[0]
+
+    return controllers
+
+
+def test_the_next_controller_adopts_workers_that_wait_also_where_there_is_no_checkpoint(
+    on_one_node: Callable[..., Controllers],
+) -> None:
+    made = on_one_node("killed", lambda: 0)
+    assert made.life.run() == 0
+    assert [made.resumes(number) for number in range(2)] == [False, True]
+    assert made.left == [None, KILLED], "so that it looks for agents with workers"
+    log = made.files.log.read_text()
+    assert "ray: workers wait for the next controller, which adopts them" in log
+    assert not made.terminated and not [*made.run_dir.parent.glob("*.without_checkpoint.*")]
+
+
+def test_where_nobody_waits_the_run_goes_on_from_what_workers_have_written(
+    on_one_node: Callable[..., Controllers],
+) -> None:
+    """Their checkpoint has no manifest: the next controller completes it, or says that it cannot."""
+
+    def begins_with_shards() -> int:
+        made.write_shard(3)
+        return made.killed_with_all_workers()
+
+    made = on_one_node(begins_with_shards, *[lambda: REFUSED] * 2, lambda: 0)
+    assert made.life.run() == 0
+    assert [made.resumes(number) for number in range(4)] == [False, True, True, False], "one refusal may be by chance"
+    assert made.left == [None, "", "", None], "nobody has to be waited for; then another directory"
+    assert len([*made.run_dir.parent.glob("*.without_checkpoint.*")]) == 1
+    assert "workers wait for" not in made.files.log.read_text()
+
+
+def test_a_run_whose_workers_could_not_be_adopted_and_that_has_no_checkpoint_begins_anew(
+    on_one_node: Callable[..., Controllers],
+) -> None:
+    made = on_one_node("killed", "adopts_nobody", lambda: 1)
+    assert made.life.run() == 1, "what a run says that has begun anew stays"
+    assert [made.resumes(number) for number in range(3)] == [False, True, False]
+    assert "the run has no checkpoint, and begins again" in made.files.log.read_text()
+
+
+def test_what_workers_write_while_a_controller_is_started_in_vain_is_tried_by_the_next_one(
+    on_one_node: Callable[..., Controllers],
+) -> None:
+    """It came too early: what they had to say was not whole. When it has ended it is."""
+
+    def looks_too_early() -> int:
+        made.write_shard(1)
+        return made.adopts_nobody()
+
+    made = on_one_node("killed", looks_too_early, "adopts_nobody", lambda: 0)
+    assert made.life.run() == 0
+    assert [made.resumes(number) for number in range(4)] == [False, True, True, False], "and once more in vain"
+    assert len([*made.run_dir.parent.glob("*.without_checkpoint.*")]) == 1
+
+
+def test_what_workers_have_written_is_tried_also_after_a_controller_that_was_started_in_vain(
+    on_one_node: Callable[..., Controllers],
+) -> None:
+    def trains_anew() -> int:
+        made.begin()
+        made.step()
+        made.write_shard(1)
+        return -9
+
+    made = on_one_node("killed", "adopts_nobody", trains_anew, lambda: 0)
+    assert made.life.run() == 0
+    assert [made.resumes(number) for number in range(4)] == [False, True, False, True]
+
+
+def test_workers_of_which_an_actor_tells_late_are_adopted(
+    on_one_node: Callable[..., Controllers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was busy, or Ray is slow. Nothing is put aside under them, and the file of the lock is not emptied."""
+    made = on_one_node("killed", lambda: 0)
+    monkeypatch.setattr(decisions, "_ANSWERS_S", 0.0)
+    late = iter([[AgentActor(0, "a", True, ActorState.PLACING)]] * 3)
+
+    def agents() -> list[AgentActor]:
+        return made.agents if len(made.words) != 1 else next(late, made.agents)
+
+    made.cluster.agents.side_effect = agents
+    assert made.life.run() == 0
+    assert [made.resumes(number) for number in range(2)] == [False, True] and made.left[1] == KILLED
+    assert not [*made.run_dir.parent.glob("*.without_checkpoint.*")]
+
+
+@pytest.mark.parametrize(
+    ("node", "looks", "adopts"),
+    [
+        ("a", [True] * 99, True),
+        ("a", [True], False),
+        ("b", [True] * 99, False),
+    ],
+    ids=["they wait", "they were just ending", "they are on another node"],
+)
+def test_workers_beside_the_controller_are_adopted_on_the_same_node(
+    on_one_node: Callable[..., Controllers], monkeypatch: pytest.MonkeyPatch, node: str, looks: list[bool], adopts: bool
+) -> None:
+    def killed() -> int:
+        made.files.progress = replace(made.files.progress, node=node)
+        monkeypatch.setattr(JobFiles, "has_workers", property(lambda self: next(found, False)))
+        return made.killed_with_all_workers()
+
+    made, found = on_one_node(killed, lambda: 0), iter(looks)
+    assert made.life.run() == 0
+    assert made.resumes(1) is adopts and made.left[1] == (KILLED if adopts else None)
+
+
+def test_workers_beside_the_controller_are_waited_for_before_a_run_ends(
+    on_one_node: Callable[..., Controllers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed_when_it_was_asked() -> int:
+        made.stop.set()
+        return made.killed_with_all_workers()
+
+    made, looks = on_one_node(killed_when_it_was_asked), iter([True] * 5)
+    monkeypatch.setattr(JobFiles, "has_workers", property(lambda self: next(looks, False)))
+    assert made.life.run() == 128 + 9 and next(looks, None) is None
+
+
+def test_refusals_before_a_start_do_not_hide_that_a_run_gets_no_further(
+    on_one_node: Callable[..., Controllers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, looks = on_one_node(*["killed"] * 12), iter(range(100))
+    real = made.files.check_free
+
+    def check_free(*, nobody_waits: bool) -> None:
+        if next(looks) % 2 == 0:
+            raise ConfigError("run.dir is in use", rule="", where="", fix="")
+        real(nobody_waits=nobody_waits)
+
+    monkeypatch.setattr(made.files, "check_free", check_free)
+    assert made.life.run() == 1 and len(made.words) == 4
+
+
+@pytest.mark.parametrize(
+    ("is_reserved", "added"),
+    [
+        (True, ["runtime.agents=2", "runtime.local_workers=0"]),
+        (False, ["runtime.agents=1", "runtime.local_workers=null"]),
+    ],
+)
+def test_a_controller_that_adopts_would_wait_for_all_agents_should_it_begin_again(
+    is_reserved: bool, added: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins with those that are there in three seconds. If Ray has no room for the rest they are not waited for."""
+    found = job("runtime.agents=2", folder=str(tmp_path)).shared_out([])
+    made = Controllers(found, monkeypatch, lambda: made.killed(), lambda: 0)
+    for name in ("_WAITING_S", "_REGATHER_S"):
+        monkeypatch.setattr(supervisor, name, 0.0)
+    made.cluster.are_reserved.side_effect = lambda: is_reserved or not made.words
+    assert made.life.run() == 0 and made.added[1] == added
+
+
+def test_what_a_run_says_that_has_got_further_stays(on_one_node: Callable[..., Controllers]) -> None:
+    def trains() -> int:
+        made.step()
+        return 1
+
+    made = on_one_node("killed", trains)
+    assert made.life.run() == 1 and made.resumes(1)
+
+
+def test_a_controller_is_not_started_while_another_one_has_the_directory(
+    on_one_node: Callable[..., Controllers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be cut off from Ray. Whether there is something to go on with is not known before it is gone."""
+    made = on_one_node("killed", lambda: 0)
+    tries: list[bool] = []
+    real = made.files.check_free
+
+    def check_free(*, nobody_waits: bool) -> None:
+        if len(tries) < 3:
+            tries.append(nobody_waits)
+            with lock_run_dir(made.run_dir):
+                real(nobody_waits=nobody_waits)
+        real(nobody_waits=nobody_waits)
+
+    monkeypatch.setattr(made.files, "check_free", check_free)
+    assert made.life.run() == 0
+    assert tries == [False] * 3 and len(made.words) == 2
+    assert made.files.log.read_text().count("is in use by process") == 3
+
+
+def test_workers_that_wait_save_their_state_before_a_run_ends_that_was_asked_to(
+    on_one_node: Callable[..., Controllers],
+) -> None:
+    def killed_when_it_was_asked() -> int:
+        made.stop.set()
+        return made.killed()
+
+    made = on_one_node(killed_when_it_was_asked)
+    assert made.life.run() == 128 + 9 and made.terminated == [0] and len(made.words) == 1
+
+
+def test_workers_that_wait_save_their_state_before_a_run_ends_that_gets_no_further(
+    on_one_node: Callable[..., Controllers],
+) -> None:
+    made = on_one_node(*["killed"] * 9)
+    assert made.life.run() == 1 and len(made.words) == 4 and made.terminated == [0]
+    assert "the run got no further" in made.files.log.read_text()
+
+
+def test_a_controller_that_is_killed_when_the_result_is_written_is_not_started_again(
+    on_one_node: Callable[..., Controllers],
+) -> None:
+    def finishes() -> int:
+        made.begin()
+        (made.run_dir / "summary.json").touch()
+        return -9
+
+    made = on_one_node(finishes)
+    assert made.life.run() == 0 and len(made.words) == 1
 
 
 def test_one_command_at_a_time_begins_a_run(tmp_path: Path) -> None:
@@ -717,7 +1269,9 @@ def test_a_run_without_a_checkpoint_is_put_aside(tmp_path: Path) -> None:
     assert aside is not None and aside.name == "one.without_checkpoint.1" and not files.has_begun
     unfinished = run_dir / "checkpoints" / "step_00000001"
     unfinished.mkdir(parents=True)
-    assert not files.has_checkpoint, "its manifest is written last"
+    assert not files.has_checkpoint and not files.shards, "its manifest is written last"
+    (unfinished / "shard_0_1-1.safetensors").touch()
+    assert not files.has_checkpoint and files.shards
     with lock_run_dir(run_dir), pytest.raises(ConfigError, match="is in use by process"):
         files.put_aside()
     (unfinished / "manifest.json").touch()

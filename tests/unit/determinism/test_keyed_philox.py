@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.determinism import fast_words, fold, philox4x32, root, words
 from elaswave_spmd.determinism.rng import WordSource, philox_block
+from tests.waiting import PATIENCE_S
 
 # Published known-answer vectors of Random123 (kat_vectors, philox4x32 with 10 rounds): counter, key, output.
 RANDOM123 = [
@@ -85,4 +86,4 @@ try: keyed.nothing
 except AttributeError as error: assert "nothing" in str(error)
 else: raise AssertionError
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_S)

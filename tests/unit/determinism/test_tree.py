@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.determinism.reduction_tree import (
     Reduction,
+    is_node,
     max_open_nodes,
     maximal_nodes,
     parent_and_sibling,
@@ -50,6 +51,20 @@ def test_worked_example():
     assert maximal_nodes(range(4), 10) == ((0, 4),)
     assert maximal_nodes([4, 5, 6], 10) == ((4, 6), (6, 7))
     assert maximal_nodes([7, 8, 9], 10) == ((7, 8), (8, 10))
+
+
+def nodes_below(lo: int, hi: int) -> set[tuple[int, int]]:
+    if hi - lo == 1:
+        return {(lo, hi)}
+    middle = split((lo, hi))
+    return {(lo, hi)} | nodes_below(lo, middle) | nodes_below(middle, hi)
+
+
+@pytest.mark.parametrize("num_microbatches", range(1, 70))
+def test_what_is_a_node(num_microbatches: int) -> None:
+    around = range(-2, num_microbatches + 3)
+    found = {(lo, hi) for lo in around for hi in around if is_node((lo, hi), num_microbatches)}
+    assert found == nodes_below(0, num_microbatches)
 
 
 @given(MICROBATCHES, st.randoms(use_true_random=False))

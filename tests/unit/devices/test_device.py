@@ -63,6 +63,11 @@ def test_workers_that_compile_are_forked_from_a_process_without_a_pool() -> None
     assert start.preload == ("torch._inductor.compile_fx",) and start.method == "fork"
 
 
+def test_no_driver_is_opened_in_the_process_that_workers_are_forked_from() -> None:
+    """Importing torch's compiler asks the driver of GPUs for devices: each worker does that by itself."""
+    assert worker_start(settings("cuda", compile=True), GPU).preload == ()
+
+
 @pytest.mark.parametrize(("device", "machine"), [("xla", XLA), ("emulated", PLAIN)])
 def test_other_devices_have_nothing_for_torch_compile(device: str, machine: MadeUpMachine) -> None:
     with pytest.raises(ConfigError, match=r"torch\.compile") as caught:

@@ -78,7 +78,14 @@ def test_deterministic_kernels_are_asked_for() -> None:
     [("cuda", "TORCH_NCCL_BLOCKING_WAIT", "1"), ("npu", "HCCL_ASYNC_ERROR_HANDLING", "0")],
 )
 def test_an_error_in_a_group_ends_no_process(kind: str, name: str, wanted: str) -> None:
-    assert device_of(kind).group_environment({}) == {name: wanted}
+    assert device_of(kind).group_environment({})[name] == wanted
     assert name not in device_of(kind).environment({}, Island()), "without groups it is the user's"
     with pytest.raises(ConfigError, match=r"ends (processes|the process)"):
         device_of(kind).group_environment({name: "2"})
+
+
+def test_all_algorithms_of_nccl_are_connected_when_a_group_is_made() -> None:
+    """And not at the first collective that is large enough for another one, in the training thread."""
+    assert device_of("cuda").group_environment({})["NCCL_RUNTIME_CONNECT"] == "0"
+    with pytest.raises(ConfigError, match="waits for peers in a call"):
+        device_of("cuda").group_environment({"NCCL_RUNTIME_CONNECT": "1"})

@@ -12,6 +12,7 @@ from elaswave_spmd.conf.schema import DEVICES
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.devices import ThisMachine, check_usable, device_names, device_of
 from tests.unit.devices.made_up_machines import GPU, NPU, PLAIN, XLA, MadeUpMachine
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 
@@ -118,5 +119,5 @@ def test_checking_loads_no_torch_and_no_vendor_module() -> None:
         "        pass\n"
         "print(sorted(m for m in sys.modules if m.startswith('torch')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr

@@ -18,9 +18,10 @@ from elaswave_spmd.runtime.devices.host import HostDevice
 from elaswave_spmd.runtime.devices.process_group import Collective, DeviceGroups, GroupInBackground
 from tests.waiting import eventually
 
+LASTS_S = 60.0  # the same where nothing is to hang: longer than a busy machine stands still
 KIND = device_of("cpu")
 PATIENCE_S = 5.0
-"""Of a group, and of a broadcast: as long as a test waits for one that hangs."""
+"""Of a group, and of a collective: as long as a test waits for one that hangs."""
 
 
 @dataclass
@@ -31,9 +32,10 @@ class Stage:
     dies: set[int] = field(default_factory=set)
     ended: list[str] = field(default_factory=list)
     fails_to_end: bool = False
+    patience_s: float = PATIENCE_S
 
     def worker(self, rank: int) -> GroupInBackground:
-        return GroupInBackground(Gloo(self, rank), PATIENCE_S)
+        return GroupInBackground(Gloo(self, rank), self.patience_s)
 
     def workers(self, number: int) -> list[GroupInBackground]:
         return [self.worker(rank) for rank in range(number)]
@@ -43,7 +45,7 @@ class Gloo(DeviceGroups):
     """The groups of one worker of a stage."""
 
     def __init__(self, stage: Stage, rank: int) -> None:
-        super().__init__(HostDevice(KIND), "", "127.0.0.1", PATIENCE_S)
+        super().__init__(HostDevice(KIND), "", "127.0.0.1", stage.patience_s)
         self._stage = stage
         self._rank = rank
 
@@ -69,21 +71,22 @@ def no_thread_is_left() -> Iterator[None]:
 
 def change(workers: dict[int, GroupInBackground], epoch: int) -> None:
     for rank, worker in workers.items():
-        worker.change(epoch, sorted(workers), rank)
+        worker.enter_epoch(epoch, sorted(workers), rank)
 
 
 def all_ready(workers: dict[int, GroupInBackground], epoch: int) -> bool:
     return all(worker.ready == epoch for worker in workers.values())
 
 
-def passes_on(workers: dict[int, GroupInBackground], root: int) -> None:
-    """After a broadcast every member has the values of the root."""
-    tensors = {rank: torch.full((1000,), float(rank)) for rank in workers}
-    works = [worker.broadcast(tensors[rank], root) for rank, worker in workers.items()]
+def gathers(workers: dict[int, GroupInBackground], size: int = 1000) -> None:
+    """After an all-gather every member has the shares of all, in the order of members. In bf16, as parameters are."""
+    shares = {rank: torch.full((size,), float(rank), dtype=torch.bfloat16) for rank in sorted(workers)}
+    gathered = {rank: torch.zeros(size * len(workers), dtype=torch.bfloat16) for rank in workers}
+    works = [worker.gather(shares[rank], gathered[rank]) for rank, worker in workers.items()]
     eventually(lambda: all(work.is_completed() for work in works))
     for work in works:
         work.wait()
-    assert all(torch.equal(values, torch.full((1000,), float(root))) for values in tensors.values())
+    assert all(torch.equal(found, torch.cat(list(shares.values()))) for found in gathered.values())
 
 
 def exchanges(workers: dict[int, GroupInBackground]) -> None:
@@ -105,31 +108,31 @@ def exchanges(workers: dict[int, GroupInBackground]) -> None:
 
 def test_members_come_and_go() -> None:
     """Each change gives up the group before at once, and the next one serves."""
-    stage = Stage()
+    stage = Stage(patience_s=LASTS_S)
     workers = dict(enumerate(stage.workers(4)))
     for epoch, members in enumerate([(0, 1, 2), (0, 2), (0, 2, 3), (3, 2)]):
         some = {rank: workers[rank] for rank in members}
         change(some, epoch)
         assert not any(worker.ready == epoch - 1 for worker in some.values()), "links serve from the change on"
         eventually(lambda some=some, epoch=epoch: all_ready(some, epoch))
-        passes_on(some, members[-1])
+        gathers(some)
         exchanges(some)
     assert set(stage.ended) == {"mesh epoch 1", "mesh epoch 2", "mesh epoch 3"}
 
 
 def test_two_stages_meet_in_one_store() -> None:
-    stage = Stage()
+    stage = Stage(patience_s=LASTS_S)
     first, second = ({rank: stage.worker(rank) for rank in ranks} for ranks in ((0, 1), (2, 3)))
     change(first, 0)
     change(second, 0)
     eventually(lambda: all_ready(first, 0) and all_ready(second, 0))
-    passes_on(first, 1)
-    passes_on(second, 3)
+    gathers(first)
+    gathers(second)
 
 
 def test_a_single_worker_has_no_group() -> None:
-    worker = Stage().worker(5)
-    worker.change(0, [5], 5)
+    worker = Stage(patience_s=LASTS_S).worker(5)
+    worker.enter_epoch(0, [5], 5)
     eventually(lambda: not any(t.name == "group of epoch 0" for t in threading.enumerate()))
     assert worker.ready is None and worker.failure is None
 
@@ -137,19 +140,19 @@ def test_a_single_worker_has_no_group() -> None:
 @pytest.mark.parametrize("pause_s", [0.0, 0.003, 0.01, 0.05])
 def test_changes_in_quick_succession_leave_no_thread_in_the_library(pause_s: float) -> None:
     """Some members see that all have met, others that there is a newer epoch: either all make the group, or none."""
-    workers = dict(enumerate(Stage().workers(3)))
+    workers = dict(enumerate(Stage(patience_s=LASTS_S).workers(3)))
     for epoch in range(4):
         for rank, worker in workers.items():
-            worker.change(epoch, sorted(workers), rank)
+            worker.enter_epoch(epoch, sorted(workers), rank)
             time.sleep(pause_s)
     eventually(lambda: all_ready(workers, 3))
-    passes_on(workers, 1)
+    gathers(workers)
 
 
 def test_a_member_that_never_comes_blocks_no_other() -> None:
-    workers = dict(enumerate(Stage().workers(3)))
+    workers = dict(enumerate(Stage(patience_s=LASTS_S).workers(3)))
     for rank in (0, 1):
-        workers[rank].change(0, [0, 1, 2], rank)
+        workers[rank].enter_epoch(0, [0, 1, 2], rank)
     some = {rank: workers[rank] for rank in (0, 1)}
     change(some, 1)
     eventually(lambda: all_ready(some, 1))
@@ -166,27 +169,27 @@ def test_a_member_that_dies_while_others_connect_is_forgotten_in_the_next_epoch(
     some = {rank: workers[rank] for rank in (0, 2, 3)}
     change(some, 1)
     eventually(lambda: all_ready(some, 1))
-    passes_on(some, 3)
+    gathers(some)
 
 
-def test_a_broadcast_that_hangs_does_not_delay_the_next_group() -> None:
+def test_an_all_gather_that_hangs_does_not_delay_the_next_group() -> None:
     stage = Stage(fails_to_end=True)  # whatever becomes of the old one
     workers = dict(enumerate(stage.workers(3)))
     change(workers, 0)
     eventually(lambda: all_ready(workers, 0))
-    hangs = [workers[rank].broadcast(torch.zeros(1000), 1) for rank in (0, 2)]  # 1 takes no part
+    hangs = [workers[rank].gather(torch.zeros(1000), torch.zeros(3000)) for rank in (0, 2)]  # 1 takes no part
     some = {rank: workers[rank] for rank in (0, 2)}
     change(some, 1)
     eventually(lambda: all_ready(some, 1), 0.8 * PATIENCE_S)
-    passes_on(some, 2)
+    gathers(some)
     assert not any(work.is_completed() and work.is_over for work in hangs)
 
 
-def test_a_broadcast_that_takes_too_long_has_failed() -> None:
+def test_an_all_gather_that_takes_too_long_has_failed() -> None:
     workers = dict(enumerate(Stage().workers(2)))
     change(workers, 0)
     eventually(lambda: all_ready(workers, 0))
-    work = workers[0].broadcast(torch.zeros(8), 1)
+    work = workers[0].gather(torch.zeros(8), torch.zeros(16))
     eventually(work.is_completed)
     with pytest.raises(RuntimeError, match=r"not complete within 5 s|[Tt]imed out|[Cc]losed"):
         work.wait()
@@ -218,8 +221,24 @@ def test_the_reason_names_what_took_too_long() -> None:
             work.wait()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_is_kept_until_the_library_writes_to_it_no_more(fails: bool) -> None:
+    work = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+    collective = Collective(work, values := torch.zeros(8), 0.0 if fails else 60.0)
+    if fails:
+        work.is_completed = lambda: False
+        assert collective.is_completed()
+        with pytest.raises(RuntimeError, match="not complete within 0 s"):
+            collective.wait()
+        assert collective.values is values and not collective.is_over, "it may still be written to"
+    else:
+        collective.wait()
+        assert collective.values is None and collective.is_over and collective.is_completed()
+        collective.wait()
+
+
 def test_a_group_that_has_failed_is_not_used_again() -> None:
-    stage = Stage()
+    stage = Stage(patience_s=LASTS_S)
     workers = dict(enumerate(stage.workers(2)))
     change(workers, 0)
     eventually(lambda: all_ready(workers, 0))
@@ -228,4 +247,4 @@ def test_a_group_that_has_failed_is_not_used_again() -> None:
     eventually(lambda: stage.ended == ["it has failed"])
     change(workers, 1)
     eventually(lambda: all_ready(workers, 1))
-    passes_on(workers, 0)
+    gathers(workers)

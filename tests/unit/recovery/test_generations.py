@@ -8,6 +8,7 @@ import pytest
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.generations import FIRST, ControllerFence, stamped
 from elaswave_spmd.recovery.packed_reconfigure import Packer, reconfigure_of
+from elaswave_spmd.recovery.peers import Peers
 
 ADDRESS = "ipc:///tmp/controller"
 
@@ -60,6 +61,13 @@ def test_the_next_controller_sends_a_reconfigure_whole_and_a_late_change_harms_n
     assert through(fence, late) is None
     ((_, change),) = after.encoded([0, 1], reconfigure(6, 4))
     assert through(fence, stamped(change, 2)) == reconfigure(6, 4)
+
+
+def test_addresses_of_peers_are_a_part_of_the_reconfigure_that_follows() -> None:
+    fence, packer = ControllerFence(), Packer()
+    encoded = [header for _, header in packer.encoded([0, 1], reconfigure(0), Peers.among((0, 1)))]
+    assert [type(m.decode(header)) for header in encoded] == [m.PeerAddresses, m.PackedReconfigure]
+    assert [through(fence, header) for header in encoded] == [None, reconfigure(0)]
 
 
 def test_what_is_no_message_inside_is_an_error_of_its_own_kind() -> None:

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from itertools import count, islice
 
 import msgspec
+import numpy as np
 import pytest
 
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery.messages import (
     PackedReconfigure,
+    PeerAddresses,
     Prepare,
     Recompute,
     Reconfigure,
@@ -20,6 +22,7 @@ from elaswave_spmd.recovery.messages import (
     encode,
 )
 from elaswave_spmd.recovery.packed_reconfigure import Packer, Unpacker
+from elaswave_spmd.recovery.peers import Peers
 
 SMALL = Reconfigure(0, ((0, 1), (2,)), (0, 2, 4), ((3, 2), (5,)), {0: "a", 1: "b", 2: "c"})
 
@@ -135,7 +138,7 @@ def test_bits_that_have_changed_on_the_way_are_refused() -> None:
 
 
 def test_other_messages_are_encoded_once_for_all() -> None:
-    assert Packer().encoded((3, 4), Prepare(2)) == [((3, 4), encode(Prepare(2)))]
+    assert [*Packer().encoded((3, 4), Prepare(2))] == [((3, 4), encode(Prepare(2)))]
 
 
 def large(workers: int, lost: frozenset[int], epoch: int) -> Reconfigure:
@@ -164,3 +167,86 @@ def test_a_loss_on_a_large_mesh_is_a_small_message() -> None:
     assert len(change.data) < 1_000, len(change.data)
     end = Unpacker()
     assert end.unpacked(first) == before and end.unpacked(change) == after
+
+
+def peers_among(draw: random.Random, ranks: Sequence[int]) -> Peers | None:
+    """Two halves, of which each shares its peers, and some pairs; or everybody is a peer of everybody."""
+    if draw.random() < 0.25:
+        return None
+    half, other = frozenset(ranks[::2]), frozenset(ranks[1::2])
+    pairs = [draw.choices(ranks, k=2) for _ in range(draw.randint(0, 9))]
+    keys = np.unique(np.array([a << 32 | b for pair in pairs for a, b in (pair, pair[::-1])], np.int64))
+    return Peers({rank: half if rank in half else other for rank in ranks}, keys)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_on_a_large_mesh_each_member_gets_the_addresses_of_its_peers(seed: int) -> None:
+    """And all the rest whole; of members that were peers in the epoch before it still has them, and of no others."""
+    draw, packer, ends = random.Random(seed), Packer(), defaultdict[int, Unpacker](Unpacker)
+    members, new = list(range(9)), count(9)
+    before: dict[int, set[int]] = {}
+    for epoch in range(10):
+        if epoch:
+            members = [*draw.sample(members, draw.randint(5, len(members))), *islice(new, draw.randint(0, 3))]
+        stages = tuple(members[:3]), tuple(members[3:])
+        message = msgspec.structs.replace(
+            drawn(draw, epoch), stages=stages, addresses={rank: f"tcp://10.0.0.{rank}:9" for rank in members}
+        )
+        peers = peers_among(draw, members)
+        now = {rank: {*members} if peers is None else {*peers.of(rank)} for rank in members}
+        got: dict[int, Reconfigure] = {}
+        for receivers, header in packer.encoded(members, message, peers):
+            found = decode(header)
+            for rank in receivers:
+                if isinstance(found, PeerAddresses):
+                    assert rank not in got, "they belong to what follows"
+                    ends[rank].told(found)
+                else:
+                    assert isinstance(found, PackedReconfigure)
+                    got[rank] = ends[rank].unpacked(found)
+        assert got.keys() == {*members}
+        for rank in members:
+            told = now[rank] | (before.get(rank, set()) & {*members})
+            assert got[rank] == msgspec.structs.replace(message, addresses=got[rank].addresses)
+            assert got[rank].addresses == {peer: message.addresses[peer] for peer in told}
+        before = now
+
+
+def test_the_whole_is_encoded_once_and_what_workers_of_a_stage_are_told_as_well() -> None:
+    """And after a loss on a large mesh no address is on the wire, where peers stay."""
+    packer, message = Packer(), large(400, frozenset(), 0)
+    members = [rank for ranks in message.stages for rank in ranks]
+    shared: dict[int, frozenset[int]] = {}
+    for ranks in message.stages:
+        shared |= dict.fromkeys(ranks, frozenset(ranks))
+    pairs = np.unique(np.array([3 << 32 | 300, 300 << 32 | 3], np.int64))
+    *told, (receivers, whole) = packer.encoded(members, message, Peers(shared, pairs))
+    assert receivers == members and isinstance(decode(whole), PackedReconfigure)
+    assert [(len(some), type(decode(header))) for some, header in told] == [
+        *[(1, PeerAddresses)] * 2,
+        *[(40, PeerAddresses)] * 10,
+    ], "two workers that have another peer, and ten stages"
+    assert len(whole) + max(len(header) for _, header in told) < len(next(Packer().encoded(members, message))[1])
+    after = large(400, frozenset({222}), 1)
+    left = [rank for rank in members if rank != 222]
+    ((receivers, header),) = packer.encoded(left, after, Peers({r: shared[r] - {222} for r in left}, pairs))
+    assert receivers == left and isinstance(decode(header), PackedReconfigure)
+
+
+def test_what_is_of_one_worker_alone_is_made_when_it_is_sent() -> None:
+    """On 100,000 workers that would be gigabytes. What the packer knows of its links has changed by then."""
+    packer, ends = Packer(), [Unpacker(), Unpacker()]
+    first, second = (Reconfigure(e, ((0,), (1,)), (0, 2, 4), ((5,), (5,)), {0: "a", 1: "b"}) for e in (0, 1))
+    strangers = Peers({0: frozenset({0}), 1: frozenset({1})}, np.empty(0, np.int64))
+    sendings = [packer.encoded((0, 1), first, strangers), packer.encoded((0, 1), second, Peers.among((0, 1)))]
+    got: list[Reconfigure] = []
+    for sending in sendings:
+        for receivers, header in sending:
+            found = decode(header)
+            for rank in receivers:
+                if isinstance(found, PeerAddresses):
+                    ends[rank].told(found)
+                elif isinstance(found, PackedReconfigure):
+                    got.append(ends[rank].unpacked(found))
+    assert [message.addresses for message in got[:2]] == [{0: "a"}, {1: "b"}]
+    assert got[2:] == [second, second]

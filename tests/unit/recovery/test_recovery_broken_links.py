@@ -99,6 +99,21 @@ def test_each_link_is_forgotten_by_itself() -> None:
     assert {verdict.ends: verdict.lost for verdict in verdicts} == {frozenset((0, 1)): None, frozenset((1, 2)): 2}
 
 
+def test_a_link_that_there_was_not_is_made_as_often_as_it_is_missed() -> None:
+    """No network has failed: nobody goes for it, nor for the first loss of the link that is made then."""
+    links = BrokenLinks()
+    for _ in range(3):
+        links.closed(2, 5, was_linked=False)
+        (verdict,) = beats(links, 2, 5, 2, 5)
+        assert verdict == Verdict(frozenset((2, 5)), None, was_linked=False)
+        assert verdict.reason == "there was no link between workers 2 and 5"
+    links.closed(2, 5)
+    assert beats(links, 2, 5, 2, 5) == [Verdict(frozenset((2, 5)), None)]
+    links.closed(5, 2, was_linked=False)
+    links.closed(2, 5)
+    assert [verdict.lost for verdict in beats(links, 2, 5, 2, 5)] == [5], "the other direction was lost, and again"
+
+
 def test_pairs_are_counted_apart() -> None:
     links = BrokenLinks()
     for ends in ((0, 1), (1, 2), (0, 2)):

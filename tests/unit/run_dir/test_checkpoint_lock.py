@@ -90,6 +90,26 @@ def test_the_lock_of_a_killed_process_is_free_though_its_child_lives(tmp_path: P
             assert _try(tmp_path) == f"process {os.getpid()}"
 
 
+def test_what_a_death_has_left_stays_until_a_life_of_the_run_has_begun(tmp_path: Path) -> None:
+    """It tells the next controller that workers may wait for it: also after an attempt to resume that has failed."""
+    file = tmp_path / LOCK
+    with _held(tmp_path) as holder:
+        holder.kill()
+        holder.wait(100)
+        left = file.read_text()
+        assert left == f"{holder.pid}\n"
+        for _ in range(2):
+            with lock_run_dir(tmp_path) as lock:
+                assert lock.was_left and file.read_text() == f"{os.getpid()}\n"
+            assert file.read_text() == left
+        with lock_run_dir(tmp_path) as lock:
+            lock.life_began()
+        assert file.read_text() == ""
+        with lock_run_dir(tmp_path) as lock:
+            assert not lock.was_left
+        assert file.read_text() == ""
+
+
 def test_an_owner_that_has_not_written_its_number(tmp_path: Path) -> None:
     with lock_run_dir(tmp_path):
         (tmp_path / LOCK).write_text("")

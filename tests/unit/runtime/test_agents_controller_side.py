@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import msgspec
 import pytest
 
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.errors import ConfigError, DataError, RunError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.agents import (
+    AgentBack,
     AgentCame,
     AgentGone,
     AgentNews,
@@ -20,6 +24,7 @@ from elaswave_spmd.runtime.processes.agents import (
     AgentReady,
     Agents,
     RemoteExited,
+    TakenOver,
 )
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.processes.rendezvous import find_controller
@@ -27,6 +32,7 @@ from elaswave_spmd.runtime.transport.credentials import RunKeys, RunToken
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed
 from tests.ports import free_port
+from tests.waiting import PATIENCE_S
 
 SECRET = b"a secret of some bytes"
 
@@ -35,13 +41,13 @@ class Remote:
     """An agent's links; its answers are the test's."""
 
     def __init__(self, port: int) -> None:
-        found = find_controller("127.0.0.1", port, SECRET, 10.0)
+        found = find_controller("127.0.0.1", port, SECRET, PATIENCE_S)
         self.mailbox = Mailbox()
         self.links = Links(found.peer, self.mailbox, transport="tcp", credentials=found.credentials)
         self.links.connect(CONTROLLER, found.address)
         self._answering: list[threading.Thread] = []
         self._is_closed = threading.Event()
-        assert not self.links.wait_connected([CONTROLLER], 10)
+        assert not self.links.wait_connected([CONTROLLER], PATIENCE_S)
 
     def close(self) -> None:
         """End the links, and wait for threads that still answer."""
@@ -142,7 +148,7 @@ def some_exits(agents: Agents) -> list[Exited]:
 def prepared(agents: Agents, remote: Make) -> tuple[Remote, Remote]:
     """Two agents, on hosts c and b, that are ready to spawn; the controller sorts them by host."""
     pair = remote().hello("c", 1), remote().hello("b", 2)
-    agents.wait_for_all(10)
+    agents.wait_for_all(PATIENCE_S)
     for each in pair:
         each.answer_next(am.PrepareRun, am.Prepared())
     agents.prepare(3, {"seed": 0}, {"corpus": "text"})
@@ -376,7 +382,7 @@ def test_an_agent_that_is_asked_to_end_before_the_run_begins_is_let_go(agents: A
 
 def test_an_agent_that_comes_while_the_first_prepare_waits_for_the_run(agents: Agents, remote: Make) -> None:
     first, second, third = remote().hello("a"), remote().hello("b"), remote()
-    agents.wait_for_all(10)
+    agents.wait_for_all(PATIENCE_S)
     third.hello("c")
     settle(agents, lambda: agents._asking)
     third.links.close()  # which is not the end of the start, as it would be of one of the first
@@ -390,7 +396,7 @@ def test_nobody_waits_for_a_late_agent_that_prepares(port: int) -> None:
     """It stands still: neither requests for exits nor the end of the run wait."""
     agents = Agents(("127.0.0.1", port), SECRET, RunKeys.make(), "127.0.0.1", wanted=1)
     first = Remote(port).hello("b")
-    agents.wait_for_all(10)
+    agents.wait_for_all(PATIENCE_S)
     first.answer_next(am.PrepareRun, am.Prepared())
     agents.prepare(3, {}, {})
     late = Remote(port).hello("d")
@@ -427,7 +433,8 @@ def test_who_asks_when_the_run_ends_is_refused(agents: Agents, remote: Make) -> 
 def test_keys_of_another_run_are_counted(agents: Agents, remote: Make) -> None:
     remote()
     wrong = Links(-9, Mailbox(), transport="tcp", credentials=RunKeys.make())
-    wrong.connect(CONTROLLER, find_controller("127.0.0.1", int(agents._where.split(":")[1]), SECRET, 5).address)
+    found = find_controller("127.0.0.1", int(agents._where.split(":")[1]), SECRET, PATIENCE_S)
+    wrong.connect(CONTROLLER, found.address)
     assert wrong.wait_connected([CONTROLLER], 10)
     settle(agents, lambda: agents.rejected)
     with pytest.raises(RunError, match=r"0 of 2 .*\n  refused: 1 x connection with another protocol or key"):
@@ -476,7 +483,7 @@ def test_an_agent_that_fails_to_prepare_ends_the_start(
     agents: Agents, remote: Make, answers: list[am.AgentMessage], kind: type[Exception], message: str
 ) -> None:
     first, second = remote().hello("a"), remote().hello("b")
-    agents.wait_for_all(10)
+    agents.wait_for_all(PATIENCE_S)
     first.answer_next(am.PrepareRun, am.Prepared())
     second.answer_next(am.PrepareRun, *answers)
     with pytest.raises(kind, match=message):
@@ -542,7 +549,7 @@ def test_the_reason_of_a_failed_agent_is_reported_with_its_lost_workers(agents: 
 def test_close_waits_for_agents_to_end_and_returns_their_last_exits(port: int) -> None:
     agents = Agents(("127.0.0.1", port), SECRET, RunToken.make(), "127.0.0.1", wanted=1)
     there = Remote(port).hello()
-    agents.wait_for_all(10)
+    agents.wait_for_all(PATIENCE_S)
     there.answer_next(am.PrepareRun, am.Prepared())
     agents.prepare(1, {}, {})
     agents.spawn(next(iter(agents)), 0, {})
@@ -562,3 +569,215 @@ def test_close_waits_for_agents_to_end_and_returns_their_last_exits(port: int) -
     thread.join()
     with pytest.raises(RunError, match="no controller"):
         find_controller("127.0.0.1", port, SECRET, 0.1)
+
+
+# ---- agents that come back to the next controller
+
+LIFE = ("the run", 2)
+LIVING = {4: "tcp://127.0.0.1:4", 7: ""}
+
+
+def back(remote: Remote, life: tuple[str, int] = LIFE, *, before: tuple[int, ...] = ()) -> am.Back:
+    """An agent with two workers, one of which was no member yet; two others have ended."""
+    import torch
+
+    hello = am.Hello(FORMAT_VERSION, remote.links.address, "b", 3, str(torch.__version__), before)
+    return am.Back(hello, *life, LIVING, (6,), (5,), 1.5)
+
+
+@pytest.fixture
+def next_agents(port: int) -> Iterator[Agents]:
+    """Those of the second controller of a life of the run."""
+    life = TakenOver(*LIFE, generation=2, here=frozenset({0, 1}), next_rank=8)
+    made = Agents(("127.0.0.1", port), SECRET, RunKeys.make(), "127.0.0.1", 0, life)
+    made.go_on(3, {}, {})
+    yield made
+    made.close(0.0)
+
+
+@pytest.fixture
+def returning(next_agents: Agents, port: int) -> Iterator[Remote]:
+    made = Remote(port)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def once_more(returning: Remote, port: int) -> Iterator[Remote]:
+    """The same agent, which has lost its connection, or another one."""
+    made = Remote(port)
+    yield made
+    made.close()
+
+
+def test_an_agent_that_is_back_is_one_of_the_run_with_its_workers(next_agents: Agents, returning: Remote) -> None:
+    returning.send(back(returning))
+    found = news_of(next_agents)
+    assert found == AgentBack(
+        returning.links.me, "b", frozenset({4, 7}), frozenset({6, 7}), frozenset({4, 5, 6, 7}), 1.5
+    )
+    (agent,) = next_agents
+    assert agent.ranks == {4, 7} and agent.addresses == {4: "tcp://127.0.0.1:4", 7: ""} and agent.prepared
+    next_agents.signal(agent, 7, 9)
+    next_agents.settle()
+    assert [returning.receive(), returning.receive()] == [am.Signal(7, 9), am.Settled()]
+    returning.send(am.WorkerExited(7, 1, None, 9))
+    assert some_exits(next_agents) == [RemoteExited(7, 1, None, 9, "b")]
+
+
+def test_each_generation_gives_other_ids_to_agents(next_agents: Agents, returning: Remote) -> None:
+    """An agent tells those that it had before: they must not be those of another one by now."""
+    assert returning.links.me == -1_000_002
+
+
+@pytest.mark.parametrize("life", [("the run", 1), ("another", 2)])
+def test_workers_of_another_life_are_not_taken_over(
+    next_agents: Agents, returning: Remote, life: tuple[str, int]
+) -> None:
+    returning.send(back(returning, life))
+    settle(next_agents, lambda: returning.links.me in next_agents._links.peers)
+    assert returning.receive() == am.JoinAgain(
+        returning.links.me, "the run goes on without the workers that it has kept"
+    )
+    assert not list(next_agents) and not next_agents.take_news()
+
+
+def test_an_agent_whose_workers_have_all_ended_hears_that_it_is_settled(next_agents: Agents, returning: Remote) -> None:
+    """Else it would tell the next controller of them once more, and have no time left to wait for that."""
+    returning.send(msgspec.structs.replace(back(returning), workers={}, gone=(4, 5, 7)))
+    found = news_of(next_agents)
+    assert isinstance(found, AgentBack) and not found.workers and found.made == {4, 5, 6, 7}
+    next_agents.settle()
+    assert returning.receive() == am.Settled()
+
+
+def test_an_agent_that_is_back_with_another_torch_is_refused(next_agents: Agents, returning: Remote) -> None:
+    """The controller may have another one by now, with which it would start workers beside those of the agent."""
+    told = back(returning)
+    returning.send(msgspec.structs.replace(told, hello=msgspec.structs.replace(told.hello, torch="1.0")))
+    gone = news_of(next_agents)
+    assert isinstance(gone, AgentGone) and not gone.joined and "has torch 1.0" in gone.reason
+    assert isinstance(returning.receive(), am.Refused) and not list(next_agents)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"workers": {-1: ""}},
+        {"newcomers": (-6,)},
+        {"gone": (1 << 62,)},
+        {"gone": (5, 0)},
+        {"gone": (4,)},
+        {"seconds": -1.0},
+        {"seconds": math.inf},
+        {"seconds": math.nan},
+    ],
+    ids=["no rank", "none either", "far above all", "of the controller's machine", "twice", "early", "never", "nan"],
+)
+def test_an_agent_that_says_what_cannot_be_joins_again(
+    next_agents: Agents, returning: Remote, wrong: dict[str, Any]
+) -> None:
+    returning.send(msgspec.structs.replace(back(returning), **wrong))
+    settle(next_agents, lambda: returning.links.me in next_agents._links.peers)
+    assert returning.receive() == am.JoinAgain(returning.links.me, "what it says of its workers cannot be")
+    assert not list(next_agents) and not next_agents.take_news() and next_agents.rejected.get(am.UNEXPECTED) == 1
+
+
+def test_an_agent_that_is_back_with_workers_of_another_one_joins_again(
+    next_agents: Agents, returning: Remote, once_more: Remote
+) -> None:
+    returning.send(back(returning))
+    news_of(next_agents)
+    once_more.send(back(once_more))
+    settle(next_agents, lambda: once_more.links.me in next_agents._links.peers)
+    assert isinstance(once_more.receive(), am.JoinAgain)
+    assert [agent.peer for agent in next_agents] == [returning.links.me] and not next_agents.take_news()
+
+
+def test_an_agent_that_has_lost_its_connection_alone_keeps_the_workers_that_live(
+    next_agents: Agents, returning: Remote, once_more: Remote
+) -> None:
+    returning.send(back(returning))
+    news_of(next_agents)
+    told = back(once_more, before=(returning.links.me,))
+    once_more.send(msgspec.structs.replace(told, workers={4: LIVING[4]}, newcomers=(6, 7)))
+    found = news_of(next_agents)
+    peer = once_more.links.me
+    assert found == AgentBack(peer, "b", frozenset({4}), frozenset({6, 7}), frozenset({4, 5, 6, 7}), 1.5)
+    assert next_agents.poll() == [RemoteExited(7, 0, None, 9, "b", "it has come back without it")]
+    assert [(agent.peer, agent.ranks) for agent in next_agents] == [(peer, {4})] and not next_agents.take_news()
+
+
+def test_an_agent_that_is_lost_before_anybody_has_heard_of_it_is_not_back(
+    next_agents: Agents, returning: Remote
+) -> None:
+    returning.send(back(returning))
+    settle(next_agents, lambda: list(next_agents))
+    returning.links.close()
+    reason = "its connection closed"
+    assert some_exits(next_agents) == [RemoteExited(rank, 0, None, 9, "b", reason) for rank in (4, 7)]
+    assert not next_agents.take_news(), "it may be back once more"
+    next_agents.settle()
+    assert next_agents.take_news() == [AgentGone(returning.links.me, "b", 3, True, reason)]
+
+
+def test_an_agent_that_is_back_once_more_was_never_lost(
+    next_agents: Agents, returning: Remote, once_more: Remote
+) -> None:
+    returning.send(back(returning))
+    news_of(next_agents)
+    returning.links.close()
+    assert [exited.rank for exited in some_exits(next_agents)] == [4, 7]
+    once_more.send(back(once_more, before=(returning.links.me,)))
+    found = news_of(next_agents)
+    assert isinstance(found, AgentBack) and found.workers == {4, 7}
+    next_agents.settle()
+    assert not next_agents.take_news() and [agent.peer for agent in next_agents] == [once_more.links.me]
+
+
+def test_an_agent_to_which_only_the_connection_has_ended_meanwhile_is_told_to_come_back_with_its_workers(
+    next_agents: Agents, returning: Remote
+) -> None:
+    """Its own goes on: it would wait for orders for ever. Told to join again it would end its workers."""
+    returning.send(back(returning))
+    news_of(next_agents)
+    next_agents._links._links[returning.links.me].close()
+    next_agents._mailbox.put(PeerClosed(returning.links.me))
+    settle(next_agents, lambda: not list(next_agents))
+    assert returning.receive() == am.ConnectAgain(returning.links.me) and returning.links.peers
+
+
+def test_who_comes_back_when_all_is_settled_joins_again(next_agents: Agents, returning: Remote) -> None:
+    next_agents.settle()
+    returning.send(back(returning))
+    settle(next_agents, lambda: returning.links.me in next_agents._links.peers)
+    assert isinstance(returning.receive(), am.JoinAgain) and not list(next_agents)
+
+
+def test_who_has_lost_a_controller_that_lives_joins_again(agents: Agents, remote: Make) -> None:
+    """Only the connection had ended. Its workers are lost, also if nobody has noticed that."""
+    _, first = prepared(agents, remote)
+    agents.spawn(next(iter(agents)), 1, {})
+    again = remote()
+    again.send(back(again, before=(first.links.me,)))
+    (exited,) = some_exits(agents)
+    assert exited.rank == 1 and "it has joined again" in str(exited)
+    assert isinstance(again.receive(), am.JoinAgain)
+
+
+def test_agents_of_a_controller_that_cannot_begin_are_left_alone(next_agents: Agents, returning: Remote) -> None:
+    returning.send(back(returning))
+    news_of(next_agents)
+    next_agents.give_back()
+    item = returning.mailbox.get(60)
+    assert isinstance(item, PeerClosed), "no order comes before the end of the connection"
+    next_agents.end(0.0)
+    assert next_agents.close() == []
+
+
+def test_agents_of_a_run_that_begins_again_join_it_again(next_agents: Agents, returning: Remote) -> None:
+    returning.send(back(returning))
+    news_of(next_agents)
+    next_agents.dismiss("the run begins again")
+    next_agents.end(0.0)
+    assert returning.receive() == am.JoinAgain(returning.links.me, "the run begins again")

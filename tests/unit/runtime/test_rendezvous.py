@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import select
+import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -23,9 +26,10 @@ from elaswave_spmd.runtime.processes.rendezvous import (
     read_secret,
     resolve_address,
 )
+from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals
 from elaswave_spmd.runtime.transport.credentials import RunKeys, RunToken
 from tests.ports import free_port
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 SECRET, ADDRESS = b"a secret of some bytes", "tcp://127.0.0.1:1234"
 KEYS = RunKeys.make()
@@ -52,8 +56,32 @@ def token_file(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_signal_that_does_not_interrupt_the_wait_ends_it_all_the_same(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may come just before the wait, or, as here, to another thread."""
+    waits = threading.Event()
+
+    class Poller(zmq.Poller):
+        def poll(self, timeout: int | None = None) -> list[tuple[Any, int]]:
+            assert timeout is not None and timeout <= 1001, "in milliseconds"
+            waits.set()
+            return super().poll(timeout)
+
+    def signal_this_thread() -> None:
+        waits.wait(PATIENCE_S)
+        time.sleep(0.2)  # too early, it would be noticed before the wait
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    monkeypatch.setattr(zmq, "Poller", Poller)
+    (thread := threading.Thread(target=signal_this_thread)).start()
+    with StopSignals((signal.SIGTERM,)), pytest.raises(Signalled):
+        find_controller("127.0.0.1", port, SECRET, PATIENCE_S)
+    thread.join()
+
+
 def test_agents_find_the_controller_and_get_ids_of_their_own(controller: Rendezvous, port: int) -> None:
-    found = [find_controller("127.0.0.1", port, SECRET, 5.0) for _ in range(2)]
+    found = [find_controller("127.0.0.1", port, SECRET, PATIENCE_S) for _ in range(2)]
     assert [it.peer for it in found] == [-2, -3]
     assert {(it.address, it.credentials, it.local_host) for it in found} == {(ADDRESS, KEYS, "127.0.0.1")}
     assert not controller.rejected, "whoever looks for a controller knocks once, with the right key"
@@ -61,7 +89,7 @@ def test_agents_find_the_controller_and_get_ids_of_their_own(controller: Rendezv
 
 def test_another_secret_is_refused(controller: Rendezvous, port: int) -> None:
     with pytest.raises(ConfigError, match="has another secret, or is no controller"):
-        find_controller("127.0.0.1", port, SECRET + b"!", 5.0)
+        find_controller("127.0.0.1", port, SECRET + b"!", PATIENCE_S)
     eventually(lambda: controller.rejected)
 
 
@@ -71,14 +99,14 @@ def test_a_record_of_a_run_that_has_ended_is_worthless(port: int) -> None:
     controller = Rendezvous("127.0.0.1", port, SECRET)
     controller.announce(ADDRESS, KEYS)
     with Tap(port, recorded) as tap:
-        assert find_controller("127.0.0.1", tap.port, SECRET, 5.0).address == ADDRESS
+        assert find_controller("127.0.0.1", tap.port, SECRET, PATIENCE_S).address == ADDRESS
     controller.close()
     for secret in (KEYS.client, KEYS.server, ADDRESS):
         assert secret.encode() not in b"".join(recorded), "what passes is encrypted"
     with socket.create_server(("127.0.0.1", port)) as server:
         threading.Thread(target=serve_again, args=[server, recorded], daemon=True).start()
         with pytest.raises(ConfigError, match="has another secret, or is no controller"):
-            find_controller("127.0.0.1", port, SECRET, 5.0)
+            find_controller("127.0.0.1", port, SECRET, PATIENCE_S)
 
 
 class Tap:
@@ -140,14 +168,14 @@ def test_questions_that_are_none_are_counted(controller: Rendezvous, port: int) 
         dealer.send_multipart(frames)
     eventually(lambda: controller.rejected == {module._BAD_QUESTION: 6})
     context.destroy(0)
-    assert find_controller("127.0.0.1", port, SECRET, 5.0).credentials == KEYS
+    assert find_controller("127.0.0.1", port, SECRET, PATIENCE_S).credentials == KEYS
 
 
 def test_a_token_is_told_as_well_as_keys(port: int) -> None:
     token = RunToken.make()
     controller = Rendezvous("127.0.0.1", port, SECRET)
     controller.announce(ADDRESS, token)
-    assert find_controller("127.0.0.1", port, SECRET, 5.0).credentials == token
+    assert find_controller("127.0.0.1", port, SECRET, PATIENCE_S).credentials == token
     controller.close()
     controller.close()
 
@@ -157,7 +185,7 @@ def test_another_format_version_is_refused_with_both_named(
 ) -> None:
     monkeypatch.setattr(module, "FORMAT_VERSION", FORMAT_VERSION + 1)
     with pytest.raises(ConfigError) as caught:
-        find_controller("127.0.0.1", port, SECRET, 5.0)
+        find_controller("127.0.0.1", port, SECRET, PATIENCE_S)
     assert not isinstance(caught.value, NoRunYetError), "it stays refused"
     assert f"format version {FORMAT_VERSION + 1}," in caught.value.what
     assert caught.value.what.endswith(f"format version {FORMAT_VERSION}")
@@ -171,7 +199,7 @@ def test_a_missing_controller_is_reported_after_the_timeout(port: int) -> None:
 def test_a_listener_that_never_answers_is_not_a_controller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ANSWER_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(NoRunYetError) as caught:
-        find_controller("127.0.0.1", silent.getsockname()[1], SECRET, 5.0)
+        find_controller("127.0.0.1", silent.getsockname()[1], SECRET, PATIENCE_S)
     assert caught.value.what.startswith("no run is announced at 127.0.0.1:")
 
 

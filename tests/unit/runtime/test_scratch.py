@@ -21,13 +21,15 @@ from elaswave_spmd.runtime.transport.links import socket_directory
 from tests.locks import is_locked
 from tests.waiting import eventually
 
-# A command, or with an argument its fork server; and a process that is forked from it, as a worker is.
+# A command, or with an argument its fork server; and a process that is forked from it, as a worker is. It tells the
+# directory when both hold it.
 _HOLD = """
 import os, sys
 from elaswave_spmd.runtime.processes.scratch import Scratch, hold_scratch
 scratch = Scratch() if len(sys.argv) < 2 else None
-print(scratch.path if scratch else hold_scratch(sys.argv[1]), flush=True)
+held = scratch.path if scratch else hold_scratch(sys.argv[1])
 if os.fork():
+    print(held, flush=True)
     os.wait()
 sys.stdin.read()
 """

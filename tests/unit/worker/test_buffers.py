@@ -76,6 +76,20 @@ def test_dropped_memory_is_freed_and_allocated_for_the_next_version() -> None:
     assert values.is_at(1) and torch.equal(values.parameters[0].detach().flatten(), fresh[: 33 * 9])
 
 
+def test_what_comes_late_does_not_bring_dropped_memory_back() -> None:
+    """A worker that had all pages may have used them and dropped them before a slow member's all-gather is through."""
+    values = ValueBuffer(layout(), Layer(), torch.float32, HOST.place)
+    pages = layout().num_value_pages
+    values.mark(0, pages, 3)
+    values.drop()
+    late = torch.randn(layout().num_value_elements)
+    values.install(0, pages, late, 3)
+    assert values.flat.untyped_storage().nbytes() == 0
+    values.expect()  # asked for again
+    values.install(0, pages, late, 3)
+    assert values.is_at(3)
+
+
 def test_a_layer_without_parameters_is_always_ready() -> None:
     empty = lay_out([LayerUse("a", ()), LayerUse("b", ())]).layers[0]
     values = ValueBuffer(empty, nn.Identity(), torch.float32, HOST.place)

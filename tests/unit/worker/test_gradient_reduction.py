@@ -48,7 +48,7 @@ class Cluster:
         }
         for rank, reducer in self.reducers.items():
             reducer.send_copies = copies
-            reducer.bind(runs, placement.layers_of_stage(placement.mesh.stage_of(rank)), 1)
+            reducer.enter_epoch(runs, placement.layers_of_stage(placement.mesh.stage_of(rank)), 1)
 
     def _send(self, peer: int, message: PartialSum, payload: Tensor) -> None:
         self.flying.append((peer, message, payload.clone() if self.copies else payload))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.models import GPT
+from elaswave_spmd.recovery.admission import LONGEST_TEXT
 from elaswave_spmd.recovery.messages import GROUPED, GroupLost, Message, Publish
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement, place
@@ -52,11 +53,11 @@ class ListedGroup:
     refuses: RuntimeError | None = None
     given_up: int = 0
     changes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    calls: list[tuple[Tensor, int, ListedWork]] = field(default_factory=list)
+    gathers: list[tuple[Tensor, Tensor, ListedWork]] = field(default_factory=list)
     exchanges: list[tuple[Tensor, Tensor, ListedWork]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
-    def change(self, epoch: int, members: Sequence[int], rank: int) -> None:
+    def enter_epoch(self, epoch: int, members: Sequence[int], rank: int) -> None:
         assert rank == ME
         self.ready, self.failure = None, None
         self.changes.append((epoch, tuple(members)))
@@ -65,11 +66,11 @@ class ListedGroup:
         self.ready = None
         self.given_up += 1
 
-    def broadcast(self, values: Tensor, root: int) -> ListedWork:
+    def gather(self, share: Tensor, gathered: Tensor, what: str) -> ListedWork:
         if self.refuses is not None:
             raise self.refuses
         work = ListedWork()
-        self.calls.append((values, root, work))
+        self.gathers.append((share, gathered, work))
         return work
 
     def exchange(
@@ -108,7 +109,7 @@ def replicas(runs: tuple[ReplicaSet, ...] = RUNS) -> ReplicaMap:
 def make(runs: tuple[ReplicaSet, ...] = RUNS) -> tuple[StageCollectives, ListedGroup, list[tuple[int, Message]]]:
     group, sent = ListedGroup(), []
     grouped = StageCollectives(ME, LAYOUT, CPU, torch.float32, lambda p, m, _: sent.append((p, m)), group)
-    grouped.bind(placement(), replicas(runs))
+    grouped.enter_epoch(placement(), replicas(runs))
     group.ready = 0
     return grouped, group, sent
 
@@ -118,34 +119,40 @@ def values(of: ReplicaSet, number: float) -> Tensor:
     return torch.full((stop - first,), number)
 
 
-def broadcast(grouped: StageCollectives, version: int = 1) -> None:
-    grouped.broadcast(LAYER, version, {RUNS[1].key: values(RUNS[1], 10.0)})
+def gather(grouped: StageCollectives, version: int = 1) -> None:
+    grouped.gather(LAYER, version, {RUNS[1].key: values(RUNS[1], 10.0)})
 
 
-def test_runs_that_others_read_are_broadcast_in_page_order() -> None:
+def test_a_layer_is_one_all_gather_of_equal_shares() -> None:
+    """The largest share is that of the third member, whose page range is the longest."""
     grouped, group, _ = make()
     assert grouped.ready and grouped.reached(RUNS[1].key) == {0, 1, 2} and not grouped.reached(RUNS[2].key)
-    broadcast(grouped)
-    assert [(root, len(tensor)) for tensor, root, _ in group.calls] == [
-        (of.primary, len(values(of, 0))) for of in RUNS if of is not RUNS[2]
-    ]
-    assert torch.equal(group.calls[1][0], values(RUNS[1], 10.0)) and not grouped.idle
+    gather(grouped)
+    ((share, gathered, _),) = group.gathers
+    mine = values(RUNS[1], 10.0)
+    assert len(share) == len(values(RUNS[3], 0)) and len(gathered) == 3 * len(share)
+    assert share.data_ptr() == gathered[len(share) :].data_ptr(), "it lies where it belongs in the result"
+    assert torch.equal(share[: len(mine)], mine) and not share[len(mine) :].any() and not grouped.idle
 
 
 def test_what_has_arrived_is_returned_in_order_and_once() -> None:
-    grouped, group, _ = make()
-    broadcast(grouped)
-    first, mine, last = group.calls
-    first[0].fill_(1.0)
-    last[0].fill_(3.0)
-    last[2].done = True
+    grouped, group, _ = make((*RUNS[:2], run(2, 3, 0), RUNS[3]))
+    gather(grouped)
+    gather(grouped, 2)
+    (_, gathered, first), (_, _, second) = group.gathers
+    size = len(gathered) // 3
+    page = len(values(RUNS[0], 0))
+    gathered[:page], gathered[page : 2 * page], gathered[2 * size :] = 1.0, 2.0, 3.0
+    second.done = True
     assert grouped.arrived() == [] and not grouped.has_news, "one after the other"
-    first[2].done = mine[2].done = True
+    first.done = True
     assert grouped.has_news
-    assert [(publish, float(tensor[0])) for publish, tensor in grouped.arrived()] == [
-        (Publish(1, *RUNS[0].key), 1.0),
-        (Publish(1, *RUNS[3].key), 3.0),
+    found = grouped.arrived()
+    assert [publish for publish, _ in found] == [
+        Publish(version, LAYER, first, stop) for version in (1, 2) for first, stop in ((0, 1), (2, 3), (3, LAST))
     ]
+    for (_, tensor), (of, number) in zip(found, ((RUNS[0], 1.0), (run(2, 3, 0), 2.0), (RUNS[3], 3.0)), strict=False):
+        assert torch.equal(tensor, values(of, number))
     assert grouped.idle and grouped.arrived() == []
 
 
@@ -153,27 +160,36 @@ def lost(reason: str) -> list[tuple[int, Message]]:
     return [(peer, GroupLost(0, ME, reason)) for peer in (0, 2, CONTROLLER)]
 
 
-def test_a_broadcast_that_fails_ends_the_group_for_everybody() -> None:
+def test_an_all_gather_that_fails_ends_the_group_for_everybody() -> None:
     grouped, group, sent = make()
-    broadcast(grouped)
-    group.calls[0][2].done, group.calls[0][2].error = True, RuntimeError("closed by peer")
+    gather(grouped)
+    group.gathers[0][2].done, group.gathers[0][2].error = True, RuntimeError("closed by peer")
     assert grouped.arrived() == [] and sent == lost("closed by peer")
     assert grouped.idle and not grouped.serves and not grouped.ready and group.given_up == 1
-    broadcast(grouped, 2)
-    assert len(group.calls) == 3 and len(sent) == 3, "links serve, and all know"
+    gather(grouped, 2)
+    assert len(group.gathers) == 1 and len(sent) == 3, "links serve, and all know"
+
+
+def test_others_hear_of_a_failure_that_is_told_at_length() -> None:
+    """A message with a longer text than that is refused by whoever gets it."""
+    grouped, group, sent = make()
+    group.refuses = RuntimeError("a line of a log\n" * 1000)
+    gather(grouped)
+    reasons = [message.reason for _, message in sent if isinstance(message, GroupLost)]
+    assert [len(reason) for reason in reasons] == 3 * [LONGEST_TEXT]
 
 
 def test_a_library_that_refuses_ends_it_too() -> None:
     grouped, group, sent = make()
     group.refuses = RuntimeError("communicator was aborted")
-    broadcast(grouped)
+    gather(grouped)
     assert sent == lost("communicator was aborted") and grouped.idle and not grouped.serves
 
 
-def test_a_primary_without_state_does_not_let_others_take_one_page_range_for_the_next() -> None:
+def test_a_primary_without_state_begins_no_all_gather_of_its_layer() -> None:
     grouped, group, sent = make()
-    grouped.broadcast(LAYER, 1, {})
-    assert [root for _, root, _ in group.calls] == [0]
+    grouped.gather(LAYER, 1, {})
+    assert group.gathers == []
     assert sent == lost("this worker has no state of pages that it is the primary of") and not grouped.serves
 
 
@@ -188,10 +204,10 @@ def test_a_group_that_cannot_be_made_is_given_up() -> None:
 
 def test_another_epoch_has_another_group() -> None:
     grouped, group, sent = make()
-    broadcast(grouped)
-    grouped.bind(placement(1), replicas())
+    gather(grouped)
+    grouped.enter_epoch(placement(1), replicas())
     assert grouped.idle and not grouped.ready and group.changes == [(0, (0, 1, 2)), (1, (0, 1, 2))]
-    group.calls[0][2].done = True
+    group.gathers[0][2].done = True
     assert grouped.arrived() == []
     group.ready = 1
     assert grouped.ready and sent == []
@@ -201,7 +217,7 @@ def test_after_a_failure_the_next_epoch_tries_again() -> None:
     grouped, group, _ = make()
     grouped.give_up()
     assert not grouped.ready
-    grouped.bind(placement(1), replicas())
+    grouped.enter_epoch(placement(1), replicas())
     group.ready = 1
     assert grouped.ready and grouped.serves
 
@@ -209,15 +225,15 @@ def test_after_a_failure_the_next_epoch_tries_again() -> None:
 def test_where_all_hold_all_pages_the_group_is_for_sums() -> None:
     grouped, group, _ = make((run(0, LAST, 0, 1, 2),))
     assert group.changes == [(0, (0, 1, 2))] and grouped.ready
-    broadcast(grouped)
-    assert group.calls == [] and grouped.idle
+    gather(grouped)
+    assert group.gathers == [] and grouped.idle
 
 
 def test_where_nobody_has_anything_for_another_no_group_is_made() -> None:
     grouped, group, _ = make(())
     assert group.changes == [(0, (ME,))] and grouped.ready, "nothing keeps other stages from theirs"
-    broadcast(grouped)
-    assert group.calls == [] and grouped.idle
+    gather(grouped)
+    assert group.gathers == [] and grouped.idle
 
 
 def test_pages_of_another_stage_come_over_links() -> None:
@@ -269,7 +285,7 @@ def test_sums_of_an_exchange_that_fails_are_returned(how: str) -> None:
     elif how == "another member gives it up":
         grouped.give_up()
     elif how == "a new epoch":
-        grouped.bind(placement(1), replicas())
+        grouped.enter_epoch(placement(1), replicas())
     assert sent == (lost("gone") if how in ("refused", "failed") else [])
     assert grouped.idle and {layer for layer, _ in grouped.exchanges.take_back()} == {LAYER}
     assert grouped.exchanges.next() is None
@@ -280,13 +296,13 @@ def test_a_vote_offers_the_group_once_the_group_is_there_and_messages_were_handl
     assert grouped.offered() == ""
     grouped.update_offer()
     assert grouped.offered() == GROUPED
-    grouped.bind(placement(1), replicas())
+    grouped.enter_epoch(placement(1), replicas())
     assert grouped.offered() == "", "a group belongs to an epoch"
 
 
-def test_with_the_option_off_nothing_is_under_way_or_reached_by_a_broadcast() -> None:
+def test_with_the_option_off_nothing_is_under_way_or_reached_by_a_group() -> None:
     none = NoCollectives()
-    none.bind(placement(), replicas())
+    none.enter_epoch(placement(), replicas())
     none.check()
     none.update_offer()
     assert none.idle and not none.has_news and not none.serves
@@ -294,4 +310,4 @@ def test_with_the_option_off_nothing_is_under_way_or_reached_by_a_broadcast() ->
     assert none.arrived() == [] and not none.exchanges.takes(1, LAYER, (0, 1)) and not none.reached(RUNS[1].key)
     assert not none.exchanges.mirrors(1, RUNS[1].key)
     with pytest.raises(AssertionError, match="no vote"):
-        none.broadcast(LAYER, 1, {})
+        none.gather(LAYER, 1, {})

@@ -13,7 +13,7 @@ from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPr
 from elaswave_spmd.runtime.devices import process_group
 from elaswave_spmd.runtime.devices.process_group import GroupInBackground, GroupLibrary
 from elaswave_spmd.worker.stage_collectives import StageCollectives
-from tests.unit.worker.test_stage_collectives import CPU, LAYOUT, ME, begin_a_step, broadcast, placement, replicas
+from tests.unit.worker.test_stage_collectives import CPU, LAYOUT, ME, begin_a_step, gather, placement, replicas
 
 TIMEOUT_S = 60.0
 
@@ -22,8 +22,8 @@ TIMEOUT_S = 60.0
 class Library(GroupLibrary):
     """A made-up c10d that notes by which thread each of its groups is destroyed."""
 
-    refuses: bool = False  # the next broadcast, at once
-    fails: bool = False  # broadcasts under way
+    refuses: bool = False  # the next collective, at once
+    fails: bool = False  # collectives under way
     made: int = 0
     destroyed_by: list[threading.Thread] = field(default_factory=list)
 
@@ -31,13 +31,13 @@ class Library(GroupLibrary):
         self.made += 1
         return Backend(self)
 
-    def broadcast(self, backend: Backend, values: object, root: int) -> Work:
-        return backend.broadcast()
+    def gather(self, backend: Backend, share: object, gathered: object) -> Work:
+        return backend.begin()
 
     def exchange(
         self, backend: Backend, sent: object, received: object, sent_sizes: list[int], received_sizes: list[int]
     ) -> Work:
-        return backend.broadcast()
+        return backend.begin()
 
     def token(self, size: int) -> torch.Tensor:
         return torch.zeros(size)
@@ -55,7 +55,7 @@ class Backend:
     def __del__(self) -> None:
         self._library.destroyed_by.append(threading.current_thread())
 
-    def broadcast(self) -> Work:
+    def begin(self) -> Work:
         if self._library.refuses:
             raise RuntimeError("a peer is gone")
         return Work(self, self._library)
@@ -63,7 +63,7 @@ class Backend:
 
 @dataclass
 class Work:
-    """A broadcast; like gloo's, it keeps its group alive."""
+    """A collective; like gloo's, it keeps its group alive."""
 
     backend: Backend
     library: Library
@@ -92,14 +92,15 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def make(library: Library) -> StageCollectives:
-    """The broadcasts of a worker whose training thread is the thread of the test, with two under way."""
+    """The collectives of a worker whose training thread is the thread of the test, with two under way."""
     group = GroupInBackground(library, TIMEOUT_S)
-    broadcasts = StageCollectives(ME, LAYOUT, CPU, torch.float32, lambda *_: None, group)
-    broadcasts.bind(placement(), replicas())
-    assert broadcasts.ready and library.made == 1
-    broadcast(broadcasts)
-    assert not broadcasts.idle
-    return broadcasts
+    collectives = StageCollectives(ME, LAYOUT, CPU, torch.float32, lambda *_: None, group)
+    collectives.enter_epoch(placement(), replicas())
+    assert collectives.ready and library.made == 1
+    gather(collectives)
+    gather(collectives, 2)
+    assert not collectives.idle
+    return collectives
 
 
 def destroyed_elsewhere(library: Library, number: int) -> None:
@@ -108,18 +109,18 @@ def destroyed_elsewhere(library: Library, number: int) -> None:
     assert threading.current_thread() not in library.destroyed_by
 
 
-def test_after_a_broadcast_that_failed(library: Library) -> None:
-    broadcasts = make(library)
+def test_after_an_all_gather_that_failed(library: Library) -> None:
+    collectives = make(library)
     library.fails = True
-    assert broadcasts.arrived() == [] and not broadcasts.serves
+    assert collectives.arrived() == [] and not collectives.serves
     destroyed_elsewhere(library, 1)
 
 
-def test_after_a_broadcast_that_was_refused(library: Library) -> None:
-    broadcasts = make(library)
+def test_after_an_all_gather_that_was_refused(library: Library) -> None:
+    collectives = make(library)
     library.refuses = True
-    broadcast(broadcasts, version=2)
-    assert not broadcasts.serves
+    gather(collectives, version=3)
+    assert not collectives.serves
     destroyed_elsewhere(library, 1)
 
 
@@ -133,7 +134,7 @@ def test_after_an_exchange_that_was_refused(library: Library) -> None:
 
 def test_after_an_exchange_that_failed(library: Library) -> None:
     collectives = make(library)
-    assert len(collectives.arrived()) == 2
+    assert len(collectives.arrived()) == 4
     begin_a_step(collectives)
     library.fails = True
     assert collectives.arrived() == [] and not collectives.serves
@@ -141,23 +142,23 @@ def test_after_an_exchange_that_failed(library: Library) -> None:
 
 
 def test_after_another_member_has_given_it_up(library: Library) -> None:
-    broadcasts = make(library)
-    broadcasts.give_up()
+    collectives = make(library)
+    collectives.give_up()
     destroyed_elsewhere(library, 1)
 
 
 def test_in_another_epoch(library: Library) -> None:
-    broadcasts = make(library)
-    assert len(broadcasts.arrived()) == 2
-    broadcasts.bind(placement(1), replicas())
+    collectives = make(library)
+    assert len(collectives.arrived()) == 4
+    collectives.enter_epoch(placement(1), replicas())
     destroyed_elsewhere(library, 1)
-    assert broadcasts.ready
+    assert collectives.ready
 
 
 def test_after_a_group_that_could_not_be_made(library: Library) -> None:
-    broadcasts = make(library)
-    library.refuses = True  # the first broadcast of the next group, by which the library connects
-    broadcasts.bind(placement(1), replicas())
+    collectives = make(library)
+    library.refuses = True  # the first all-gather of the next group, by which the library connects
+    collectives.enter_epoch(placement(1), replicas())
     destroyed_elsewhere(library, 2)
-    broadcasts.check()
-    assert not broadcasts.serves
+    collectives.check()
+    assert not collectives.serves

@@ -74,7 +74,7 @@ class Workers:
                 self.sent.append((rank, peer, message, payload))
 
             checks = self.checks[rank] = SumChecks(rank, LAYOUT, draw, digester, WorkerHooks(), send)
-            checks.bind(self.placement, self.placement.replica_map(LAYOUT), STEP - 1)
+            checks.enter_epoch(self.placement, self.placement.replica_map(LAYOUT), STEP - 1)
             checks.begin(STEP)
 
     def compute(self, deliver: int = ALL) -> None:
@@ -221,7 +221,7 @@ def test_what_came_before_a_newer_mesh_epoch_counts_in_it(came: int, agreed: boo
     mesh = workers.placement.mesh
     workers.placement = replace(workers.placement, mesh=replace(mesh, epoch=mesh.epoch + 1))
     for late in workers.checks.values():
-        late.bind(workers.placement, workers.placement.replica_map(LAYOUT), STEP - 1)
+        late.enter_epoch(workers.placement, workers.placement.replica_map(LAYOUT), STEP - 1)
         late.begin(STEP)
     assert agreed == all(late.is_settled for late in workers.checks.values())
     workers.deliver()

@@ -67,7 +67,7 @@ class ExchangingCluster(Cluster):
         self.step = 0
         self.mirrored: dict[tuple[int, PageRange, int], tuple[Tensor, list[float], bool]] = {}
         for rank, plan in plans_of(self.layout, self.placement).items():
-            self.exchanges[rank].bind(plan)
+            self.exchanges[rank].enter_epoch(plan)
 
     def run_step(self, step: int, leaves: dict[tuple[int, int], Tensor]) -> None:
         self.issued: defaultdict[int, list[tuple[Exchange, Tensor]]] = defaultdict(list)
@@ -255,7 +255,7 @@ def test_a_sum_whose_exchange_would_bring_nothing_is_given_up_at_once(monkeypatc
     plan = plans_of(layout, placement)[0]
     assert all(exchange.nodes[1] for exchange in sums_of(plan)) and len(plan.order) == 2 * 3 < 3 * 4
     exchanges = StageExchanges()
-    exchanges.bind(plan)
+    exchanges.enter_epoch(plan)
     exchanges.agree(1)
     sent = {node for exchange in sums_of(plan) for node in exchange.nodes[0]}
     nodes = maximal_nodes(placement.microbatches_of(0), 6)
@@ -311,7 +311,7 @@ LAYOUT = small_layout()
 
 def begun(step: int = 1) -> StageExchanges:
     exchanges = StageExchanges()
-    exchanges.bind(plans_of(LAYOUT, PLACEMENT)[0])
+    exchanges.enter_epoch(plans_of(LAYOUT, PLACEMENT)[0])
     exchanges.agree(step)
     exchanges.begin(step)
     return exchanges
@@ -362,7 +362,7 @@ def test_a_sum_is_given_up_when_all_are_known_to_have_it() -> None:
 @pytest.mark.parametrize("how", ["not agreed", "not begun", "another step", "no group any more", "decided"])
 def test_without_an_agreement_links_serve(how: str) -> None:
     exchanges = StageExchanges()
-    exchanges.bind(plans_of(LAYOUT, PLACEMENT)[0])
+    exchanges.enter_epoch(plans_of(LAYOUT, PLACEMENT)[0])
     if how != "not agreed":
         exchanges.agree(2 if how == "another step" else 1)
     if how != "not begun":
@@ -377,7 +377,7 @@ def test_without_an_agreement_links_serve(how: str) -> None:
 
 def test_a_worker_without_microbatches_issues_them_too_once_it_begins_the_step() -> None:
     exchanges = StageExchanges()
-    exchanges.bind(plans_of(LAYOUT, placed((2,), (0, 3), ((0, 4),), 1))[0])
+    exchanges.enter_epoch(plans_of(LAYOUT, placed((2,), (0, 3), ((0, 4),), 1))[0])
     exchanges.agree(1)
     assert issue_all(exchanges) == [], "the run may have ended with the step before"
     exchanges.begin(1)
@@ -388,7 +388,7 @@ def test_a_new_epoch_returns_what_may_be_missing() -> None:
     exchanges = begun()
     add(exchanges, 2, MINE[0])
     issue_all(exchanges)
-    exchanges.bind(plans_of(LAYOUT, PLACEMENT)[0])
+    exchanges.enter_epoch(plans_of(LAYOUT, PLACEMENT)[0])
     assert [*exchanges.take_back()] == [(2, (MINE[0], MINE[0] + 1))]
 
 
@@ -455,7 +455,7 @@ def begun_replicated() -> tuple[StageExchanges, dict[int, list[ReducedPages]]]:
     """A step of worker 1 with all of its sums, and by layer the reduced gradients that it is the primary of."""
     exchanges = StageExchanges()
     plan = plans_of(LAYOUT, REPLICATED)[1]
-    exchanges.bind(plan)
+    exchanges.enter_epoch(plan)
     exchanges.agree(1)
     exchanges.begin(1)
     for exchange in sums_of(plan):

@@ -1,0 +1,106 @@
+"""Which runs a command takes over whose workers live on machines with agents, and what it leaves if it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaswave_spmd.conf.schema import AUTO, RAY, Settings
+from elaswave_spmd.controller.living import adoption_record, find_living
+from elaswave_spmd.run_dir.directory import EVENTS, METRICS
+from elaswave_spmd.run_dir.journal import Journal
+from elaswave_spmd.run_dir.lock import LOCK
+from elaswave_spmd.runtime.transport.credentials import RunToken
+from tests.unit.controller.made_up_workers import settings_in
+
+
+def about(settings: Settings, folder: Path) -> dict[str, Any]:
+    """What the first line of a life of the run has for the next controller."""
+    return {"credentials": RunToken.make().to_dict(), **adoption_record(settings, str(folder / "gone"))}
+
+
+KILLED = "123456789\n"
+"""What a controller that was killed has left in the file of its lock."""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """Of a run with agents whose controller was killed. No worker is left on its machine."""
+    fields = settings_in(tmp_path, timeouts={"adopt": 100.0}).to_dict()
+    run = tmp_path / "run"
+    agents = {"rendezvous": "127.0.0.1:1", "agents": 1, "transport": "tcp", "token_file": "token"}
+    fields["runtime"] = {**fields["runtime"], **agents}
+    fields["train"] = {**fields["train"], "resume": str(run)}
+    found = Settings.from_dict(fields)
+    run.mkdir()
+    with Journal(run) as journal:
+        journal.append(1, 0, "start", run="abc", **about(found, tmp_path))
+        journal.append(1, 1, "prepare", after=3, next_rank=7)
+    for name in (METRICS, EVENTS):
+        (run / name).touch()
+    (run / LOCK).write_text(KILLED)
+    return found
+
+
+def test_where_a_controller_was_killed_workers_of_agents_may_live(settings: Settings, tmp_path: Path) -> None:
+    living = find_living(settings)
+    assert living is not None and living.fork_server is None
+    comeback = living.comeback
+    assert comeback.has_agents and (comeback.generation, comeback.next_rank, comeback.made) == (2, 7, ())
+    assert (tmp_path / "run" / LOCK).read_text() != KILLED
+    living.give_back()
+    assert (tmp_path / "run" / LOCK).read_text() == KILLED, "the next one finds them as well"
+    again = find_living(settings)
+    assert again is not None
+    again.start.life_began()
+    again.give_back()
+    assert (tmp_path / "run" / LOCK).read_text() == "", "their life is this one's to end"
+
+
+def test_a_controller_that_has_ended_has_taken_its_agents_along(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run" / LOCK).write_text("")
+    assert find_living(settings) is None and not capsys.readouterr().out
+
+
+def test_a_run_on_one_machine_had_no_agents(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is resumed on several."""
+    with Journal(tmp_path / "run") as journal:
+        alone = {**about(settings, tmp_path), "settings": "of another command"}
+        del alone["credentials"]
+        journal.append(2, 0, "start", run="abc", **alone)
+    assert find_living(settings) is None and not capsys.readouterr().out
+
+
+def test_on_ray_the_next_controller_may_be_at_another_place(settings: Settings, tmp_path: Path) -> None:
+    """Its supervisor has told the agents; how many it waits for is what it has found."""
+
+    def at(place: str, agents: int, launcher: str) -> Settings:
+        runtime = replace(settings.runtime, rendezvous=place, agents=agents, launcher=launcher)
+        return replace(settings, runtime=runtime)
+
+    with Journal(tmp_path / "run") as journal:
+        journal.append(2, 0, "resume", run="abc", **about(at("127.0.0.1:1", 4, RAY), tmp_path))
+    living = find_living(at("127.0.0.1:2", 3, RAY))
+    assert living is not None
+    living.give_back()
+    assert find_living(at("127.0.0.1:1", 4, AUTO)) is None, "nobody tells them"
+
+
+def test_workers_elsewhere_with_other_settings_are_told_of(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody knows whether there are any, so it is no error; their agents have them save their state."""
+    other = replace(settings, optim=replace(settings.optim, lr=settings.optim.lr / 2))
+    assert find_living(other) is None
+    assert "started with other settings, and are not adopted: they save their state" in capsys.readouterr().out
+    assert (tmp_path / "run" / LOCK).read_text() == KILLED, "with the settings of the run they can still be adopted"
+    living = find_living(settings)
+    assert living is not None
+    living.give_back()

@@ -1,0 +1,271 @@
+"""Whom a controller that comes back waits for, and for how long, where workers may live on machines with agents."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any, cast
+
+from elaswave_spmd.controller.events import AdoptWorker, AgentBack, AgentCame, Kill, Received, Tick, WorkerEnded
+from elaswave_spmd.controller.io import ProcessIO
+from elaswave_spmd.controller.resume import Comeback
+from elaswave_spmd.controller.takeover import Takeover
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.packed_reconfigure import Packer, Unpacker
+from elaswave_spmd.runtime.processes.agents import AgentNews, Agents, RemoteExited
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
+from elaswave_spmd.runtime.processes.launcher import Launcher
+from tests.cluster.kept_checkpoints import RUN_DIR
+from tests.unit.runtime.test_launcher import FakeAgents, FakeForkServer
+
+PROGRESS_S, START_S = 30, 100
+HEARTBEAT_S = 1.0  # the most that a tick counts
+
+
+class World:
+    """A takeover with workers 0 and 1 beside the controller, and members 2 and 3 elsewhere; `over`: it has all."""
+
+    def __init__(self, *, has_agents: bool = True) -> None:
+        timeouts = SimpleNamespace(progress=float(PROGRESS_S), start=float(START_S), heartbeat=HEARTBEAT_S)
+        plan = SimpleNamespace(settings=SimpleNamespace(timeouts=timeouts))
+        comeback = Comeback(RUN_DIR, 2, 1, pids={0: 10, 1: 11}, made=(0, 1), has_agents=has_agents, seconds=1.0)
+        ignored = dict.fromkeys(("watch", "forget", "postpone", "heartbeat"), lambda *_: None)
+        arguments: list[Any] = [comeback, plan, None, None, SimpleNamespace(**ignored), None, 0, None]
+        self.takeover = Takeover(*cast(Any, arguments))
+        self.now = 0.0
+        self.over: list[float] = []
+        self.takeover._finish = lambda now: self.over.append(now) or []  # type: ignore[method-assign]
+        assert self.takeover.start(self.now) == [AdoptWorker(0), AdoptWorker(1)]
+
+    def happens(self, event: Any) -> list[Any]:
+        assert not self.takeover.postpones(event)
+        return self.takeover.decide(event, self.now)
+
+    def ticks(self, seconds: int) -> list[Any]:
+        """So many seconds pass. Returns what follows."""
+        actions: list[Any] = []
+        for _ in range(seconds):
+            self.now += HEARTBEAT_S
+            actions += self.happens(Tick())
+        return actions
+
+    def answer(self, *ranks: int) -> None:
+        """Members of a mesh of four answer."""
+        addresses = {rank: f"tcp://a:{rank}" for rank in range(4)}
+        reconfigure = m.Reconfigure(0, ((0, 1, 2, 3),), (0, 2), ((1, 1, 1, 1),), addresses, (), 0, ())
+        ((_, encoded),) = Packer().encoded(range(4), reconfigure)
+        (unpacker := Unpacker()).unpacked(cast(m.PackedReconfigure, m.decode(encoded)))
+        for rank in ranks:
+            self.happens(Received(m.Adopted(rank, 2, 5, *unpacker.last), (), rank))
+
+    def back(self, *workers: int, peer: int = -2, newcomers: tuple[int, ...] = (), gone: tuple[int, ...] = ()) -> Any:
+        made = frozenset({*workers, *newcomers, *gone})
+        return self.happens(AgentBack(peer, "b", frozenset(workers), frozenset(newcomers), made, 3.0))
+
+    def lost_with_their_agent(self, *ranks: int) -> None:
+        """The connection to the agent of these workers has ended."""
+        for rank in ranks:
+            self.happens(WorkerEnded(rank, "lost", self.now, lost_with_agent(rank)))
+
+    @property
+    def answers(self) -> list[int]:
+        """Who has answered, and lives as far as is known."""
+        return sorted(self.takeover._gathered.answers)
+
+
+def lost_with_agent(rank: int, host: str = "b") -> RemoteExited:
+    return RemoteExited(rank, 0, None, 9, host, "its connection closed")
+
+
+def test_without_agents_it_is_over_with_the_last_answer() -> None:
+    world = World(has_agents=False)
+    world.answer(0)
+    assert not world.over
+    world.answer(1)
+    assert world.over
+
+
+def test_members_of_machines_that_are_not_back_are_waited_for() -> None:
+    world = World()
+    world.answer(0, 1)
+    assert not world.over, "the newest mesh epoch has two more"
+    assert world.back(2, 3) == [AdoptWorker(2), AdoptWorker(3)]
+    world.answer(2)
+    assert not world.over
+    world.answer(3)
+    assert world.over
+
+
+def test_a_machine_that_was_not_asked_about_yet_may_have_the_newest_epoch() -> None:
+    """Nobody is here: an agent may still come, as nothing tells that there is none."""
+    world = World()
+    for rank in (0, 1):
+        world.happens(WorkerEnded(rank, "it has ended", 1.0))
+    assert not world.over
+    world.back(2, 3)
+    world.answer(2, 3)
+    assert world.over
+
+
+def test_members_that_are_known_to_have_ended_are_not_waited_for() -> None:
+    world = World()
+    world.back(2, gone=(3,))
+    world.answer(0, 1, 2)
+    assert world.over
+    world = World()
+    world.back(2, 3)
+    world.answer(0, 1, 2)
+    world.happens(WorkerEnded(3, "it has ended", 1.0))
+    assert world.over
+
+
+def test_agents_that_join_are_for_later() -> None:
+    world = World()
+    assert world.takeover.postpones(AgentCame(-3, "c", 1))
+    assert not world.takeover.postpones(AgentBack(-3, "c", frozenset(), frozenset(), frozenset(), 0.0))
+
+
+# ---- for how long
+
+
+def test_a_machine_that_is_not_back_is_waited_for_as_long_as_an_action_may_take() -> None:
+    world = World()
+    world.answer(0, 1)
+    assert world.ticks(PROGRESS_S) == [] and not world.over
+    assert world.ticks(1) == [] and world.over
+    assert world.takeover._why_lost(2) == "its machine has not come back"
+
+
+def test_each_worker_has_as_long_as_a_first_action_since_it_was_asked() -> None:
+    """The first action of a worker may compile, and a machine may come back late: then the rest would be too little."""
+    world = World()
+    world.answer(0, 1)
+    world.ticks(PROGRESS_S - 1)
+    world.back(2, 3)
+    world.answer(3)
+    assert world.ticks(START_S) == [] and not world.over
+    assert world.ticks(1) == [Kill(2)] and world.over, "it has not answered"
+    assert world.takeover._why_lost(2) == "it has not answered the controller that came back"
+    assert world.takeover._why_lost(3) == "its process ended while there was no controller"
+
+
+def test_workers_that_are_asked_late_are_waited_for_when_no_machine_is_any_more() -> None:
+    world = World()
+    world.answer(0)
+    world.ticks(PROGRESS_S + 1)
+    assert not world.over, "worker 1 may be in its first action"
+    world.back(2)
+    world.answer(1)
+    assert not world.over
+    world.answer(2)
+    assert world.over, "the machine of worker 3 is not waited for"
+
+
+def test_a_pause_of_the_controller_is_no_time_that_anybody_has_had() -> None:
+    """Its machine stood still: answers wait to be read, and agents have had no controller to come back to."""
+    world = World()
+    world.answer(0, 1)
+    world.back(2)
+    for _ in range(PROGRESS_S):
+        world.now += 10 * START_S
+        assert world.happens(Tick()) == [] and not world.over
+    world.answer(2)
+    assert not world.over
+    world.back(3, peer=-3)
+    world.answer(3)
+    assert world.over
+
+
+def test_heartbeats_and_ticks_do_not_look_for_the_newest_mesh_epoch() -> None:
+    """It is the largest of all messages, and there are thousands of heartbeats."""
+    world = World()
+    newest = world.takeover._newest
+    looks: list[int] = []
+    world.takeover._newest = lambda: looks.append(1) or newest()  # type: ignore[method-assign]
+    world.answer(0, 1)
+    assert len(looks) == 1, "when the last one that is awaited has answered"
+    for _ in range(5):
+        world.happens(Received(m.Heartbeat(0, 1, False, "forward"), (), 0))
+    world.ticks(5)
+    assert len(looks) == 1
+    world.back(2)
+    world.answer(2)
+    assert len(looks) == 2 and not world.over
+
+
+# ---- an agent that loses its connection meanwhile, and is back
+
+
+def test_workers_that_have_answered_are_not_asked_again_when_their_agent_is_back_once_more() -> None:
+    world = World()
+    world.answer(0, 1)
+    world.back(2, 3)
+    world.answer(2)
+    world.lost_with_their_agent(2, 3)
+    world.answer(3)
+    assert not world.over and world.answers == [0, 1, 2, 3], "they may live: the connection alone may be lost"
+    assert world.back(2, 3, peer=-3) == [] and world.over
+    assert world.answers == [0, 1, 2, 3]
+
+
+def test_those_that_have_not_are_asked_again_and_have_no_more_time_by_that() -> None:
+    world = World()
+    world.answer(0, 1)
+    world.back(2, 3)
+    world.answer(2)
+    world.ticks(START_S)
+    world.lost_with_their_agent(2, 3)
+    assert world.back(2, 3, peer=-3) == [AdoptWorker(3)] and not world.over
+    assert world.ticks(1) == [Kill(3)] and world.over
+
+
+def test_who_has_ended_until_the_agent_is_back_is_lost() -> None:
+    world = World()
+    world.answer(0, 1)
+    world.back(2, 3)
+    world.answer(2)
+    world.lost_with_their_agent(2, 3)
+    world.answer(3)
+    world.back(2, gone=(3,), peer=-3)
+    assert world.over and world.answers == [0, 1, 2]
+
+
+def test_an_agent_that_is_not_back_is_waited_for_as_one_that_has_not_come_yet() -> None:
+    world = World()
+    world.answer(0, 1)
+    world.back(2, 3)
+    world.answer(2)
+    world.lost_with_their_agent(2, 3)
+    world.answer(3)
+    world.ticks(PROGRESS_S)
+    assert not world.over
+    world.ticks(1)
+    assert world.over
+
+
+class TellingAgents(FakeAgents):
+    """Agents with news."""
+
+    news: tuple[AgentNews, ...] = ()
+
+    def take_news(self) -> list[AgentNews]:
+        return [*self.news]
+
+
+def test_who_is_lost_with_an_agent_comes_before_it_is_back_and_who_has_ended_comes_after_it() -> None:
+    fork_server, agents = FakeForkServer(), TellingAgents(2)
+    (agent,) = agents.all
+    agent.ranks = {4}
+    back = AgentBack(agent.peer, "a", frozenset({4}), frozenset(), frozenset({4, 5}), 1.0)
+    came = AgentCame(-9, "c", 1)
+    agents.news = (came, back)
+    agents.exits = [RemoteExited(5, 7, None, 9, "a"), lost_with_agent(4, "a")]
+    agents.mailbox.interrupt("there is something to poll")
+    launcher = Launcher(cast(ForkServerClient, fork_server), cast(Agents, agents))
+    io = ProcessIO.__new__(ProcessIO)
+    io._launcher, io._deaths, io._next_rank = launcher, deque(), 0
+    lost, *events = io._ended()
+    assert isinstance(lost, WorkerEnded) and lost.rank == 4
+    (ended,) = [event for event in events if isinstance(event, WorkerEnded)]
+    assert events == [back, ended, came] and ended.rank == 5
+    assert launcher.host_of(4) == "a" and io._next_rank == 6
