@@ -39,7 +39,7 @@ def test_a_frozen_machine_with_free_places_is_given_up_and_gets_no_replacements(
         os.kill(last, signal.SIGSTOP)
         eventually(lambda: told(site, "lost"), run.process)
         eventually(lambda: sum(len(event["ranks"]) for event in events_of(site, "join")) == 2, run.process)
-        for pid in frozen:
+        for pid in reversed(frozen):  # children first: an agent that goes on ends its workers
             os.kill(pid, signal.SIGCONT)
         eventually(lambda: told(site, "joined"), run.process)
         go.touch()
