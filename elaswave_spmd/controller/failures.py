@@ -55,6 +55,7 @@ _LAST_WORDS_S = 1.0  # how long the report of a worker that failed may take afte
 _MOST_STARTS = 3  # how often the first mesh waits for a worker in one place
 _START = 0  # the step of what fails before the first one
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+_REPORTED = 1  # the exit code of a worker whose report comes as Failed
 
 
 # ---- an end whose cause is not known yet
@@ -192,6 +193,7 @@ class FailureHandler:
         """
         rank, step, report = message.rank, message.step, message.report
         headline = exception_line(report)
+        self._unexplained.pop(rank, None)
         if self._survives_exceptions and rank not in self._protocol.placement.mesh:  # it has not joined, or has left
             return self._declare_lost(rank, f"an exception: {headline}", now)
         if self._survives_exceptions and message.is_deaf:
@@ -394,8 +396,11 @@ class FailureHandler:
 
         A crash in native code (a signal, no report) is counted like an exception: two in one step end the run.
         """
-        if event.exited is None or (step := self._unexplained.pop(event.rank, None)) is None:
+        if event.exited is None or (step := self._unexplained.get(event.rank)) is None:
             return []
+        if event.exited.code == _REPORTED:
+            return []  # the end of the process has overtaken the report, which explains it
+        del self._unexplained[event.rank]
         if _is_crash(event.exited):
             rank, _ = self._crashes.setdefault(step, (event.rank, str(event.exited)))
             if rank != event.rank:
@@ -530,6 +535,7 @@ class FailureHandler:
     def _await_causes(self, event: Event, now: float) -> list[Action]:
         match event:
             case Received(message=m.Failed() as message):
+                self._unexplained.pop(message.rank, None)
                 if (bug := self._end_by_bug(message)) is not None:
                     return bug
                 self._crashes[message.step] = message.rank, message.report
@@ -622,7 +628,7 @@ class FailureHandler:
 
 def _is_crash(exited: Exited) -> bool:
     """An end that a bug can cause; SIGKILL and SIGTERM come from outside."""
-    return exited.signal in _CRASHES or exited.code not in (None, 0, 1)  # 1: its report comes as Failed
+    return exited.signal in _CRASHES or exited.code not in (None, 0, _REPORTED)
 
 
 def mesh_of(num_workers: int, mesh: MeshSettings) -> MeshSettings:

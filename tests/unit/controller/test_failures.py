@@ -489,6 +489,20 @@ def test_giving_up_waits_for_the_cause_of_an_end() -> None:
                 world.time_passes()
 
 
+@pytest.mark.parametrize("reports", [0, 1, 2])
+def test_giving_up_waits_for_the_reports_that_exits_have_overtaken(reports: int) -> None:
+    """A controller that a busy machine lets stand still sees the ends of all workers before it reads what they say."""
+    world = World()
+    for rank in (0, 1):
+        world.exits(rank, code=1)
+    world.do(world.losses.end(Unrecoverable((), "no worker is left"), world.now))
+    assert world.losses.is_ending and not any(isinstance(action, End) for action in world.actions)
+    with pytest.raises(RunError, match="ValueError: first" if reports else "no worker is left"):
+        for rank in range(reports):
+            world.failed(Failed(rank, f"Traceback ...\nValueError: {('first', 'second')[rank]}", 5))
+        world.time_passes()
+
+
 def test_a_crash_counts_when_its_cause_is_known_after_its_end() -> None:
     world = World()
     world.gone(WorkerEnded(0, "its process ended", 1.0))
