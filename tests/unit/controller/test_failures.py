@@ -519,6 +519,30 @@ def test_a_report_that_comes_after_the_exit_is_that_of_the_same_crash() -> None:
     assert [rank for rank, _ in world.told] == [0]
 
 
+def test_giving_up_waits_for_the_report_of_an_exit_that_was_read_before_it() -> None:
+    """A controller that was held up finds the ends of processes before what they had said."""
+    nobody = Unrecoverable((), "no worker is left")
+    for comes in (True, False):
+        world = World()
+        world.gone(WorkerEnded(0, "its process ended", 1.0))
+        world.do(world.losses.end(nobody, world.now))
+        world.exits(0, code=1)
+        assert world.losses.is_ending and not any(isinstance(action, End) for action in world.actions)
+        with pytest.raises(WorkerError if comes else RunError, match="ValueError" if comes else "no worker is left"):
+            if comes:
+                world.failed(Failed(0, "Traceback ...\nValueError: first", 5))
+            else:
+                world.time_passes()
+
+
+def test_giving_up_does_not_wait_for_what_was_reported() -> None:
+    world = World()
+    world.exits(0, code=1)
+    world.failed(Failed(0, "Traceback ...\nValueError: survived", 3))
+    with pytest.raises(RunError, match="no worker is left"):
+        world.do(world.losses.end(Unrecoverable((), "no worker is left"), world.now))
+
+
 def test_the_end_of_a_run_that_is_saved_shows_the_exception_that_brought_it_to_it() -> None:
     saved = SaveEnded(Save(4, 1, "too few workers are left"))
     world = World()
