@@ -173,6 +173,18 @@ def test_agents_are_accepted_and_sorted_by_host(agents: Agents, remote: Make) ->
     assert [(agent.host, agent.capacity, agent.peer) for agent in agents] == [("b", 2, -3), ("c", 1, -2)]
 
 
+def test_last_words_count_also_if_the_end_of_the_connection_was_filed_before_them(agents: Agents, remote: Make) -> None:
+    """They come by two connections, and this process may have stood still when both came."""
+    first, second = remote().hello("c", 1), remote().hello("b", 2)
+    agents.wait_for_all(PATIENCE_S)
+    second.answer_next(am.PrepareRun, am.Prepared())
+    failed = am.AgentFailed(am.Problem.from_error(DataError("this machine's data differ"), ""))
+    agents._mailbox.put(PeerClosed(first.links.me))
+    agents._mailbox.put(Envelope(first.links.me, am.encode(failed)))
+    with pytest.raises(DataError, match="data differ"):
+        agents.prepare(3, {"seed": 0}, {"corpus": "text"})
+
+
 def test_agents_that_are_missing_are_counted(agents: Agents, remote: Make) -> None:
     remote().hello()
     settle(agents, lambda: len(list(agents)) == 1)
