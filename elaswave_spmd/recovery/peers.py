@@ -7,6 +7,9 @@ votes, the replicas and learners of pages, and who may have something of a micro
 
 Whoever sends to a worker may get an answer, so that peers are peers of each other. The set of a worker may have more
 than it will talk to, and never less.
+
+Of a recovery plan a worker is told the lines of those micro-batches alone that it has to do with: it has a line for one
+of them, or may keep something of it, as it has run it in any mesh epoch of the step, or has reported it.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ Pairs = npt.NDArray[np.int64]
 """[n, 2] of ranks."""
 Runners = npt.NDArray[np.int64]
 """[stage, micro-batch] -> worker."""
+Keys = npt.NDArray[np.int64]
+"""`rank << 32 | number`, ascending, each once: numbers of workers, of other workers or of micro-batches."""
 
 _NOBODY: frozenset[int] = frozenset()
 
@@ -40,11 +45,13 @@ class Peers:
     Args:
         shared: rank -> peers. Workers of a stage share the set object, so that a stage of 10,000 needs no memory for
             the square of its workers; the worker itself is in it.
-        keys: further peers: `rank << 32 | peer`, ascending, each once.
+        keys: further peers of workers.
+        microbatches: those of workers of whose lines in a recovery plan they are told; None: they are told all lines.
     """
 
     shared: Mapping[int, frozenset[int]]
-    keys: npt.NDArray[np.int64]
+    keys: Keys
+    microbatches: Keys | None = None
 
     @classmethod
     def among(cls, ranks: Collection[int]) -> Peers:
@@ -58,7 +65,7 @@ class Peers:
 
     def numbers(self) -> dict[int, int]:
         """Rank -> the number of its peers, without itself."""
-        own = _by_rank(self.keys)
+        own = by_rank(self.keys)
         return {rank: len(peers) - 1 + len(own.get(rank, _NOBODY) - peers) for rank, peers in self.shared.items()}
 
     def since(self, before: Peers, ranks: Iterable[int]) -> Iterator[tuple[int, frozenset[int], frozenset[int]]]:
@@ -71,7 +78,7 @@ class Peers:
             (rank, those that it shares with others, those of its own). Equal sets of the first kind are one object.
         """
         differences: dict[tuple[int, int], frozenset[int]] = {}  # sets are shared: each pair is worked out once
-        fresh = _by_rank(_without(self.keys, before.keys))
+        fresh = by_rank(_without(self.keys, before.keys))
         for rank in ranks:
             now, was = self.shared[rank], before.shared.get(rank, _NOBODY)
             if (key := (id(now), id(was))) not in differences:
@@ -83,7 +90,7 @@ class Peers:
         """Rank -> peers that are none any more though both are members still, of those that have any."""
         found, members = dict[int, frozenset[int]](), after.shared.keys()
         differences: dict[tuple[int, int], frozenset[int]] = {}
-        gone = _by_rank(_without(self.keys, after.keys))
+        gone = by_rank(_without(self.keys, after.keys))
         for rank, now in after.shared.items():
             was = self.shared.get(rank, _NOBODY)
             if (key := (id(was), id(now))) not in differences:
@@ -129,12 +136,12 @@ class Reached:
         return _NOBODY.union(*self.told.values())
 
 
-def _each_once(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _each_once(keys: npt.NDArray[np.int64]) -> Keys:
     found = np.sort(keys)
     return found[np.diff(found, prepend=-1) != 0]
 
 
-def _without(keys: npt.NDArray[np.int64], others: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _without(keys: Keys, others: Keys) -> Keys:
     """The keys of the first array, ascending, that are not among the second."""
     if not len(others):
         return keys
@@ -142,19 +149,19 @@ def _without(keys: npt.NDArray[np.int64], others: npt.NDArray[np.int64]) -> npt.
     return keys[others[places] != keys]
 
 
-def _others_of(keys: npt.NDArray[np.int64], rank: int) -> frozenset[int]:
+def _others_of(keys: Keys, rank: int) -> frozenset[int]:
     first, stop = np.searchsorted(keys, (rank << 32, (rank + 1) << 32))
     return frozenset((keys[first:stop] & 0xFFFFFFFF).tolist())
 
 
-def _by_rank(keys: npt.NDArray[np.int64]) -> dict[int, frozenset[int]]:
-    """Rank -> its further peers, of those that have any."""
+def by_rank(keys: Keys) -> dict[int, frozenset[int]]:
+    """Rank -> its numbers, of those that have any."""
     if not len(keys):
         return {}
     ranks = keys >> 32
     starts = np.flatnonzero(np.diff(ranks, prepend=-1))
-    bounds, peers = [*starts.tolist(), len(keys)], (keys & 0xFFFFFFFF).tolist()
-    return {rank: frozenset(peers[a:b]) for rank, (a, b) in zip(ranks[starts].tolist(), pairwise(bounds), strict=True)}
+    bounds, found = [*starts.tolist(), len(keys)], (keys & 0xFFFFFFFF).tolist()
+    return {rank: frozenset(found[a:b]) for rank, (a, b) in zip(ranks[starts].tolist(), pairwise(bounds), strict=True)}
 
 
 @dataclass(frozen=True)
@@ -222,7 +229,8 @@ def peers_of(
     is_member[[*mesh.members]] = True
     both = both[(both[:, 0] != both[:, 1]) & is_member[both[:, 0]] & is_member[both[:, 1]]]
     keys = _each_once(np.concatenate([both[:, 0] << 32 | both[:, 1], both[:, 1] << 32 | both[:, 0]]))
-    return Peers(_shared(placement, _related(placement, layout, checks=checks), guests), keys)
+    microbatches = _microbatches(recovery) if recovery is not None and recovery.plan else None
+    return Peers(_shared(placement, _related(placement, layout, checks=checks), guests), keys, microbatches)
 
 
 # ---- stages: sums and reduced gradients to primaries, parameters from them
@@ -353,6 +361,18 @@ def _reported(cuts: Sequence[int], runners: Runners, reports: Mapping[int, StepR
     table = np.array(rows, np.int64).reshape(-1, 4)
     ranks, layers, microbatches, back = table[np.isin(table[:, 1], cuts[1:-1])].T
     return np.stack((ranks, runners[np.searchsorted(cuts, layers) - back, microbatches]), axis=1)
+
+
+def _microbatches(recovery: Recovery) -> Keys:
+    """The micro-batches that workers have to do with: by a line of the plan, or as they may keep something of them."""
+    _, microbatches, workers = _columns(recovery.plan or ())
+    found = [workers << 32 | microbatches]
+    for ran in recovery.ran:
+        had = _runners(ran.placement, ran.plan)
+        found.append((had << 32 | np.arange(had.shape[1])).ravel())
+    parts = [(rank, part) for rank, report in recovery.reports.items() for part in report.partial_steps]
+    kept = [rank << 32 | u for rank, part in parts for _, u in (*part.activations, *part.gradients)]
+    return _each_once(np.concatenate([*found, np.array(kept, np.int64)]))
 
 
 def _columns(plan: Sequence[Recompute]) -> npt.NDArray[np.int64]:
