@@ -483,8 +483,9 @@ class Reconfigure(Message, frozen=True):
             (recovery/peers.py).
         replicas: rows of the replica map; empty: as the mesh without losses has them.
         version: the highest of any member.
-        recovery_plan: the recovery plan of step version + 1; on a large mesh, of the micro-batches that the receiver has
-            to do with (recovery/peers.py). None: nothing of it was begun, and it runs as placed.
+        recovery_plan: the recovery plan of step version + 1; to a member of a large mesh come the lines of those
+            micro-batches that it has to do with (recovery/peers.py). None: nothing of it was begun, and it runs as
+            placed.
         validate: the version whose validation losses the controller does not have, not yet or not any more; None if
             it has all. A run that resumes at a validated step validates it again.
         save: the run is about to stop: write the state of `version` and begin no other step.

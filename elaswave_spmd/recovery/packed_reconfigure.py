@@ -133,8 +133,7 @@ class Unpacker:
         message = _from_bytes(data)
         self._last = _Last(message.epoch, data)
         if packed.lines:
-            lines = _plan_of(zstandard.ZstdDecompressor().decompress(packed.lines))
-            message = msgspec.structs.replace(message, recovery_plan=lines)
+            message = msgspec.structs.replace(message, recovery_plan=_unpack_lines(packed.lines))
         if not message.addresses:
             members = {rank for ranks in message.stages for rank in ranks}
             known = {rank: address for rank, address in self._addresses.items() if rank in members}
@@ -202,23 +201,35 @@ def _with_lines(
         data: which the messages are when they are unpacked.
         told: as `Peers.microbatches`.
     """
-    lines, microbatches_of = _lines(plan), by_rank(told)
-    order = np.argsort(lines[:, 1], kind="stable")  # by micro-batch
-    starts = np.searchsorted(lines[order, 1], np.arange(lines[:, 1].max() + 2))
+    lines_of, microbatches_of = _lines_of_microbatches(plan), by_rank(told)
     compressor, digest = zstandard.ZstdCompressor(level=_LEVEL), _hash(data)
     for ranks, whole in packed:
         groups: dict[frozenset[int], list[int]] = defaultdict(list)
         for rank in ranks:
             groups[microbatches_of.get(rank, frozenset())].append(rank)
         for microbatches, some in groups.items():
-            places = [order[starts[u] : starts[u + 1]] for u in microbatches if u < len(starts) - 1]
-            found = np.sort(np.concatenate(places)) if places else np.empty(0, np.int64)  # in the order of the plan
-            if not len(found):
-                yield some, whole
-                continue
-            own = compressor.compress(_rows(lines[found]))
+            found = [lines_of[microbatch] for microbatch in sorted(microbatches) if microbatch in lines_of]
+            own = compressor.compress(msgspec.msgpack.encode(found)) if found else b""
             (both := digest.copy()).update(own)
-            yield some, msgspec.structs.replace(whole, digest=both.digest(), lines=own)
+            yield some, PackedReconfigure(whole.base, whole.size, both.digest(), whole.data, own)
+
+
+def _lines_of_microbatches(plan: Sequence[Recompute]) -> dict[int, bytes]:
+    """Micro-batch -> its lines, as rows."""
+    lines = _lines(plan)
+    lines = lines[np.lexsort((lines[:, 0], lines[:, 1]))]
+    steps, starts = np.diff(lines, axis=0, prepend=0), np.flatnonzero(np.diff(lines[:, 1], prepend=-1))
+    steps[starts] = lines[starts]
+    rows, width = steps.astype(_NUMBER).tobytes(), steps.shape[1] * _NUMBER.itemsize
+    bounds = pairwise((*(width * starts).tolist(), len(rows)))
+    return {microbatch: rows[a:b] for microbatch, (a, b) in zip(lines[starts, 1].tolist(), bounds, strict=True)}
+
+
+def _unpack_lines(packed: bytes) -> tuple[Recompute, ...]:
+    """The lines of some micro-batches, in the order of a plan."""
+    of_each = _BLOCKS.decode(zstandard.ZstdDecompressor().decompress(packed))
+    lines = np.concatenate([_rows_of(rows, 5) for rows in of_each])
+    return _plan_of(lines[np.lexsort((lines[:, 1], lines[:, 0]))])
 
 
 # ---- compression
@@ -296,6 +307,8 @@ class _Columns(msgspec.Struct, frozen=True, array_like=True):
 
 _COLUMNS = msgspec.msgpack.Decoder(_Columns)
 _ADDRESSES = msgspec.msgpack.Decoder(tuple[list[int], list[str]])
+_BLOCKS = msgspec.msgpack.Decoder(list[bytes])
+_NUMBER = np.dtype("<i4")
 _LARGE = {"stages": (), "microbatch_counts": (), "addresses": {}, "replicas": (), "recovery_plan": None}
 """The fields that grow with the mesh, when they are taken out."""
 
@@ -329,7 +342,7 @@ def _from_bytes(data: bytes) -> Reconfigure:
         microbatch_counts=_grouped(_listed(columns.count_sizes), columns.counts),
         addresses=dict(zip(_listed(columns.ranks), columns.addresses, strict=True)),
         replicas=tuple(zip(*fixed, *several, strict=True)),
-        recovery_plan=None if columns.plan is None else _plan_of(columns.plan),
+        recovery_plan=None if columns.plan is None else _plan_of(_rows_of(columns.plan, 5)),
     )
 
 
@@ -338,9 +351,10 @@ def _lines(plan: Sequence[Recompute]) -> npt.NDArray[np.int64]:
     return np.array([msgspec.structs.astuple(line) for line in plan], np.int64).reshape(-1, 5)
 
 
-def _plan_of(rows: bytes) -> tuple[Recompute, ...]:
-    lines = _rows_of(rows, 5).tolist()
-    return tuple(Recompute(stage, u, worker, bool(forward), backward) for stage, u, worker, forward, backward in lines)
+def _plan_of(lines: npt.NDArray[np.int64]) -> tuple[Recompute, ...]:
+    """The inverse of `_lines`."""
+    rows = lines.tolist()
+    return tuple(Recompute(stage, u, worker, bool(forward), backward) for stage, u, worker, forward, backward in rows)
 
 
 def _ragged(groups: Sequence[Sequence[int]]) -> tuple[bytes, bytes]:
@@ -368,9 +382,9 @@ def _rows(table: npt.NDArray[np.int64]) -> bytes:
     """The differences of consecutive rows, one row after another."""
     found = np.diff(table, axis=0, prepend=0)
     assert not found.size or max(abs(found.min()), abs(found.max())) < 2**31, found
-    return found.astype("<i4").tobytes()
+    return found.astype(_NUMBER).tobytes()
 
 
 def _rows_of(differences: bytes, width: int) -> npt.NDArray[np.int64]:
     """The inverse of `_rows`."""
-    return np.cumsum(np.frombuffer(differences, "<i4").reshape(-1, width), axis=0, dtype=np.int64)
+    return np.cumsum(np.frombuffer(differences, _NUMBER).reshape(-1, width), axis=0, dtype=np.int64)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -178,6 +179,11 @@ class Ran:
     placement: Placement
     plan: Sequence[Recompute] = ()
 
+    @cached_property
+    def runners(self) -> Runners:
+        """The worker of each micro-batch on each stage."""
+        return _runners(self.placement, _columns(self.plan))
+
 
 @dataclass(frozen=True)
 class Recovery:
@@ -195,6 +201,11 @@ class Recovery:
     plan: Sequence[Recompute] | None
     reports: Mapping[int, StepReport]
     linked: Collection[frozenset[int]] = ()
+
+    @cached_property
+    def columns(self) -> npt.NDArray[np.int64]:
+        """Stages, micro-batches and workers of the lines of the plan: [3, n]."""
+        return _columns(self.plan or ())
 
 
 def peers_of(
@@ -219,7 +230,7 @@ def peers_of(
     if mesh.num_workers <= widest:
         return None
     guests = _stage_guests(placement, layout, recovery, checks=checks)
-    pairs = [pairs_of(mesh.members, widest), _crossings(_runners(placement))]
+    pairs = [pairs_of(mesh.members, widest), _crossings(_runners(placement, _columns(())))]
     pairs += [_crossings(_turns(placement, num_validation_microbatches))]
     pairs += [_as_pairs(_mirrors(placement, placement.replica_map(layout)))]
     if recovery is not None:
@@ -227,7 +238,11 @@ def peers_of(
     both = np.concatenate(pairs)
     is_member = np.zeros(int(max(both.max(initial=0), *mesh.members)) + 1, np.bool_)
     is_member[[*mesh.members]] = True
-    both = both[(both[:, 0] != both[:, 1]) & is_member[both[:, 0]] & is_member[both[:, 1]]]
+    both = both[is_member[both[:, 0]] & is_member[both[:, 1]]]
+    stage_of = np.empty(len(is_member), np.int64)
+    for stage, members in enumerate(mesh.stages):
+        stage_of[[*members]] = stage
+    both = both[stage_of[both[:, 0]] != stage_of[both[:, 1]]]  # within a stage they are shared
     keys = _each_once(np.concatenate([both[:, 0] << 32 | both[:, 1], both[:, 1] << 32 | both[:, 0]]))
     microbatches = _microbatches(recovery) if recovery is not None and recovery.plan else None
     return Peers(_shared(placement, _related(placement, layout, checks=checks), guests), keys, microbatches)
@@ -297,12 +312,12 @@ def _shared(placement: Placement, related: Sequence[set[int]], guests: Sequence[
 # ---- pairs
 
 
-def _runners(placement: Placement, plan: Sequence[Recompute] = ()) -> Runners:
-    """The worker of each micro-batch on each stage: by the lines of a plan, and else as placed."""
+def _runners(placement: Placement, columns: npt.NDArray[np.int64]) -> Runners:
+    """The worker of each micro-batch on each stage: by the lines of a plan, in columns, and else as placed."""
     per_stage = zip(placement.mesh.stages, placement.microbatch_counts, strict=True)
     order = placement.microbatch_order
     found = np.array([workers_of_microbatches(members, counts, order) for members, counts in per_stage], np.int64)
-    stages, microbatches, workers = _columns(plan)
+    stages, microbatches, workers = columns
     found[stages, microbatches] = workers
     return found
 
@@ -338,14 +353,14 @@ def _hands(placement: Placement, recovery: Recovery) -> Pairs:
     Who has run the micro-batch keeps what it had sent: in any epoch of the step, on the stage that ended where the
     line's begins, or on the one that began where it ends.
     """
-    plan, cuts = recovery.plan or (), placement.layer_cuts
-    if not plan:
+    cuts = placement.layer_cuts
+    if not recovery.plan:
         return _as_pairs(())
-    runners, (stages, microbatches, workers) = _runners(placement, plan), _columns(plan)
+    runners, (stages, microbatches, workers) = _runners(placement, recovery.columns), recovery.columns
     found = [_crossings(runners), _reported(cuts, runners, recovery.reports)]
     before, after = np.maximum(np.array(cuts[:-1]) - 1, 0), np.minimum(cuts[1:], cuts[-1] - 1)
     for ran in recovery.ran:
-        had = _runners(ran.placement, ran.plan)
+        had = ran.runners
         for layers in (before, after):
             there = np.searchsorted(ran.placement.layer_cuts, layers, side="right") - 1  # their stages in that epoch
             found.append(np.stack((workers, had[there[stages], microbatches]), axis=1))
@@ -365,11 +380,9 @@ def _reported(cuts: Sequence[int], runners: Runners, reports: Mapping[int, StepR
 
 def _microbatches(recovery: Recovery) -> Keys:
     """The micro-batches that workers have to do with: by a line of the plan, or as they may keep something of them."""
-    _, microbatches, workers = _columns(recovery.plan or ())
+    _, microbatches, workers = recovery.columns
     found = [workers << 32 | microbatches]
-    for ran in recovery.ran:
-        had = _runners(ran.placement, ran.plan)
-        found.append((had << 32 | np.arange(had.shape[1])).ravel())
+    found += [(ran.runners << 32 | np.arange(ran.runners.shape[1])).ravel() for ran in recovery.ran]
     parts = [(rank, part) for rank, report in recovery.reports.items() for part in report.partial_steps]
     kept = [rank << 32 | u for rank, part in parts for _, u in (*part.activations, *part.gradients)]
     return _each_once(np.concatenate([*found, np.array(kept, np.int64)]))
