@@ -208,8 +208,10 @@ def test_a_worker_is_told_the_lines_of_all_micro_batches_that_it_has_to_do_with(
 
     ran, plan = tuple(Ran(4, old, lines()) for _ in range(draw.randint(1, 3))), lines()
     kept = {rank: (draw.randint(0, 5), draw.randrange(number)) for rank in draw.sample(members, len(members) // 2)}
-    parts = {rank: PartialStep(4, **{draw.choice(("activations", "gradients")): (at,)}) for rank, at in kept.items()}
-    reports = {rank: StepReport(1, rank, 3, (part,)) for rank, part in parts.items()}
+    reports: dict[int, StepReport] = {}
+    for rank, at in kept.items():
+        part = PartialStep(4, activations=(at,)) if draw.random() < 0.5 else PartialStep(4, gradients=(at,))
+        reports[rank] = StepReport(1, rank, 3, (part,))
     found = peers_of(old, layout, recovery=Recovery(ran, plan, reports), widest=2)
     if found is None or not plan:
         assert len(members) <= 2 or (found is not None and found.microbatches is None), "there is nothing to tell"
