@@ -694,7 +694,7 @@ class ControllerProtocol:
         if stops:
             placement, plan, recovery = replace(placement, replicas=promoted.during), promoted, ()
         else:
-            placement, plan = self._with_state(placement, membership, standing)
+            placement, plan = self._with_state(placement, membership, standing, promoted)
             of_all = standing.all_at_version
             recovery = whole_step(placement, of_all) if anew else self._recovery_plan(placement, standing)
         if anew:
@@ -769,7 +769,7 @@ class ControllerProtocol:
         return reconfiguration.next_placement(old, self.layout, epoch, stages, self._domains.get, assign)
 
     def _with_state(
-        self, placement: Placement, membership: _Membership, standing: _Standing
+        self, placement: Placement, membership: _Membership, standing: _Standing, promoted: ReshardPlan
     ) -> tuple[Placement, ReshardPlan]:
         """The placement with its replicas, and the plan that leads to them.
 
@@ -781,25 +781,27 @@ class ControllerProtocol:
         stays_for_its_pages = len(membership.leaving) < len(self._pending.leaving)
         mirror_count = max(self._policy.mirror_count, int(stays_for_its_pages))
         aim = reconfiguration.placement_at(self._goal, placement)
-        plan = self._plan_state(aim, membership, mirror_count, goes_on=goes_on)
+        plan = self._plan_state(aim, membership, mirror_count, promoted, goes_on=goes_on)
         if self._goal is not None and self._reshard is None:  # no state has to be copied for it any more
             placement = aim
             self._goal = None
             self._wanted_stages = aim.num_stages
         return replace(placement, replicas=plan.during), plan
 
-    def _plan_state(self, aim: Placement, membership: _Membership, mirror_count: int, *, goes_on: bool) -> ReshardPlan:
+    def _plan_state(
+        self, aim: Placement, membership: _Membership, mirror_count: int, promoted: ReshardPlan, *, goes_on: bool
+    ) -> ReshardPlan:
         """The reshard plan of the new epoch: the rest of the one under way, or a new one.
 
         Args:
+            promoted: the plan in which state stays where it is.
             goes_on: members are the same and all at one step. Only then may a plan be finished: primaries change hands
                 between two steps.
         """
         if goes_on and self._reshard is not None:
             plan = self._reshard.advanced(membership.replicas)
         else:
-            sharding = aim.state_sharding(mirror_count, self._policy.mirror_scatter)
-            plan = plan_reshard(self.layout, membership.replicas, lost=membership.removed, to=sharding)
+            plan = promoted.towards(aim.state_sharding(mirror_count, self._policy.mirror_scatter))
         is_finished = not plan.copies and (goes_on or (plan.during == plan.after and self._goal is None))
         self._reshard = None if is_finished else plan
         return replace(plan, during=plan.adopted()) if is_finished else plan

@@ -483,7 +483,9 @@ class Reconfigure(Message, frozen=True):
             (recovery/peers.py).
         replicas: rows of the replica map; empty: as the mesh without losses has them.
         version: the highest of any member.
-        recovery_plan: the recovery plan of step version + 1. None: nothing of it was begun, and it runs as placed.
+        recovery_plan: the recovery plan of step version + 1; to a member of a large mesh come the lines of those
+            micro-batches that it has to do with (recovery/peers.py). None: nothing of it was begun, and it runs as
+            placed.
         validate: the version whose validation losses the controller does not have, not yet or not any more; None if
             it has all. A run that resumes at a validated step validates it again.
         save: the run is about to stop: write the state of `version` and begin no other step.
@@ -526,14 +528,19 @@ class PackedReconfigure(Message, frozen=True):
     Args:
         base: mesh epoch of the Reconfigure that it was packed against, the last one on this link; -1: of none.
         size: bytes of the whole, before it is decoded.
-        digest: of these.
+        digest: of these, and of the lines.
         data: the packed message.
+        lines: on a large mesh, packed: the lines of the recovery plan that the member has to do with, where the message
+            has none (recovery/peers.py).
     """
+
+    NUM_OPTIONS = 1
 
     base: int
     size: int
     digest: bytes
     data: bytes
+    lines: bytes = b""
 
 
 class PeerAddresses(Message, frozen=True):

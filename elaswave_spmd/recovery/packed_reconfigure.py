@@ -10,18 +10,21 @@ unpacks each as it comes, whether it then follows it or not. Whoever was no memb
 the whole goes with it, so that nobody ever acts on anything else (docs/protocol.md, C15).
 
 On a large mesh the addresses are not a part of it, so that all members are sent the same: those of its own peers
-(peers.py) come to each worker before it, in a small message, as far as it may not have them yet.
+(peers.py) come to each worker before it, in a small message, as far as it may not have them yet. Nor are the lines of a
+recovery plan: beside the message each worker is sent those that it has to do with, and the digest is of both.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, islice, pairwise
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import zstandard
 
 from elaswave_spmd.errors import RunError
@@ -34,11 +37,11 @@ from elaswave_spmd.recovery.messages import (
     decode,
     encode,
 )
-from elaswave_spmd.recovery.peers import Peers
+from elaswave_spmd.recovery.peers import Keys, Peers, by_rank
 
 _NOTHING = -1
 """The base of what is packed against nothing; no mesh epoch has this number."""
-_LEVEL = 3  # of the compression
+_LEVEL = 6  # of the compression
 _FEW = 8
 """Addresses up to which they are sent as they are: a loss changes a few peers of many workers, and that takes time."""
 _WINDOW_LOGS = 10, 30
@@ -74,7 +77,8 @@ class Packer:
         """The bytes for these workers, which are the members of its mesh epoch if it is a Reconfigure.
 
         Args:
-            peers: of the members, whose addresses alone each is sent; None: those of all.
+            peers: of the members, whose addresses alone each is sent, and with their micro-batches the lines of these
+                alone; None: all of both.
 
         Returns:
             (workers, what all of them are sent), in the order in which it is to be sent. What is of one worker alone is
@@ -83,15 +87,23 @@ class Packer:
         if not isinstance(message, Reconfigure):
             return iter([(ranks, encode(message))])
         last, known, told = self._last, self._receivers, self._told
-        data = _to_bytes(message if peers is None else msgspec.structs.replace(message, addresses={}))
+        plan = message.recovery_plan
+        apart = peers.microbatches if peers is not None and plan else None
+        common: dict[str, object] = {} if peers is None else {"addresses": {}}
+        if apart is not None:
+            common["recovery_plan"] = ()
+        data = _to_bytes(msgspec.structs.replace(message, **common))
         self._last, self._receivers = _Last(message.epoch, data), frozenset(ranks)
         now = peers if peers is not None else Peers.among(ranks)
         self._peers, self._told = now, now | self._peers
         had, new = [rank for rank in ranks if rank in known], [rank for rank in ranks if rank not in known]
-        packed = ((some, encode(_pack(data, base))) for some, base in ((had, last), (new, None)) if some)
+        packed = ((some, _pack(data, base)) for some, base in ((had, last), (new, None)) if some)
+        if plan and apart is not None:
+            packed = _with_lines(packed, data, plan, apart)
+        encoded = ((some, encode(each)) for some, each in packed)
         if peers is None:
-            return packed
-        return chain(_addresses(ranks, message.addresses, peers, told, told.not_in(self._told)), packed)
+            return encoded
+        return chain(_addresses(ranks, message.addresses, peers, told, told.not_in(self._told)), encoded)
 
 
 class Unpacker:
@@ -120,6 +132,8 @@ class Unpacker:
         data = _unpack(packed, base)
         message = _from_bytes(data)
         self._last = _Last(message.epoch, data)
+        if packed.lines:
+            message = msgspec.structs.replace(message, recovery_plan=_unpack_lines(packed.lines))
         if not message.addresses:
             members = {rank for ranks in message.stages for rank in ranks}
             known = {rank: address for rank, address in self._addresses.items() if rank in members}
@@ -175,6 +189,49 @@ def _unpack_addresses(packed: bytes) -> dict[int, str]:
     return dict(zip(accumulate(steps), addresses, strict=True))
 
 
+# ---- lines of a recovery plan, where each worker has its own
+
+
+def _with_lines(
+    packed: Iterable[tuple[Sequence[int], PackedReconfigure]], data: bytes, plan: Sequence[Recompute], told: Keys
+) -> Iterator[tuple[Sequence[int], PackedReconfigure]]:
+    """Messages without their plan, each as those for the workers that are told the same lines of it.
+
+    Args:
+        data: which the messages are when they are unpacked.
+        told: as `Peers.microbatches`.
+    """
+    lines_of, microbatches_of = _lines_of_microbatches(plan), by_rank(told)
+    compressor, digest = zstandard.ZstdCompressor(level=_LEVEL), _hash(data)
+    for ranks, whole in packed:
+        groups: dict[frozenset[int], list[int]] = defaultdict(list)
+        for rank in ranks:
+            groups[microbatches_of.get(rank, frozenset())].append(rank)
+        for microbatches, some in groups.items():
+            found = [lines_of[microbatch] for microbatch in sorted(microbatches) if microbatch in lines_of]
+            own = compressor.compress(msgspec.msgpack.encode(found)) if found else b""
+            (both := digest.copy()).update(own)
+            yield some, PackedReconfigure(whole.base, whole.size, both.digest(), whole.data, own)
+
+
+def _lines_of_microbatches(plan: Sequence[Recompute]) -> dict[int, bytes]:
+    """Micro-batch -> its lines, as rows."""
+    lines = _lines(plan)
+    lines = lines[np.lexsort((lines[:, 0], lines[:, 1]))]
+    steps, starts = np.diff(lines, axis=0, prepend=0), np.flatnonzero(np.diff(lines[:, 1], prepend=-1))
+    steps[starts] = lines[starts]
+    rows, width = steps.astype(_NUMBER).tobytes(), steps.shape[1] * _NUMBER.itemsize
+    bounds = pairwise((*(width * starts).tolist(), len(rows)))
+    return {microbatch: rows[a:b] for microbatch, (a, b) in zip(lines[starts, 1].tolist(), bounds, strict=True)}
+
+
+def _unpack_lines(packed: bytes) -> tuple[Recompute, ...]:
+    """The lines of some micro-batches, in the order of a plan."""
+    of_each = _BLOCKS.decode(zstandard.ZstdDecompressor().decompress(packed))
+    lines = np.concatenate([_rows_of(rows, 5) for rows in of_each])
+    return _plan_of(lines[np.lexsort((lines[:, 1], lines[:, 0]))])
+
+
 # ---- compression
 
 
@@ -190,7 +247,7 @@ def _pack(data: bytes, base: _Last | None) -> PackedReconfigure:
     )
     compressor = zstandard.ZstdCompressor(dict_data=_dictionary(dictionary), compression_params=parameters)
     epoch = _NOTHING if base is None else base.epoch
-    return PackedReconfigure(epoch, len(data), _digest(data), compressor.compress(data))
+    return PackedReconfigure(epoch, len(data), _hash(data).digest(), compressor.compress(data))
 
 
 def _unpack(packed: PackedReconfigure, base: _Last | None) -> bytes:
@@ -200,13 +257,14 @@ def _unpack(packed: PackedReconfigure, base: _Last | None) -> bytes:
         data = decompressor.decompress(packed.data, max_output_size=packed.size)
     except zstandard.ZstdError as error:
         raise RunError(f"a Reconfigure of the controller cannot be unpacked: {error}") from None
-    if _digest(data) != packed.digest:
+    (found := _hash(data)).update(packed.lines)
+    if found.digest() != packed.digest:
         raise RunError("a Reconfigure of the controller is not what it was: its digest is another")
     return data
 
 
-def _digest(data: bytes) -> bytes:
-    return blake2b(data, digest_size=8).digest()
+def _hash(data: bytes) -> blake2b:
+    return blake2b(data, digest_size=8)
 
 
 def _log(number: int, least: int, most: int) -> int:
@@ -224,14 +282,16 @@ def _dictionary(data: bytes) -> zstandard.ZstdCompressionDict | None:
 class _Columns(msgspec.Struct, frozen=True, array_like=True):
     """A Reconfigure whose large fields are columns, each the differences of its numbers, little-endian, 4 bytes each.
 
+    Rows of numbers are the differences of consecutive rows: what changes in a few of them changes in one place.
+
     Args:
         rest: the message without these fields, encoded.
         stage_sizes, members: of `stages`.
         count_sizes, counts: of `microbatch_counts`.
         ranks, addresses: of `addresses`.
-        replicas: layer, first page, stop page, primary, numbers of mirrors and learners of each row; then all mirrors,
-            and all learners.
-        plan: stage, micro-batch, worker, forward, backward of each line; None: there is no plan.
+        replicas: rows of layer, first page, stop page, primary, numbers of mirrors and learners; then all mirrors, and
+            all learners.
+        plan: rows of stage, micro-batch, worker, forward, backward; None: there is no plan.
     """
 
     rest: bytes
@@ -241,50 +301,59 @@ class _Columns(msgspec.Struct, frozen=True, array_like=True):
     counts: bytes
     ranks: bytes
     addresses: tuple[str, ...]
-    replicas: tuple[bytes, ...]
-    plan: tuple[bytes, ...] | None
+    replicas: tuple[bytes, bytes, bytes]
+    plan: bytes | None
 
 
 _COLUMNS = msgspec.msgpack.Decoder(_Columns)
 _ADDRESSES = msgspec.msgpack.Decoder(tuple[list[int], list[str]])
+_BLOCKS = msgspec.msgpack.Decoder(list[bytes])
+_NUMBER = np.dtype("<i4")
 _LARGE = {"stages": (), "microbatch_counts": (), "addresses": {}, "replicas": (), "recovery_plan": None}
 """The fields that grow with the mesh, when they are taken out."""
 
 
 def _to_bytes(message: Reconfigure) -> bytes:
     rows, plan = message.replicas, message.recovery_plan
-    layers, firsts, stops, primaries, mirrors, learners = zip(*rows, strict=True) if rows else ((),) * 6
+    *fixed, mirrors, learners = zip(*rows, strict=True) if rows else ((),) * 6
+    table = np.array([*fixed, [*map(len, mirrors)], [*map(len, learners)]], np.int64).T
     columns = _Columns(
         encode(msgspec.structs.replace(message, **_LARGE)),
         *_ragged(message.stages),
         *_ragged(message.microbatch_counts),
         _numbers(message.addresses),
         tuple(message.addresses.values()),
-        (*map(_numbers, (layers, firsts, stops, primaries)), *_ragged(mirrors), *_ragged(learners)),
-        None if plan is None else tuple(map(_numbers, zip(*map(msgspec.structs.astuple, plan), strict=True))),
+        (_rows(table), _numbers(chain.from_iterable(mirrors)), _numbers(chain.from_iterable(learners))),
+        None if plan is None else _rows(_lines(plan)),
     )
     return msgspec.msgpack.encode(columns)
 
 
 def _from_bytes(data: bytes) -> Reconfigure:
     columns = _COLUMNS.decode(data)
-    layers, firsts, stops, primaries, mirror_sizes, mirrors, learner_sizes, learners = columns.replicas
-    fixed = map(_listed, (layers, firsts, stops, primaries))
-    several = _regrouped(mirror_sizes, mirrors), _regrouped(learner_sizes, learners)
+    table, mirrors, learners = columns.replicas
+    *fixed, num_mirrors, num_learners = _rows_of(table, 6).T.tolist()
+    several = _grouped(num_mirrors, mirrors), _grouped(num_learners, learners)
     rest = decode(columns.rest)
     assert isinstance(rest, Reconfigure), rest
     return msgspec.structs.replace(
         rest,
-        stages=_regrouped(columns.stage_sizes, columns.members),
-        microbatch_counts=_regrouped(columns.count_sizes, columns.counts),
+        stages=_grouped(_listed(columns.stage_sizes), columns.members),
+        microbatch_counts=_grouped(_listed(columns.count_sizes), columns.counts),
         addresses=dict(zip(_listed(columns.ranks), columns.addresses, strict=True)),
         replicas=tuple(zip(*fixed, *several, strict=True)),
-        recovery_plan=None if columns.plan is None else _lines(columns.plan),
+        recovery_plan=None if columns.plan is None else _plan_of(_rows_of(columns.plan, 5)),
     )
 
 
-def _lines(columns: Sequence[bytes]) -> tuple[Recompute, ...]:
-    rows = zip(*map(_listed, columns), strict=True)
+def _lines(plan: Sequence[Recompute]) -> npt.NDArray[np.int64]:
+    """The lines of a plan: [n, 5]."""
+    return np.array([msgspec.structs.astuple(line) for line in plan], np.int64).reshape(-1, 5)
+
+
+def _plan_of(lines: npt.NDArray[np.int64]) -> tuple[Recompute, ...]:
+    """The inverse of `_lines`."""
+    rows = lines.tolist()
     return tuple(Recompute(stage, u, worker, bool(forward), backward) for stage, u, worker, forward, backward in rows)
 
 
@@ -293,19 +362,29 @@ def _ragged(groups: Sequence[Sequence[int]]) -> tuple[bytes, bytes]:
     return _numbers(map(len, groups)), _numbers(chain.from_iterable(groups))
 
 
-def _regrouped(sizes: bytes, numbers: bytes) -> tuple[tuple[int, ...], ...]:
-    """The inverse of `_ragged`."""
-    left, flat = _listed(sizes), iter(_listed(numbers))
-    return tuple(tuple(next(flat) for _ in range(size)) for size in left)
+def _grouped(sizes: Sequence[int], numbers: bytes) -> tuple[tuple[int, ...], ...]:
+    """Groups of these sizes of all of these numbers."""
+    flat = iter(_listed(numbers))
+    return tuple(tuple(islice(flat, size)) for size in sizes)
 
 
 def _numbers(values: Iterable[int]) -> bytes:
     """The differences of consecutive numbers."""
-    found = np.diff(np.fromiter(values, np.int64), prepend=0)
-    assert not len(found) or max(abs(found.min()), abs(found.max())) < 2**31, found
-    return found.astype("<i4").tobytes()
+    return _rows(np.fromiter(values, np.int64).reshape(-1, 1))
 
 
 def _listed(differences: bytes) -> list[int]:
     """The inverse of `_numbers`."""
-    return np.cumsum(np.frombuffer(differences, "<i4"), dtype=np.int64).tolist()
+    return _rows_of(differences, 1)[:, 0].tolist()
+
+
+def _rows(table: npt.NDArray[np.int64]) -> bytes:
+    """The differences of consecutive rows, one row after another."""
+    found = np.diff(table, axis=0, prepend=0)
+    assert not found.size or max(abs(found.min()), abs(found.max())) < 2**31, found
+    return found.astype(_NUMBER).tobytes()
+
+
+def _rows_of(differences: bytes, width: int) -> npt.NDArray[np.int64]:
+    """The inverse of `_rows`."""
+    return np.cumsum(np.frombuffer(differences, _NUMBER).reshape(-1, width), axis=0, dtype=np.int64)

@@ -46,10 +46,11 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from itertools import chain
 from operator import or_
 
 from elaswave_spmd.determinism.reduction_tree import Node
@@ -98,7 +99,7 @@ def recovery_plan(
     # need of the next stage. From the last to the first: which forwards these need of the stage before.
     levels = _backward_levels(survey, _missing_microbatches(placement, layout, reported))
     workers = [_assign(survey, stage, level, ()) for stage, level in enumerate(levels)]
-    lines: list[Recompute] = []
+    lines: deque[list[Recompute]] = deque()  # by stage
     wanted: set[int] = set()  # micro-batches whose output of this stage the next stage needs again
     for stage in reversed(range(placement.num_stages)):
         level, worker = levels[stage], workers[stage]
@@ -108,10 +109,10 @@ def recovery_plan(
             backward = level.get(u, 0)
             saved = backward == WEIGHTS_ONLY or survey.has_forward(stage, u, rank)
             found.append(Recompute(stage, u, rank, u in wanted or not saved, backward))
-        lines += found
+        lines.appendleft(found)
         wanted = {w.microbatch for w in found if w.forward and not survey.has_activation(stage, w.microbatch, w.worker)}
     assert not wanted, "the first stage takes data, not activations"
-    return tuple(sorted(lines, key=_place_of))
+    return tuple(chain.from_iterable(lines))
 
 
 def whole_step(placement: Placement, all_at_version: bool) -> tuple[Recompute, ...] | None:
@@ -127,10 +128,6 @@ def whole_step(placement: Placement, all_at_version: bool) -> tuple[Recompute, .
         for stage in range(placement.num_stages)
         for microbatch in range(placement.num_microbatches)
     )
-
-
-def _place_of(line: Recompute) -> tuple[int, int]:
-    return line.stage, line.microbatch
 
 
 @dataclass(frozen=True)
@@ -246,13 +243,14 @@ def _missing_microbatches(
             for pages in _ranges_of_use(layout, replica_map, layer):
                 if missing == everything:
                     break
-                if not pages.replicas.isdisjoint(reports.with_reduced.get(pages.key, ())):
+                key = pages.key
+                if not pages.replicas.isdisjoint(reports.with_reduced.get(key, ())):
                     continue  # rule 1 of the module: a replica has the whole sum
-                excluded = reports.excluded.get(pages.key, frozenset())
+                excluded = reports.excluded.get(key, ())
                 usable = everybody  # the same for most ranges, so it is not computed again for each
-                if any(rank in local for rank in excluded):
+                if not local.keys().isdisjoint(excluded):
                     usable = _without(excluded, local, everybody, twice)
-                missing |= everything & ~(usable | reports.in_trees.get((pages.key, layer), 0))
+                missing |= everything & ~(usable | reports.in_trees.get((key, layer), 0))
         found.append(_microbatches_in(missing))
     return found
 
@@ -285,7 +283,9 @@ def _without(excluded: Collection[int], local: Mapping[int, int], everybody: int
         local: member -> mask.
         everybody, twice: the micro-batches of any member, and of two or more.
     """
-    theirs = reduce(or_, (local.get(rank, 0) for rank in excluded), 0)
+    theirs = 0
+    for rank in excluded:
+        theirs |= local.get(rank, 0)
     if theirs & twice:
         return reduce(or_, (mask for rank, mask in local.items() if rank not in excluded), 0)
     return everybody & ~theirs
@@ -297,7 +297,7 @@ def _ranges_of_use(layout: ModelLayout, replica_map: ReplicaMap, layer: int) -> 
     Frozen pages have no gradient, so nothing of them can be missing.
     """
     own = layout.layers[layer]
-    yield from (pages for pages in replica_map[layer] if not own.is_frozen(pages.first))
+    yield from (pages for pages in replica_map[layer] if not (layout.frozen and own.is_frozen(pages.first)))
     for block in (block for block in own.reader_blocks if not block.frozen):
         assert block.source is not None
         owner, first = block.source
@@ -317,7 +317,7 @@ class _Reports:
     """
 
     with_reduced: Mapping[PageRange, Collection[int]]
-    excluded: Mapping[PageRange, frozenset[int]]
+    excluded: Mapping[PageRange, Collection[int]]
     in_trees: Mapping[tuple[PageRange, int], int]
 
     @classmethod
@@ -325,25 +325,29 @@ class _Reports:
         with_reduced: dict[PageRange, set[int]] = {}
         excluded: dict[PageRange, set[int]] = {}
         in_trees: dict[tuple[PageRange, int], int] = {}
+        firsts = {layer: [pages.first for pages in ranges] for layer, ranges in replica_map.items()}
         for rank, report in reported.items():
             for layer, first, stop in report.reduced:
-                for key in _keys_inside(replica_map[layer], first, stop):
+                for key in _keys_inside(replica_map[layer], firsts[layer], first, stop):
                     with_reduced.setdefault(key, set()).add(rank)
                     excluded.setdefault(key, set()).add(rank)
             for layer, first, stop, use, tree_nodes in report.page_sums:
                 mask = _mask(tree_nodes)
-                for key in _keys_inside(replica_map[layer], first, stop):
+                for key in _keys_inside(replica_map[layer], firsts[layer], first, stop):
                     excluded.setdefault(key, set()).add(rank)
                     in_trees[key, use] = in_trees.get((key, use), 0) | mask
-        return cls(with_reduced, {key: frozenset(ranks) for key, ranks in excluded.items()}, in_trees)
+        return cls(with_reduced, excluded, in_trees)
 
 
-def _keys_inside(ranges: Sequence[ReplicaSet], first: int, stop: int) -> Iterator[PageRange]:
+def _keys_inside(ranges: Sequence[ReplicaSet], firsts: Sequence[int], first: int, stop: int) -> Iterator[PageRange]:
     """The page ranges, in page order, that lie within pages [first, stop) of a layer.
 
     Reports name ranges of older epochs, which may have been split since.
+
+    Args:
+        firsts: first pages of `ranges`.
     """
-    at = bisect_left(ranges, first, key=lambda pages: pages.first)
+    at = bisect_left(firsts, first)
     while at < len(ranges) and ranges[at].stop <= stop:
         yield ranges[at].key
         at += 1
@@ -351,7 +355,10 @@ def _keys_inside(ranges: Sequence[ReplicaSet], first: int, stop: int) -> Iterato
 
 def _mask(tree_nodes: Iterable[Node]) -> int:
     """The micro-batches of tree nodes, as bits."""
-    return reduce(or_, (((1 << (hi - lo)) - 1) << lo for lo, hi in tree_nodes), 0)
+    mask = 0
+    for lo, hi in tree_nodes:
+        mask |= ((1 << (hi - lo)) - 1) << lo
+    return mask
 
 
 def _microbatches_in(mask: int) -> list[int]:

@@ -7,6 +7,9 @@ votes, the replicas and learners of pages, and who may have something of a micro
 
 Whoever sends to a worker may get an answer, so that peers are peers of each other. The set of a worker may have more
 than it will talk to, and never less.
+
+Of a recovery plan a worker is told the lines of those micro-batches alone that it has to do with: it has a line for one
+of them, or may keep something of it, as it has run it in any mesh epoch of the step, or has reported it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -29,6 +33,8 @@ Pairs = npt.NDArray[np.int64]
 """[n, 2] of ranks."""
 Runners = npt.NDArray[np.int64]
 """[stage, micro-batch] -> worker."""
+Keys = npt.NDArray[np.int64]
+"""`rank << 32 | number`, ascending, each once: numbers of workers, of other workers or of micro-batches."""
 
 _NOBODY: frozenset[int] = frozenset()
 
@@ -40,11 +46,13 @@ class Peers:
     Args:
         shared: rank -> peers. Workers of a stage share the set object, so that a stage of 10,000 needs no memory for
             the square of its workers; the worker itself is in it.
-        keys: further peers: `rank << 32 | peer`, ascending, each once.
+        keys: further peers of workers.
+        microbatches: those of workers of whose lines in a recovery plan they are told; None: they are told all lines.
     """
 
     shared: Mapping[int, frozenset[int]]
-    keys: npt.NDArray[np.int64]
+    keys: Keys
+    microbatches: Keys | None = None
 
     @classmethod
     def among(cls, ranks: Collection[int]) -> Peers:
@@ -58,7 +66,7 @@ class Peers:
 
     def numbers(self) -> dict[int, int]:
         """Rank -> the number of its peers, without itself."""
-        own = _by_rank(self.keys)
+        own = by_rank(self.keys)
         return {rank: len(peers) - 1 + len(own.get(rank, _NOBODY) - peers) for rank, peers in self.shared.items()}
 
     def since(self, before: Peers, ranks: Iterable[int]) -> Iterator[tuple[int, frozenset[int], frozenset[int]]]:
@@ -71,7 +79,7 @@ class Peers:
             (rank, those that it shares with others, those of its own). Equal sets of the first kind are one object.
         """
         differences: dict[tuple[int, int], frozenset[int]] = {}  # sets are shared: each pair is worked out once
-        fresh = _by_rank(_without(self.keys, before.keys))
+        fresh = by_rank(_without(self.keys, before.keys))
         for rank in ranks:
             now, was = self.shared[rank], before.shared.get(rank, _NOBODY)
             if (key := (id(now), id(was))) not in differences:
@@ -83,7 +91,7 @@ class Peers:
         """Rank -> peers that are none any more though both are members still, of those that have any."""
         found, members = dict[int, frozenset[int]](), after.shared.keys()
         differences: dict[tuple[int, int], frozenset[int]] = {}
-        gone = _by_rank(_without(self.keys, after.keys))
+        gone = by_rank(_without(self.keys, after.keys))
         for rank, now in after.shared.items():
             was = self.shared.get(rank, _NOBODY)
             if (key := (id(was), id(now))) not in differences:
@@ -129,12 +137,12 @@ class Reached:
         return _NOBODY.union(*self.told.values())
 
 
-def _each_once(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _each_once(keys: npt.NDArray[np.int64]) -> Keys:
     found = np.sort(keys)
     return found[np.diff(found, prepend=-1) != 0]
 
 
-def _without(keys: npt.NDArray[np.int64], others: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _without(keys: Keys, others: Keys) -> Keys:
     """The keys of the first array, ascending, that are not among the second."""
     if not len(others):
         return keys
@@ -142,19 +150,19 @@ def _without(keys: npt.NDArray[np.int64], others: npt.NDArray[np.int64]) -> npt.
     return keys[others[places] != keys]
 
 
-def _others_of(keys: npt.NDArray[np.int64], rank: int) -> frozenset[int]:
+def _others_of(keys: Keys, rank: int) -> frozenset[int]:
     first, stop = np.searchsorted(keys, (rank << 32, (rank + 1) << 32))
     return frozenset((keys[first:stop] & 0xFFFFFFFF).tolist())
 
 
-def _by_rank(keys: npt.NDArray[np.int64]) -> dict[int, frozenset[int]]:
-    """Rank -> its further peers, of those that have any."""
+def by_rank(keys: Keys) -> dict[int, frozenset[int]]:
+    """Rank -> its numbers, of those that have any."""
     if not len(keys):
         return {}
     ranks = keys >> 32
     starts = np.flatnonzero(np.diff(ranks, prepend=-1))
-    bounds, peers = [*starts.tolist(), len(keys)], (keys & 0xFFFFFFFF).tolist()
-    return {rank: frozenset(peers[a:b]) for rank, (a, b) in zip(ranks[starts].tolist(), pairwise(bounds), strict=True)}
+    bounds, found = [*starts.tolist(), len(keys)], (keys & 0xFFFFFFFF).tolist()
+    return {rank: frozenset(found[a:b]) for rank, (a, b) in zip(ranks[starts].tolist(), pairwise(bounds), strict=True)}
 
 
 @dataclass(frozen=True)
@@ -170,6 +178,11 @@ class Ran:
     step: int
     placement: Placement
     plan: Sequence[Recompute] = ()
+
+    @cached_property
+    def runners(self) -> Runners:
+        """The worker of each micro-batch on each stage."""
+        return _runners(self.placement, _columns(self.plan))
 
 
 @dataclass(frozen=True)
@@ -188,6 +201,11 @@ class Recovery:
     plan: Sequence[Recompute] | None
     reports: Mapping[int, StepReport]
     linked: Collection[frozenset[int]] = ()
+
+    @cached_property
+    def columns(self) -> npt.NDArray[np.int64]:
+        """Stages, micro-batches and workers of the lines of the plan: [3, n]."""
+        return _columns(self.plan or ())
 
 
 def peers_of(
@@ -212,7 +230,7 @@ def peers_of(
     if mesh.num_workers <= widest:
         return None
     guests = _stage_guests(placement, layout, recovery, checks=checks)
-    pairs = [pairs_of(mesh.members, widest), _crossings(_runners(placement))]
+    pairs = [pairs_of(mesh.members, widest), _crossings(_runners(placement, _columns(())))]
     pairs += [_crossings(_turns(placement, num_validation_microbatches))]
     pairs += [_as_pairs(_mirrors(placement, placement.replica_map(layout)))]
     if recovery is not None:
@@ -220,9 +238,14 @@ def peers_of(
     both = np.concatenate(pairs)
     is_member = np.zeros(int(max(both.max(initial=0), *mesh.members)) + 1, np.bool_)
     is_member[[*mesh.members]] = True
-    both = both[(both[:, 0] != both[:, 1]) & is_member[both[:, 0]] & is_member[both[:, 1]]]
+    both = both[is_member[both[:, 0]] & is_member[both[:, 1]]]
+    stage_of = np.empty(len(is_member), np.int64)
+    for stage, members in enumerate(mesh.stages):
+        stage_of[[*members]] = stage
+    both = both[stage_of[both[:, 0]] != stage_of[both[:, 1]]]  # within a stage they are shared
     keys = _each_once(np.concatenate([both[:, 0] << 32 | both[:, 1], both[:, 1] << 32 | both[:, 0]]))
-    return Peers(_shared(placement, _related(placement, layout, checks=checks), guests), keys)
+    microbatches = _microbatches(recovery) if recovery is not None and recovery.plan else None
+    return Peers(_shared(placement, _related(placement, layout, checks=checks), guests), keys, microbatches)
 
 
 # ---- stages: sums and reduced gradients to primaries, parameters from them
@@ -289,12 +312,12 @@ def _shared(placement: Placement, related: Sequence[set[int]], guests: Sequence[
 # ---- pairs
 
 
-def _runners(placement: Placement, plan: Sequence[Recompute] = ()) -> Runners:
-    """The worker of each micro-batch on each stage: by the lines of a plan, and else as placed."""
+def _runners(placement: Placement, columns: npt.NDArray[np.int64]) -> Runners:
+    """The worker of each micro-batch on each stage: by the lines of a plan, in columns, and else as placed."""
     per_stage = zip(placement.mesh.stages, placement.microbatch_counts, strict=True)
     order = placement.microbatch_order
     found = np.array([workers_of_microbatches(members, counts, order) for members, counts in per_stage], np.int64)
-    stages, microbatches, workers = _columns(plan)
+    stages, microbatches, workers = columns
     found[stages, microbatches] = workers
     return found
 
@@ -330,14 +353,14 @@ def _hands(placement: Placement, recovery: Recovery) -> Pairs:
     Who has run the micro-batch keeps what it had sent: in any epoch of the step, on the stage that ended where the
     line's begins, or on the one that began where it ends.
     """
-    plan, cuts = recovery.plan or (), placement.layer_cuts
-    if not plan:
+    cuts = placement.layer_cuts
+    if not recovery.plan:
         return _as_pairs(())
-    runners, (stages, microbatches, workers) = _runners(placement, plan), _columns(plan)
+    runners, (stages, microbatches, workers) = _runners(placement, recovery.columns), recovery.columns
     found = [_crossings(runners), _reported(cuts, runners, recovery.reports)]
     before, after = np.maximum(np.array(cuts[:-1]) - 1, 0), np.minimum(cuts[1:], cuts[-1] - 1)
     for ran in recovery.ran:
-        had = _runners(ran.placement, ran.plan)
+        had = ran.runners
         for layers in (before, after):
             there = np.searchsorted(ran.placement.layer_cuts, layers, side="right") - 1  # their stages in that epoch
             found.append(np.stack((workers, had[there[stages], microbatches]), axis=1))
@@ -353,6 +376,16 @@ def _reported(cuts: Sequence[int], runners: Runners, reports: Mapping[int, StepR
     table = np.array(rows, np.int64).reshape(-1, 4)
     ranks, layers, microbatches, back = table[np.isin(table[:, 1], cuts[1:-1])].T
     return np.stack((ranks, runners[np.searchsorted(cuts, layers) - back, microbatches]), axis=1)
+
+
+def _microbatches(recovery: Recovery) -> Keys:
+    """The micro-batches that workers have to do with: by a line of the plan, or as they may keep something of them."""
+    _, microbatches, workers = recovery.columns
+    found = [workers << 32 | microbatches]
+    found += [(ran.runners << 32 | np.arange(ran.runners.shape[1])).ravel() for ran in recovery.ran]
+    parts = [(rank, part) for rank, report in recovery.reports.items() for part in report.partial_steps]
+    kept = [rank << 32 | u for rank, part in parts for _, u in (*part.activations, *part.gradients)]
+    return _each_once(np.concatenate([*found, np.array(kept, np.int64)]))
 
 
 def _columns(plan: Sequence[Recompute]) -> npt.NDArray[np.int64]:

@@ -76,11 +76,11 @@ def pairs_of(members: Sequence[int], widest: int = WIDEST) -> npt.NDArray[np.int
         for block in blocks:
             parts = _divided(block, left)
             smaller += parts
+            places, offsets = np.arange(block.start, block.stop), np.concatenate([np.arange(len(p)) for p in parts])
             for own in parts:
-                for part in parts:
-                    if part is not own:
-                        receivers.append(places := np.arange(part.start, part.stop))
-                        senders.append(own.start + (places - part.start) % len(own))
+                others = np.concatenate([places[: own.start - block.start], places[own.stop - block.start :]])
+                receivers.append(others)
+                senders.append(own.start + offsets[others - block.start] % len(own))
         blocks = smaller
     for block in blocks:  # in the first round, of the smallest blocks, all send to all
         places = np.arange(block.start, block.stop)

@@ -52,6 +52,9 @@ def rebalance_replicas(current: ReplicaMap, layout: ModelLayout, sharding: State
         settled: list[ReplicaSet] = []
         for ranges in _trained_and_frozen([pages for layer in layers for pages in current[layer]], layout):
             balance = _Balance(stage, choice, layout, sharding)
+            if balance.is_settled(ranges):
+                settled += ranges
+                continue
             balance.fill(ranges)
             balance.even_out()
             for pages, alive, primary in balance.assigned():
@@ -132,8 +135,9 @@ class _Balance:
         self._layout = layout
         self._replicated = sharding.is_replicated
         self._farthest = choice.farthest(stage)
-        self._at: dict[int, dict[Alive, list[ReplicaSet]]] = {rank: {} for rank in (_ANYBODY, _NOBODY, *members)}
-        self._size: dict[int, Counter[Alive]] = {rank: Counter() for rank in self._at}  # pages of the lists in _at
+        self._losses = {(ly.index, ly.loss_block.first_page) for ly in layout.layers if ly.loss_block}
+        self._at: dict[int, dict[Alive, list[ReplicaSet]]] = {}
+        self._size: dict[int, Counter[Alive]] = {}  # pages of the lists in _at
         self._load = dict.fromkeys(members, 0)
         self._loss: list[tuple[ReplicaSet, Alive, int]] = []  # the loss page has no part in the balance
         self._of_layer: dict[int, Counter[int]] = {}  # a worker's pages by layer, where that is needed
@@ -146,14 +150,33 @@ class _Balance:
         self._least_distance = 0
         self._far: dict[Alive, list[int]] = {}
 
+    def is_settled(self, ranges: Sequence[ReplicaSet]) -> bool:
+        """True if all page ranges may stay as they are: most stages have nothing to do with a loss elsewhere."""
+        workers, load = self._choice.stage_of.keys(), dict.fromkeys(self._members, 0)
+        alive: dict[frozenset[int], bool] = {}  # page ranges share sets: each is looked at once
+        for pages in ranges:
+            held = pages.replicas
+            if held not in alive:
+                alive[held] = held <= workers
+            if pages.learners or pages.primary not in load or not alive[held] or not self.is_complete(pages, held):
+                return False
+            if (pages.layer, pages.first) not in self._losses:
+                load[pages.primary] += pages.stop - pages.first
+        if max(load.values()) - min(load.values()) > 1:
+            return False
+        for held in alive:
+            self._choice.shared(held)
+        return True
+
     def fill(self, ranges: Sequence[ReplicaSet]) -> None:
         """Assigns the page ranges to their present primaries."""
         workers = frozenset(self._choice.stage_of)
-        losses = {(ly.index, ly.loss_block.first_page) for ly in self._layout.layers if ly.loss_block}
+        self._at = {rank: {} for rank in (_ANYBODY, _NOBODY, *self._members)}
+        self._size = {rank: Counter() for rank in self._at}
         groups: defaultdict[tuple[int, frozenset[int]], list[ReplicaSet]] = defaultdict(list)
         of_layer: Counter[int] = Counter()
         for pages in ranges:
-            if (pages.layer, pages.first) in losses:
+            if (pages.layer, pages.first) in self._losses:
                 self._loss.append((pages, pages.replicas & workers, self._primary_of_loss(pages)))
                 continue
             groups[pages.primary, pages.replicas].append(pages)

@@ -290,7 +290,8 @@ def to_rows(replicas: ReplicaMap) -> tuple[ReplicaRow, ...]:
         shared = pages.primary, pages.replicas
         if shared not in mirrors:
             mirrors[shared] = pages.mirrors
-        rows.append((*pages.key, pages.primary, mirrors[shared], tuple(sorted(pages.learners))))
+        learners = tuple(sorted(pages.learners)) if pages.learners else ()
+        rows.append((pages.layer, pages.first, pages.stop, pages.primary, mirrors[shared], learners))
     return tuple(rows)
 
 

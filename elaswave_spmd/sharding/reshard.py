@@ -219,6 +219,12 @@ class ReshardPlan:
         during = with_learners(current, self.after)
         return ReshardPlan(self.layout, current, frozenset(), self.sharding, during, self.after)
 
+    def towards(self, sharding: StateSharding) -> ReshardPlan:
+        """The plan to a mesh and specs, when this is the one in which the state stays where it is."""
+        after = rebalance_replicas(self.after, self.layout, sharding)
+        during = with_learners(self.after, after)
+        return ReshardPlan(self.layout, self.before, self.gone, sharding, during, after)
+
     def adopted(self) -> ReplicaMap:
         """`after`, when no copy is missing any more."""
         return adopt(self.during, self.after)
@@ -279,12 +285,12 @@ def plan_reshard(
     """
     gone = frozenset(lost)
     left, dead = promote(before, gone)
+    stays = ReshardPlan(layout, before, gone, None, left, left, dead)
     # Without a replica there is nothing to plan: the caller goes back to a checkpoint, or gives up.
     if dead or to is None:
-        return ReshardPlan(layout, before, gone, None, left, left, dead)
+        return stays
     if isinstance(to, StateSharding):
-        after = rebalance_replicas(left, layout, to)
-        return ReshardPlan(layout, before, gone, to, with_learners(left, after), after)
+        return stays.towards(to)
     after = cut_at(to, left)
     return ReshardPlan(layout, before, gone, None, with_learners(left, after), after)
 

@@ -20,8 +20,8 @@ class Configuration:
     Args:
         placement: the mesh, the cuts between stages, micro-batches and replicas.
         version: the highest version of any member when the epoch began.
-        recovery_plan: who recomputes what of step version + 1. None: nothing of that step was begun, so that it runs as
-            placed. Empty: everything of it is done.
+        recovery_plan: who recomputes what of step version + 1, as far as this worker has to know. None: nothing of that
+            step was begun, so that it runs as placed. Empty: everything of it is done.
         validate: the version whose validation is to be run, since the controller lacks losses of it; None if none is.
         save: write the state of `version` and begin no other step.
         attempt: of the steps after `version`; what was computed of them in older attempts counts no more.

@@ -15,7 +15,10 @@ from elaswave_spmd.worker.ready_order import MicrobatchWork
 
 @dataclass(frozen=True)
 class RecoveryPlan:
-    """The controller's plan for an interrupted step: at most one line per stage and micro-batch."""
+    """The controller's plan for an interrupted step: at most one line per stage and micro-batch.
+
+    On a large mesh it has the lines of those micro-batches alone that the worker has to do with (recovery/peers.py).
+    """
 
     step: int
     lines: tuple[Recompute, ...]

@@ -212,6 +212,66 @@ def test_on_a_large_mesh_each_member_gets_the_addresses_of_its_peers(seed: int) 
         before = now
 
 
+def planned(draw: random.Random, stages: Sequence[Sequence[int]], microbatches: int) -> tuple[Recompute, ...]:
+    """A plan for some of the micro-batches on each stage, in the order of a plan."""
+    return tuple(
+        Recompute(stage, u, draw.choice(ranks), draw.random() < 0.5, draw.randint(0, 3))
+        for stage, ranks in enumerate(stages)
+        for u in range(microbatches)
+        if draw.random() < 0.6
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_on_a_large_mesh_each_member_gets_the_lines_of_its_micro_batches(seed: int) -> None:
+    """On ragged stages, whoever comes and goes: these, in the order of the plan, and all the rest whole."""
+    draw, packer, ends = random.Random(seed), Packer(), defaultdict[int, Unpacker](Unpacker)
+    members, new = draw.sample(range(50), 9), count(50)
+    for epoch in range(8):
+        if epoch:
+            members = [*draw.sample(members, draw.randint(5, len(members))), *islice(new, draw.randint(0, 3))]
+        stages, number = (tuple(members[:1]), tuple(members[1:3]), tuple(members[3:])), draw.randint(1, 400)
+        plan = draw.choice((None, (), planned(draw, stages, number), planned(draw, stages, number)))
+        told = {rank: {*draw.sample(range(number), draw.randint(0, min(number, 4)))} for rank in members}
+        everything = draw.random() < 0.2
+        keys = np.array(sorted(rank << 32 | u for rank in members for u in told[rank]), np.int64)
+        peers = Peers(dict.fromkeys(members, frozenset(members)), np.empty(0, np.int64), None if everything else keys)
+        addresses = {rank: f"at {rank}" for rank in members}
+        message = msgspec.structs.replace(drawn(draw, epoch), stages=stages, addresses=addresses, recovery_plan=plan)
+        got: dict[int, Reconfigure] = {}
+        for receivers, header in packer.encoded(members, message, peers):
+            for rank in receivers:
+                found = decode(header)
+                if isinstance(found, PeerAddresses):
+                    ends[rank].told(found)
+                    continue
+                assert isinstance(found, PackedReconfigure) and rank not in got
+                got[rank] = ends[rank].unpacked(found)
+        for rank in members:
+            own = None if plan is None else tuple(line for line in plan if everything or line.microbatch in told[rank])
+            assert got[rank] == msgspec.structs.replace(message, recovery_plan=own)
+
+
+def test_lines_that_have_changed_on_the_way_or_are_of_another_member_are_refused() -> None:
+    plan = tuple(Recompute(stage, u, 2 * stage + u % 2, True, 2) for stage in (0, 1) for u in range(4))
+    addresses = {rank: f"at {rank}" for rank in range(4)}
+    message = msgspec.structs.replace(SMALL, stages=((0, 1), (2, 3)), addresses=addresses, recovery_plan=plan)
+    told = np.array([rank << 32 | u for rank in range(4) for u in range(4) if u % 2 == rank % 2], np.int64)
+    peers = Peers(dict.fromkeys(range(4), frozenset(range(4))), np.empty(0, np.int64), told)
+    packed = [decode(header) for _, header in Packer().encoded(range(4), message, peers)]
+    first, second = (each for each in packed if isinstance(each, PackedReconfigure))
+    assert first.data == second.data and first.digest != second.digest, "the rest is packed once for all"
+    for lines in (second.lines, b"", *(_flipped(first.lines, bit) for bit in range(8 * len(first.lines)))):
+        with pytest.raises(RunError, match="digest"):
+            Unpacker().unpacked(msgspec.structs.replace(first, lines=lines))
+
+
+def _flipped(data: bytes, bit: int) -> bytes:
+    found = bytearray(data)
+    found[bit // 8] ^= 1 << bit % 8
+    return bytes(found)
+
+
 def test_the_whole_is_encoded_once_and_what_workers_of_a_stage_are_told_as_well() -> None:
     """And after a loss on a large mesh no address is on the wire, where peers stay."""
     packer, message = Packer(), large(400, frozenset(), 0)

@@ -196,6 +196,38 @@ def test_inputs_are_where_a_stage_ended_or_began_when_they_were_made() -> None:
         assert {old.worker_of_microbatch(0, u), old.worker_of_microbatch(1, u)} <= found.of(9)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_a_worker_is_told_the_lines_of_all_micro_batches_that_it_has_to_do_with(seed: int) -> None:
+    """It has a line for them, or may keep something of them: it has run them in an epoch of the step, or reports it."""
+    draw, (old, layout) = random.Random(seed), drawn(seed)
+    members, number = old.mesh.members, old.num_microbatches
+
+    def lines() -> tuple[Recompute, ...]:
+        places = [(stage, u) for stage in range(old.num_stages) for u in range(number) if draw.random() < 0.4]
+        return tuple(Recompute(s, u, draw.choice(old.mesh.stages[s]), True, 2) for s, u in places)
+
+    ran, plan = tuple(Ran(4, old, lines()) for _ in range(draw.randint(1, 3))), lines()
+    kept = {rank: (draw.randint(0, 5), draw.randrange(number)) for rank in draw.sample(members, len(members) // 2)}
+    reports: dict[int, StepReport] = {}
+    for rank, at in kept.items():
+        part = PartialStep(4, activations=(at,)) if draw.random() < 0.5 else PartialStep(4, gradients=(at,))
+        reports[rank] = StepReport(1, rank, 3, (part,))
+    found = peers_of(old, layout, recovery=Recovery(ran, plan, reports), widest=2)
+    if found is None or not plan:
+        assert len(members) <= 2 or (found is not None and found.microbatches is None), "there is nothing to tell"
+        return
+    assert found.microbatches is not None
+    expected = {(line.worker, line.microbatch) for line in plan} | {(rank, u) for rank, (_, u) in kept.items()}
+    for epoch in ran:
+        planned = {(line.stage, line.microbatch): line.worker for line in epoch.plan}
+        for stage in range(old.num_stages):
+            for u in range(number):
+                expected.add((planned.get((stage, u), old.worker_of_microbatch(stage, u)), u))
+    assert [(key >> 32, key & 0xFFFFFFFF) for key in found.microbatches.tolist()] == sorted(expected)
+    anew = peers_of(old, layout, recovery=Recovery(ran, (), reports), widest=2)
+    assert anew is not None and anew.microbatches is None, "of a step that begins anew all are told the whole plan"
+
+
 def test_links_that_are_made_again_are_between_peers() -> None:
     placement, layout = drawn(3)
     peers = peers_of(placement, layout, widest=2)

@@ -101,6 +101,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Validated(5, True),
     m.Reconfigure(5, ((0,),), (0, 4), ((5,),), {0: "a"}, (), 7, (), is_last=True),
     m.PackedReconfigure(4, 300, bytes(8), b"packed"),
+    m.PackedReconfigure(4, 300, bytes(8), b"packed", b"lines"),
     m.PeerAddresses(b"packed"),
     m.PeerAddresses(b"packed", (3, 7)),
     m.FinalPages(0, 0, 9),
