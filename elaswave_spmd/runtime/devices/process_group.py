@@ -155,11 +155,13 @@ class GroupInBackground:
     Args:
         library: makes groups and collectives.
         timeout_s: time limit of making a group once all its members have met, and of a collective.
+        name: under which its members meet, where they have other groups besides that of their stage.
     """
 
-    def __init__(self, library: GroupLibrary, timeout_s: float) -> None:
+    def __init__(self, library: GroupLibrary, timeout_s: float, name: str = "") -> None:
         self._library = library
         self._timeout_s = timeout_s
+        self._name = name
         self._lock = threading.Lock()  # guards _epoch, _made and failure
         self._epoch = -1
         self._made: _Group | None = None  # the group of the newest epoch, once it is connected and as long as it works
@@ -186,7 +188,8 @@ class GroupInBackground:
             self.failure = None
         self._end_in_thread(old, f"mesh epoch {epoch}")
         arguments = (epoch, tuple(members), rank)
-        threading.Thread(target=self._make, args=arguments, name=f"group of epoch {epoch}", daemon=True).start()
+        name = f"group of epoch {epoch}" + (f", {self._name}" if self._name else "")
+        threading.Thread(target=self._make, args=arguments, name=name, daemon=True).start()
 
     def gather(self, share: Any, gathered: Any, what: str = "") -> Collective:
         """Start an all-gather among all members, whose shares are of one size, in the order of their ranks.
@@ -235,6 +238,16 @@ class GroupInBackground:
             old = self._detach()
         self._end_in_thread(old, "it has failed")
 
+    def close(self) -> None:
+        """Abandon the present group, and what is done to make one. No other is made.
+
+        The caller must have dropped its collectives before; see the top of this file.
+        """
+        with self._lock:
+            old = self._detach()
+            self._epoch = -1
+        self._end_in_thread(old, "it is not used any more")
+
     def _detach(self) -> list[_Group]:
         """Remove the present group from this object, and return it in a list of one, or an empty list if there is none.
 
@@ -260,7 +273,7 @@ class GroupInBackground:
             if len(members) == 1:
                 return
             # All stages meet in the same store; the prefix keeps them apart, since their first members differ.
-            store = self._library.open_store(f"epoch{epoch}/{members[0]}")
+            store = self._library.open_store(f"epoch{epoch}/{self._name or members[0]}")
             if not self._meet(store, epoch, len(members)):
                 return
             made.append(_Group(epoch, members, self._library.make(store, members.index(rank), len(members))))
