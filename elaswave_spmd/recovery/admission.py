@@ -304,7 +304,7 @@ def _refused_of_pair(
         return EPOCH
     match message:
         case m.PairSent(number=number, size=size, resent=resent):
-            if not 1 <= number or size < 0:
+            if number < 1 or size < 0:
                 return VALUE
             return "" if resent or num_elements is None else SIZE
         case m.PairReceived(number=number):

@@ -410,9 +410,10 @@ class DirectChannel(ForwardingChannel):
 
         Memory is taken for a payload before it comes, and its sender alone says how large it is.
         """
-        return not isinstance(message, Crossing) or self._arriving[sender].sizes.get(
-            (type(message), message.layer)
-        ) == size
+        return (
+            not isinstance(message, Crossing)
+            or self._arriving[sender].sizes.get((type(message), message.layer)) == size
+        )
 
     def _fill(self, slot: _Slot, sender: int, message: m.PairSent, payload: Tensor | None) -> None:
         """The link has brought what the pair has not."""

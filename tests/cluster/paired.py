@@ -8,12 +8,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from elaswave_spmd.controller.resume import Comeback
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.worker.direct_channel import Crossing
 from tests.cluster.faults import MessageFault
@@ -38,9 +39,11 @@ class _Way:
         sent: (memory, what was in it), in the order of the calls.
         num_posted: calls of the receiver.
         fails: it cannot be made.
+        waits: senders wait for their receivers, as with a payload that no buffer of the library takes.
     """
 
     fails: bool
+    waits: bool = False
     met: set[int] = field(default_factory=set)
     sent: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     num_posted: int = 0
@@ -53,7 +56,8 @@ class PairHub:
         lost: workers that have ended or are stopped; what they have sent may still arrive, or not.
         failing: how often a transfer fails though nobody is lost.
         losing: how often the message that belongs to a payload is lost, which no link does that goes on. So it is
-            tried with boundary tensors alone: state has to come before the votes after it.
+            tried with boundary tensors alone: state has to come before the votes after it. Their payloads wait for
+            the receiver then, so that somebody notices.
     """
 
     def __init__(self, seed: int, lost: Sequence[int], failing: float, losing: float) -> None:
@@ -166,7 +170,7 @@ class MadeUpTransfer:
         if self._peer in self._hub.lost and not self._arrives:
             return False
         if self._values is None:
-            return self._is_buffered or self.way.num_posted > self._number
+            return (self._is_buffered and not self.way.waits) or self.way.num_posted > self._number
         return len(self.way.sent) > self._number
 
     def is_completed(self) -> bool:
@@ -210,6 +214,10 @@ class PairedCluster(GroupedCluster):
         self.pair_hub = PairHub(seed, self._absent, failing_pairs, losing)
         self._pairs: dict[tuple[int, int], MadeUpPairs] = {}  # by incarnation of the controller, and rank
 
+    def _make_controller(self, comeback: Comeback | None) -> None:
+        super()._make_controller(comeback)
+        self.controller._bounds = replace(self.controller._bounds, pairs=True)  # as with the setting
+
     def _pairs_of(self, rank: int) -> MadeUpPairs:
         incarnation = self._orders.incarnation
         return self._pairs.setdefault((incarnation, rank), MadeUpPairs(rank, self.pair_hub, incarnation))
@@ -225,6 +233,7 @@ class PairedCluster(GroupedCluster):
             hub = self.pair_hub
             if hub.draw.random() < hub.losing:
                 hub.ended["lost"] += 1
+                hub.ways[self._orders.incarnation, message.epoch, sender, peer].waits = True
                 return
         super().send(sender, peer, message, payload)
 
