@@ -299,11 +299,13 @@ def refused_by_worker(
 def _refused_of_pair(
     message: m.PairSent | m.PairReceived | m.PairLost, sender: int, num_elements: int | None, at: WorkerPosition
 ) -> str:
-    # Who sends through a pair has met the receiver in the epoch, and cannot be ahead of it.
-    if not 0 <= getattr(message, "epoch", 0) <= at.epoch:
+    if not 0 <= getattr(message, "epoch", 0) <= at.epoch + _EPOCHS_AHEAD:
         return EPOCH
     match message:
-        case m.PairSent(number=number, size=size, resent=resent):
+        case m.PairSent(epoch=epoch, number=number, size=size, resent=resent):
+            # Who sends through a pair has met the receiver in the epoch. What it has not brought may come with the next.
+            if epoch > at.epoch and not resent:
+                return EPOCH
             if number < 1 or size < 0:
                 return VALUE
             return "" if resent or num_elements is None else SIZE

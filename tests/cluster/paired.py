@@ -22,9 +22,8 @@ from tests.cluster.grouped import GroupedCluster
 from tests.cluster.processes import Worker
 from tests.cluster.wires import Link
 
-# The chance that a worker sees that a pair is made, or that a transfer has ended, when it looks.
-_MEETS = 0.5
 _COMPLETES = 0.4
+"""The chance that a worker sees that a transfer has ended, when it looks."""
 _PATIENCE = 300
 """Looks at a transfer after which it has taken too long."""
 _LONG_PATIENCE = 3000
@@ -58,11 +57,12 @@ class PairHub:
         losing: how often the message that belongs to a payload is lost, which no link does that goes on. So it is
             tried with boundary tensors alone: state has to come before the votes after it. Their payloads wait for
             the receiver then, so that somebody notices.
+        meets: the chance that a worker sees that a pair is made, when it looks.
     """
 
-    def __init__(self, seed: int, lost: Sequence[int], failing: float, losing: float) -> None:
+    def __init__(self, seed: int, lost: Sequence[int], failing: float, losing: float, meets: float) -> None:
         self.draw = random.Random(f"pairs {seed}")
-        self.lost, self.failing, self.losing = lost, failing, losing
+        self.lost, self.failing, self.losing, self.meets = lost, failing, losing, meets
         self.ways: dict[tuple[int, int, int, int], _Way] = {}  # by incarnation, mesh epoch, sender, receiver
         self.ended: Counter[str] = Counter()
         """How many were sent, received, failed, refused, or had their messages lost, by this word."""
@@ -101,7 +101,7 @@ class MadeUpPairs:
         if way in self._seen:
             return True
         found = self._ways.get(way)
-        if found is None or found.fails or found.met != {*way} or self._hub.draw.random() >= _MEETS:
+        if found is None or found.fails or found.met != {*way} or self._hub.draw.random() >= self._hub.meets:
             return False
         self._seen.add(way)
         return True
@@ -204,14 +204,20 @@ class PairedCluster(GroupedCluster):
 
     Args:
         failing_pairs: `failing` of `PairHub`.
-        losing: as for `PairHub`; the others are those of `GroupedCluster`.
+        losing, meets: as for `PairHub`; the others are those of `GroupedCluster`.
     """
 
     def __init__(
-        self, *args: Any, failing_pairs: float = 0.01, losing: float = 0.01, seed: int = 0, **kwargs: Any
+        self,
+        *args: Any,
+        failing_pairs: float = 0.01,
+        losing: float = 0.01,
+        meets: float = 0.5,
+        seed: int = 0,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, seed=seed, **kwargs)
-        self.pair_hub = PairHub(seed, self._absent, failing_pairs, losing)
+        self.pair_hub = PairHub(seed, self._absent, failing_pairs, losing, meets)
         self._pairs: dict[tuple[int, int], MadeUpPairs] = {}  # by incarnation of the controller, and rank
 
     def _make_controller(self, comeback: Comeback | None) -> None:
