@@ -303,7 +303,7 @@ def _refused_of_pair(
         return EPOCH
     match message:
         case m.PairSent(epoch=epoch, number=number, size=size, resent=resent):
-            # Who sends through a pair has met the receiver in the epoch. What it has not brought may come with the next.
+            # Who sends through a pair has met the receiver in its epoch. What that did not bring comes with the next.
             if epoch > at.epoch and not resent:
                 return EPOCH
             if number < 1 or size < 0:

@@ -198,6 +198,7 @@ class DirectChannel(ForwardingChannel):
         self._leaving: dict[int, _Leaving] = {}
         self._arriving: dict[int, _Arriving] = {}
         self._members: frozenset[int] = frozenset()
+        self._senders: frozenset[int] = frozenset()  # workers that send this one something through pairs
         self._lost: set[int] = set()  # workers whose pair with this one was given up in this epoch
         self._epoch = -1
         self._is_interrupted = False  # a StepReport was sent in this epoch: from then on all goes over links
@@ -224,8 +225,8 @@ class DirectChannel(ForwardingChannel):
                 if isinstance(sent.message, Crossing):
                     sent.payload = None
             self._send_again(peer, leaving)
-        receivers, senders = pair_peers(self._rank, placement, replica_map)
-        self._pairs.enter_epoch(self._epoch, receivers, senders, self._rank)
+        receivers, self._senders = pair_peers(self._rank, placement, replica_map)
+        self._pairs.enter_epoch(self._epoch, receivers, self._senders, self._rank)
 
     # ---- sending
 
@@ -397,7 +398,7 @@ class DirectChannel(ForwardingChannel):
             why = self._refusal(sender, inner, message.size // size)
             if not why and (message.size % size or not self._is_size(sender, inner, message.size)):
                 why = admission.SIZE
-            if not why and not self._expects(sender, inner):
+            if not why and not (sender in self._senders and self._expects(sender, inner)):
                 why = admission.PLACE
             slot.incoming, slot.size = Incoming(sender, inner, placed=True), message.size
         if why:

@@ -78,9 +78,7 @@ def test_a_worker_is_lost_in_the_middle_of_boundary_tensors(
 
 
 @pytest.mark.parametrize("kind", ["kill", "stop"])
-def test_a_worker_is_lost_in_the_middle_of_state_transfers(
-    tmp_path: Path, undisturbed: Undisturbed, kind: str
-) -> None:
+def test_a_worker_is_lost_in_the_middle_of_state_transfers(tmp_path: Path, undisturbed: Undisturbed, kind: str) -> None:
     """Worker 1 is lost, and in the step in which its pages get new mirrors another one, that gets and sends state."""
     first = f"step: {SLOW}, kind: kill, rank: 1, point: backward"
     second = f"step: {SLOW + 1}, kind: {kind}, rank: 2, point: forward"

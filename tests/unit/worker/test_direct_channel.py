@@ -177,7 +177,7 @@ class World:
         for one, other in ((self.a, self.b), (self.b, self.a)):
             sent, one.links.sent = one.links.sent, []
             chosen = [sent[place] for place in places] if places and one is self.a else sent
-            other.links.inbox += [_arrived(one.rank, *rest) for peer, *rest in chosen if peer == other.rank]
+            other.links.inbox += [_arrived(one.rank, message, p) for peer, message, p in chosen if peer == other.rank]
 
     def copy(self) -> None:
         """The pair copies what both ends have begun."""
@@ -375,7 +375,9 @@ def test_a_receiver_whose_pair_could_not_be_made_asks_for_the_link() -> None:
     assert world.run() == [activation(0)] and world.a.pairs.given_up == [B]
 
 
-@pytest.mark.parametrize("how", ["size", "refused", "unexpected", "unreadable", "no payload", "another kind"])
+@pytest.mark.parametrize(
+    "how", ["size", "refused", "unexpected", "without a pair", "unreadable", "no payload", "another kind"]
+)
 def test_no_memory_is_taken_for_a_payload_that_is_not_expected(how: str) -> None:
     world = World()
     message = m.encode(m.Activation(1, 0, 2, SHAPE))
@@ -384,8 +386,10 @@ def test_no_memory_is_taken_for_a_payload_that_is_not_expected(how: str) -> None
         message, size = m.encode(m.Activation(1, 0, 2, (1 << 20, 1 << 10))), 1 << 32
     world.b.refused = admission.STEP if how == "refused" else ""
     world.b.unexpected = how == "unexpected"
+    if how == "without a pair":
+        world.b.channel.enter_epoch(placement(1, "dp2"), {})
     message = {"unreadable": b"\xff", "no payload": b"", "another kind": m.encode(m.Need(1, 2, 0, 1))}.get(how, message)
-    world.b.links.inbox.append(Incoming(A, m.PairSent(0, 1, size, message)))
+    world.b.links.inbox.append(Incoming(A, m.PairSent(world.b.channel._epoch, 1, size, message)))
     assert world.b.given() == [] and world.b.pairs.received == [] and world.b.channel.idle
     assert sum(world.b.links.rejected.values()) == 1 and world.b.pairs.given_up == [A]
 
@@ -400,7 +404,8 @@ def test_one_transfer_is_under_way_in_each_direction() -> None:
         world.b.channel.send(A, m.ActivationGradient(1, microbatch, 1, SHAPE), torch.ones(SHAPE))
     assert len(world.a.pairs.sent) == len(world.b.pairs.sent) == 1
     world.deliver()
-    world.a.given(), world.b.given()
+    world.a.given()
+    world.b.given()
     assert len(world.a.pairs.received) == len(world.b.pairs.received) == 1
 
 
