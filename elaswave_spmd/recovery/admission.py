@@ -308,7 +308,7 @@ def _refused_of_pair(
                 return EPOCH
             if number < 1 or size < 0:
                 return VALUE
-            return "" if resent or num_elements is None else SIZE
+            return "" if num_elements == (size or None if resent else None) else SIZE  # elements are bytes
         case m.PairReceived(number=number):
             return VALUE if number < 1 else "" if num_elements is None else SIZE
         case m.PairLost(reason=reason):

@@ -285,7 +285,8 @@ def test_without_pairs_nobody_takes_their_messages() -> None:
         (m.PairSent(2, 0, 48, b""), admission.VALUE),
         (m.PairSent(2, 1, -1, b""), admission.VALUE),
         (m.PairSent(3, 1, 48, b""), admission.EPOCH),  # its sender has met this worker in the epoch
-        (m.PairSent(3, 1, 48, b"", True), ""),
+        (m.PairSent(3, 1, 0, b"", True), ""),
+        (m.PairSent(3, 1, 48, b"", True), admission.SIZE),  # it is to come with that payload
         (m.PairReceived(0), admission.VALUE),
         (m.PairLost(2, SENDER + 1, 0), admission.SENDER),
         (m.PairLost(2, SENDER, 0, "x" * 3000), admission.SIZE),
