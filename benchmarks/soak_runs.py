@@ -48,7 +48,7 @@ VALIDATE_EVERY = 25
 SETTINGS = (
     "model.layers=2 model.d_model=32 model.heads=2 model.dropout=0.1 train.seq_len=16 train.global_batch=14 "
     f"train.microbatch_size=2 train.validate_every={VALIDATE_EVERY} train.validate_microbatches=24 "
-    "optim.warmup_steps=20 page.size=256 data=stdlib timeouts.suspect=3 "
+    "optim.warmup_steps=20 page.size=256 data=stdlib timeouts.suspect=4 "
     "elastic.replacements_per_minute=1000"  # far more are killed here than a machine would lose
 ).split()
 """A small model on real text; 7 micro-batches, which no mesh divides."""
@@ -455,14 +455,15 @@ class Soak:
 
     def _signal(self, victim: tuple[int | None, int], number: int, kind: str, moment: str) -> bool:
         rank, pid = victim
-        strike = Strike(kind, moment, self._watch.life, self._watch.step, rank, pid)
+        life = self._watch.life
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
                 return False
             os.kill(pid, number)
         except (OSError, ProcessLookupError):
             return False
-        self.report.strikes.append(strike)
+        # Its step is read afterwards: this process may have been held up before the signal, while the run went on.
+        self.report.strikes.append(Strike(kind, moment, life, self._watch.step, rank, pid))
         return True
 
     def _strike_controller(self, fault: Fault) -> bool:

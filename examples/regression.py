@@ -44,6 +44,7 @@ settings = {
     "optim.lr": 2e-2,
     "optim.warmup_steps": 5,
     "optim.schedule": "constant",
+    "timeouts.suspect": 4.0,  # on a busy machine heartbeats are late: nobody is to be lost for that
 }
 kill = [{"step": 20, "kind": "kill", "rank": 1, "point": "backward"}]
 quiet = ew.train(Estimate, Surface, steps=500, settings=settings)

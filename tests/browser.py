@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, eventually
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -75,11 +75,14 @@ class Browser:
         self._session = ""
         self.problems: list[str] = []
         self.requests: list[str] = []
-        pages = self.call("Target.getTargets")["targetInfos"]
-        target = next(page["targetId"] for page in pages if page["type"] == "page")
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        eventually(self._pages)  # it answers before it has opened its first one
+        self._session = self.call("Target.attachToTarget", targetId=self._pages()[0], flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+
+    def _pages(self) -> list[str]:
+        found = self.call("Target.getTargets")["targetInfos"]
+        return [page["targetId"] for page in found if page["type"] == "page"]
 
     def call(self, method: str, **params: object) -> dict[str, Any]:
         """One command and its result. Events that come before it are noted."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).parent
 TIERS = {
@@ -29,9 +29,10 @@ TIERS = {
 
 # The same examples in every run, so that whoever changes something sees what the change did, and as much time for each
 # as a busy machine takes. `make check` draws fewer of them; `--hypothesis-profile=explore` draws others in every run.
-settings.register_profile("elaswave", deadline=None, derandomize=True)
-settings.register_profile("check", deadline=None, derandomize=True, max_examples=20)
-settings.register_profile("explore", deadline=None)
+_ANY_TIME = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("elaswave", **_ANY_TIME, derandomize=True)
+settings.register_profile("check", **_ANY_TIME, derandomize=True, max_examples=20)
+settings.register_profile("explore", **_ANY_TIME)
 settings.load_profile("elaswave")
 
 

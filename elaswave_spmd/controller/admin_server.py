@@ -35,7 +35,7 @@ from elaswave_spmd.runtime.transport.mailbox import Mailbox, Request
 from elaswave_spmd.sharding.replicas import all_replica_sets, unsurvived_text
 
 _COMMANDS = ("status", "add", "drain")
-_CLIENT_S = 2.0  # how long a client may take to send its request, or to read the answer
+_CLIENT_S = 10.0  # how long a client may take to send its request, or to read the answer
 _PAUSE_S = 0.1  # after a failed accept
 _TICK_S = 0.1  # between two looks at the time that clients have
 _MOST_CLIENTS = 256  # at once; further ones wait in the socket's queue
@@ -368,6 +368,7 @@ class ControlSocket:
             selector.register(self._woken, selectors.EVENT_READ)
             while not self._closing.is_set() or self._clients:
                 self._watch(selector)
+                looked_at = time.monotonic()
                 ready = [key.fileobj for key, _ in selector.select(_TICK_S if self._clients else None)]
                 if self._woken in ready:
                     with contextlib.suppress(BlockingIOError):
@@ -377,7 +378,7 @@ class ControlSocket:
                 for link in [link for link in ready if link in self._clients]:
                     self._go_on(self._clients[cast(socket.socket, link)])
                 self._take_answers()
-                self._drop_late()
+                self._drop_late(looked_at)
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
         """Watch for what each socket waits for now."""
@@ -455,9 +456,12 @@ class ControlSocket:
             client.answer = json.dumps(answer, ensure_ascii=False).encode() + b"\n"
             client.until = time.monotonic() + _CLIENT_S
 
-    def _drop_late(self) -> None:
-        """Answer for a controller that is busy, or is gone, and drop clients that take too long."""
-        now = time.monotonic()
+    def _drop_late(self, now: float) -> None:
+        """Answer for a controller that is busy, or is gone, and drop clients that take too long.
+
+        Args:
+            now: the time of the last look at what has come: what came while this process stood still came in time.
+        """
         for client in list(self._clients.values()):
             waits = client.asked and not client.answer
             if waits and self._closing.is_set():

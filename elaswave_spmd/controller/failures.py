@@ -54,6 +54,7 @@ from elaswave_spmd.runtime.processes.fork_server_client import Exited
 _LAST_WORDS_S = 1.0  # how long the report of a worker that failed may take after its process ended
 _MOST_STARTS = 3  # how often the first mesh waits for a worker in one place
 _START = 0  # the step of what fails before the first one
+_WITH_REPORT = 1  # the exit code of a worker whose report comes as Failed
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -191,6 +192,7 @@ class FailureHandler:
         The same step failing on a second worker is a bug in the program, not a lost device: the run ends.
         """
         rank, step, report = message.rank, message.step, message.report
+        self._unexplained.pop(rank, None)
         headline = exception_line(report)
         if self._survives_exceptions and rank not in self._protocol.placement.mesh:  # it has not joined, or has left
             return self._declare_lost(rank, f"an exception: {headline}", now)
@@ -392,9 +394,12 @@ class FailureHandler:
     def _explain(self, event: WorkerEnded) -> list[Action]:
         """Note how a member's process ended, which is mostly known some time later than the fact that it did.
 
-        A crash in native code (a signal, no report) is counted like an exception: two in one step end the run.
+        A crash in native code (a signal, no report) is counted like an exception: two in one step end the run. With
+        exit code 1 comes the report of an exception, which explains the end; the exit may be read before it.
         """
-        if event.exited is None or (step := self._unexplained.pop(event.rank, None)) is None:
+        if event.exited is None or event.exited.code == _WITH_REPORT:
+            return []
+        if (step := self._unexplained.pop(event.rank, None)) is None:
             return []
         if _is_crash(event.exited):
             rank, _ = self._crashes.setdefault(step, (event.rank, str(event.exited)))
@@ -530,6 +535,7 @@ class FailureHandler:
     def _await_causes(self, event: Event, now: float) -> list[Action]:
         match event:
             case Received(message=m.Failed() as message):
+                self._unexplained.pop(message.rank, None)
                 if (bug := self._end_by_bug(message)) is not None:
                     return bug
                 self._crashes[message.step] = message.rank, message.report
@@ -622,7 +628,7 @@ class FailureHandler:
 
 def _is_crash(exited: Exited) -> bool:
     """An end that a bug can cause; SIGKILL and SIGTERM come from outside."""
-    return exited.signal in _CRASHES or exited.code not in (None, 0, 1)  # 1: its report comes as Failed
+    return exited.signal in _CRASHES or exited.code not in (None, 0, _WITH_REPORT)
 
 
 def mesh_of(num_workers: int, mesh: MeshSettings) -> MeshSettings:

@@ -19,6 +19,8 @@ from elaswave_spmd.errors import ConfigError
 _SETTINGS = (
     *("mesh=dp2_pp2", "model=gpt_tiny", "model.layers=4", "model.d_model=64"),
     *("train.seq_len=64", "train.global_batch=32", "train.validate_every=0", "run.tensorboard=false"),
+    # On a busy machine heartbeats are late, and the one loss of the demonstration is the kill.
+    *("timeouts.suspect=20", "timeouts.status=25", "timeouts.leave=30"),
 )
 _RANK = 2
 _LEAST_STEPS = 3
@@ -63,15 +65,27 @@ def main(arguments: Sequence[str], program: str) -> int:
 
 def _run(*words: str) -> int:
     """A command of this package, as a user starts it. Its output is that of this process."""
-    with subprocess.Popen([sys.executable, "-m", "elaswave_spmd", *words]) as process:
-        # The run answers signals, and says how it ends: SIGTERM is handed on to it, Ctrl-C reaches it anyway.
-        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-        try:
+    started: list[subprocess.Popen[bytes]] = []
+    is_asked = False
+
+    def hand_on(*_: object) -> None:
+        nonlocal is_asked
+        is_asked = True
+        for process in started:
+            process.terminate()
+
+    # The run answers signals, and says how it ends: SIGTERM is handed on to it, Ctrl-C reaches it anyway.
+    before = signal.signal(signal.SIGTERM, hand_on)
+    try:
+        with subprocess.Popen([sys.executable, "-m", "elaswave_spmd", *words]) as process:
+            started.append(process)
+            if is_asked:  # just before: it was not among those that have started yet
+                process.terminate()
             while True:
                 with contextlib.suppress(KeyboardInterrupt):
                     return process.wait()
-        finally:
-            signal.signal(signal.SIGTERM, before)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _report(run_dir: Path, program: str, *, opens: bool) -> None:

@@ -27,8 +27,8 @@ from tests.waiting import PATIENCE_S, eventually
 # Until it is let go, a run of so many steps takes five minutes, as long as a test waits for anything.
 STEPS = [*SMALL, "train.steps=80", "train.validate_every=0"]
 PORT = 29400
-IMPATIENT = ["timeouts.suspect=3", "timeouts.status=4", "timeouts.leave=6"]
-"""Three seconds of silence are a loss. In less, a busy machine may let one that lives be silent: all frames go through
+IMPATIENT = ["timeouts.suspect=5", "timeouts.status=6", "timeouts.leave=8"]
+"""Five seconds of silence are a loss. For less, a busy machine may let one that lives be silent: all frames go through
 one process."""
 LOST = "the connection to the controller was lost"
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from elaswave_spmd.run_dir import read_events, read_metrics
-from tests.faults.fault_runs import STEPS, TINY, Bits, Changes, chaos
+from tests.faults.fault_runs import STEPS, TINY, Bits, Changes, chaos, made_once
+from tests.multiprocess import patient_model
 from tests.multiprocess.real_runs import Done, train, write_text
 
 Undisturbed = Callable[[int], Bits]
-# The last layer of the model meets a bug at step 3, on every worker that runs it.
+# The last layer of the model meets a bug at step 3, on every worker that runs it, once the file `told` is there.
 BROKEN = """
 import os
+import time
+from pathlib import Path
 import torch
 from torch import nn
 from elaswave_spmd.models import LayeredModel
@@ -33,6 +37,8 @@ class Head(nn.Module):
         self.weight, self.way = nn.Parameter(torch.randn(vocab_size, d_model) * 0.02), way
     def forward(self, x, keys):
         if int(keys.step) == 3:
+            while not Path("told").exists():
+                time.sleep(0.02)
             if self.way == "crash":
                 os.abort()
             raise RuntimeError("a bug in the head")
@@ -53,13 +59,24 @@ def last_event(folder: Path) -> dict[str, object]:
     return read_events(folder / "run")[-1]
 
 
+def told(folder: Path, steps: int) -> AbstractContextManager[None]:
+    """Makes the file `told` once these steps have their lines.
+
+    Without it, who dies may die before the controller has read anything of what it has reported.
+    """
+    metrics = folder / "run" / "metrics.jsonl"
+    return made_once(folder / "told", lambda: metrics.exists() and metrics.read_text().count("\n") >= steps)
+
+
 def test_the_only_worker_killed(tmp_path: Path) -> None:
-    done = run(tmp_path, "mesh=single", chaos("step: 4, kind: kill, rank: 0, point: backward"))
+    (tmp_path / "go").touch()
+    model = [*patient_model.write(tmp_path, tmp_path / "go"), *patient_model.held(4, tmp_path / "told")]
+    with told(tmp_path, 3):
+        done = run(tmp_path, *model, "mesh=single", chaos("step: 4, kind: kill, rank: 0, point: backward"))
     assert done.code == 1 and "Traceback" not in done.err + done.out
     assert done.err.startswith("error: ") and "no worker is left" in done.err
     assert last_event(tmp_path)["event"] == "stop"
-    steps = [line.step for line in read_metrics(tmp_path / "run")]  # its last report may have been lost with it
-    assert steps and steps == [1, 2, 3][: len(steps)]
+    assert [line.step for line in read_metrics(tmp_path / "run")] == [1, 2, 3]
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
@@ -120,7 +137,8 @@ def test_a_bug_that_meets_a_second_worker_at_the_same_action(tmp_path: Path, mes
     (tmp_path / "broken.py").write_text(BROKEN)
     settings = [setting for setting in TINY if not setting.startswith("model.")]
     model = ["model.target=broken.Broken", "model.d_model=32", "+model.args.way=raise"]
-    done = train(tmp_path, *settings, *model, f"mesh={mesh}", "sharding=zero2")
+    with told(tmp_path, 2):
+        done = train(tmp_path, *settings, *model, f"mesh={mesh}", "sharding=zero2")
     assert done.code == 1
     assert done.err.count("Traceback") == 1 and done.err.count("RuntimeError: a bug in the head") == 1, done.err
     assert 'broken.py", line' in done.err and "Traceback" not in done.out
@@ -133,7 +151,7 @@ def test_a_crash_that_meets_a_second_worker_at_the_same_action(tmp_path: Path) -
     (tmp_path / "broken.py").write_text(BROKEN)
     settings = [setting for setting in TINY if not setting.startswith("model.")]
     model = ["model.target=broken.Broken", "model.d_model=32", "+model.args.way=crash"]
-    done = train(tmp_path, *settings, *model, "mesh=dp4", "sharding=zero1")
+    with told(tmp_path, 2):
+        done = train(tmp_path, *settings, *model, "mesh=dp4", "sharding=zero1")
     assert done.code == 1 and "SIGABRT" in done.err and "Traceback" not in done.err, done.err
-    steps = [line.step for line in read_metrics(tmp_path / "run")]  # the last reports may have been lost with them
-    assert steps and steps == [1, 2][: len(steps)]
+    assert [line.step for line in read_metrics(tmp_path / "run")] == [1, 2]

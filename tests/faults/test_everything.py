@@ -40,6 +40,8 @@ RUN = (
     *("train.validate_every=4", "train.validate_microbatches=3", "optim.warmup_steps=2", "page.size=256"),
     *("optim.freeze=mix.*", 'optim.groups=[{match: "embed.*", lr_scale: 0.5, weight_decay: 0.0}]', "optim.ema=0.9"),
     *("checkpoint.every=4", f"checkpoint.keep={STEPS}", "verify.rate=1", "run.tensorboard=false"),
+    # Nobody is stopped here: whoever is not heard for a moment is one that a busy machine keeps waiting.
+    *("timeouts.suspect=10", "timeouts.status=12", "timeouts.leave=14"),
 )
 FAULTS = chaos(
     "step: 2, kind: term, rank: 0, point: forward",

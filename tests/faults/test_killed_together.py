@@ -42,6 +42,11 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def held_in_step_10(folder: Path) -> list[str]:
+    """The words of a model that comes no further before the file `go` is there, whatever a spare or a disk takes."""
+    return [*patient_model.write(folder, folder / "go"), *patient_model.held(10, folder / "go")]
+
+
 def kill_together(run: Launched) -> None:
     """SIGKILL to the command and its fork server. None of them can react to the end of the other."""
     (fork_server,) = [pid for pid, parent in run.processes().items() if parent == run.process.pid]
@@ -96,10 +101,9 @@ def test_while_workers_start(tmp_path: Path, temporary: Path, undisturbed: Undis
 @pytest.mark.parametrize("settings", ["mesh=dp2 sharding=zero1", "mesh=dp2_pp2 sharding=zero2", "mesh=dp3_pp1"])
 def test_in_the_middle_of_steps(tmp_path: Path, temporary: Path, undisturbed: Undisturbed, settings: str) -> None:
     write_text(tmp_path)
-    model, before = patient_model.write(tmp_path, tmp_path / "go"), shared_memory()
-    with launch(
-        tmp_path, *TINY, *model, f"train.steps={STEPS}", *settings.split(), "checkpoint.every=2", "timeouts.progress=99"
-    ) as run:
+    model, before = held_in_step_10(tmp_path), shared_memory()
+    words = [f"train.steps={STEPS}", *settings.split(), "checkpoint.every=2"]
+    with launch(tmp_path, *TINY, *model, *words) as run:
         run.wait_for_steps(8)
         eventually(lambda: knows(tmp_path, "checkpoint"), run.process)
         kill_together(run)
@@ -111,8 +115,8 @@ def test_in_the_middle_of_steps(tmp_path: Path, temporary: Path, undisturbed: Un
 
 def test_with_a_spare(tmp_path: Path, temporary: Path, undisturbed: Undisturbed) -> None:
     write_text(tmp_path)
-    model, before = patient_model.write(tmp_path, tmp_path / "go"), shared_memory()
-    words = [f"train.steps={STEPS}", "mesh=dp2", "elastic.spares=1", "checkpoint.every=1", "timeouts.progress=99"]
+    model, before = held_in_step_10(tmp_path), shared_memory()
+    words = [f"train.steps={STEPS}", "mesh=dp2", "elastic.spares=1", "checkpoint.every=1"]
     with launch(tmp_path, *TINY, *model, *words) as run:
         eventually(lambda: knows(tmp_path, "spare") and knows(tmp_path, "checkpoint"), run.process)
         kill_together(run)

@@ -31,7 +31,6 @@ def test_thirty_random_events_in_sixty_steps(tmp_path: Path, undisturbed: Undist
         "mirror.count=2",
         "elastic.replace=true",
         "checkpoint.every=5",
-        "timeouts.suspect=2",
         f"train.steps={STEPS}",
         "chaos=random",
         "chaos.seed=7",  # draws an event in 30 of the 60 steps

@@ -67,7 +67,7 @@ def test_of_two_hosts_one_of_which_does_not_hear_the_other_one_goes(undisturbed:
 
 def test_hosts_that_reach_each_other_again_are_linked_again_and_nobody_is_lost(undisturbed: Path) -> None:
     with run_on_hosts() as ours:
-        ours.start("mesh=dp6", "sharding=zero3", "timeouts.suspect=3", "timeouts.status=5")
+        ours.start("mesh=dp6", "sharding=zero3", "timeouts.suspect=5", "timeouts.status=7")
         ours.wait(lambda: ours.watch.step >= 2)
         ours.network.cut(ONE, OTHER)
         ours.wait(lambda: ours.events("link"))
@@ -85,7 +85,7 @@ def test_a_run_over_a_network_that_loses_and_reorders_frames(tmp_path_factory: p
     wanted = runs_on_hosts.undisturbed(tmp_path_factory.mktemp("alone"), steps)
     with run_on_hosts() as ours:
         ours.network.disturb(LOSSY)
-        ours.start("mesh=dp3_pp2", "sharding=zero1", "timeouts.suspect=5", "timeouts.status=8", steps)
+        ours.start("mesh=dp3_pp2", "sharding=zero1", "timeouts.suspect=8", "timeouts.status=9", steps)
         ours.finish(wanted, {ONE: 0, OTHER: 0})
         assert not ours.events("fail") and not ours.events("link")
 

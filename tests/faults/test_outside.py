@@ -65,7 +65,10 @@ def test_a_stopped_worker_that_goes_on_finds_itself_fenced(tmp_path: Path, undis
 
 def test_a_worker_that_stands_still_for_a_moment_stays(tmp_path: Path, undisturbed: Undisturbed) -> None:
     write_text(tmp_path)
-    with launch(tmp_path, *TINY, *patient(tmp_path), f"train.steps={STEPS}", "mesh=dp2_pp2") as run:
+    # Half a second, and as much more as a busy machine keeps this test from going on.
+    patience = "timeouts.suspect=20", "timeouts.status=22", "timeouts.leave=24"
+    words = [*TINY, *patience, *patient(tmp_path), f"train.steps={STEPS}", "mesh=dp2_pp2"]
+    with launch(tmp_path, *words) as run:
         run.wait_for_steps(4)
         victim = run.workers()[3]
         os.kill(victim, signal.SIGSTOP)

@@ -206,15 +206,17 @@ def test_a_worker_that_is_killed_while_workers_of_a_restart_start(tmp_path: Path
             os.kill(pids[rank], signal.SIGKILL)
         held.wait_for("restart")
 
-        def held_again() -> list[int]:
-            """The workers of the restart that are held; a replacement of before, begun between the deaths, is none."""
+        again: list[int] = []
+
+        def all_are_held_again() -> bool:
+            """The workers of the restart; a replacement of before, begun between the deaths, is none."""
             with suppress(ControlError):
                 now, all_held = held.pids(), held.held()
-                return [pid for rank in range(3) if (pid := now.get(rank, 0)) in all_held and pid != pids[rank]]
-            return []
+                again[:] = [pid for rank in range(3) if (pid := now.get(rank, 0)) in all_held and pid != pids[rank]]
+            return len(again) == 3
 
-        eventually(lambda: len(held_again()) == 3, held.run.process)
-        os.kill(held_again()[2], signal.SIGKILL)
+        eventually(all_are_held_again, held.run.process)
+        os.kill(again[2], signal.SIGKILL)
         eventually(lambda: any(event.get("phase") == "start" for event in held.events("fail")), held.run.process)
         assert_bits(tmp_path, undisturbed, held.finish())
     assert read_summary(tmp_path / "run")["lost_workers"]["start"] == 1

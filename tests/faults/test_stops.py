@@ -176,7 +176,7 @@ def test_asked_while_it_starts_a_run_leaves_nothing(
 ) -> None:
     write_text(tmp_path)
     before = {path.name for path in tmp_path.iterdir()}
-    with launch(tmp_path, *RUN) as run:
+    with launch(tmp_path, *RUN, "train.steps=100000") as run:  # it does not end before the signal, however late that is
         eventually(lambda: when(run), run.process)
         os.killpg(run.process.pid, number)
         done = run.finish()
@@ -287,8 +287,9 @@ def test_a_run_is_resumed_when_the_workers_of_its_killed_controller_have_ended(
 ) -> None:
     """They finish their step first, which takes until `go` is there, and then write their state."""
     write_text(tmp_path)
-    model = patient_model.write(tmp_path, tmp_path / "go")
-    with launch(tmp_path, *RUN, *model, "timeouts.shutdown=1000") as run:
+    model = [*patient_model.write(tmp_path, tmp_path / "go"), *patient_model.held(13, tmp_path / "go")]
+    # Who waits in that step waits as long as it lasts, so that all write the same one.
+    with launch(tmp_path, *RUN, *model, "timeouts.controller=500", "timeouts.shutdown=1000") as run:
         run.wait_for_steps(12)
         run.process.kill()
         run.process.wait()

@@ -22,7 +22,9 @@ from tests.ports import free_port
 from tests.waiting import PATIENCE_S
 
 # So many steps take ten minutes while the model waits: longer than all attacks.
-RUN = [*SMALL, "mesh=dp2", "train.steps=80", "train.validate_every=0", "runtime.transport=tcp", "timeouts.suspect=4"]
+RUN = [*SMALL, "mesh=dp2", "train.steps=80", "train.validate_every=0", "runtime.transport=tcp"]
+# Nobody is stopped here: whoever is not heard for a moment is one that attacks and a busy machine keep waiting.
+RUN += ["timeouts.suspect=20", "timeouts.status=22", "timeouts.leave=24"]
 FLAT_BYTES = 96 << 20
 """More than a process of a run grows by itself in some steps, and far less than what the attacks send."""
 

@@ -22,7 +22,7 @@ from elaswave_spmd.controller.on_ray.job import MARK
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from elaswave_spmd.run_dir.lock import workers_live
 from tests.faults.fault_runs import TINY, Bits, go_on
-from tests.faults.test_controller_comes_back import assert_nothing_was_done_again, comebacks, killed_at
+from tests.faults.test_controller_comes_back import SHORT_ADOPT, assert_nothing_was_done_again, comebacks, killed_at
 from tests.multiprocess import patient_model
 from tests.multiprocess.real_runs import Done, Launched, eventually, launch
 from tests.multiprocess.test_agents import PATIENT, Site, alone, assert_same_bits, end_of
@@ -260,14 +260,14 @@ def test_workers_of_agents_save_their_state_before_a_command_that_does_not_adopt
 def test_workers_whom_nobody_adopts_save_their_state_and_end_with_their_fork_servers(
     site: Site, undisturbed: Undisturbed
 ) -> None:
-    words = [*WORDS, "timeouts.adopt=1", "checkpoint.every=1000"]
+    words = [*WORDS, SHORT_ADOPT, "checkpoint.every=1000"]
     with started(site, *words, options=("--timeout", "10")) as sides:
         killed_at(sides.run, AT)
         go_on(site.here)
         _, agents = end_of_all(sides)
     for agent in agents.values():
         assert agent.code == 1 and "No worker is left here; they had time to write their state" in agent.err, agent
-        assert "no controller came within 1 s (timeouts.adopt): 1 worker may save" in agent.out, agent
+        assert "no controller came within 5 s (timeouts.adopt): 1 worker may save" in agent.out, agent
     with started(site, *resuming(site, *words)[: -len(site.several) - 1]) as sides:
         done, agents = end_of_all(sides)
     assert done.code == 0, done.err

@@ -1,15 +1,17 @@
 """A small GPT, one of whose workers gets no memory for what it receives, from step 3 on; `write` puts it in place.
 
-It is the first worker that comes to that step; its process id is written into the file `deaf`.
+It is the first worker that comes to that step; its process id is written into the file `deaf`. It tells the cause, and
+does not end before it is killed: the end of a process may be seen before what it has said is read.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -35,11 +37,17 @@ def _go_deaf(deaf: Path, _: nn.Module, given: tuple[Any, ...]) -> None:
             file.write(str(os.getpid()))
     except FileExistsError:  # another worker was the first
         return
+    os._exit = _until_killed  # by which the process of a worker ends
     EventLoop._drain_pull = _without_memory  # pyright: ignore[reportPrivateUsage]
 
 
 def _without_memory(self: EventLoop) -> bool:
     raise MemoryError("unable to allocate 2 GiB for a message")
+
+
+def _until_killed(status: int) -> NoReturn:
+    while True:
+        signal.pause()
 
 
 def write(folder: Path) -> list[str]:

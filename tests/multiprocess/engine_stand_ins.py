@@ -29,8 +29,8 @@ DRAIN = "120"
 
 WORDS = [*(word for word in SMALL if not word.startswith("run.dir=")), "train.steps=100", "train.validate_every=0"]
 """Settings of the runs, but for their mesh, their directory and their model."""
-_SOON = "+model.args.longest_s=1"
-"""More than a hundred seconds of steps, in which the file `go` is looked for each second."""
+_SOON = "+model.args.longest_s=2"
+"""More than five minutes of steps, in which the file `go` is looked for every two seconds."""
 
 _SRUN = '''
 """A stand-in for Slurm's srun: it starts its tasks on this machine."""
@@ -44,14 +44,17 @@ known = {"--nodes", "--ntasks", "--relative", "--kill-on-bad-exit", "--no-kill"}
 assert set(options) <= known, f"the stand-in does not know {set(options) - known}"
 assert options["--kill-on-bad-exit"] == "0", "one task that fails would end the others"
 assert int(options["--relative"]) + int(options["--nodes"]) == int(os.environ["SLURM_JOB_NUM_NODES"])
-tasks = []
+tasks, is_forced = [], []
 def force_termination(*_):  # what srun does with a SIGTERM of its own: it kills its tasks
+    is_forced.append(True)
     for task in tasks:
         task.kill()
 signal.signal(signal.SIGTERM, force_termination)
 for number in range(int(options["--ntasks"])):
     environment = os.environ | {"SLURM_PROCID": str(number)}
     tasks.append(subprocess.Popen(words, env=environment, start_new_session=True))
+    if is_forced:  # it came while this one was started
+        tasks[-1].kill()
 sys.exit(max(abs(task.wait()) for task in tasks))
 '''
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -85,14 +86,42 @@ class Done:
     err: str
 
 
+def kill_at_once(pids: Collection[int]) -> None:
+    """Ends processes of a run as a power failure would: none can react to the end of another one.
+
+    Children before their parents: the kernel ends the children of a fork server that dies, and they are gone then.
+    """
+    youngest_first = sorted(pids, key=start_order, reverse=True)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in youngest_first:
+            os.kill(pid, number)
+
+
 @contextmanager
-def launch(folder: Path, *arguments: str, mark: str = "", script: Path = TRAIN) -> Iterator[Launched]:
-    """Starts `python train.py ARGUMENTS` in `folder`, in a session of its own; kills what is left at the end."""
+def launch(
+    folder: Path,
+    *arguments: str,
+    mark: str = "",
+    script: Path = TRAIN,
+    limits: Mapping[int, tuple[int, int]] | None = None,
+    pipe_bytes: int = -1,
+) -> Iterator[Launched]:
+    """Starts `python train.py ARGUMENTS` in `folder`, in a session of its own; kills what is left at the end.
+
+    Args:
+        limits: resource -> (soft, hard) limit of the command, from its very begin.
+        pipe_bytes: what each of its output's pipes holds; -1: as many as the system has it.
+    """
     mark = mark or f"ELASWAVE_TEST={uuid.uuid4()}"
     sockets = Path(tempfile.mkdtemp(prefix="ew", dir="/tmp"))  # short: paths of ipc sockets are
     name, _, value = mark.partition("=")
     environment = {**os.environ, name: value, "XDG_RUNTIME_DIR": str(sockets)}
     environment.pop("PYTHONWARNINGS", None)
+
+    def limit() -> None:
+        for what, soft_and_hard in (limits or {}).items():
+            resource.setrlimit(what, soft_and_hard)
+
     process = subprocess.Popen(
         [sys.executable, str(script), *arguments],
         cwd=folder,
@@ -102,6 +131,8 @@ def launch(folder: Path, *arguments: str, mark: str = "", script: Path = TRAIN) 
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        pipesize=pipe_bytes,
+        preexec_fn=limit if limits else None,
     )
     launched = Launched(process, folder, sockets, mark)
     try:

@@ -79,7 +79,7 @@ def controller(spec: dict[str, Any]) -> None:
     part = Path(spec["report"] + ".part")
     part.write_text(json.dumps({"me": os.getpid(), "pids": pids}))
     part.rename(spec["report"])
-    time.sleep(100)
+    time.sleep(1000)
 
 
 def ends_slowly(spec: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ SETTINGS = {
     "train.validate_microbatches": 2,
     "page.size": 256,
     "run.tensorboard": False,
+    "timeouts.suspect": 4,  # whom a busy machine holds up is not to be evicted for it
 }
 LONGEST_S = 0.5  # that a sample takes
 KILL = [{"step": 3, "kind": "kill", "rank": 1, "point": "backward"}]

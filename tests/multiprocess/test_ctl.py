@@ -16,7 +16,7 @@ import pytest
 from elaswave_spmd.controller.admin_client import ask
 from elaswave_spmd.errors import ControlError
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
-from tests.multiprocess import patient_model
+from tests.multiprocess import patient_model, still_model
 from tests.multiprocess.real_runs import SMALL, eventually, launch, train, write_text
 from tests.waiting import PATIENCE_S
 
@@ -82,8 +82,10 @@ def test_workers_leave_and_join_on_demand_without_a_changed_bit(tmp_path: Path) 
 
 def test_a_run_whose_controller_was_killed_is_dead(tmp_path: Path) -> None:
     write_text(tmp_path)
-    with launch(tmp_path, *RUN, "train.steps=1000000") as run:
-        run.wait_for_steps(1)
+    still = tmp_path / "still"
+    still_model.stand_still_in(still, 3)  # so that its workers live: with the last of them the socket is removed
+    with launch(tmp_path, *RUN, "train.steps=1000000", *still_model.write(tmp_path, still)) as run:
+        run.wait_for_steps(2)
         os.kill(run.process.pid, signal.SIGKILL)
         run.process.wait()
         assert (tmp_path / "run" / "ctl.sock").exists(), "nobody could remove it"

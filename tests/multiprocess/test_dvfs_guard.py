@@ -39,7 +39,7 @@ def opened() -> Iterator[ExitStack]:
 
 
 def started(opened: ExitStack, path: str, root: Path) -> GuardedFrequencies:
-    guarded = GuardedFrequencies.start("cpufreq", path, str(root))
+    guarded = GuardedFrequencies.start("cpufreq", path, str(root), PATIENCE_S)
     opened.callback(guarded.close)
     return guarded
 
@@ -127,7 +127,7 @@ clock = GuardedClock(sys.argv[1], 0)
 while clock.set(0.5) != 0.5:
     time.sleep(0.01)
 print(guarded.pid, flush=True)
-time.sleep(100)
+time.sleep(1000)
 """
 
 

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 from elaswave_spmd.run_dir import read_metrics, read_summary
+from tests.faults.fault_runs import PATIENT
 from tests.multiprocess.real_runs import SMALL, train, write_text
 
-EMULATED = ("runtime.device=emulated", "emulated.forward_ms=1", "emulated.backward_ms=2")
+# Workers are lost by their ends alone: one that is late on a busy machine would say on stderr that it was evicted.
+EMULATED = ("runtime.device=emulated", "emulated.forward_ms=1", "emulated.backward_ms=2", *PATIENT)
 NO_PARTS = {"kinds": [], "why": "emulated.weight_share=0"}
 KILL = "chaos.events=[{step: 3, kind: kill, rank: 1, point: backward}]"
 

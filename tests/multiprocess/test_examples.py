@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_spmd.run_dir import read_metrics
-from tests.faults.fault_runs import Bits, Changes, chaos
+from tests.faults.fault_runs import PATIENT, Bits, Changes, chaos
 from tests.multiprocess.real_runs import train, write_text
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -22,6 +22,7 @@ SHORT = (
     ),
     *("train.validate_microbatches=2", "optim.warmup_steps=2", "optim.lr=0.01", "page.size=256"),
     *("run.tensorboard=false", "model.d_model=16", "model.heads=2"),
+    *PATIENT,  # exactly one loss, also on a machine that is too busy for heartbeats
 )
 TEXT = ("data=text", "data.path=text.txt", "data.cache=cache")
 CASES = {

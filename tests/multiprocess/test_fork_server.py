@@ -25,6 +25,7 @@ from tests.waiting import PATIENCE_S
 
 ResumePoint = Callable[..., ForkServerClient]
 THREAD = "import threading, time; threading.Thread(target=time.sleep, args=[600], daemon=True).start()"
+ENDLESS = "import time\ntime.sleep(600)\n"
 
 
 @pytest.fixture(autouse=True)
@@ -139,8 +140,12 @@ def test_a_fork_server_that_hangs_is_killed_with_its_workers_and_not_waited_for(
     assert fork_server.kill() == fork_server.stop() == []
 
 
-def test_a_fork_server_that_hangs_while_it_imports_is_not_waited_for(start: ResumePoint) -> None:
-    fork_server = start()
+def test_a_fork_server_that_hangs_while_it_imports_is_not_waited_for(
+    start: ResumePoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "endless_module.py").write_text(ENDLESS)  # else it may be ready before it is stopped
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fork_server = start(preload=("endless_module",))
     os.kill(fork_server.pid, signal.SIGSTOP)
     fork_server.wait_at_most_until(time.monotonic())
     with pytest.raises(NoAnswerError):
@@ -268,7 +273,7 @@ def test_a_module_that_leaves_a_thread_is_refused(start: ResumePoint, tmp_path: 
 def test_a_fork_server_that_is_still_importing_is_stopped_at_once(
     start: ResumePoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    (tmp_path / "endless_module.py").write_text("import time\ntime.sleep(600)\n")
+    (tmp_path / "endless_module.py").write_text(ENDLESS)
     monkeypatch.syspath_prepend(str(tmp_path))
     began = time.monotonic()
     fork_server = start(preload=("endless_module",))

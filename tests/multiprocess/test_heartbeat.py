@@ -14,6 +14,7 @@ from elaswave_spmd.recovery.messages import Heartbeat, decode
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, socket_directory
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 from elaswave_spmd.worker.heartbeat import HeartbeatSender, Progress
+from tests.waiting import PATIENCE_S
 
 RANK = 5
 _LONG = Timeouts(suspect=4e3, status=5e3, progress=6e3, start=7e3, join=7e3, leave=7e3)
@@ -28,10 +29,10 @@ class Scene:
         self.controller = Links(CONTROLLER, self.mailbox, directory=directory)
         self.worker = Links(RANK, Mailbox(), directory=directory)
         self.worker.connect(CONTROLLER, self.controller.address)
-        assert self.worker.wait_connected([CONTROLLER], 30) == []
+        assert self.worker.wait_connected([CONTROLLER], PATIENCE_S) == []
 
     def beat(self) -> Heartbeat:
-        item = self.mailbox.get(30)
+        item = self.mailbox.get(PATIENCE_S)
         assert isinstance(item, Envelope) and item.sender == RANK and not item.payloads
         message = decode(item.header)
         assert isinstance(message, Heartbeat)
@@ -89,5 +90,5 @@ def test_they_end_with_the_link(scene: Scene) -> None:
     sender = HeartbeatSender(RANK, scene.worker, Progress(), OFTEN)
     scene.beat()
     scene.worker.drop(CONTROLLER)
-    sender._thread.join(30)
+    sender._thread.join(PATIENCE_S)
     assert not sender._thread.is_alive()

@@ -67,7 +67,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
 
 
 def envelope(mailbox: Mailbox) -> Envelope:
-    item = mailbox.get(20)
+    item = mailbox.get(PATIENCE_S)
     assert isinstance(item, Envelope), item
     return item
 
@@ -247,7 +247,7 @@ def test_a_closed_peer_is_noticed_once(ends: Ends):
     one.connect(1, other.address)
     assert one.wait_connected([1], PATIENCE_S) == []
     other.close()
-    assert mailbox_one.get(10) == PeerClosed(1)
+    assert mailbox_one.get(PATIENCE_S) == PeerClosed(1)
     assert one.send(1, b"to the dead") is False
     assert one.wait_connected([1], 0) == [1]
     assert not mailbox_one.wait(0.1)
@@ -256,8 +256,8 @@ def test_a_closed_peer_is_noticed_once(ends: Ends):
 def test_a_refused_connect_is_noticed(ends: Ends):
     one, mailbox_one = ends.open(0)
     one.connect(1, "tcp://127.0.0.1:1" if ends.transport == "tcp" else f"ipc://{ends.directory}/nobody")
-    assert mailbox_one.get(10) == PeerClosed(1)
-    assert one.wait_connected([1], 10) == [1]
+    assert mailbox_one.get(PATIENCE_S) == PeerClosed(1)
+    assert one.wait_connected([1], PATIENCE_S) == [1]
     others = {"tcp": "ipc:///tmp/x", "ipc": "tcp://127.0.0.1:1", "shm": "tcp://127.0.0.1:1"}
     # A name would be looked up in libzmq's one thread; the rest reaches sockets of this process.
     wrong = ("nonsense", "tcp://some.host:1", "inproc://zeromq.zap.01", "tcp://127.0.0.1:1\0", others[ends.transport])
@@ -281,7 +281,7 @@ def test_what_another_worker_reports_as_its_address_ends_no_worker(ends: Ends):
     worker = worker_of(links, mailbox)
     worker._members_changed(Reconfigure(0, ((0, 1, 2),), (0, 1), ((1, 1, 1),), addresses))
     assert worker._progress.num_workers == 3, "by which its heartbeats come"
-    assert {mailbox.get(10), mailbox.get(10)} == {PeerClosed(1), PeerClosed(2)}
+    assert {mailbox.get(PATIENCE_S), mailbox.get(PATIENCE_S)} == {PeerClosed(1), PeerClosed(2)}
 
 
 def test_a_message_to_a_member_without_a_link_is_noticed(ends: Ends):
@@ -292,12 +292,12 @@ def test_a_message_to_a_member_without_a_link_is_noticed(ends: Ends):
     assert not links.send(3, b"x") and not worker._send_probe(2, b"a measurement", ())
     assert mailbox.take_all() == []
     assert not links.send(2, b"x") and not links.send(2, b"y")
-    assert mailbox.get(10) == PeerClosed(2, was_linked=False)
+    assert mailbox.get(PATIENCE_S) == PeerClosed(2, was_linked=False)
     other, received = ends.open(2)
     worker._members_changed(Reconfigure(1, ((0, 1), (2,)), (0, 1, 2), ((1, 1), (2,)), {0: "", 2: other.address}))
-    assert links.wait_connected([2], 10) == [] and links.send(2, b"z")
+    assert links.wait_connected([2], PATIENCE_S) == [] and links.send(2, b"z")
     assert envelope(received).header == b"z"
-    assert not links.send(1, b"x") and mailbox.get(10) == PeerClosed(1, was_linked=False)
+    assert not links.send(1, b"x") and mailbox.get(PATIENCE_S) == PeerClosed(1, was_linked=False)
 
 
 def test_links_to_peers_stay_until_another_mesh_epoch_is_entered(ends: Ends):
@@ -313,7 +313,7 @@ def test_links_to_peers_stay_until_another_mesh_epoch_is_entered(ends: Ends):
         worker._executor = cast(Any, SimpleNamespace(configuration=SimpleNamespace(epoch=epoch)))
 
     comes(0, {0: links.address, 1: other.address})
-    assert links.wait_connected([1], 10) == []
+    assert links.wait_connected([1], PATIENCE_S) == []
     has_entered(0)
     for epoch in (1, 2):
         comes(epoch, {0: links.address})
@@ -321,7 +321,7 @@ def test_links_to_peers_stay_until_another_mesh_epoch_is_entered(ends: Ends):
     has_entered(2)
     comes(3, {0: links.address})
     assert links.peers == () and not links.send(1, b"x")
-    assert mailbox.get(10) == PeerClosed(1, was_linked=False)
+    assert mailbox.get(PATIENCE_S) == PeerClosed(1, was_linked=False)
 
 
 def test_the_end_of_the_life_pipe_is_noticed(ends: Ends):
@@ -329,7 +329,7 @@ def test_the_end_of_the_life_pipe_is_noticed(ends: Ends):
     _, mailbox = ends.open(0, life_fd=read)
     assert not mailbox.wait(0.05)
     os.close(write)
-    assert mailbox.get(10) == ControllerLost()
+    assert mailbox.get(PATIENCE_S) == ControllerLost()
     assert not mailbox.wait(0.05)
     os.close(read)
 
@@ -387,7 +387,7 @@ def peers(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
 def test_a_killed_process_is_noticed_and_the_others_go_on(peers: Peers):
     pids = [peers.add(rank) for rank in range(3)]
     os.kill(pids[1], signal.SIGKILL)
-    assert peers.mailbox.get(10) == PeerClosed(1)
+    assert peers.mailbox.get(PATIENCE_S) == PeerClosed(1)
     for rank in (0, 2):
         assert peers.links.send(rank, b"still there", [bytes(200_000)])
         got = envelope(peers.mailbox)
@@ -506,7 +506,7 @@ def test_a_connection_that_breaks_between_the_living_is_told_once_and_can_be_mad
     assert envelope(mailbox).header == b"first"
     for number in (b"second", b"third"):
         cable.cut()
-        assert notices.get(20) == PeerClosed(1) and one.peers == () and not one.send(1, b"lost")
+        assert notices.get(PATIENCE_S) == PeerClosed(1) and one.peers == () and not one.send(1, b"lost")
         one.connect(1, cable.address)
         assert one.wait_connected([1], PATIENCE_S) == [] and one.send(1, number)
         assert envelope(mailbox).header == number

@@ -10,7 +10,7 @@ import pytest
 
 from elaswave_spmd.runtime.transport.links import Links
 from elaswave_spmd.runtime.transport.mailbox import Mailbox
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, eventually
 
 
 def test_a_send_between_a_peers_end_and_its_notice_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,11 +21,7 @@ def test_a_send_between_a_peers_end_and_its_notice_returns(tmp_path: Path, monke
     links = Links(0, mailbox, directory=".")
     monkeypatch.setattr(links, "_link_event", lambda *_: None)  # the notice is late
     links.connect(1, peer.address)
-    deadline = time.monotonic() + 10
-    while not len(other):
-        assert time.monotonic() < deadline
-        links.send(1, b"hello")
-        time.sleep(0.01)
+    eventually(lambda: links.send(1, b"hello") and len(other))
     peer.close()
     time.sleep(0.2)
     sender = threading.Thread(target=lambda: [links.send(1, b"x", [bytes(100)]) for _ in range(50)], daemon=True)

@@ -10,6 +10,7 @@ import pytest
 
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Interrupted, Item, LinksFailed, Mailbox, PeerClosed
+from tests.waiting import PATIENCE_S
 
 
 def test_take_all_returns_everything_in_order_and_empties():
@@ -88,7 +89,7 @@ def test_many_putting_threads_lose_nothing_and_keep_their_order(whole: bool):
     seen: dict[int, list[int]] = {sender: [] for sender in range(senders)}
     count = 0
     while count < senders * each:
-        assert mailbox.wait(10)
+        assert mailbox.wait(PATIENCE_S)
         items = mailbox.take_all() if whole else [mailbox.get(0)]
         for item in items:
             assert isinstance(item, Envelope)

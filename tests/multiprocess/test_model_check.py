@@ -11,10 +11,14 @@ from pathlib import Path
 import pytest
 
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
+from tests.faults.fault_runs import PATIENT
 from tests.mistaken_model import BETWEEN_WORKERS, REFUSED, UNCOPIED, write
-from tests.multiprocess.real_runs import SMALL, TRAIN, train, write_text
+from tests.multiprocess import real_runs
+from tests.multiprocess.real_runs import TRAIN, train, write_text
 from tests.waiting import PATIENCE_S
 
+SMALL = [*real_runs.SMALL, *PATIENT]
+"""Workers are lost by their ends alone, and not by heartbeats that are late on a busy machine."""
 QUICK = [*SMALL, "train.steps=2", "train.validate_every=0"]
 OFF = "runtime.check_model=false"
 SAVED = ("elastic.enabled=false", "chaos.events=[{step: 3, kind: term, rank: 0, point: forward}]")

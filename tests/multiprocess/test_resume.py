@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +12,9 @@ from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests import waiting
 from tests.multiprocess import patient_model, still_model
-from tests.multiprocess.real_runs import SMALL, Launched, eventually, launch, train, write_text
+from tests.multiprocess.real_runs import SMALL, Launched, eventually, kill_at_once, launch, train, write_text
 
 SETTINGS = [*SMALL, "train.steps=30", "model.dropout=0.1"]
-
-
-def kill_everything(run: Launched) -> None:
-    """Ends all processes as a power failure would: none can react."""
-    for pid in run.processes():
-        os.kill(pid, signal.SIGSTOP)
-    for pid in run.processes():
-        os.kill(pid, signal.SIGKILL)
-    run.process.wait()
 
 
 def checkpoints(run_dir: Path) -> list[int]:
@@ -42,7 +31,8 @@ def unfinished(run_dir: Path) -> list[Path]:
 def kill_after_checkpoint(run: Launched, run_dir: str, step: int) -> int:
     """Kills the run when it has a checkpoint of this step or a later one; returns the newest one's."""
     eventually(lambda: max(checkpoints(run.folder / run_dir), default=0) >= step, run.process)
-    kill_everything(run)
+    kill_at_once(run.processes())
+    run.process.wait()
     return checkpoints(run.folder / run_dir)[-1]
 
 
@@ -134,7 +124,8 @@ def test_killed_twice_and_resumed_on_two_other_meshes(shared: Path, killed: Path
 
 
 def test_without_a_controller_the_workers_save_what_they_have(shared: Path) -> None:
-    arguments = [*SETTINGS, "mesh=dp2_pp2", "sharding=zero2", "run.dir=orphaned", "timeouts.controller=2"]
+    # For timeouts.controller they wait for each other: one that this machine holds up meanwhile is to be waited for.
+    arguments = [*SETTINGS, "mesh=dp2_pp2", "sharding=zero2", "run.dir=orphaned"]
     with launch(shared, *arguments, *patient_model.write(shared, shared / "go")) as run:  # else it may end before
         run.wait_for_steps(8, "orphaned")
         run.process.kill()
@@ -242,8 +233,9 @@ def test_losing_all_copies_begins_again_at_the_checkpoint(shared: Path) -> None:
         done = run.finish()
     assert done.code == 0, done.err
     found = event(shared / "again", "restart")
-    # Each ends itself: the first two may be gone, with all copies of a run, before the third has got that far.
-    assert found["step"] in range(2, 19) and found["lost_after"] == 18 and found["workers"] in (1, 2)
+    # Each ends itself: the first two may be gone, with all copies of a run, before the third has got that far. Those
+    # who are gone may have been the only ones that had applied step 18.
+    assert found["step"] in range(2, 19) and found["lost_after"] in (17, 18) and found["workers"] in (1, 2)
     # Every loss is told, by the restart itself or before it.
     told = {rank for e in read_events(shared / "again") if e["event"] in ("fail", "restart") for rank in e["ranks"]}
     assert told <= {0, 1, 2} and len(told) + found["workers"] == 4

@@ -21,6 +21,10 @@ from elaswave_spmd.runtime.transport.tcp_silence import Silence
 from tests.waiting import PATIENCE_S
 
 SILENCE_S = 0.5
+"""After which a link ends that cannot be connected."""
+STALL_S = 6.0
+"""After which a link ends that was up. Frames are carried by a process, which stands still for some seconds on a busy
+machine: a link that was not cut off must not end by that."""
 SILENT_S = 2.0
 """No connection is silent for so long that is answered within the time of a packet."""
 LISTENS = "listens at "
@@ -111,7 +115,7 @@ def _end_of_a_link(role: str, credentials: str, host: str, address: str = "") ->
     """A program on a host: one end of a link."""
     mailbox = Mailbox()
     own = credentials_from_dict(json.loads(credentials))
-    links = Links(int(role == "receive"), mailbox, transport="tcp", credentials=own, host=host, silence_s=SILENCE_S)
+    links = Links(int(role == "receive"), mailbox, transport="tcp", credentials=own, host=host, silence_s=STALL_S)
     if role == "receive":
         print(f"{LISTENS}{links.address}", flush=True)
         sys.stdin.read()

@@ -134,6 +134,7 @@ def test_agents_that_are_preempted_join_the_run_again(engine: Engine, wanted: Pa
             assert second.end().code == 0, second.log.read_text()
             holds(controller, lambda: has(1))
         with engine.start(agents, shared | {"SLURM_JOB_ID": "8"}) as third:
+            holds(controller, lambda: has(2))  # one that comes when the run is ending is refused
             (engine.folder / "go").touch()
             end = controller.end()
             assert third.end().code == 0, third.log.read_text()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -69,7 +69,8 @@ def nodes(folders: list[Path], options: list[str], words: list[str]) -> Iterator
         eventually(lambda: not processes_with(mark))
     finally:
         for pid in processes_with(mark):
-            os.kill(pid, 9)
+            with suppress(ProcessLookupError):
+                os.kill(pid, 9)
         for process in started:
             process.communicate()
 

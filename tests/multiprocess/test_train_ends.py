@@ -5,7 +5,6 @@ And what does not end it: the loss of one worker of several.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import signal
@@ -72,10 +71,11 @@ def test_a_killed_worker_ends_a_run_that_is_not_elastic_with_its_name(tmp_path: 
         os.kill(workers[2], signal.SIGKILL)
         done = run.finish()
     assert done.code == 1
-    assert done.err.splitlines() == [
-        f"error: worker 2 (pid {workers[2]}) was ended by signal 9 (SIGKILL)",
-        f"nothing to resume: {tmp_path}/run has no good checkpoint (checkpoint.every=N writes them)",
-    ]
+    how, state = done.err.splitlines()
+    # The second one where the fork server does not get to reap it within a second.
+    ends = f"worker 2 (pid {workers[2]}) was ended by signal 9 (SIGKILL)", "worker 2: its process ended"
+    assert how in [f"error: {end}" for end in ends]
+    assert state == f"nothing to resume: {tmp_path}/run has no good checkpoint (checkpoint.every=N writes them)"
 
 
 def test_a_worker_that_is_asked_to_end_saves_a_run_that_is_not_elastic(tmp_path: Path) -> None:
@@ -175,9 +175,8 @@ def test_the_death_of_the_controller_ends_its_workers(tmp_path: Path) -> None:
 def test_an_output_that_nobody_reads_meanwhile_stops_no_step(tmp_path: Path) -> None:
     """As of a pager: all lines are there when it is read, and the run has ended before."""
     write_text(tmp_path)
-    with launch(tmp_path, *SMALL, "mesh=dp2", "train.steps=120", "train.validate_every=1", "run.dir=run") as run:
-        assert run.process.stdout is not None
-        fcntl.fcntl(run.process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+    words = [*SMALL, "mesh=dp2", "train.steps=120", "train.validate_every=1", "run.dir=run"]
+    with launch(tmp_path, *words, pipe_bytes=4096) as run:
         eventually(lambda: (tmp_path / "run" / "summary.json").exists(), run.process)
         done = run.finish()
     assert done.code == 0 and done.out.count("validation loss ") >= 120

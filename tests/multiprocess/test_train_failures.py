@@ -16,7 +16,7 @@ import pytest
 
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from elaswave_spmd.runtime.transport.shared_memory import why_not_shared
-from tests.multiprocess import patient_model
+from tests.multiprocess import still_model
 from tests.multiprocess.real_runs import SMALL, eventually, launch, write_text
 from tests.waiting import PATIENCE_S
 
@@ -25,15 +25,16 @@ EVERY = "checkpoint.every=N writes them"
 ENDLESS = [*SMALL, "train.steps=1000000", "train.validate_every=0"]
 
 
-def limit(pid: int, what: int, soft: int, hard: int = -1) -> None:
-    resource.prlimit(pid, what, (soft, soft if hard < 0 else hard))
+def limit_files(pid: int, size: int) -> None:
+    """No file of a running process can grow beyond `size` bytes from now on."""
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, size))
 
 
 def test_a_full_disk_ends_a_run_with_one_line(tmp_path: Path) -> None:
     write_text(tmp_path)
     with launch(tmp_path, *ENDLESS, "mesh=dp2", "run.tensorboard=true") as run:
         run.wait_for_steps(2)
-        limit(run.process.pid, resource.RLIMIT_FSIZE, 12_000)
+        limit_files(run.process.pid, 12_000)
         done = run.finish()
     message = "the run's files cannot be written: "
     assert done.code == 1
@@ -46,9 +47,12 @@ def test_a_full_disk_ends_a_run_with_one_line(tmp_path: Path) -> None:
 
 def test_a_run_whose_disk_has_no_room_for_the_weights_has_not_finished(tmp_path: Path) -> None:
     write_text(tmp_path)
-    with launch(tmp_path, *SMALL, "mesh=dp2") as run:
-        eventually(lambda: (tmp_path / "run" / "config.yaml").exists(), run.process)
-        limit(run.process.pid, resource.RLIMIT_FSIZE, 8_000)
+    still = tmp_path / "still"
+    still_model.stand_still_in(still, 3)
+    with launch(tmp_path, *SMALL, "mesh=dp2", *still_model.write(tmp_path, still)) as run:
+        run.wait_for_steps(2)
+        limit_files(run.process.pid, 8_000)
+        still_model.go_on(still)
         done = run.finish()
     assert done.code == 1
     weights = tmp_path / "run" / "weights.safetensors"
@@ -86,14 +90,18 @@ def test_a_full_disk_names_the_last_good_checkpoint_and_the_run_goes_on_from_it(
 ) -> None:
     """No line of the metrics can be written; or, asked to end, no part of the last checkpoint."""
     write_text(tmp_path)
-    go, run_dir = tmp_path / "go", small_disk / "run"
-    model = patient_model.write(tmp_path, go)
+    still, run_dir = tmp_path / "still", small_disk / "run"
+    # Between two checkpoints: nothing is removed any more that would make room, and nothing is half written.
+    still_model.stand_still_in(still, 10)
+    model = still_model.write(tmp_path, still)
     arguments = [*SMALL, "train.steps=40", "mesh=dp2", *model, f"run.dir={run_dir}"]
     with launch(tmp_path, *arguments, "checkpoint.every=4", "timeouts.shutdown=1000") as run:
         eventually(lambda: (run_dir / "checkpoints/step_00000008/manifest.json").exists(), run.process)
         filler = fill(small_disk, leave=16_384 if asked else 0)
         if asked:
             run.process.terminate()
+            eventually(lambda: "signal" in [event["event"] for event in read_events(run_dir)], run.process)
+        still_model.go_on(still)
         done = run.finish()
         assert done.code == (143 if asked else 1) and "Traceback" not in done.err, done.err
         # Workers that see the controller give up save their state, and say so where there is no room for that either.
@@ -106,7 +114,6 @@ def test_a_full_disk_names_the_last_good_checkpoint_and_the_run_goes_on_from_it(
             assert what.startswith("error: the run's files cannot be written: ")
         filler.unlink()
         assert int(newest.partition(" after step ")[2]) >= 8 and f"train.resume={run_dir} " in command
-        go.touch()
         words = [*shlex.split(command.removeprefix("resume with: ")), "checkpoint.every=0"]
         resumed = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert resumed.returncode == 0, resumed
@@ -127,8 +134,8 @@ def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
 
 def test_workers_get_room_for_their_links(tmp_path: Path) -> None:
     write_text(tmp_path)
-    with launch(tmp_path, *ENDLESS, "mesh=dp4") as run:
-        limit(run.process.pid, resource.RLIMIT_NOFILE, 30, 500)  # a worker of dp4 has more open files
+    limits = {resource.RLIMIT_NOFILE: (30, 500)}  # a worker of dp4 has more open files
+    with launch(tmp_path, *ENDLESS, "mesh=dp4", limits=limits) as run:
         run.wait_for_steps(1)
         for pid in [run.process.pid, *run.workers()]:
             assert resource.prlimit(pid, resource.RLIMIT_NOFILE) == (500, 500)
@@ -139,9 +146,8 @@ def test_where_memory_cannot_be_shared_links_go_over_sockets_and_the_run_says_so
     """Its size counts as a file's. Where it can be, nothing is said."""
     write_text(tmp_path)
     words, weights = [*SMALL, "mesh=dp2_pp2"], []
-    for name, most in (("limited", 1 << 26), ("free", -1)):
-        with launch(tmp_path, *words, f"run.dir={name}") as run:
-            limit(run.process.pid, resource.RLIMIT_FSIZE, most)
+    for name, limits in (("limited", {resource.RLIMIT_FSIZE: (1 << 26, 1 << 26)}), ("free", None)):
+        with launch(tmp_path, *words, f"run.dir={name}", limits=limits) as run:
             done = run.finish()
         assert done.code == 0, done.err
         assert ("links go over Unix sockets" in done.out and "File too large" in done.out) == (name == "limited")
@@ -151,8 +157,7 @@ def test_where_memory_cannot_be_shared_links_go_over_sockets_and_the_run_says_so
 
 def test_a_limit_that_is_too_low_is_refused(tmp_path: Path) -> None:
     write_text(tmp_path)
-    with launch(tmp_path, *ENDLESS, "mesh=dp4") as run:
-        limit(run.process.pid, resource.RLIMIT_NOFILE, 60)
+    with launch(tmp_path, *ENDLESS, "mesh=dp4", limits={resource.RLIMIT_NOFILE: (60, 60)}) as run:
         done = run.finish()
     assert done.code == 2 and "4 workers" in done.err and "ulimit -n 128" in done.err and "Traceback" not in done.err
     assert not (tmp_path / "run").exists()

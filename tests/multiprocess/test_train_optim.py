@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,7 @@ from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary, weights_sha256
 from elaswave_spmd.weights import export_command, generate_command
 from elaswave_spmd.worker.learning_rate import LearningRate
-from tests.multiprocess.real_runs import SMALL, Done, launch, train, write_text
+from tests.multiprocess.real_runs import SMALL, Done, kill_at_once, launch, train, write_text
 
 SCALED, DECAYED = (
     '{match: "embed.* head.weight", lr_scale: 0.1, weight_decay: 0}',
@@ -159,10 +157,7 @@ def test_a_supervised_run_that_dies_before_its_first_checkpoint_goes_on_with_the
     stands_still = ["chaos.events=[{step: 7, kind: stop, rank: 0}]", *patience]
     with launch(tmp_path, "--supervise", *words, *stands_still) as run:
         run.wait_for_steps(5, "short")  # the one that stands still may have applied step 6, and told nobody
-        others = [pid for pid in run.processes() if pid != run.process.pid]
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in others:
-                os.kill(pid, number)
+        kill_at_once([pid for pid in run.processes() if pid != run.process.pid])
         done = run.finish()
     assert done.code == 0 and "another one takes its place" in done.err, done
     rates = [line.lr for line in read_metrics(tmp_path / "short")]

@@ -19,7 +19,8 @@ from tests.multiprocess.real_runs import train
 SMALL = (
     *("model.layers=2", "model.d_model=16", "model.dropout=0.1", "optim.warmup_steps=2", "page.size=256"),
     *("train.global_batch=8", "train.microbatch_size=2", "train.steps=6", "run.tensorboard=false"),
-    *("train.validate_every=3", "train.validate_microbatches=2"),
+    # Whom a busy machine holds up is not to be evicted for it.
+    *("train.validate_every=3", "train.validate_microbatches=2", "timeouts.suspect=4"),
 )
 IMAGES = ("model.target=sample_models.Classifier", "data.target=sample_models.Augmented")
 SENTENCES = (

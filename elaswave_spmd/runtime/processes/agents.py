@@ -393,7 +393,7 @@ class Agents:
 
     def poll(self) -> list[Exited]:
         """The workers that have ended since the last call; never blocks."""
-        for item in self._mailbox.take_all():
+        for item in _last_words_first(self._mailbox.take_all()):
             self._handle(item)
         exits, self._exits = self._exits, []
         return exits
@@ -441,7 +441,9 @@ class Agents:
                 return False
             item = self._mailbox.get(min(left, 1.0))
             if item is not None:
-                self._handle(item)
+                behind = self._mailbox.take_all() if isinstance(item, PeerClosed) else []
+                for each in _last_words_first([item, *behind]):
+                    self._handle(each)
 
     def _handle(self, item: Item) -> None:
         if isinstance(item, PeerClosed):
@@ -644,6 +646,19 @@ class Agents:
                 self._away[agent.peer] = gone
         if self._preparing and not agent.late and self._problem is None:
             self._problem = problem or RunError(f"{agent} was lost: {reason}")
+
+
+def _last_words_first(items: Collection[Item]) -> list[Item]:
+    """What has come, and first whatever came from those whose connection has ended.
+
+    Their messages come by another connection: after a pause of this process the end may have been filed first.
+    """
+    closed = {item.peer for item in items if isinstance(item, PeerClosed)}
+
+    def is_of_closed(item: Item) -> bool:
+        return isinstance(item, Envelope) and item.sender in closed
+
+    return sorted(items, key=lambda item: not is_of_closed(item)) if closed else [*items]
 
 
 def _listening_address(name: str, port: int, host: str) -> str:

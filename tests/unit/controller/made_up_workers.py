@@ -21,9 +21,9 @@ from elaswave_spmd.runtime.processes.fork_server_client import Exited, NotStarte
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 from elaswave_spmd.sharding.layout import ModelLayout
+from tests.waiting import PATIENCE_S
 
 Script = Callable[["Workers"], None]
-_PATIENCE_S = 30.0
 _BEAT_S = 0.05
 
 
@@ -78,7 +78,7 @@ class Workers:
         self.say_as(message.rank, message, payload)
 
     def say_as(self, rank: int, message: m.Message, payload: torch.Tensor | None = None) -> None:
-        assert not self._links[rank].wait_connected([CONTROLLER], 10) or self.stopped
+        assert not self._links[rank].wait_connected([CONTROLLER], PATIENCE_S) or self.stopped
         self._links[rank].send(CONTROLLER, m.encode(message), () if payload is None else (payload.numpy(),))
 
     def beat(self, rank: int) -> None:
@@ -179,7 +179,7 @@ class Story:
                     self.workers.say(m.StepReport(message.epoch, rank, self.versions.get(rank, 0)))
 
     def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + PATIENCE_S
         while not condition():
             if self.over:
                 raise _OverError

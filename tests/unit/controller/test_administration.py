@@ -542,6 +542,33 @@ def test_who_waits_is_told_of_the_end(tmp_path: Path) -> None:
     assert found == ["the run is ending"]
 
 
+def test_what_came_while_nobody_looked_came_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of the run stood still, longer than clients may take."""
+    (tmp_path / "config.yaml").touch()
+    stands_still, goes_on = threading.Event(), threading.Event()
+
+    def put(request: Request) -> None:
+        if request.body["command"] == "first":
+            stands_still.set()
+            assert goes_on.wait(PATIENCE_S)
+        request.reply({"to": request.body["command"]})
+
+    served = ControlSocket(tmp_path, mailbox_of(put))
+    with contextlib.ExitStack() as stack:
+        links = [stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) for _ in range(2)]
+        for link, command in zip(links, (b"first", b"second"), strict=True):
+            link.settimeout(PATIENCE_S)
+            with admin_client.socket_address(tmp_path) as address:
+                link.connect(address)
+            link.sendall(b'{"command": "%b"}\n' % command)
+            assert stands_still.wait(PATIENCE_S)
+        monkeypatch.setattr(module, "_CLIENT_S", 0.0)
+        goes_on.set()
+        answers = [json.loads(stack.enter_context(link.makefile("rb")).readline()) for link in links]
+        assert answers == [{"to": "first"}, {"to": "second"}]
+    served.close()
+
+
 def test_a_controller_that_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ANSWER_S", 0.05)
     (tmp_path / "config.yaml").touch()

@@ -27,6 +27,8 @@ from elaswave_spmd.runtime.transport.mailbox import Envelope, PeerClosed, Select
 
 OFFER = Offer("b", 2, "a:1", None, 30.0)
 NEVER_S = 1e6
+RESERVE_S = 7.5
+"""The part of a deadline of 30 s that is for the end itself: a fourth of it, the most that it can be."""
 
 
 class World:
@@ -57,8 +59,9 @@ class World:
             self.mailbox.put(self.envelope(order))
 
     def is_late(self) -> None:
-        """The deadline comes, as after a pause of the process."""
-        self.agent._end_by = time.monotonic() + 0.5
+        """The deadline of 30 s comes, as after a pause of the process. There is time for last words, and an answer."""
+        self.agent._end_by = time.monotonic() + RESERVE_S - 0.1
+        self.answers[am.AgentFailed] = am.Stop(0.0)
 
     # ---- of links
 
@@ -97,7 +100,8 @@ class World:
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(module, "_RESERVE_S", RESERVE_S)
     made = World()
     yield made
     made.mailbox.close()
@@ -118,8 +122,6 @@ def test_at_the_deadline_nothing_is_waited_for_but_that_the_controller_has_heard
     world.order(am.Drain(30.0, ""))
     world.agent._turn()
     world.is_late()
-    world.agent._within_s = 30.0
-    world.answers[am.AgentFailed] = am.Stop(0.0)
     with pytest.raises(RunError, match="30 s was over before workers 1, 2 had left: lost, as if killed"):
         world.agent.serve(OFFER)
     assert world.how_ended == ["kill"] and not world.mailbox.take_all(), "the answer was waited for"

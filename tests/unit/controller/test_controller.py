@@ -48,11 +48,11 @@ def scratch() -> Iterator[str]:
 def end(planned: RunPlan, scratch: str, tmp_path: Path) -> Callable[..., tuple[object, str]]:
     """Runs a script to its bad end: the error, and the message of the event `stop`."""
 
-    def run(script: Script, start_timeout_s: float = 60.0, told: tuple[str, ...] = ()) -> tuple[object, str]:
+    def run(script: Script, start_timeout_s: float = 90.0, told: tuple[str, ...] = ()) -> tuple[object, str]:
         workers = Workers(script)
         observer = RunObserver(RunDir.create(tmp_path / "run", "", model="m", mesh="dp2"), board=False)
         fork_server = cast(ForkServerClient, workers)
-        timeouts = Timeouts()
+        timeouts = Timeouts(suspect=60.0, status=70.0, progress=80.0, leave=90.0)  # these workers have no heartbeats
         object.__setattr__(timeouts, "start", start_timeout_s)  # shorter than the checks of settings allow
         plan = replace(planned, settings=replace(planned.settings, timeouts=timeouts))
         controller = make_controller(plan, fork_server, observer, scratch)
@@ -85,12 +85,17 @@ def test_workers_that_do_not_start_are_named(end, planned: RunPlan) -> None:
 
 
 def test_workers_that_have_started_have_time(end) -> None:
+    timers: list[Timer] = []
+
     def slow(workers: Workers) -> None:
         workers.start(0, 1)
         for rank in (0, 1):  # one is enough where the run is not elastic
-            Timer(0.6 + rank / 10, workers.say, [m.Failed(rank, "late", 1)]).start()
+            timers.append(Timer(3.5 + rank / 10, workers.say, [m.Failed(rank, "late", 1)]))
+            timers[-1].start()
 
-    error, _ = end(slow, start_timeout_s=0.3)
+    error, _ = end(slow, start_timeout_s=3.0)
+    for timer in timers:
+        timer.join()
     assert isinstance(error, WorkerError) and (error.rank, error.report) == (0, "late")
 
 

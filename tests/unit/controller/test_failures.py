@@ -489,6 +489,20 @@ def test_giving_up_waits_for_the_cause_of_an_end() -> None:
                 world.time_passes()
 
 
+@pytest.mark.parametrize("reports", [0, 1, 2])
+def test_giving_up_waits_for_the_reports_that_exits_have_overtaken(reports: int) -> None:
+    """A controller that a busy machine lets stand still sees the ends of all workers before it reads what they say."""
+    world = World()
+    for rank in (0, 1):
+        world.exits(rank, code=1)
+    world.do(world.losses.end(Unrecoverable((), "no worker is left"), world.now))
+    assert world.losses.is_ending and not any(isinstance(action, End) for action in world.actions)
+    with pytest.raises(RunError, match="ValueError: first" if reports else "no worker is left"):
+        for rank in range(reports):
+            world.failed(Failed(rank, f"Traceback ...\nValueError: {('first', 'second')[rank]}", 5))
+        world.time_passes()
+
+
 def test_a_crash_counts_when_its_cause_is_known_after_its_end() -> None:
     world = World()
     world.gone(WorkerEnded(0, "its process ended", 1.0))
@@ -503,6 +517,30 @@ def test_a_report_that_comes_after_the_exit_is_that_of_the_same_crash() -> None:
     world.exits(0, code=1)
     world.failed(Failed(0, "Traceback ...\nValueError: first", 5))
     assert [rank for rank, _ in world.told] == [0]
+
+
+def test_giving_up_waits_for_the_report_of_an_exit_that_was_read_before_it() -> None:
+    """A controller that was held up finds the ends of processes before what they had said."""
+    nobody = Unrecoverable((), "no worker is left")
+    for comes in (True, False):
+        world = World()
+        world.gone(WorkerEnded(0, "its process ended", 1.0))
+        world.do(world.losses.end(nobody, world.now))
+        world.exits(0, code=1)
+        assert world.losses.is_ending and not any(isinstance(action, End) for action in world.actions)
+        with pytest.raises(WorkerError if comes else RunError, match="ValueError" if comes else "no worker is left"):
+            if comes:
+                world.failed(Failed(0, "Traceback ...\nValueError: first", 5))
+            else:
+                world.time_passes()
+
+
+def test_giving_up_does_not_wait_for_what_was_reported() -> None:
+    world = World()
+    world.exits(0, code=1)
+    world.failed(Failed(0, "Traceback ...\nValueError: survived", 3))
+    with pytest.raises(RunError, match="no worker is left"):
+        world.do(world.losses.end(Unrecoverable((), "no worker is left"), world.now))
 
 
 def test_the_end_of_a_run_that_is_saved_shows_the_exception_that_brought_it_to_it() -> None:

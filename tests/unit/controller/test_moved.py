@@ -131,4 +131,4 @@ def test_without_such_a_file_a_search_is_one_question(note: Path, monkeypatch: p
     told: Any = Rendezvous(note, {0: B}, {A: FOUND})
     assert search(monkeypatch, None, told, 300.0).first() == FOUND
     ((place, left_s),) = told.asked
-    assert place == A and 299.0 < left_s <= 300.0 and note.exists()
+    assert place == A and module._NOTE_S < left_s <= 300.0 and note.exists()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from elaswave_spmd.runtime.devices import Island, device_of
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "elaswave_spmd"
@@ -59,7 +60,7 @@ def on_a_made_up_device(code: str) -> str:
     """Runs code in a process of its own, in which the device is registered; its output."""
     prelude = "from tests.unit.devices.on_made_up_device import *\n"
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, '.')\n{prelude}{code}"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -20,8 +20,9 @@ from tests.waiting import eventually
 
 LASTS_S = 60.0  # the same where nothing is to hang: longer than a busy machine stands still
 KIND = device_of("cpu")
-PATIENCE_S = 5.0
-"""Of a group, and of a collective: as long as a test waits for one that hangs."""
+PATIENCE_S = 10.0
+"""Of a group, and of a collective, that is to fail. Groups are also made within it: it is longer than a busy machine
+stands still, mostly."""
 
 
 @dataclass
@@ -117,7 +118,7 @@ def test_members_come_and_go() -> None:
         eventually(lambda some=some, epoch=epoch: all_ready(some, epoch))
         gathers(some)
         exchanges(some)
-    assert set(stage.ended) == {"mesh epoch 1", "mesh epoch 2", "mesh epoch 3"}
+    eventually(lambda: set(stage.ended) == {"mesh epoch 1", "mesh epoch 2", "mesh epoch 3"})  # by other threads
 
 
 def test_two_stages_meet_in_one_store() -> None:
@@ -173,16 +174,17 @@ def test_a_member_that_dies_while_others_connect_is_forgotten_in_the_next_epoch(
 
 
 def test_an_all_gather_that_hangs_does_not_delay_the_next_group() -> None:
-    stage = Stage(fails_to_end=True)  # whatever becomes of the old one
+    stage = Stage(fails_to_end=True, patience_s=LASTS_S)  # whatever becomes of the old one
     workers = dict(enumerate(stage.workers(3)))
     change(workers, 0)
     eventually(lambda: all_ready(workers, 0))
     hangs = [workers[rank].gather(torch.zeros(1000), torch.zeros(3000)) for rank in (0, 2)]  # 1 takes no part
     some = {rank: workers[rank] for rank in (0, 2)}
     change(some, 1)
-    eventually(lambda: all_ready(some, 1), 0.8 * PATIENCE_S)
+    eventually(lambda: all_ready(some, 1))
     gathers(some)
-    assert not any(work.is_completed() and work.is_over for work in hangs)
+    assert not any(work.is_completed() for work in hangs), "nobody has waited for their end"
+    workers[1].gather(torch.zeros(1000), torch.zeros(3000))  # so that nothing hangs when the test has ended
 
 
 def test_an_all_gather_that_takes_too_long_has_failed() -> None:
@@ -191,7 +193,7 @@ def test_an_all_gather_that_takes_too_long_has_failed() -> None:
     eventually(lambda: all_ready(workers, 0))
     work = workers[0].gather(torch.zeros(8), torch.zeros(16))
     eventually(work.is_completed)
-    with pytest.raises(RuntimeError, match=r"not complete within 5 s|[Tt]imed out|[Cc]losed"):
+    with pytest.raises(RuntimeError, match=r"not complete within 10 s|[Tt]imed out|[Cc]losed"):
         work.wait()
 
 
@@ -208,7 +210,7 @@ def test_an_exchange_that_not_all_take_part_in_has_failed_and_blocks_nobody() ->
     assert not any(work.is_completed() for work in works), "it is polled, never waited for"
     eventually(lambda: all(work.is_completed() for work in works))
     for work in works:
-        with pytest.raises(RuntimeError, match=r"not complete within 5 s|[Tt]imed out|[Cc]losed"):
+        with pytest.raises(RuntimeError, match=r"not complete within 10 s|[Tt]imed out|[Cc]losed"):
             work.wait()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from elaswave_spmd.runtime.devices import Island, device_of
+from tests.waiting import PATIENCE_S
 
 FOLDER = Path(__file__).parents[3] / "examples" / "pjrt_npu_plugin"
 VARIABLES = ("NPU_PJRT_LIBRARY", "NPU_PJRT_OPTIONS", "ASCEND_RT_VISIBLE_DEVICES")
@@ -58,7 +59,7 @@ def library(folder: Path, source: str) -> Path:
         pytest.skip("no C compiler: cc makes the libraries of this test")
     path = folder / "libmade_up.so"
     subprocess.run(
-        ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=source, text=True, check=True, timeout=60
+        ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=source, text=True, check=True, timeout=PATIENCE_S
     )
     return path
 
@@ -135,7 +136,7 @@ def test_it_installs_and_registers_under_the_name_of_the_device(tmp_path: Path) 
     source, target = tmp_path / "source", tmp_path / "target"
     shutil.copytree(FOLDER, source)  # a build writes into its folder
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run([*command, "--target", target, source], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*command, "--target", target, source], capture_output=True, text=True, timeout=PATIENCE_S)
     if "BackendUnavailable" in done.stderr or "setuptools" in done.stderr:
         pytest.skip(f"setuptools of this environment cannot build it: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr

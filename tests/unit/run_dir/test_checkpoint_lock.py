@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from elaswave_spmd.errors import ConfigError, DataError, FilesError
 from elaswave_spmd.run_dir.journal import EPOCHS, Ballot, Journal, next_incarnation, read_journal
 from elaswave_spmd.run_dir.lock import LOCK, WORKERS_LOCK, lock_run_dir, wait_for_workers, workers_live
+from tests.waiting import PATIENCE_S
 
 _TRY = """
 import sys
@@ -45,7 +46,9 @@ child.wait()
 
 def _try(run_dir: Path) -> str:
     """The result of an attempt to lock in another process: "locked", or the process that is named in the error."""
-    done = subprocess.run([sys.executable, "-c", _TRY, str(run_dir)], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", _TRY, str(run_dir)], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().removeprefix(f"run.dir={run_dir} is in use by ")
 
@@ -85,7 +88,7 @@ def test_the_lock_of_a_killed_process_is_free_though_its_child_lives(tmp_path: P
         with pytest.raises(ConfigError, match=f"process {holder.pid}"):
             lock_run_dir(tmp_path)
         holder.kill()
-        holder.wait(100)
+        holder.wait(PATIENCE_S)
         with lock_run_dir(tmp_path):
             assert _try(tmp_path) == f"process {os.getpid()}"
 
@@ -95,7 +98,7 @@ def test_what_a_death_has_left_stays_until_a_life_of_the_run_has_begun(tmp_path:
     file = tmp_path / LOCK
     with _held(tmp_path) as holder:
         holder.kill()
-        holder.wait(100)
+        holder.wait(PATIENCE_S)
         left = file.read_text()
         assert left == f"{holder.pid}\n"
         for _ in range(2):

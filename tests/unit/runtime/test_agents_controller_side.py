@@ -15,6 +15,7 @@ import pytest
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.errors import ConfigError, DataError, RunError
 from elaswave_spmd.runtime.processes import agent_messages as am
+from elaswave_spmd.runtime.processes import agents as module
 from elaswave_spmd.runtime.processes.agents import (
     AgentBack,
     AgentCame,
@@ -32,7 +33,7 @@ from elaswave_spmd.runtime.transport.credentials import RunKeys, RunToken
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed
 from tests.ports import free_port
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, eventually
 
 SECRET = b"a secret of some bytes"
 
@@ -76,7 +77,7 @@ class Remote:
         return self
 
     def receive(self) -> am.AgentMessage:
-        item, deadline = None, time.monotonic() + 60
+        item, deadline = None, time.monotonic() + PATIENCE_S
         while item is None and time.monotonic() < deadline and not self._is_closed.is_set():
             item = self.mailbox.get(0.1)
         assert isinstance(item, Envelope), item
@@ -103,6 +104,18 @@ class Remote:
 
 
 Make = Callable[[], Remote]
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that can be reached is, though this process stands still for some seconds."""
+    monkeypatch.setattr(module, "_CONNECT_TIMEOUT_S", PATIENCE_S)
+
+
+@pytest.fixture
+def all_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a test in which every agent that is asked for exits answers or ends, however long that takes."""
+    monkeypatch.setattr(module, "_REQUEST_TIMEOUT_S", PATIENCE_S)
 
 
 @pytest.fixture
@@ -132,7 +145,7 @@ def remote(agents: Agents, port: int) -> Iterator[Make]:
 
 def settle(agents: Agents, done: Callable[[], object]) -> None:
     """Have the controller's side handle messages until `done`."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while not done():
         agents._exits = agents.poll()
         assert time.monotonic() < deadline, "it takes too long"
@@ -158,6 +171,18 @@ def prepared(agents: Agents, remote: Make) -> tuple[Remote, Remote]:
 def test_agents_are_accepted_and_sorted_by_host(agents: Agents, remote: Make) -> None:
     prepared(agents, remote)
     assert [(agent.host, agent.capacity, agent.peer) for agent in agents] == [("b", 2, -3), ("c", 1, -2)]
+
+
+def test_last_words_count_also_if_the_end_of_the_connection_was_filed_before_them(agents: Agents, remote: Make) -> None:
+    """They come by two connections, and this process may have stood still when both came."""
+    first, second = remote().hello("c", 1), remote().hello("b", 2)
+    agents.wait_for_all(PATIENCE_S)
+    second.answer_next(am.PrepareRun, am.Prepared())
+    failed = am.AgentFailed(am.Problem.from_error(DataError("this machine's data differ"), ""))
+    agents._mailbox.put(PeerClosed(first.links.me))
+    agents._mailbox.put(Envelope(first.links.me, am.encode(failed)))
+    with pytest.raises(DataError, match="data differ"):
+        agents.prepare(3, {"seed": 0}, {"corpus": "text"})
 
 
 def test_agents_that_are_missing_are_counted(agents: Agents, remote: Make) -> None:
@@ -392,6 +417,7 @@ def test_an_agent_that_comes_while_the_first_prepare_waits_for_the_run(agents: A
     assert [agent.host for agent in agents] == ["a", "b"]
 
 
+@pytest.mark.usefixtures("all_answer")
 def test_nobody_waits_for_a_late_agent_that_prepares(port: int) -> None:
     """It stands still: neither requests for exits nor the end of the run wait."""
     agents = Agents(("127.0.0.1", port), SECRET, RunKeys.make(), "127.0.0.1", wanted=1)
@@ -402,6 +428,7 @@ def test_nobody_waits_for_a_late_agent_that_prepares(port: int) -> None:
     late = Remote(port).hello("d")
     news_of(agents)
     agents.admit(-3)
+    eventually(lambda: len(late.mailbox))  # the order has come: later the end of a connection could overtake it
     first.answer_next(am.ReportExits, am.ExitsReported())
     agents.request_exits()
     assert agents._reported == {-2}
@@ -435,7 +462,7 @@ def test_keys_of_another_run_are_counted(agents: Agents, remote: Make) -> None:
     wrong = Links(-9, Mailbox(), transport="tcp", credentials=RunKeys.make())
     found = find_controller("127.0.0.1", int(agents._where.split(":")[1]), SECRET, PATIENCE_S)
     wrong.connect(CONTROLLER, found.address)
-    assert wrong.wait_connected([CONTROLLER], 10)
+    assert wrong.wait_connected([CONTROLLER], PATIENCE_S)
     settle(agents, lambda: agents.rejected)
     with pytest.raises(RunError, match=r"0 of 2 .*\n  refused: 1 x connection with another protocol or key"):
         agents.wait_for_all(0.1)
@@ -503,6 +530,7 @@ def test_orders_reach_the_agent_and_exits_come_back(agents: Agents, remote: Make
     assert not agents.signal(agent, 5, 15)
 
 
+@pytest.mark.usefixtures("all_answer")
 def test_requested_exits_include_all_workers_that_have_ended(agents: Agents, remote: Make) -> None:
     other, there = prepared(agents, remote)
     agents.spawn(next(iter(agents)), 0, {})
@@ -513,6 +541,7 @@ def test_requested_exits_include_all_workers_that_have_ended(agents: Agents, rem
     assert agents.poll() == [RemoteExited(0, 7, 1, None, "b")]
 
 
+@pytest.mark.usefixtures("all_answer")
 def test_a_lost_agent_is_not_waited_for_when_exits_are_requested(agents: Agents, remote: Make) -> None:
     other, there = prepared(agents, remote)
     other.answer_next(am.ReportExits, am.ExitsReported())
@@ -565,7 +594,7 @@ def test_close_waits_for_agents_to_end_and_returns_their_last_exits(port: int) -
     agents.end(1.5)
     # It reports how the worker ended, and closes; these are two connections, and either may be noticed first.
     gone = RemoteExited(0, 0, None, 9, "b", "its connection closed")
-    assert agents.close() in ([RemoteExited(0, 7, None, 15, "b")], [gone])
+    assert agents.close(PATIENCE_S) in ([RemoteExited(0, 7, None, 15, "b")], [gone])
     thread.join()
     with pytest.raises(RunError, match="no controller"):
         find_controller("127.0.0.1", port, SECRET, 0.1)
@@ -769,7 +798,7 @@ def test_agents_of_a_controller_that_cannot_begin_are_left_alone(next_agents: Ag
     returning.send(back(returning))
     news_of(next_agents)
     next_agents.give_back()
-    item = returning.mailbox.get(60)
+    item = returning.mailbox.get(PATIENCE_S)
     assert isinstance(item, PeerClosed), "no order comes before the end of the connection"
     next_agents.end(0.0)
     assert next_agents.close() == []

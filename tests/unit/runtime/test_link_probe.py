@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.transport.link_probe import PROBE_BYTES, TRIES, LinkProbe
 from elaswave_spmd.runtime.transport.links import Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Interrupted, Mailbox
+from tests.waiting import PATIENCE_S, eventually
 
 
 class Wire:
@@ -106,12 +106,10 @@ def test_over_real_links(tmp_path: Path) -> None:
     try:
         for rank in (0, 1):
             links[rank].connect(1 - rank, links[1 - rank].address)
-            assert not links[rank].wait_connected([1 - rank], 30)
+            assert not links[rank].wait_connected([1 - rank], PATIENCE_S)
         probes[0].start(1)
         probes[1].start(0)
-        deadline = time.monotonic() + 30
-        while not all(probe.result for probe in probes.values()) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        eventually(lambda: all(probe.result for probe in probes.values()))
         for probe in probes.values():
             assert probe.result is not None
             latency_s, bandwidth = probe.result

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 _PROGRAM = """
 import resource
 from elaswave_spmd.runtime.processes.malloc_tuning import keep_freed_memory
@@ -25,7 +27,7 @@ print(faults())
 
 def _faults(mode: str) -> int:
     command = [sys.executable, "-c", _PROGRAM, mode]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     return int(done.stdout)
 
 

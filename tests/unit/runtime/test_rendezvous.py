@@ -212,7 +212,7 @@ def test_who_ends_each_connection_may_be_a_controller_later() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=end_each, args=[server], daemon=True).start()
         with pytest.raises(NoRunYetError, match="has another secret, or is no controller"):
-            find_controller("127.0.0.1", server.getsockname()[1], SECRET, 60.0)
+            find_controller("127.0.0.1", server.getsockname()[1], SECRET, PATIENCE_S)
 
 
 def test_a_controller_that_ends_before_it_answers_makes_room_for_the_next(
@@ -225,14 +225,14 @@ def test_a_controller_that_ends_before_it_answers_makes_room_for_the_next(
     first.announce("tcp://127.0.0.1:1", KEYS)
     found: list[str] = []
     agent = threading.Thread(
-        target=lambda: found.append(find_controller("127.0.0.1", port, SECRET, 60.0).address), daemon=True
+        target=lambda: found.append(find_controller("127.0.0.1", port, SECRET, PATIENCE_S).address), daemon=True
     )
     agent.start()
-    assert asked.wait(60.0)
+    assert asked.wait(PATIENCE_S)
     first.close()
     with closing(Rendezvous("127.0.0.1", port, SECRET)) as second:
         second.announce(ADDRESS, KEYS)
-        agent.join(60.0)
+        agent.join(PATIENCE_S)
     assert found == [ADDRESS]
 
 

@@ -95,6 +95,16 @@ def is_left_alone(folder: str) -> bool:
     return is_locked(folder)
 
 
+def is_lockable(directory: int) -> bool:
+    """True if nobody else holds a directory, by its descriptor. A process that ends has it closed before it gives up
+    the lock."""
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def test_cleaners_of_old_files_leave_the_directory_alone_while_a_process_of_it_lives() -> None:
     with holder() as (command, folder), holder(folder) as (fork_server, _):
         assert is_left_alone(folder)
@@ -111,7 +121,7 @@ def test_cleaners_of_old_files_leave_the_directory_alone_while_a_process_of_it_l
         assert is_left_alone(folder), "who has adopted it holds it"
         kept = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         adopted.give_up()
-        fcntl.flock(kept, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        eventually(lambda: is_lockable(kept))
         os.close(kept)
         eventually(lambda: not Path(folder).exists() and not removers(folder))
 
@@ -171,11 +181,20 @@ def test_the_next_command_removes_what_nobody_holds_any_more() -> None:
     eventually(removed)
 
 
+def opened_in(folder: str) -> list[str]:
+    """The files that this process has open in a directory, and the directory itself."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the look itself
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [name for name in found if name.startswith(folder)]
+
+
 def test_directories_of_other_kinds_are_left_alone(base: Path) -> None:
     other = Path(socket_directory())
     mine = Scratch()
     clear_up()
     assert {*base.iterdir()} == {other, Path(mine.path)}, "one without an owner, and that of this process"
-    before = len(os.listdir("/proc/self/fd"))
+    assert len(opened_in(mine.path)) == 2
     mine.remove()
-    assert {*base.iterdir()} == {other} and len(os.listdir("/proc/self/fd")) == before - 2
+    assert {*base.iterdir()} == {other} and not opened_in(mine.path)

@@ -55,7 +55,7 @@ def loading(train: Recorded, ahead: int, validation: Recorded | None = None) -> 
     finally:
         train.gate.set()
         loader.close()
-        assert not [thread for thread in threading.enumerate() if thread.name == "loader"]
+        eventually(lambda: not [thread for thread in threading.enumerate() if thread.name == "loader"])
 
 
 def batches(*numbers: int, step: int = 1) -> list[tuple[int, np.ndarray]]:
