@@ -108,7 +108,7 @@ class _Leaving:
         kept: messages that are not known to have been received, oldest first.
         waiting: those of them whose payload the pair has not been given yet.
         work: the payload that is under way; one at a time.
-        sizes: bytes of the last boundary tensor of each kind that went over the link in this epoch.
+        sizes: bytes of the last boundary tensor of each kind that went over the link while the pair of this epoch served.
     """
 
     number: int = 0
@@ -236,9 +236,15 @@ class DirectChannel(ForwardingChannel):
             self._is_interrupted = True
         elif isinstance(message, m.Applied):
             self._decided(message.step)
-        if payload is None or not isinstance(message, self._kinds) or not self._goes_direct(peer, message, payload):
+        if payload is None or not isinstance(message, self._kinds):
             super().send(peer, message, payload)
-            if payload is not None and isinstance(message, Crossing) and peer in self._members:
+            return
+        # Looked at once, and before it is sent: a receiver that the pair serves has entered this epoch, and notes the
+        # size of what comes over the link as well.
+        serves = self._pairs.sends_to(peer)
+        if not serves or not self._goes_direct(peer, message, payload):
+            super().send(peer, message, payload)
+            if serves and isinstance(message, Crossing):
                 leaving = self._leaving.setdefault(peer, _Leaving())
                 leaving.sizes[type(message), message.layer] = payload.nbytes
             return
@@ -250,12 +256,13 @@ class DirectChannel(ForwardingChannel):
         self._push(peer, leaving)
 
     def _goes_direct(self, peer: int, message: Direct, payload: Tensor) -> bool:
-        """True if the payload of a message goes through the pair with its receiver.
+        """True if the payload of a message goes through the pair with its receiver, which serves.
 
-        The first boundary tensor of a kind in an epoch goes over the link, and shows its receiver the size of those
-        that follow; so do tensors of another size, and of a validation, whose sender has no use for them.
+        The first boundary tensor of a kind that is sent while the pair serves goes over the link, and shows its
+        receiver the size of those that follow. So do tensors of another size, and of a validation, whose sender has no
+        use for them.
         """
-        if self._is_interrupted or peer in self._lost or not self._pairs.sends_to(peer):
+        if self._is_interrupted or peer in self._lost:
             return False
         if payload.device != self._device.place or not payload.is_contiguous() or payload.numel() <= 1:
             return False

@@ -122,7 +122,7 @@ class ListedLinks:
 class End:
     """A worker with its channel."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, first: Placement | None = None) -> None:
         self.rank, self.links, self.pairs = rank, ListedLinks(), ListedPairs()
         self.refused, self.unexpected = "", False
         device = HostDevice(device_of("cpu"))
@@ -135,7 +135,7 @@ class End:
             lambda sender, message, elements: self._refusal(message, elements),
             lambda sender, message: not self.unexpected,
         )
-        self.channel.enter_epoch(placement(), {})
+        self.channel.enter_epoch(first or placement(), {})
 
     def _refusal(self, message: m.AnyMessage, elements: int | None) -> str:
         if isinstance(message, m.Activation) and elements != torch.Size(message.shape).numel():
@@ -285,6 +285,26 @@ def test_what_does_not_go_through_a_pair() -> None:
     world.a.pairs.ready = True
     world.send_state(1)
     assert len(world.a.pairs.sent) == 1
+
+
+def test_a_newcomer_that_is_first_in_its_epoch_keeps_its_pair() -> None:
+    """What it sends a member that is an epoch behind shows no size: that member knows it as no sender yet."""
+    world = World(begun=False)
+    single = Mesh.initial(MeshShape.parse("single"))
+    alone = replace(single, stages=((B,),), topology=Topology.of({B: ("host0",)}))
+    world.b = End(B, place(alone, LAYOUT, MODEL.shardings, 4))
+    world.a.channel.enter_epoch(placement(1), {})
+    world.a.pairs.ready = False
+    world.send(0)
+    assert world.run() == [activation(0)]
+    world.b.channel.enter_epoch(placement(1), {})
+    world.a.pairs.ready = True
+    world.send(1)
+    assert world.kinds() == ["Activation with payload"], "the first one since the pair serves"
+    world.send(2)
+    assert world.kinds()[1:] == ["PairSent"]
+    assert world.run() == [activation(1), activation(2)]
+    assert not world.b.links.rejected and world.a.pairs.given_up == world.b.pairs.given_up == []
 
 
 def test_after_a_step_report_all_goes_over_links_until_the_next_epoch() -> None:
