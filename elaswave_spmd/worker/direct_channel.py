@@ -293,9 +293,12 @@ class DirectChannel(ForwardingChannel):
             self._give_up(peer, failed)
 
     def _received(self, peer: int, number: int) -> None:
-        """The receiver has everything up to a number."""
+        """The receiver has everything up to a number, which was sent to it."""
         leaving = self._leaving.get(peer)
-        while leaving is not None and leaving.kept and leaving.kept[0].number <= number:
+        if leaving is None or number > leaving.number:
+            self.reject(admission.VALUE)
+            return
+        while leaving.kept and leaving.kept[0].number <= number:
             leaving.kept.popleft()
 
     def _decided(self, step: int) -> None:

@@ -446,6 +446,20 @@ def test_a_resent_message_that_was_given_on_is_acknowledged_once_more() -> None:
     assert [message for _, message, _ in world.b.links.sent] == [m.PairReceived(2)]
 
 
+def test_nobody_has_received_what_was_not_sent() -> None:
+    world = World(begun=False)
+    world.a.links.inbox.append(Incoming(B, m.PairReceived(1)))
+    world.a.given()
+    assert world.a.links.rejected == {admission.VALUE: 1}, "nothing was sent yet"
+    world.send_state(0)
+    world.a.links.inbox.append(Incoming(B, m.PairReceived(2)))
+    world.a.given()
+    assert world.a.links.rejected == {admission.VALUE: 2}
+    world.b.channel.enter_epoch(placement(1), {})
+    world.a.channel.enter_epoch(placement(1), {})
+    assert world.run() == [state(0)], "it was kept"
+
+
 def test_a_new_epoch_brings_state_over_the_link_and_says_that_boundary_tensors_do_not_come() -> None:
     """Those the recovery plan has sent again. What has come after them was held back, and goes on."""
     world = World()
