@@ -27,6 +27,7 @@ from elaswave_spmd.recovery.admission import LONGEST_TEXT
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import ReplicaMap
 from elaswave_spmd.worker.channel import Channel, ForwardingChannel, Incoming, payload_dtype
 from elaswave_spmd.worker.stage_collectives import CollectiveWork
@@ -36,8 +37,23 @@ Direct: TypeAlias = Crossing | m.PageState
 _Boundary: TypeAlias = tuple[type[m.Message], int]
 """(kind of message, layer): boundary tensors of one such have one size, where all micro-batches have one shape."""
 
-_MOST_HELD = 100_000
-"""Messages of one sender that may wait behind a payload: more than any worker sends another in a step."""
+
+@dataclass(frozen=True)
+class HeldBack:
+    """What may wait, of one sender, behind a payload that its pair has not brought. Above it the pair is given up.
+
+    Args:
+        messages: more than any worker sends another in a step.
+        nbytes: of payloads that came over the link; what a worker may send another in a step.
+    """
+
+    messages: int = 100_000
+    nbytes: int = 1 << 30
+
+    @classmethod
+    def of(cls, layout: ModelLayout) -> HeldBack:
+        """For a model: all of its state, which is four values of fp32 for each parameter at most."""
+        return cls(nbytes=max(cls.nbytes, 16 * layout.num_parameters))
 
 
 class Pairs(Protocol):
@@ -108,7 +124,7 @@ class _Leaving:
         kept: messages that are not known to have been received, oldest first.
         waiting: those of them whose payload the pair has not been given yet.
         work: the payload that is under way; one at a time.
-        sizes: bytes of the last boundary tensor of each kind that went over the link while the pair of this epoch served.
+        sizes: bytes of the last boundary tensor of each kind that went over the link while this epoch's pair served.
     """
 
     number: int = 0
@@ -127,12 +143,14 @@ class _Slot:
         incoming: what is given on; None: nothing, as nobody needs it.
         size: bytes of a payload that the pair brings; 0: the link brings it again, if it has not come.
         is_here: it is complete.
+        held: bytes of its payload, if it came over the link and waits for those before it.
     """
 
     number: int
     incoming: Incoming | None
     size: int = 0
     is_here: bool = True
+    held: int = 0
 
 
 @dataclass
@@ -144,6 +162,7 @@ class _Arriving:
         given: of the last one that was given on.
         acknowledged: the sender was told so far.
         slots: messages that are not given on yet, in their order.
+        held: bytes in them that came over the link and wait.
         work, memory: the payload that is under way, of the first slot that lacks one.
         sizes: bytes of the last boundary tensor of each kind that came over the link.
     """
@@ -152,6 +171,7 @@ class _Arriving:
     given: int = 0
     acknowledged: int = 0
     slots: deque[_Slot] = field(default_factory=deque)
+    held: int = 0
     work: CollectiveWork | None = None
     memory: Tensor | None = None
     sizes: dict[_Boundary, int] = field(default_factory=dict)
@@ -173,6 +193,7 @@ class DirectChannel(ForwardingChannel):
         expects: (sender, message): the placement, or the reshard plan, has this worker get it from there.
         sends_state: state goes through pairs as well. Not on devices that recover: with state under way in their queue
             they could not be synchronized at the begin of a step.
+        held_back: what may wait here for the payloads of pairs.
     """
 
     def __init__(
@@ -186,6 +207,7 @@ class DirectChannel(ForwardingChannel):
         expects: Callable[[int, Direct], bool],
         *,
         sends_state: bool = True,
+        held_back: HeldBack | None = None,
     ) -> None:
         super().__init__(channel)
         self._rank = rank
@@ -194,6 +216,7 @@ class DirectChannel(ForwardingChannel):
         self._pairs = pairs
         self._refusal = refusal
         self._expects = expects
+        self._held_back = held_back or HeldBack()
         self._kinds = (m.Activation, m.ActivationGradient, *((m.PageState,) if sends_state else ()))
         self._leaving: dict[int, _Leaving] = {}
         self._arriving: dict[int, _Arriving] = {}
@@ -337,7 +360,7 @@ class DirectChannel(ForwardingChannel):
                 if arriving is None or not arriving.slots:
                     found.append(incoming)
                 else:
-                    arriving.slots.append(_Slot(0, incoming))
+                    self._hold(incoming.sender, arriving, incoming)
         for peer, leaving in list(self._leaving.items()):
             self._push(peer, leaving)
         for peer, arriving in list(self._arriving.items()):
@@ -352,6 +375,19 @@ class DirectChannel(ForwardingChannel):
         if not self._refusal(incoming.sender, message, payload.numel()):
             arriving = self._arriving.setdefault(incoming.sender, _Arriving())
             arriving.sizes[type(message), message.layer] = payload.nbytes
+
+    def _hold(self, sender: int, arriving: _Arriving, incoming: Incoming) -> None:
+        """What came over the link waits for a payload before it."""
+        held = 0 if incoming.payload is None else incoming.payload.nbytes
+        arriving.slots.append(_Slot(0, incoming, held=held))
+        arriving.held += held
+        self._bound(sender, arriving)
+
+    def _bound(self, sender: int, arriving: _Arriving) -> None:
+        """Give the pair up if too much waits for it: the link brings what the pair has not, and nothing waits."""
+        most = self._held_back
+        if len(arriving.slots) > most.messages or arriving.held > most.nbytes:
+            self._give_up(sender, f"{len(arriving.slots)} messages, with {arriving.held} bytes, wait for a payload")
 
     def _of_pair(self, incoming: Incoming) -> None:
         """A message about a pair has come over the link."""
@@ -386,7 +422,7 @@ class DirectChannel(ForwardingChannel):
                     self._give_up(sender, "", is_told=True)
                 self._fill(slot, sender, message, payload)
             return
-        if message.number != arriving.number + 1 or len(arriving.slots) >= _MOST_HELD:
+        if message.number != arriving.number + 1:
             self.reject(admission.VALUE)
             if message.epoch == self._epoch:
                 self._give_up(sender, f"message {message.number} came after message {arriving.number}")
@@ -398,6 +434,7 @@ class DirectChannel(ForwardingChannel):
             self._fill(slot, sender, message, payload)
         elif message.epoch == self._epoch and sender not in self._lost:  # else the link will bring it again
             self._expect(slot, sender, message)
+        self._bound(sender, arriving)
 
     def _expect(self, slot: _Slot, sender: int, message: m.PairSent) -> None:
         """Be ready for a payload that a pair brings, if this worker is to get one of just this size."""
@@ -474,6 +511,7 @@ class DirectChannel(ForwardingChannel):
         slots = arriving.slots
         while slots and slots[0].is_here:
             slot = slots.popleft()
+            arriving.held -= slot.held
             arriving.given = max(arriving.given, slot.number)
             if slot.incoming is not None:
                 found.append(slot.incoming)

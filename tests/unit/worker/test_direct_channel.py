@@ -23,7 +23,7 @@ from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding.replicas import ReplicaSet
 from elaswave_spmd.worker.channel import Incoming
-from elaswave_spmd.worker.direct_channel import DirectChannel, pair_peers
+from elaswave_spmd.worker.direct_channel import DirectChannel, HeldBack, pair_peers
 from elaswave_spmd.worker.model_layout import describe
 
 A, B, SHAPE = 0, 1, (2, 3)
@@ -122,7 +122,7 @@ class ListedLinks:
 class End:
     """A worker with its channel."""
 
-    def __init__(self, rank: int, first: Placement | None = None) -> None:
+    def __init__(self, rank: int, first: Placement | None = None, **bounds: Any) -> None:
         self.rank, self.links, self.pairs = rank, ListedLinks(), ListedPairs()
         self.refused, self.unexpected = "", False
         device = HostDevice(device_of("cpu"))
@@ -134,6 +134,7 @@ class End:
             self.pairs,
             lambda sender, message, elements: self._refusal(message, elements),
             lambda sender, message: not self.unexpected,
+            **bounds,
         )
         self.channel.enter_epoch(first or placement(), {})
 
@@ -261,6 +262,32 @@ def test_what_one_worker_sends_another_keeps_its_order() -> None:
     assert world.b.given() == []
     wanted = [state(0), ("Vote 0", []), activation(1), activation(2), ("Vote 0", [])]
     assert world.run() == wanted and world.a.channel.idle and world.b.channel.idle
+
+
+@pytest.mark.parametrize(
+    ("most", "sent"), [(HeldBack(messages=3), "pairs"), (HeldBack(messages=3), "votes"), (HeldBack(nbytes=60), "state")]
+)
+def test_a_pair_is_given_up_when_too_much_waits_for_it(most: HeldBack, sent: str) -> None:
+    """Whatever comes after a payload counts: its number, and the bytes that came over the link."""
+    world = World(begun=False)
+    world.b = End(B, held_back=most)
+    world.send_state(0)
+    for number in range(1, 4):
+        world.deliver()
+        assert world.b.given() == [] and not world.b.pairs.given_up
+        if sent == "pairs":
+            world.send_state(number)
+        elif sent == "votes":
+            world.a.channel.send(B, m.Vote(1, number, A, ()))
+        else:
+            world.a.channel.send(B, m.ReducedGradient(1, 2, number, number + 1, b""), torch.full((6,), float(number)))
+    world.deliver()
+    world.b.given()
+    assert world.b.pairs.given_up == [A] and "wait for a payload" in lost(world)[0].reason
+    kind = {"pairs": "PageState", "votes": "Vote", "state": "ReducedGradient"}[sent]
+    found = world.run()
+    assert [one for one, _ in found] == ["PageState 0", *([f"{kind} {number}" for number in range(1, 4)])]
+    assert not world.b.links.rejected and world.b.channel._arriving[A].held == 0
 
 
 def test_messages_of_others_wait_for_nobody() -> None:
