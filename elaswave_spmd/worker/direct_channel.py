@@ -38,6 +38,11 @@ _Boundary: TypeAlias = tuple[type[m.Message], int]
 """(kind of message, layer): boundary tensors of one such have one size, where all micro-batches have one shape."""
 
 
+MOST_STATE_KEPT = 256 << 20
+"""Bytes of state that may wait at a time, on the device of its sender, for word that pairs have brought it; one page
+range may be larger. What is beyond goes over links, which have it in host memory."""
+
+
 @dataclass(frozen=True)
 class HeldBack:
     """What may wait, of one sender, behind a payload that its pair has not brought. Above it the pair is given up.
@@ -193,6 +198,7 @@ class DirectChannel(ForwardingChannel):
         expects: (sender, message): the placement, or the reshard plan, has this worker get it from there.
         sends_state: state goes through pairs as well. Not on devices that recover: with state under way in their queue
             they could not be synchronized at the begin of a step.
+        most_state: as MOST_STATE_KEPT.
         held_back: what may wait here for the payloads of pairs.
     """
 
@@ -207,6 +213,7 @@ class DirectChannel(ForwardingChannel):
         expects: Callable[[int, Direct], bool],
         *,
         sends_state: bool = True,
+        most_state: int = MOST_STATE_KEPT,
         held_back: HeldBack | None = None,
     ) -> None:
         super().__init__(channel)
@@ -216,6 +223,7 @@ class DirectChannel(ForwardingChannel):
         self._pairs = pairs
         self._refusal = refusal
         self._expects = expects
+        self._most_state = most_state
         self._held_back = held_back or HeldBack()
         self._kinds = (m.Activation, m.ActivationGradient, *((m.PageState,) if sends_state else ()))
         self._leaving: dict[int, _Leaving] = {}
@@ -290,11 +298,23 @@ class DirectChannel(ForwardingChannel):
         if payload.device != self._device.place or not payload.is_contiguous() or payload.numel() <= 1:
             return False
         if isinstance(message, m.PageState):
-            return True
+            kept = self._state_kept_beside(payload)
+            return not kept or kept + payload.nbytes <= self._most_state
         if isinstance(message, m.Activation) and message.validation:
             return False
         leaving = self._leaving.get(peer)
         return leaving is not None and leaving.sizes.get((type(message), message.layer)) == payload.nbytes
+
+    def _state_kept_beside(self, payload: Tensor) -> int:
+        """Bytes of other state that is not known to have been received; what goes to several receivers counts once."""
+        kept = {
+            sent.payload.data_ptr(): sent.payload.nbytes
+            for leaving in self._leaving.values()
+            for sent in leaving.kept
+            if sent.payload is not None and isinstance(sent.message, m.PageState)
+        }
+        kept.pop(payload.data_ptr(), None)
+        return sum(kept.values())
 
     def _push(self, peer: int, leaving: _Leaving) -> None:
         """Give the pair the next payload, when the one before has left."""
@@ -492,12 +512,12 @@ class DirectChannel(ForwardingChannel):
                     slot.is_here, arriving.memory = True, None
             elif self._pairs.receives_from(peer):
                 assert slot.incoming is not None
-                # Not memory of before: a transfer that was given up may write to its own at any time.
-                arriving.memory = torch.empty(slot.size, dtype=torch.uint8, device=self._device.place)
                 try:
+                    # Not memory of before: a transfer that was given up may write to its own at any time.
+                    arriving.memory = torch.empty(slot.size, dtype=torch.uint8, device=self._device.place)
                     what = type(slot.incoming.message).__name__
                     arriving.work = self._pairs.receive(peer, arriving.memory, what)
-                except RuntimeError as error:  # as in `_push`
+                except RuntimeError as error:  # as in `_push`; or there is no memory: the link brings it to the host's
                     failed = _text_of(error)
             else:
                 failed = self._pairs.failure(peer)

@@ -456,6 +456,31 @@ def test_one_transfer_is_under_way_in_each_direction() -> None:
     assert len(world.a.pairs.received) == len(world.b.pairs.received) == 1
 
 
+def test_state_goes_over_the_link_while_enough_of_it_is_kept() -> None:
+    """Its copies lie on the device until they are known to have come."""
+    world = World(begun=False)
+    world.a = End(A, most_state=48)
+    for number in range(3):
+        world.send_state(number)
+    assert world.kinds() == ["PairSent", "PairSent", "PageState with payload"]
+    assert world.run() == [state(0), state(1), state(2)], "in order"
+    world.a.channel.send(B, m.PageState(1, 2, 3, 9, b""), torch.full((20,), 3.0))
+    assert world.kinds() == ["PairSent"], "a larger range goes through the pair by itself"
+    world.send_state(4)
+    assert world.kinds() == ["PairSent", "PageState with payload"]
+
+
+def test_without_memory_for_a_payload_the_pair_is_given_up() -> None:
+    """The worker goes on, and gets it over the link."""
+    world = World(begun=False)
+    world.b.links.inbox.append(Incoming(A, m.PairSent(0, 1, 1 << 60, m.encode(m.PageState(1, 2, 0, 1, b"")))))
+    world.b.links.inbox.append(Incoming(A, m.Need(1, 2, 0, 1)))
+    assert world.b.given() == [] and world.b.pairs.given_up == [A] and world.b.pairs.received == []
+    message = m.PairSent(0, 1, 24, m.encode(m.PageState(1, 2, 0, 1, b"")), resent=True)
+    world.b.links.inbox.append(_arrived(A, message, torch.zeros(6)))
+    assert world.b.given() == [state(0), ("Need 0", [])]
+
+
 def test_a_resent_message_that_was_given_on_is_acknowledged_once_more() -> None:
     """The acknowledgement was lost with a link."""
     world = World()
