@@ -570,6 +570,14 @@ class DirectChannel(ForwardingChannel):
         for slot in arriving.slots:
             slot.size = 0
 
+    def hand_over(self) -> None:
+        """This worker ends by itself: links, which are flushed, bring what it has sent and nobody is known to have.
+
+        Nobody is told of a failure: what comes again says that the pair is not used any more.
+        """
+        for peer in list(self._leaving):
+            self._give_up(peer, "", is_told=True)
+
     def give_up_all(self, reason: str) -> None:
         """The device has failed: nothing that is under way through it counts, nor does what is kept to be sent."""
         for peer, leaving in self._leaving.items():

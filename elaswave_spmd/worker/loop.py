@@ -196,6 +196,7 @@ class Executor:
             WorkerStopped: the controller is gone.
         """
         if self.is_orphaned:
+            self.hand_over()
             raise WorkerStopped
         if self.version >= self.configuration.version:  # else this worker is behind: its state is not the newest
             self.replica.send_state()
@@ -210,6 +211,14 @@ class Executor:
         protocol = self.commit.protocol
         passed_on = lambda: not (self.is_orphaned and protocol.owes_votes)  # noqa: E731
         yield from self.until(passed_on, "votes to pass on of step", self.version)
+
+    def hand_over(self) -> None:
+        """An orphan is about to end: what it has sent goes over links as far as pairs may not have brought it.
+
+        Else the others would wait for it: for a vote that is held back behind it, for one.
+        """
+        if self.direct is not None:
+            self.direct.hand_over()
 
     def _until_there_is_a_controller(self, reports: KeptReports) -> Waits:
         """An orphan that may be adopted holds between two steps, as does a worker whose reports nobody writes down."""

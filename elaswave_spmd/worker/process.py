@@ -313,6 +313,21 @@ class WorkerProcess:
 
     def _train(self, executor: Executor, channel: SocketChannel) -> None:
         """Resume the training loop whenever something has come."""
+        try:
+            self._resume(executor, channel)
+        except WorkerStopped:
+            if executor.is_orphaned:
+                self._flush(channel)
+            raise
+        raise RunError(f"worker {self._rank} has nothing left to do, and was not told to stop")
+
+    def _flush(self, channel: SocketChannel) -> None:
+        """What an orphan has sent is copied from the device, so that it leaves with the links' farewell."""
+        until = time.monotonic() + _FAREWELL_MS / 1000
+        while channel.is_copying() and time.monotonic() < until:
+            time.sleep(_COPYING_S)
+
+    def _resume(self, executor: Executor, channel: SocketChannel) -> None:
         progress = self._progress
         for reason in executor.train():
             progress.waiting = True
@@ -327,11 +342,11 @@ class WorkerProcess:
                 self._deadline = min(time.monotonic() + seconds, self._deadline or math.inf)
             began = time.perf_counter()
             if not self._wait(executor, channel):
+                executor.hand_over()
                 raise WorkerStopped
             if self._trace is not None:
                 self._trace.wait(reason, began, time.perf_counter())
             progress.waiting = False
-        raise RunError(f"worker {self._rank} has nothing left to do, and was not told to stop")
 
     def _wait(self, executor: Executor, channel: SocketChannel) -> bool:
         """Wait until something has come. False: nothing did, and without a controller the wait was long enough."""

@@ -336,11 +336,11 @@ def cluster_of(
     trace: Callable[[str], None] | None = None,
     *,
     min_workers: int = 1,
-    kind: type[SimulatedCluster] = SimulatedCluster,
+    kind: type[SimulatedCluster] | None = None,
 ) -> SimulatedCluster:
-    """The cluster that a schedule describes, before its first step."""
+    """The cluster that a schedule describes, before its first step; of another class than its own, if one is given."""
     run = schedule.run
-    cluster = PairedCluster if schedule.paired else GroupedCluster if schedule.grouped else kind
+    cluster = kind or (PairedCluster if schedule.paired else GroupedCluster if schedule.grouped else SimulatedCluster)
     options: dict[str, Any] = {"deaths": schedule.deaths} if schedule.deaths else {}
     return cluster(
         replace(run.job(), verify_rate=schedule.verify_rate, verify_every=schedule.verify_every),

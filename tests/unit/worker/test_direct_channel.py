@@ -571,6 +571,22 @@ def test_what_a_lost_worker_has_sent_is_given_on_as_far_as_it_is_complete() -> N
     assert world.b.given() == [] and not world.b.links.rejected, "late messages are no case for a refusal"
 
 
+def test_a_worker_that_ends_by_itself_leaves_what_it_has_sent_to_the_links() -> None:
+    """Its vote is held back until its state has come, and is needed for a step that it has applied."""
+    world = World()
+    world.send_state(0)
+    world.send_state(1)
+    world.a.channel.send(B, m.Vote(1, 0, A, ()))
+    world.deliver()
+    world.b.given()
+    world.a.channel.hand_over()
+    assert world.kinds() == ["PairSent with payload"] * 2
+    world.deliver()
+    assert world.b.given() == [state(0), state(1), ("Vote 0", [])] and not lost(world)
+    world.a.channel.hand_over()
+    assert world.kinds() == [], "once"
+
+
 def test_a_device_that_has_failed_gives_up_what_goes_through_it() -> None:
     world = World()
     world.send(0)
