@@ -130,6 +130,7 @@ class _Leaving:
         waiting: those of them whose payload the pair has not been given yet.
         work: the payload that is under way; one at a time.
         sizes: bytes of the last boundary tensor of each kind that went over the link while this epoch's pair served.
+        is_silent: the receiver is not told that what is kept does not come, as there is no link to it now.
     """
 
     number: int = 0
@@ -137,6 +138,7 @@ class _Leaving:
     waiting: deque[tuple[Direct, Tensor]] = field(default_factory=deque)
     work: CollectiveWork | None = None
     sizes: dict[_Boundary, int] = field(default_factory=dict)
+    is_silent: bool = False
 
 
 @dataclass
@@ -273,6 +275,8 @@ class DirectChannel(ForwardingChannel):
         # Looked at once, and before it is sent: a receiver that the pair serves has entered this epoch, and notes the
         # size of what comes over the link as well.
         serves = self._pairs.sends_to(peer)
+        if not serves and not self._is_interrupted and (why := self._pairs.failure(peer)):
+            self._give_up(peer, why)  # said once in an epoch, also if the receiver could make its end
         if not serves or not self._goes_direct(peer, message, payload):
             super().send(peer, message, payload)
             if serves and isinstance(message, Crossing):
@@ -293,7 +297,8 @@ class DirectChannel(ForwardingChannel):
         receiver the size of those that follow. So do tensors of another size, and of a validation, whose sender has no
         use for them.
         """
-        if self._is_interrupted or peer in self._lost:
+        leaving = self._leaving.get(peer)
+        if self._is_interrupted or peer in self._lost or (leaving is not None and leaving.is_silent):
             return False
         if payload.device != self._device.place or not payload.is_contiguous() or payload.numel() <= 1:
             return False
@@ -302,7 +307,6 @@ class DirectChannel(ForwardingChannel):
             return not kept or kept + payload.nbytes <= self._most_state
         if isinstance(message, m.Activation) and message.validation:
             return False
-        leaving = self._leaving.get(peer)
         return leaving is not None and leaving.sizes.get((type(message), message.layer)) == payload.nbytes
 
     def _state_kept_beside(self, payload: Tensor) -> int:
@@ -357,6 +361,11 @@ class DirectChannel(ForwardingChannel):
     def _send_again(self, peer: int, leaving: _Leaving) -> None:
         """Links bring what the receiver is not known to have, and say of what nobody needs that it does not come."""
         leaving.waiting.clear()
+        # On a large mesh a worker without a link is met by a new mesh epoch: not for what nobody needs.
+        leaving.is_silent = bool(leaving.kept) and not any(s.payload is not None for s in leaving.kept)
+        leaving.is_silent = leaving.is_silent and not self.reaches(peer)
+        if leaving.is_silent:
+            return
         for sent in leaving.kept:
             if sent.payload is None:
                 super().send(peer, m.PairSent(self._epoch, sent.number, 0, b"", resent=True))
@@ -382,6 +391,8 @@ class DirectChannel(ForwardingChannel):
                 else:
                     self._hold(incoming.sender, arriving, incoming)
         for peer, leaving in list(self._leaving.items()):
+            if leaving.is_silent and self.reaches(peer):
+                self._send_again(peer, leaving)
             self._push(peer, leaving)
         for peer, arriving in list(self._arriving.items()):
             self._take(peer, arriving)
@@ -545,7 +556,7 @@ class DirectChannel(ForwardingChannel):
         """Use the link for the rest of the epoch, and for all that the pair has not brought.
 
         Args:
-            is_told: the other worker has said so; else it is told, and the controller.
+            is_told: the other worker has said so; else it is told, and the controller while the epoch lasts.
         """
         if peer in self._lost:
             return
@@ -560,7 +571,8 @@ class DirectChannel(ForwardingChannel):
         if not is_told:
             lost = m.PairLost(self._epoch, self._rank, peer, reason[:LONGEST_TEXT])  # a longer one is refused
             super().send(peer, lost)
-            super().send(CONTROLLER, lost)
+            if not self._is_interrupted:  # else this epoch is over, and the other end may have left for the next one
+                super().send(CONTROLLER, lost)
         if leaving is not None:
             self._send_again(peer, leaving)
 

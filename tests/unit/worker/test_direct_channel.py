@@ -104,6 +104,7 @@ class ListedLinks:
         self.sent: list[tuple[int, m.Message, Tensor | None]] = []
         self.inbox: list[Incoming] = []
         self.rejected = Counter[str]()
+        self.unlinked: set[int] = set()
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
         self.sent.append((peer, message, payload))
@@ -113,7 +114,7 @@ class ListedLinks:
         return found
 
     def reaches(self, peer: int) -> bool:
-        return True
+        return peer not in self.unlinked
 
     def reject(self, reason: str) -> None:
         self.rejected[reason] += 1
@@ -531,6 +532,59 @@ def test_a_new_epoch_brings_state_over_the_link_and_says_that_boundary_tensors_d
     world.b.pairs.received[-1].values.copy_(world.a.pairs.sent[-1].values)
     world.b.pairs.received[-1].done = True
     assert world.b.given() == [state(2)], "numbers go on from epoch to epoch"
+
+
+def test_a_worker_without_a_link_is_sent_nothing_that_nobody_needs() -> None:
+    """On a large mesh it would take a mesh epoch to have a link for that. It is told once there is one."""
+    world = World()
+    world.send(0)
+    world.a.links.unlinked.add(B)
+    world.a.links.sent.clear()  # lost with the link
+    world.a.channel.enter_epoch(placement(1), {})
+    world.b.channel.enter_epoch(placement(1), {})
+    assert world.kinds() == []
+    world.send_state(1)
+    assert world.kinds() == ["PageState with payload"], "nothing goes by the pair before it is told"
+    world.a.links.unlinked.clear()
+    assert world.run() == [state(1)]
+    world.send_state(2)
+    assert world.kinds() == ["PairSent"] and world.run() == [state(2)]
+    assert not world.b.links.rejected and not world.a.pairs.given_up
+    world.send(3)
+    world.send(4)
+    world.send_state(5)
+    world.a.links.unlinked.add(B)
+    world.a.channel.enter_epoch(placement(2), {})
+    assert world.kinds()[-1] == "PairSent with payload", "state is needed, and has the link made"
+
+
+def test_a_sender_tells_of_a_pair_that_could_not_be_made() -> None:
+    """The receiver may have made its end, and would wait for what never comes by it. It is told once in an epoch."""
+    world = World()
+    world.a.pairs.ready, world.a.pairs.failed = False, "Timed out"
+    world.send(0)
+    world.send(1)
+    assert [(one.sender, one.reason) for one in lost(world)] == [(A, "Timed out")]
+    assert world.run() == [activation(0), activation(1)] and world.b.pairs.given_up == [A]
+    world.a.channel.enter_epoch(placement(1), {})
+    world.send(2)
+    assert len(lost(world)) == 1
+    world.a.channel.enter_epoch(placement(2), {})
+    world.a.channel.send(CONTROLLER, m.StepReport(3, A, 0))
+    world.a.links.sent.clear()
+    world.send(3)
+    assert world.kinds() == ["Activation with payload"], "not when the epoch is over"
+
+
+def test_what_fails_when_the_epoch_is_over_is_no_failure_of_the_pair() -> None:
+    """The other end may be in the next epoch. It is told all the same, as it may not be."""
+    world = World()
+    world.send(0)
+    world.a.channel.send(CONTROLLER, m.StepReport(1, A, 0))
+    world.a.pairs.sent[0].done, world.a.pairs.sent[0].error = True, "Connection closed by peer"
+    world.a.given()
+    assert not lost(world) and any(isinstance(message, m.PairLost) for _, message, _ in world.a.links.sent)
+    assert world.run() == [activation(0)] and not lost(world)
 
 
 def test_a_message_of_an_older_epoch_waits_for_the_link() -> None:
