@@ -64,13 +64,13 @@ class OrphanedPairs(OrphanedCluster, PairedCluster):
         PairedCluster.from_controller(self, rank, header)
 
     def take_turn(self) -> None:
-        if self.protocol.settled and self.num_told < 0 and self._random.random() < 0.05:
+        if self.num_told < 0 and not self.protocol.unanswered[1] and self._random.random() < 0.05:
             raise _ControllerKilled
         super().take_turn()
 
     def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
         if isinstance(message, m.PairSent) and message.message and isinstance(m.decode(message.message), m.PageState):
-            self.num_told, self.pair_hub.meets = -1, 0.0  # receivers that have not met their senders do not any more
+            self.num_told, self.pair_hub.meets = -1, 0.01  # receivers meet senders late
         super().send(sender, peer, message, payload)
 
 
@@ -104,12 +104,9 @@ def test_all_end_at_one_version(widest: int, known: list[int]) -> None:
     assert num_behind > 3
 
 
-# Seeds in which a member's last vote waited behind state that its pair had not brought when it ended.
 def test_all_end_at_one_version_with_pairs() -> None:
-    num_behind = 0
-    for seed in range(60):
-        if (found := orphaned(seed, 32, OrphanedPairs)) is not None:
-            before, ended = found
-            num_behind += len(set(before.values())) > 1
-            assert ended.keys() == before.keys() and len(set(ended.values())) == 1, (seed, found)
-    assert num_behind > 3
+    """The controller dies while state is on its way through pairs that are made late."""
+    ends = [found for seed in range(8) if (found := orphaned(seed, 32, OrphanedPairs)) is not None]
+    assert len(ends) > 3
+    for before, ended in ends:
+        assert ended.keys() == before.keys() and len(set(ended.values())) == 1, (before, ended)

@@ -51,7 +51,8 @@ class PairsInBackground:
         self._groups = {}
         wanted = {(rank, peer) for peer in receivers} | {(peer, rank) for peer in senders}
         for sender, receiver in sorted(wanted):
-            group = GroupInBackground(self._library, self._timeout_s, f"from {sender} to {receiver}")
+            name = f"from {sender} to {receiver}"
+            group = GroupInBackground(self._library, self._timeout_s, name, gathers=False)
             self._groups[sender, receiver] = group
             group.enter_epoch(epoch, (sender, receiver), rank)
 
@@ -108,4 +109,4 @@ def pairs_of(device: Device, address: str, host: str, timeout_s: float) -> Pairs
         host: address at which the other machines reach this one.
         timeout_s: time limit of making a group once both workers have met, and of a transfer.
     """
-    return PairsInBackground(DeviceGroups(device, address, host, timeout_s), timeout_s)
+    return PairsInBackground(DeviceGroups(device, address, host, timeout_s, beside=True), timeout_s)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from elaswave_spmd.runtime.devices.pair_groups import PairsInBackground
-from tests.unit.devices.test_groups_gloo import LASTS_S, Gloo, Stage
+from elaswave_spmd.runtime.devices.host import HostDevice
+from elaswave_spmd.runtime.devices.pair_groups import PairsInBackground, pairs_of
+from elaswave_spmd.runtime.devices.process_group import DeviceGroups
+from tests.unit.devices.test_groups_gloo import KIND, LASTS_S, Gloo, Stage
 from tests.waiting import eventually
 
 
@@ -70,6 +74,29 @@ def test_only_the_directions_that_are_needed_are_made() -> None:
     eventually(lambda: len(stage.ended) == 6)
 
 
+def test_pairs_connect_for_exchanges_alone_and_on_streams_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They never gather; and copies and computation must not wait in a stream that a transfer has."""
+    beside = list[bool]()
+    make = type(KIND).make_group
+
+    def watched(kind: Any, *args: Any, **how: Any) -> Any:
+        beside.append(how.pop("beside", False))
+        return make(kind, *args, **how)
+
+    def gather(*args: Any) -> None:
+        raise AssertionError("a pair gathers nothing")
+
+    monkeypatch.setattr(type(KIND), "make_group", watched)
+    monkeypatch.setattr(DeviceGroups, "gather", gather)
+    made = [pairs_of(HostDevice(KIND), "", "127.0.0.1", LASTS_S) for _ in range(2)]
+    stage = Stage(patience_s=LASTS_S)
+    monkeypatch.setattr(DeviceGroups, "open_store", lambda self, prefix: PrefixStore(prefix, stage.store))
+    enter(made, 0, (0, 1))
+    eventually(lambda: are_ready(made, (0, 1)))
+    assert beside == [True, True]
+    close(made, 1)
+
+
 def test_a_pair_that_is_given_up_takes_no_other_with_it() -> None:
     stage = Stage(patience_s=LASTS_S)
     made, ways = workers(stage, 3), ((0, 1), (1, 0), (0, 2))
@@ -102,7 +129,7 @@ def test_a_transfer_that_takes_too_long_has_failed() -> None:
     eventually(lambda: are_ready(made, (0, 1)))
     work = made[0].send(1, torch.zeros(1 << 20, dtype=torch.uint8), "PageState")
     eventually(work.is_completed)
-    with pytest.raises(RuntimeError, match=r"\(PageState\) was not complete within 5 s|[Tt]imed out|[Cc]losed"):
+    with pytest.raises(RuntimeError, match=r"\(PageState\) was not complete within|[Tt]imed out|[Cc]losed"):
         work.wait()
     close(made, 1)
 
