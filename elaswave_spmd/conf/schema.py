@@ -370,6 +370,9 @@ class RuntimeSettings(Section, group="runtime"):
     `collectives`: while a stage has a process group of the device's library (NCCL, HCCL; gloo on the CPU), partial
     sums, reduced gradients and new parameters go through it, and over links otherwise. The bits are the same.
 
+    `pairs`: with `collectives=group`, boundary tensors and state that is moved or copied to new replicas go from device
+    to device through groups of two workers, and over links otherwise. The bits are the same.
+
     Several machines: the controller listens at `rendezvous`, where agents find it, `agents` of them before the run
     begins (with 0 it begins alone) and others at any time later. `local_workers` run beside the controller, the others
     are assigned to the agents. `token_file` holds the secret that all of them share.
@@ -391,6 +394,7 @@ class RuntimeSettings(Section, group="runtime"):
     compile: bool = setting(False, "make layer programs by torch.compile, all before the first step")
     check_model: bool = setting(True, "compute a micro-batch twice before the first step, refuse layers that differ")
     collectives: str = setting(LINKS, "the way of gradients and new parameters inside a stage", choices=COLLECTIVES)
+    pairs: bool = setting(False, "boundary tensors and state go through groups of two; with collectives=group only")
     host: str | None = setting(None, "address on which links listen; null: 127.0.0.1, or that of the rendezvous")
     rendezvous: str | None = setting(None, "HOST:PORT of the controller for agents; null: one machine")
     agents: int | None = setting(
@@ -411,6 +415,13 @@ class RuntimeSettings(Section, group="runtime"):
     )
 
     def check_rules(self) -> None:
+        if self.pairs and self.collectives != GROUP:
+            raise ConfigError(
+                f"runtime.pairs=true is given with runtime.collectives={self.collectives}",
+                rule="pairs are groups of the same library, and meet in the same store as the groups of stages",
+                where="runtime.pairs=true",
+                fix="runtime.collectives=group, or runtime.pairs=false",
+            )
         if self.rendezvous is None:
             self._check_one_machine()
         else:

@@ -178,7 +178,10 @@ class Controller:
         self._ready: set[int] = set()  # the workers that have reported Ready
         chaos = settings.chaos
         self._bounds = message_bounds(
-            plan.job, plan.description.layout, spawns=chaos.random or any(e.kind == "join" for e in chaos.events)
+            plan.job,
+            plan.description.layout,
+            spawns=chaos.random or any(e.kind == "join" for e in chaos.events),
+            pairs=settings.runtime.pairs,
         )
         self._supervision = Supervision(settings.timeouts, now)
         self._replacements = Replacements(ReplacementPolicy.from_settings(settings.elastic), self._roster)
@@ -430,7 +433,9 @@ class Controller:
                 failures.link_closed(message.rank, message.peer, was_linked=message.was_linked)
             case m.Failed():
                 return failures.failed(message, now)
-            case m.Ready() | m.Checked() | m.Constructed() | m.Refused() | m.FinalPages() | m.GroupLost():
+            case m.Ready() | m.Checked() | m.Constructed() | m.Refused():
+                pass  # of a worker that is lost meanwhile
+            case m.FinalPages() | m.GroupLost() | m.PairLost():
                 pass  # of a worker that is lost meanwhile, or for the log alone
             case m.Adopted():
                 pass  # of a worker that has answered too late, and is ended

@@ -313,6 +313,35 @@ class GroupLog:
         self._observer.on_event("group", step=step, **line)
 
 
+class PairLog:
+    """Writes `pair` lines: two workers send each other over links for the rest of a mesh epoch, as their pair has
+    failed. Where workers have no pairs there is nothing to write."""
+
+    def __init__(self, observer: RunObserver) -> None:
+        self._observer = observer
+        self._epoch = -1
+        self._lost: set[tuple[int, int]] = set()  # pairs that have failed in this mesh epoch
+
+    def lost(self, message: m.PairLost, version: int) -> None:
+        """A worker reports that a pair has failed; the other one may, too. `version`: as for `GroupLog.lost`."""
+        if message.epoch > self._epoch:
+            self._epoch = message.epoch
+            self._lost.clear()
+        pair = min(message.sender, message.other), max(message.sender, message.other)
+        if message.epoch < self._epoch or pair in self._lost:
+            return
+        self._lost.add(pair)
+        self._observer.on_event(
+            "pair",
+            step=version + 1,
+            mesh_epoch=message.epoch,
+            ranks=list(pair),
+            reason=message.reason,
+            message=f"workers {pair[0]} and {pair[1]} send each other over links: "
+            f"worker {message.sender}: {message.reason}",
+        )
+
+
 class RunLog:
     """Listens to a run and writes it down.
 
@@ -341,6 +370,7 @@ class RunLog:
         self._compilations = CompilationLog(observer, self._record)
         self._damage = DamageLog(observer)
         self._groups = GroupLog(observer)
+        self._pairs = PairLog(observer)
         self._rejections = RejectionLog(observer, self._record.rejected)
         self._data_seconds: dict[int, float] = {}  # of steps that are not committed yet: the longest of any worker
 
@@ -384,6 +414,8 @@ class RunLog:
                 self._damage.damaged(message)
             case m.GroupLost() as message:
                 self._groups.lost(message, self._version)
+            case m.PairLost() as message:
+                self._pairs.lost(message, self._version)
             case m.FinalPages() as message:
                 self._record.add_pages(message, event.payloads[0])
             case m.Finished() as message:

@@ -51,6 +51,9 @@ _TO_WORKERS = (
     m.Addend,
     m.Vote,
     m.GroupLost,
+    m.PairSent,
+    m.PairReceived,
+    m.PairLost,
 )
 _STEPS_AHEAD = 2
 """Members are at most two steps apart, and a worker whose micro-batches are all others' works ahead by one."""
@@ -94,6 +97,7 @@ class MessageBounds:
         spawns: workers may ask for new ones, in fault injection.
         checks: micro-batches may be checked (verify.rate).
         averages: state has an average of the parameters (optim.ema).
+        pairs: payloads may go through pairs (runtime.pairs).
     """
 
     layout: ModelLayout
@@ -104,6 +108,7 @@ class MessageBounds:
     spawns: bool = False
     checks: bool = False
     averages: bool = False
+    pairs: bool = False
 
     # ---- what exists
 
@@ -282,11 +287,33 @@ def refused_by_worker(
         case m.GroupLost():
             good = num_elements is None and len(message.reason) <= LONGEST_TEXT
             return SENDER if message.sender != sender else "" if good else SIZE
+        case m.PairSent() | m.PairReceived() | m.PairLost():
+            return _refused_of_pair(message, sender, num_elements, at) if bounds.pairs else DIRECTION
         case _:
             if not 0 <= getattr(message, "attempt", 0) <= at.epoch + _EPOCHS_AHEAD:
                 return EPOCH
             good = bounds.has_step(message.step, at.version)
             return bounds.refused_payload(message, num_elements) if good else STEP
+
+
+def _refused_of_pair(
+    message: m.PairSent | m.PairReceived | m.PairLost, sender: int, num_elements: int | None, at: WorkerPosition
+) -> str:
+    if not 0 <= getattr(message, "epoch", 0) <= at.epoch + _EPOCHS_AHEAD:
+        return EPOCH
+    match message:
+        case m.PairSent(epoch=epoch, number=number, size=size, resent=resent):
+            # Who sends through a pair has met the receiver in its epoch. What that did not bring comes with the next.
+            if epoch > at.epoch and not resent:
+                return EPOCH
+            if number < 1 or size < 0:
+                return VALUE
+            return "" if num_elements == (size or None if resent else None) else SIZE  # elements are bytes
+        case m.PairReceived(number=number):
+            return VALUE if number < 1 else "" if num_elements is None else SIZE
+        case m.PairLost(reason=reason):
+            good = num_elements is None and len(reason) <= LONGEST_TEXT
+            return SENDER if message.sender != sender else "" if good else SIZE
 
 
 def _refused_vote(
@@ -411,6 +438,8 @@ def _refused_report(
         case m.Finished(state_bytes=state, peak_bytes=peak):
             names = [*state, *peak]
             return SIZE if len(names) > _MOST_KINDS or max(map(len, names), default=0) > LONGEST_TEXT else ""
+        case m.PairLost(other=other):
+            return DIRECTION if not bounds.pairs else "" if 0 <= other < at.num_ranks else RANK
         case m.GroupLost() | m.CaughtUp() | m.Leaving():
             return ""
     return DIRECTION

@@ -360,6 +360,53 @@ class GroupLost(Message, frozen=True):
     reason: str = ""
 
 
+class PairSent(Message, frozen=True):
+    """Worker -> another one that it has a pair with (`runtime.pairs`): an Activation, ActivationGradient or PageState.
+
+    Its payload goes from device to device through the pair. If the pair has failed, or its epoch is over, the same is
+    sent again, `resent`, with the payload, as raw bytes; or without one, if nobody needs it any more.
+
+    Args:
+        epoch: the sender's.
+        number: of what this sender has sent this receiver through pairs, from 1 on, whatever the epoch.
+        size: bytes of the payload.
+        message: the encoded message; empty if nobody needs it any more.
+        resent: it comes over the link, with whatever payload it has.
+    """
+
+    epoch: int
+    number: int
+    size: int
+    message: bytes
+    resent: bool = False
+
+
+class PairReceived(Message, frozen=True):
+    """Worker -> the sender of a PairSent: everything up to this number is here, so that it need not be kept.
+
+    Args:
+        number: of PairSent.
+    """
+
+    number: int
+
+
+class PairLost(Message, frozen=True):
+    """Worker -> the other worker of a pair, and the controller: the pair of `epoch` has failed.
+
+    Sent only with `runtime.pairs`. Links are used between the two until the next epoch.
+
+    Args:
+        other: rank of the other worker.
+        reason: of the failure, in words.
+    """
+
+    epoch: int
+    sender: int
+    other: int
+    reason: str = ""
+
+
 class Ready(Message, frozen=True):
     """Worker -> controller, once, when it listens at `address` and has compiled its programs.
 
@@ -1007,6 +1054,9 @@ AnyMessage: TypeAlias = (
     | Addend
     | Vote
     | GroupLost
+    | PairSent
+    | PairReceived
+    | PairLost
     | Ready
     | Checked
     | Constructed

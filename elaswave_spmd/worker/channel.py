@@ -27,11 +27,16 @@ _ADDED = (m.PartialSum, m.ReducedGradient, m.Addend)
 
 @dataclass(frozen=True)
 class Incoming:
-    """A message that has arrived; its payload, if it has one, is flat, in the dtype of `payload_dtype`."""
+    """A message that has arrived; its payload, if it has one, is flat, in the dtype of `payload_dtype`.
+
+    Args:
+        placed: the payload lies at the device's place, in memory of its own that was allocated there.
+    """
 
     sender: int
     message: m.AnyMessage
     payload: Tensor | None = None
+    placed: bool = False
 
 
 class Channel(Protocol):
@@ -109,8 +114,11 @@ class ForwardingChannel:
 def payload_dtype(message: m.Message, compute: torch.dtype) -> torch.dtype:
     """The dtype of a message's payload.
 
-    It is fp32 for sums, gradients and state, bytes for tuples, and the compute dtype for everything else.
+    It is fp32 for sums, gradients and state, bytes for tuples and for what a pair was to bring, and the compute dtype
+    for everything else.
     """
+    if isinstance(message, m.PairSent):
+        return torch.uint8
     if isinstance(message, m.Activation | m.ActivationGradient) and message.forms:
         return torch.uint8
     return torch.float32 if isinstance(message, _FP32) else compute

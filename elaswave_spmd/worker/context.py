@@ -33,6 +33,7 @@ from elaswave_spmd.worker.spec import Job
 if TYPE_CHECKING:
     from elaswave_spmd.weights.given import GivenWeights
     from elaswave_spmd.worker.device_fault import DeviceRecovery
+    from elaswave_spmd.worker.direct_channel import Pairs
     from elaswave_spmd.worker.stage_collectives import StageGroup
     from elaswave_spmd.worker.state_replica import StateReplica
 
@@ -113,6 +114,7 @@ class WorkerHooks:
         save: (replica): the run is about to stop; the state is to be written as it is.
         members_changed: (message): members of the new configuration; links are opened and closed to match.
         stage_group: process group of the worker's stage, for new parameters (`runtime.collectives=group`).
+        pairs: for boundary tensors and state, with the workers that get them or send them (`runtime.pairs`).
         clock: sets the frequency of the device within steps (`schedule.frequency`).
         device_recovery: brings a failed device back in the middle of a step, where the kind of device can be.
         link_facts: (members): what the links have to say to a controller that has come back; None: none ever does, and
@@ -128,6 +130,7 @@ class WorkerHooks:
     save: Callable[[StateReplica], None] = _ignore
     members_changed: Callable[[m.Reconfigure], None] = _ignore
     stage_group: StageGroup | None = None
+    pairs: Pairs | None = None
     clock: DeviceClock | None = None
     device_recovery: DeviceRecovery | None = None
     link_facts: Callable[[Iterable[int]], m.Adopted] | None = None

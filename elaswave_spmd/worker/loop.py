@@ -26,9 +26,10 @@ from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.worker.attempts import AttemptChannel, Attempts
 from elaswave_spmd.worker.buffers import ValueBuffer
-from elaswave_spmd.worker.channel import Incoming, WorkerStopped
+from elaswave_spmd.worker.channel import Channel, Incoming, WorkerStopped
 from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import WorkerContext
+from elaswave_spmd.worker.direct_channel import Direct, DirectChannel, HeldBack
 from elaswave_spmd.worker.kept_reports import KeepingChannel, KeptReports
 from elaswave_spmd.worker.memory_usage import peak_bytes, state_bytes
 from elaswave_spmd.worker.optimizers import averages
@@ -55,10 +56,13 @@ class Executor:
         self._attempts = Attempts()
         self._reports = KeptReports() if context.hooks.link_facts is not None else None
         channel = context.channel if self._reports is None else KeepingChannel(context.channel, self._reports)
-        context = replace(context, channel=AttemptChannel(channel, self._attempts))
+        self.direct = self._direct_over(channel, context)
+        """What goes from device to device (`runtime.pairs`); None with the option off."""
+        channel = AttemptChannel(self.direct or channel, self._attempts)
+        context = replace(context, channel=channel)
         self._context = context
         self._saved = saved
-        self._bounds = message_bounds(context.job, context.model.layout)
+        self._bounds = message_bounds(context.job, context.model.layout, pairs=self.direct is not None)
         self._values: dict[int, ValueBuffer] = {}
         self.commit = StepCommit(context, self._values, first)
         self.replica = self.commit.replica
@@ -76,6 +80,21 @@ class Executor:
         (`timeouts.adopt`), wait for it there."""
         self._failed_step = 0  # in which the device failed and was brought back; 0: none, or over
         self.enter_epoch(first)  # like every later configuration
+
+    def _direct_over(self, channel: Channel, context: WorkerContext) -> DirectChannel | None:
+        if (pairs := context.hooks.pairs) is None:
+            return None
+        return DirectChannel(
+            channel,
+            context.rank,
+            context.device,
+            context.job.torch_dtype,
+            pairs,
+            self._refusal,
+            self._expects,
+            sends_state=context.hooks.device_recovery is None,
+            held_back=HeldBack.of(context.model.layout),
+        )
 
     @property
     def version(self) -> int:
@@ -177,6 +196,7 @@ class Executor:
             WorkerStopped: the controller is gone.
         """
         if self.is_orphaned:
+            self.hand_over()
             raise WorkerStopped
         if self.version >= self.configuration.version:  # else this worker is behind: its state is not the newest
             self.replica.send_state()
@@ -191,6 +211,14 @@ class Executor:
         protocol = self.commit.protocol
         passed_on = lambda: not (self.is_orphaned and protocol.owes_votes)  # noqa: E731
         yield from self.until(passed_on, "votes to pass on of step", self.version)
+
+    def hand_over(self) -> None:
+        """An orphan is about to end: what it has sent goes over links as far as pairs may not have brought it.
+
+        Else the others would wait for it: for a vote that is held back behind it, for one.
+        """
+        if self.direct is not None:
+            self.direct.hand_over()
 
     def _until_there_is_a_controller(self, reports: KeptReports) -> Waits:
         """An orphan that may be adopted holds between two steps, as does a worker whose reports nobody writes down."""
@@ -287,6 +315,8 @@ class Executor:
         #   StepCommit.resume       messages that came early, and the votes again
         self._steps.enter_epoch(configuration)
         replica_map = self.placement.replica_map(self._context.model.layout, self._stages_of_interest())
+        if self.direct is not None:  # first: what pairs have not brought goes before whatever is sent in this epoch
+            self.direct.enter_epoch(self.placement, replica_map)
         self.commit.enter_epoch(self.placement, replica_map, configuration.version)
         if repairs:
             self.replica.repair()
@@ -317,20 +347,32 @@ class Executor:
             self._handle(incoming)
         self.replica.collect()
 
-    def _refusal(self, incoming: Incoming) -> str:
+    def _refusal(self, sender: int, message: m.AnyMessage, num_elements: int | None) -> str:
         """Why a message cannot be right, so that nothing acts on it; empty if it can."""
-        if incoming.sender in (self.rank, CONTROLLER):  # the end of a link, noticed here; or trusted
+        if sender in (self.rank, CONTROLLER):  # the end of a link, noticed here; or trusted
             return ""
         at = WorkerPosition(self.version, self.configuration.epoch, self.commit.protocol.voters)
-        num_elements = None if incoming.payload is None else incoming.payload.numel()
-        message = incoming.message
-        if why := refused_by_worker(self._bounds, message, incoming.sender, num_elements, at):
+        if why := refused_by_worker(self._bounds, message, sender, num_elements, at):
             return why
         is_crossing = isinstance(message, m.Activation | m.ActivationGradient)
         return SIZE if is_crossing and self._steps.has_other_shape(message) else ""
 
+    def _expects(self, sender: int, message: Direct) -> bool:
+        """True if the configuration has this worker get such a message from this sender."""
+        mesh = self.placement.mesh
+        if sender not in mesh:
+            return False
+        if isinstance(message, m.PageState):
+            return self.replica.learns_from(sender, (message.layer, message.first, message.stop))
+        stage = mesh.stage_of(self.rank)
+        layers, other = self.placement.layers_of_stage(stage), mesh.stage_of(sender)
+        if isinstance(message, m.Activation):
+            return other == stage - 1 and message.layer == layers.start
+        return other == stage + 1 and message.layer == layers.stop - 1
+
     def _handle(self, incoming: Incoming) -> None:
-        if why := self._refusal(incoming):
+        num_elements = None if incoming.payload is None else incoming.payload.numel()
+        if why := self._refusal(incoming.sender, incoming.message, num_elements):
             self._context.channel.reject(why)
             return
         if not self._attempts.admits(incoming):
@@ -339,7 +381,7 @@ class Executor:
         match message:
             case m.Activation() | m.ActivationGradient():
                 assert payload is not None
-                self._steps.receive(message, payload)
+                self._steps.receive(message, payload, placed=incoming.placed)
             case m.CheckDigests():
                 self._steps.checks.received(incoming.sender, message)
             case m.CheckAgain() | m.CheckAccepted() | m.AddAgain() | m.SumAccepted():
@@ -430,6 +472,11 @@ class Executor:
                 yield f"{what} {number}"
             self.handle_messages()
 
+    @property
+    def transfers(self) -> bool:
+        """True while something is under way through pairs (`runtime.pairs`)."""
+        return self.direct is not None and not self.direct.idle
+
     def check_configuration(self) -> None:
         """Raise ConfigurationChanged if a new configuration has arrived."""
         if self._next is not None:
@@ -456,6 +503,8 @@ class Executor:
 
     def drop_undecided(self) -> None:
         """Give up everything of steps that are not decided."""
+        if self.direct is not None:
+            self.direct.give_up_all("a device has failed")
         self._steps.drop_undecided()
 
     @property

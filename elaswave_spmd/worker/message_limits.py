@@ -17,6 +17,7 @@ _BOUNDARY_BYTES = 1 << 36
 _LIMITED = (
     *(m.Activation, m.ActivationGradient, m.PartialSum, m.ReducedGradient, m.Publish, m.PageState, m.FinalPages),
     m.Addend,
+    m.PairSent,
 )
 
 
@@ -30,7 +31,7 @@ def payload_limits(plan: RunPlan) -> dict[str, int]:
     states = 1 + len(job.optimizer.state_names)
     most_state = page + max(layer.num_state_elements for layer in layers)  # the page of the loss is besides
     most_gradient = page + max(layer.num_gradient_elements for layer in layers)
-    return {
+    limits = {
         "Activation": _BOUNDARY_BYTES,
         "ActivationGradient": _BOUNDARY_BYTES,
         "PartialSum": 4 * most_gradient,
@@ -40,6 +41,9 @@ def payload_limits(plan: RunPlan) -> dict[str, int]:
         "PageState": 4 * states * most_state,
         "FinalPages": 4 * most_state,
     }
+    if plan.settings.runtime.pairs:
+        limits["PairSent"] = max(limits[kind] for kind in ("Activation", "ActivationGradient", "PageState"))
+    return limits
 
 
 def message_limits(payloads: Mapping[str, int]) -> MessageLimits:
@@ -48,7 +52,8 @@ def message_limits(payloads: Mapping[str, int]) -> MessageLimits:
     Args:
         payloads: as `payload_limits` gives them.
     """
-    kinds = tuple((start, payloads[kind.__name__]) for kind in _LIMITED for start in _starts_of(kind))
+    known = [kind for kind in _LIMITED if kind.__name__ in payloads]
+    kinds = tuple((start, payloads[kind.__name__]) for kind in known for start in _starts_of(kind))
     return MessageLimits(payload_bytes=0, kinds=((MARK, PROBE_BYTES), *kinds))
 
 

@@ -26,6 +26,7 @@ from elaswave_spmd.recovery.peers import Reached
 from elaswave_spmd.runtime.devices import Device, Island
 from elaswave_spmd.runtime.devices.dvfs import SIMULATED, GuardedClock, SimulatedClock
 from elaswave_spmd.runtime.devices.group_store import group_host
+from elaswave_spmd.runtime.devices.pair_groups import pairs_of
 from elaswave_spmd.runtime.devices.process_group import group_of
 from elaswave_spmd.runtime.devices.selection import kind_of
 from elaswave_spmd.runtime.processes import death_watch
@@ -41,6 +42,7 @@ from elaswave_spmd.worker.checkpoint_writer import CheckpointWriter
 from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import Datasets, LocalModel, WorkerHooks
 from elaswave_spmd.worker.device_fault import DeviceRecovery
+from elaswave_spmd.worker.direct_channel import Pairs
 from elaswave_spmd.worker.fault_injection import FaultInjector
 from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.heartbeat import HeartbeatSender, Progress
@@ -53,7 +55,7 @@ from elaswave_spmd.worker.profiling import MemoryRow, Row, WeightsRow
 from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.spec import WorkerSpec, message_bounds
 from elaswave_spmd.worker.stage_collectives import StageGroup
-from elaswave_spmd.worker.tracing import TracedChannel, TracedClock, TracedGroup, open_trace
+from elaswave_spmd.worker.tracing import TracedChannel, TracedClock, TracedGroup, TracedPairs, open_trace
 
 _CONNECT_TIMEOUT_S = 60.0
 _FAREWELL_MS = 2000
@@ -122,6 +124,7 @@ class WorkerProcess:
         self._trace = open_trace(spec.run.options.trace, rank)
         self._clock = _open_clock(settings, spec.run.options.frequency_guard, rank)
         self._group = self._open_group()
+        self._pairs = self._open_pairs()
         self._fence = ControllerFence(spec.run.options.generation or FIRST)
         self._progress = Progress(waiting=True, action="start")
         self._step = 0
@@ -143,6 +146,16 @@ class WorkerProcess:
         host = group_host(self._settings.runtime, self._spec.run.links.host)
         group = group_of(self._device, store, host, self._settings.timeouts.group)
         return group if self._trace is None else TracedGroup(group, self._trace)
+
+    def _open_pairs(self) -> Pairs | None:
+        """The pairs of this worker, if that option is on; else None."""
+        store, settings = self._spec.run.options.groups, self._settings
+        if store is None or not settings.runtime.pairs:
+            return None
+        pairs = pairs_of(
+            self._device, store, group_host(settings.runtime, self._spec.run.links.host), settings.timeouts.group
+        )
+        return pairs if self._trace is None else TracedPairs(pairs, self._trace)
 
     # ---- from the first link to the end
 
@@ -283,6 +296,7 @@ class WorkerProcess:
             save=checkpoints.save,
             members_changed=self._members_changed,
             stage_group=self._group,
+            pairs=self._pairs,
             clock=self._clock if self._clock is None or trace is None else TracedClock(self._clock, trace),
             device_recovery=DeviceRecovery(self._device) if self._device.kind.capabilities.recovers else None,
             link_facts=channel.link_facts if self._settings.timeouts.adopt is not None else None,
@@ -299,6 +313,21 @@ class WorkerProcess:
 
     def _train(self, executor: Executor, channel: SocketChannel) -> None:
         """Resume the training loop whenever something has come."""
+        try:
+            self._resume(executor, channel)
+        except WorkerStopped:
+            if executor.is_orphaned:
+                self._flush(channel)
+            raise
+        raise RunError(f"worker {self._rank} has nothing left to do, and was not told to stop")
+
+    def _flush(self, channel: SocketChannel) -> None:
+        """What an orphan has sent is copied from the device, so that it leaves with the links' farewell."""
+        until = time.monotonic() + _FAREWELL_MS / 1000
+        while channel.is_copying() and time.monotonic() < until:
+            time.sleep(_COPYING_S)
+
+    def _resume(self, executor: Executor, channel: SocketChannel) -> None:
         progress = self._progress
         for reason in executor.train():
             progress.waiting = True
@@ -313,17 +342,20 @@ class WorkerProcess:
                 self._deadline = min(time.monotonic() + seconds, self._deadline or math.inf)
             began = time.perf_counter()
             if not self._wait(executor, channel):
+                executor.hand_over()
                 raise WorkerStopped
             if self._trace is not None:
                 self._trace.wait(reason, began, time.perf_counter())
             progress.waiting = False
-        raise RunError(f"worker {self._rank} has nothing left to do, and was not told to stop")
 
     def _wait(self, executor: Executor, channel: SocketChannel) -> bool:
         """Wait until something has come. False: nothing did, and without a controller the wait was long enough."""
         pauses, grouped, wakes_at = iter(_GROUP_S), executor.replica.parameters.grouped, executor.wakes_at
-        while (copying := channel.is_copying()) or not grouped.idle:
-            if grouped.has_news or self._mailbox.wait(_COPYING_S if copying else next(pauses, _GROUP_S[-1])):
+        direct = executor.direct
+        while (copying := channel.is_copying()) or not grouped.idle or executor.transfers:
+            if grouped.has_news or (direct is not None and direct.has_news):
+                return True
+            if self._mailbox.wait(_COPYING_S if copying else next(pauses, _GROUP_S[-1])):
                 return True
             if self._deadline is not None and time.monotonic() > self._deadline:
                 return False

@@ -116,7 +116,7 @@ class Job:
         return saved or (version + 1) % self.verify_every == 0 or version in (0, self.steps)
 
 
-def message_bounds(job: Job, layout: ModelLayout, *, spawns: bool = False) -> MessageBounds:
+def message_bounds(job: Job, layout: ModelLayout, *, spawns: bool = False, pairs: bool = False) -> MessageBounds:
     """The ids and sizes that messages of a run can have; the same for the controller and all workers."""
     return MessageBounds(
         layout,
@@ -127,6 +127,7 @@ def message_bounds(job: Job, layout: ModelLayout, *, spawns: bool = False) -> Me
         spawns,
         checks=job.verify_rate > 0,
         averages=averages(job.optimizer),
+        pairs=pairs,
     )
 
 

@@ -98,13 +98,18 @@ class Boundaries:
         """True for a gradient that no layer before the boundary needs: one zero crosses it (`programs.no_gradient`)."""
         return key.kind == GRADIENT and _boundary(key) <= self._first_trained
 
-    def receive(self, message: Crossing, payload: Tensor) -> None:
-        """File what was received, in memory that is aligned as if it had been made here."""
+    def receive(self, message: Crossing, payload: Tensor, *, placed: bool = False) -> None:
+        """File what was received, in memory that is aligned as if it had been made here.
+
+        Args:
+            placed: the payload lies in such memory already.
+        """
+        flat = payload if placed else self._device.from_host(payload)
         if message.forms:
             names = message.names if isinstance(message, m.Activation) else ()
-            value = unpacked(self._device.from_host(payload), message.forms, names)
+            value = unpacked(flat, message.forms, names)
         else:
-            value = self._device.from_host(payload.view(message.shape))
+            value = flat.view(message.shape)
         self._received[_key(message)] = value
 
     def __contains__(self, key: BoundaryKey) -> bool:

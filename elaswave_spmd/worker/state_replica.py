@@ -528,6 +528,11 @@ class StateReplica:
             return
         self.background.add(receive_state(self.state, message, payload, self.protocol, self.report_caught_up))
 
+    def learns_from(self, sender: int, key: PageRange) -> bool:
+        """True if this worker learns a page range, and the sender is its primary."""
+        pages = self._held.get(key)
+        return pages is not None and self.rank in pages.learners and pages.primary == sender
+
     def report_caught_up(self) -> None:
         """Report to the controller, once an epoch, that the state of all pages that it is a learner of is here."""
         epoch = self.protocol.epoch

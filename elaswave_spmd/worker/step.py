@@ -376,6 +376,9 @@ class StepRunner:
         """
         if self._context.hooks.device_recovery is not None:
             yield from self._until_copied(step)
+            is_through = lambda: not self._waiting.transfers  # noqa: E731
+            if not is_through():
+                yield from self._waiting.until(is_through, "what a pair copies before step", step)
 
     def _until_parameters_arrived(self, version: int) -> Waits:
         """Wait until this worker needs no page of `version` any more: its vote for version + 1 means that as well.
@@ -445,10 +448,10 @@ class StepRunner:
         """True if a tensor of another stage has another shape than those of this boundary."""
         return self._boundaries.has_other_shape(message)
 
-    def receive(self, message: Crossing, payload: Tensor) -> None:
-        """File a tensor from the stage before or after."""
+    def receive(self, message: Crossing, payload: Tensor, *, placed: bool = False) -> None:
+        """File a tensor from the stage before or after; see `Boundaries.receive`."""
         if message.step > self._commit.version or (isinstance(message, m.Activation) and message.validation):
-            self._boundaries.receive(message, payload)
+            self._boundaries.receive(message, payload, placed=placed)
 
     def keep_all(self) -> None:
         """Give up nothing from a StepReport to the Reconfigure after it: what was reported must still be here."""

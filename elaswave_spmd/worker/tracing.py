@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from time import perf_counter
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.run_dir.trace import TracePart
 from elaswave_spmd.worker.channel import Channel, ForwardingChannel
+from elaswave_spmd.worker.direct_channel import Pairs
 from elaswave_spmd.worker.pacing import DeviceClock
 from elaswave_spmd.worker.stage_collectives import CollectiveWork, StageGroup
 
@@ -100,6 +101,50 @@ class TracedGroup:
     def give_up(self) -> None:
         """Ends a group that has failed; see `StageGroup.give_up`."""
         self._group.give_up()
+
+
+class TracedPairs:
+    """A worker's pairs that also record in the trace what this worker sends through them.
+
+    Args:
+        pairs: do the work.
+        part: the worker's part of the trace.
+    """
+
+    def __init__(self, pairs: Pairs, part: TracePart) -> None:
+        self._pairs = pairs
+        self._part = part
+
+    def enter_epoch(self, epoch: int, receivers: Collection[int], senders: Collection[int], rank: int) -> None:
+        """Begins to make the pairs of a newer epoch; see `Pairs.enter_epoch`."""
+        self._pairs.enter_epoch(epoch, receivers, senders, rank)
+
+    def sends_to(self, peer: int) -> bool:
+        """True if a peer is connected; see `Pairs.sends_to`."""
+        return self._pairs.sends_to(peer)
+
+    def receives_from(self, peer: int) -> bool:
+        """True if a peer is connected; see `Pairs.receives_from`."""
+        return self._pairs.receives_from(peer)
+
+    def failure(self, peer: int) -> str:
+        """The reason for which a pair could not be made; see `Pairs.failure`."""
+        return self._pairs.failure(peer)
+
+    def send(self, peer: int, values: Tensor, what: str) -> CollectiveWork:
+        """Begins to send bytes; see `Pairs.send`."""
+        began = perf_counter()
+        work = self._pairs.send(peer, values, what)
+        self._part.send(peer, f"{what} by the pair", values.nbytes, began, perf_counter())
+        return work
+
+    def receive(self, peer: int, values: Tensor, what: str) -> CollectiveWork:
+        """Begins to receive bytes; see `Pairs.receive`. The trace has them where they are sent."""
+        return self._pairs.receive(peer, values, what)
+
+    def give_up(self, peer: int) -> None:
+        """Ends a pair; see `Pairs.give_up`."""
+        self._pairs.give_up(peer)
 
 
 class TracedClock:

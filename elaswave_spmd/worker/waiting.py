@@ -51,6 +51,11 @@ class Waiting(Protocol):
         """Handle everything that has arrived. Deciding and applying a step may happen in here."""
         ...
 
+    @property
+    def transfers(self) -> bool:
+        """True while something is under way through pairs (`runtime.pairs`)."""
+        ...
+
     def check_configuration(self) -> None:
         """Raise ConfigurationChanged if a new configuration has arrived."""
         ...

@@ -60,6 +60,7 @@ from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import Datasets, LocalModel, WorkerContext, WorkerHooks
 from elaswave_spmd.worker.device_fault import DeviceRecovery
+from elaswave_spmd.worker.direct_channel import Pairs
 from elaswave_spmd.worker.fault_injection import with_a_flipped_bit
 from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.initial_values import MadeValues
@@ -656,6 +657,7 @@ class SimulatedCluster:
             on_point=lambda point, step: self._visit(worker, point, step),
             computed=lambda point, step, result: self._computed(worker.rank, point, step, result),
             stage_group=self._group_of(worker.rank),
+            pairs=self._pairs_of(worker.rank),
             applied=lambda report, _: self._save(worker) if self._orders.is_due(report.step) else None,
             save=lambda _: self._save(worker),
             clock=self._clock(),
@@ -686,6 +688,9 @@ class SimulatedCluster:
 
     def _group_of(self, rank: int) -> StageGroup | None:
         """The process group of a worker's stage, which publishes parameters; None: they go by links."""
+
+    def _pairs_of(self, rank: int) -> Pairs | None:
+        """The pairs of a worker, through which boundary tensors and state go; None: they go by links."""
 
     def _advance(self, worker: Worker) -> None:
         """One turn of a worker."""

@@ -67,7 +67,7 @@ def forgeries(sent: Sent, draw: random.Random) -> Iterator[Forgery]:
     if names or to_controller:
         as_unknown = changed(message, **dict.fromkeys(names, UNKNOWN_RANK))
         # A worker cannot know who is a member of a later epoch than its own, and votes of older ones are void.
-        certain = to_controller or not isinstance(message, m.Vote | m.GroupLost)
+        certain = to_controller or not isinstance(message, m.Vote | m.GroupLost | m.PairLost)
         yield Forgery("unknown rank", (UNKNOWN_RANK, peer, as_unknown, payload), refused=certain)
     if "epoch" in fields:
         # Of a process group only the present epoch's is of interest.
@@ -89,7 +89,7 @@ def forgeries(sent: Sent, draw: random.Random) -> Iterator[Forgery]:
     if "norms" in fields:
         yield Forgery("norms too long", (sender, peer, changed(message, norms=fields["norms"] + b"1234"), payload))
     other = next(iter(draw.sample([CONTROLLER, sender + 1], 1))) if to_controller else CONTROLLER
-    if other != peer and not isinstance(message, m.GroupLost):
+    if other != peer and not isinstance(message, m.GroupLost | m.PairLost):
         yield Forgery("another receiver", (sender, other, message, payload))
     if isinstance(message, _REPEATABLE):
         yield Forgery("again", sent, refused=False)

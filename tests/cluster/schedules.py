@@ -31,6 +31,7 @@ from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
 from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.faults import LOSSES, RECEIVER, SENDER, AnyFault, Cell, Fault
 from tests.cluster.grouped import GroupedCluster
+from tests.cluster.paired import PairedCluster
 from tests.cluster.processes import LostStateError, Trained
 from tests.cluster.starting import Starting
 from tests.cluster.stories import MESSAGES, draw_ahead, draw_counts, draw_faults, draw_moves, happens, silenced
@@ -57,6 +58,7 @@ class Schedule:
         uneven: some workers and links are slow.
         faults: what happens.
         grouped: stages publish through groups.
+        paired: boundary tensors and state go through pairs as well.
         checkpoint_every: steps between checkpoints, from which a run that has lost state begins again; 0: none.
         starting: workers take time to start, may be lost meanwhile, and are replaced; None: none of this.
         verify_rate: share of micro-batches that are checked by a second worker.
@@ -78,6 +80,7 @@ class Schedule:
     uneven: bool = False
     faults: tuple[AnyFault, ...] = ()
     grouped: bool = False
+    paired: bool = False
     checkpoint_every: int = 0
     starting: Starting | None = None
     verify_rate: float = 0.0
@@ -103,6 +106,7 @@ class Schedule:
         votes: bool = False,
         peers: bool = False,
         controllers: bool = False,
+        paired: bool = False,
     ) -> Schedule:
         """The schedule of a seed.
 
@@ -118,6 +122,7 @@ class Schedule:
             votes: the same, and votes are passed on, in up to three rounds.
             peers: the same on a larger mesh of more stages, where not everybody has a link to everybody.
             controllers: the same, and the controller dies up to three times, anywhere, and another one comes.
+            paired: the same with process groups, and boundary tensors and state go through pairs.
         """
         r = random.Random(seed)
         run = TinyRun(
@@ -150,7 +155,8 @@ class Schedule:
             planned=r.random() < 0.5,
             uneven=r.random() < 0.5,
             faults=tuple(map(silenced, draw_ahead(r, faults))) if silent else draw_ahead(r, faults),
-            grouped=grouped,
+            grouped=grouped or paired,
+            paired=paired,
         )
         if starting:
             drawn = replace(drawn, starting=Starting.draw(random.Random(f"starting {seed}"), workers))
@@ -330,11 +336,11 @@ def cluster_of(
     trace: Callable[[str], None] | None = None,
     *,
     min_workers: int = 1,
-    kind: type[SimulatedCluster] = SimulatedCluster,
+    kind: type[SimulatedCluster] | None = None,
 ) -> SimulatedCluster:
-    """The cluster that a schedule describes, before its first step."""
+    """The cluster that a schedule describes, before its first step; of another class than its own, if one is given."""
     run = schedule.run
-    cluster = GroupedCluster if schedule.grouped else kind
+    cluster = kind or (PairedCluster if schedule.paired else GroupedCluster if schedule.grouped else SimulatedCluster)
     options: dict[str, Any] = {"deaths": schedule.deaths} if schedule.deaths else {}
     return cluster(
         replace(run.job(), verify_rate=schedule.verify_rate, verify_every=schedule.verify_every),
@@ -523,12 +529,14 @@ def run_many(
     votes: bool = False,
     peers: bool = False,
     controllers: bool = False,
+    paired: bool = False,
 ) -> Tally:
     """Runs the schedules of these seeds, in so many processes. Other arguments: see `Schedule.draw`."""
     tally = Tally()
     kinds = {"moving": moving, "grouped": grouped, "checkpoints": checkpoints, "silent": silent, "starting": starting}
     kinds |= {"frozen": frozen}
     kinds |= {"miscompute": miscompute, "late": late, "votes": votes, "peers": peers, "controllers": controllers}
+    kinds |= {"paired": paired}
     run_seed = partial(_run_seed, kinds)
     if jobs == 1:
         for seed in seeds:
@@ -556,6 +564,7 @@ _KINDS = (
     "votes",
     "peers",
     "controllers",
+    "paired",
 )
 
 
@@ -567,6 +576,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
     parser.add_argument("--moving", action="store_true", help="micro-batches, layers and workers are moved meanwhile")
     parser.add_argument("--grouped", action="store_true", help="stages publish through groups")
+    parser.add_argument("--paired", action="store_true", help="and boundary tensors and state go through pairs")
     parser.add_argument("--checkpoints", action="store_true", help="a run that has lost state begins again from one")
     parser.add_argument("--silent", action="store_true", help="workers that stop are lost however soon they go on")
     parser.add_argument("--starting", action="store_true", help="workers are lost while they start, and are replaced")

@@ -39,7 +39,7 @@ from tests.cluster.tiny import TinyRun
 
 RUN = TinyRun(steps=8, microbatches=5)
 JOB = replace(RUN.job(), verify_rate=0.5)
-BOUNDS: MessageBounds = replace(message_bounds(JOB, RUN.description.layout, spawns=True), averages=True)
+BOUNDS: MessageBounds = replace(message_bounds(JOB, RUN.description.layout, spawns=True, pairs=True), averages=True)
 DIGESTS = ((1, bytes(512), b"", bytes(512)), (2, bytes(512), bytes(512), bytes(512)))
 SENDER, PAGES = 1, (1, 0, 1)
 RESULT = (bytes(512), b"1234")
@@ -67,6 +67,10 @@ TO_WORKER: Mapping[m.AnyMessage, int | None] = {
     m.Addend(4, *PAGES, 2, again=True, attempt=1): ELEMENTS,
     m.Vote(4, 2, SENDER, (1.5, 1e-9), 2.5): None,
     m.GroupLost(2, SENDER, "timeout"): None,
+    m.PairSent(2, 17, 48, m.encode(m.Activation(4, 2, 1, (2, 3, 8)))): None,
+    m.PairSent(2, 17, 48, m.encode(m.Activation(4, 2, 1, (2, 3, 8))), True): 48,
+    m.PairReceived(17): None,
+    m.PairLost(2, SENDER, 0, "timeout"): None,
 }
 REPORTS: tuple[m.AnyMessage, ...] = (
     m.Ready(SENDER, "tcp://127.0.0.1:1234", True, 3),
@@ -86,6 +90,7 @@ REPORTS: tuple[m.AnyMessage, ...] = (
     m.Failed(SENDER, "Traceback", 4),
     m.ShardWritten(3, SENDER, 2, "shard_1_1-2.safetensors", 100, "0" * 64, (PAGES,), 1.0, 2.0),
     m.GroupLost(2, SENDER, "timeout"),
+    m.PairLost(2, SENDER, 0, "timeout"),
     m.FinalPages(*PAGES),
     m.FinalPages(*PAGES, average=True),
     m.ChecksDiffer(SENDER, 2, 4, 2, 0, DIGESTS, DIGESTS),
@@ -264,6 +269,31 @@ def test_sums_that_cannot_be_right_are_refused(sums: tuple, results: tuple, why:
 def test_reports_of_weight_gradients_that_nobody_can_have_put_off_are_refused(put_off: tuple[int, ...]) -> None:
     report = m.StepReport(2, SENDER, 3, (msgspec.structs.replace(PART, put_off=put_off),))
     assert by_controller(report, SENDER, None) == admission.PLACE
+
+
+def test_without_pairs_nobody_takes_their_messages() -> None:
+    bounds = message_bounds(RUN.job(), RUN.description.layout)
+    for message in (m.PairSent(2, 1, 0, b"", True), m.PairReceived(1), m.PairLost(2, SENDER, 0)):
+        assert refused_by_worker(bounds, message, SENDER, None, AT_WORKER) == admission.DIRECTION
+    lost = m.PairLost(2, SENDER, 0)
+    assert refused_by_controller(bounds, lost, SENDER, None, AT_CONTROLLER) == admission.DIRECTION
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (m.PairSent(2, 0, 48, b""), admission.VALUE),
+        (m.PairSent(2, 1, -1, b""), admission.VALUE),
+        (m.PairSent(3, 1, 48, b""), admission.EPOCH),  # its sender has met this worker in the epoch
+        (m.PairSent(3, 1, 0, b"", True), ""),
+        (m.PairSent(3, 1, 48, b"", True), admission.SIZE),  # it is to come with that payload
+        (m.PairReceived(0), admission.VALUE),
+        (m.PairLost(2, SENDER + 1, 0), admission.SENDER),
+        (m.PairLost(2, SENDER, 0, "x" * 3000), admission.SIZE),
+    ],
+)
+def test_messages_about_pairs_that_cannot_be_right_are_refused(message: m.AnyMessage, why: str) -> None:
+    assert by_worker(message, SENDER, None) == why
 
 
 def test_without_checks_nobody_takes_their_messages() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.worker.channel import WorkerStopped
 from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.faults import SENDER, MessageFault
+from tests.cluster.paired import PairedCluster
 from tests.cluster.schedules import Schedule, cluster_of
 from tests.cluster.tiny import TinyRun
 
@@ -51,16 +53,36 @@ class OrphanedCluster(SimulatedCluster):
             except WorkerStopped:
                 ended[rank] = worker.executor.version
                 del self._workers[rank]
+                self._absent.append(rank)
         return ended | self.versions()
 
 
-def orphaned(seed: int, widest: int) -> tuple[dict[int, int], dict[int, int]] | None:
+class OrphanedPairs(OrphanedCluster, PairedCluster):
+    """A cluster with pairs, whose controller is killed while state is on its way to a new mirror."""
+
+    def from_controller(self, rank: int, header: bytes) -> None:
+        PairedCluster.from_controller(self, rank, header)
+
+    def take_turn(self) -> None:
+        if self.num_told < 0 and not self.protocol.unanswered[1] and self._random.random() < 0.05:
+            raise _ControllerKilled
+        super().take_turn()
+
+    def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
+        if isinstance(message, m.PairSent) and message.message and isinstance(m.decode(message.message), m.PageState):
+            self.num_told, self.pair_hub.meets = -1, 0.01  # receivers meet senders late
+        super().send(sender, peer, message, payload)
+
+
+def orphaned(
+    seed: int, widest: int, kind: type[OrphanedCluster] = OrphanedCluster
+) -> tuple[dict[int, int], dict[int, int]] | None:
     """The versions when the controller died, and in the end; None if it has not, as the run ended before."""
     fault = MessageFault("kill", "Applied", SENDER, False, 2 + seed % 6)
     schedule = Schedule(
         seed, TinyRun(microbatches=8), mesh="dp8", zero=2, mirror_count=2, widest=widest, faults=(fault,)
     )
-    cluster = cluster_of(schedule, kind=OrphanedCluster)
+    cluster = cluster_of(schedule, kind=kind)
     assert isinstance(cluster, OrphanedCluster)
     try:
         cluster.run()
@@ -80,3 +102,11 @@ def test_all_end_at_one_version(widest: int, known: list[int]) -> None:
             assert ended.keys() == before.keys() and len(set(ended.values())) == 1, (seed, found)
             assert min(ended.values()) >= max(before.values()), "a step that one has applied is completed by all"
     assert num_behind > 3
+
+
+def test_all_end_at_one_version_with_pairs() -> None:
+    """The controller dies while state is on its way through pairs that are made late."""
+    ends = [found for seed in range(8) if (found := orphaned(seed, 32, OrphanedPairs)) is not None]
+    assert len(ends) > 3
+    for before, ended in ends:
+        assert ended.keys() == before.keys() and len(set(ended.values())) == 1, (before, ended)

@@ -20,7 +20,7 @@ from elaswave_spmd.controller.sum_verification import SumVerifier
 from elaswave_spmd.recovery import controller_protocol, partial_step, peers
 from elaswave_spmd.recovery.actions import RemoveMember
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
-from elaswave_spmd.recovery.messages import AT_ONCE, Publish, Ready, Reconfigure, StepReport, Vote
+from elaswave_spmd.recovery.messages import AT_ONCE, PairSent, Publish, Ready, Reconfigure, StepReport, Vote
 from elaswave_spmd.recovery.partial_step import WEIGHTS_ONLY
 from elaswave_spmd.recovery.vote_exchange import added
 from elaswave_spmd.recovery.worker_protocol import Apply, Effect, Install, SendVote, WorkerProtocol
@@ -29,6 +29,7 @@ from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
 from elaswave_spmd.worker import configuration, sum_exchange
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.channel import ForwardingChannel
+from elaswave_spmd.worker.direct_channel import DirectChannel
 from elaswave_spmd.worker.gradient_exchange import GradientExchange
 from elaswave_spmd.worker.gradient_reduction import GradientReducer
 from elaswave_spmd.worker.microbatches import MicrobatchRunner
@@ -514,6 +515,41 @@ def _anybody_adds_once_more() -> Patches:
     return {(SumVerifier, "_more"): _more}
 
 
+def _any_payload_is_the_next() -> Patches:
+    """A worker takes the next payload of a pair for that of the next message, also if one before it has not come."""
+    sent = DirectChannel._sent
+
+    def _sent(self: DirectChannel, sender: int, message: PairSent, payload: Any) -> None:
+        arriving = self._arriving.get(sender)
+        if arriving is not None and not message.resent:
+            arriving.number = max(arriving.number, message.number - 1)
+        sent(self, sender, message, payload)
+
+    return {(DirectChannel, "_sent"): _sent}
+
+
+def _failed_pairs_are_believed() -> Patches:
+    """What a pair was given arrives, it is thought, also if the pair fails within the epoch."""
+    give_up = DirectChannel._give_up
+
+    def _give_up(self: DirectChannel, *arguments: Any, **options: Any) -> None:
+        with mock.patch.object(self, "_send_again"):
+            give_up(self, *arguments, **options)
+
+    return {(DirectChannel, "_give_up"): _give_up}
+
+
+def _older_pairs_are_believed() -> Patches:
+    """What a pair of an older epoch was given has arrived, it is thought in the new one."""
+    enter_epoch = DirectChannel.enter_epoch
+
+    def _enter_epoch(self: DirectChannel, *arguments: Any) -> None:
+        with mock.patch.object(self, "_send_again"):
+            enter_epoch(self, *arguments)
+
+    return {(DirectChannel, "enter_epoch"): _enter_epoch}
+
+
 MUTANTS: dict[str, Callable[[], Patches]] = {
     "updates in an epoch after its Prepare was answered": _applies_after_prepare,
     "takes a StepReport for an answer to every later Prepare": _reuses_a_report,
@@ -547,6 +583,9 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "takes a gradient for sent that only this worker has exchanged": _gradients_are_known_at_once,
     "sends no gradient again when a group has failed": _failed_groups_have_brought_gradients,
     "sends no gradient again when the epoch of a group is over": _older_groups_have_brought_gradients,
+    "takes the next payload of a pair for that of any message": _any_payload_is_the_next,
+    "sends no payload again when a pair has failed": _failed_pairs_are_believed,
+    "sends no payload again when the epoch of a pair is over": _older_pairs_are_believed,
     "sends no replicas to a first mesh that was not planned": _first_replicas_unsent,
     "waits for workers that were lost while they started": _waits_for_the_lost,
     "gives a place to a spare that was lost": _spares_that_are_gone,
@@ -579,6 +618,8 @@ MOVING = frozenset({"answers before there is a link"})
 """Mutants that show where workers change their stage: schedules with `moving`."""
 GROUPED = frozenset(list(MUTANTS)[20:32])
 """Mutants that show where stages have process groups: schedules with `grouped`."""
+PAIRED = frozenset(list(MUTANTS)[32:35])
+"""Mutants that show where workers have pairs: schedules with `paired`."""
 
 
 def schedule_for(name: str, seed: int) -> Schedule:
@@ -593,6 +634,7 @@ def schedule_for(name: str, seed: int) -> Schedule:
         votes=name in VOTING,
         peers=name in PEERS,
         grouped=name in GROUPED,
+        paired=name in PAIRED,
     )
 
 

@@ -155,11 +155,15 @@ class GroupInBackground:
     Args:
         library: makes groups and collectives.
         timeout_s: time limit of making a group once all its members have met, and of a collective.
+        name: under which its members meet, where they have other groups besides that of their stage.
+        gathers: the group is used for all-gathers as well, and connects for them.
     """
 
-    def __init__(self, library: GroupLibrary, timeout_s: float) -> None:
+    def __init__(self, library: GroupLibrary, timeout_s: float, name: str = "", *, gathers: bool = True) -> None:
         self._library = library
         self._timeout_s = timeout_s
+        self._name = name
+        self._gathers = gathers
         self._lock = threading.Lock()  # guards _epoch, _made and failure
         self._epoch = -1
         self._made: _Group | None = None  # the group of the newest epoch, once it is connected and as long as it works
@@ -186,7 +190,8 @@ class GroupInBackground:
             self.failure = None
         self._end_in_thread(old, f"mesh epoch {epoch}")
         arguments = (epoch, tuple(members), rank)
-        threading.Thread(target=self._make, args=arguments, name=f"group of epoch {epoch}", daemon=True).start()
+        name = f"group of epoch {epoch}" + (f", {self._name}" if self._name else "")
+        threading.Thread(target=self._make, args=arguments, name=name, daemon=True).start()
 
     def gather(self, share: Any, gathered: Any, what: str = "") -> Collective:
         """Start an all-gather among all members, whose shares are of one size, in the order of their ranks.
@@ -235,6 +240,16 @@ class GroupInBackground:
             old = self._detach()
         self._end_in_thread(old, "it has failed")
 
+    def close(self) -> None:
+        """Abandon the present group, and what is done to make one. No other is made.
+
+        The caller must have dropped its collectives before; see the top of this file.
+        """
+        with self._lock:
+            old = self._detach()
+            self._epoch = -1
+        self._end_in_thread(old, "it is not used any more")
+
     def _detach(self) -> list[_Group]:
         """Remove the present group from this object, and return it in a list of one, or an empty list if there is none.
 
@@ -260,7 +275,7 @@ class GroupInBackground:
             if len(members) == 1:
                 return
             # All stages meet in the same store; the prefix keeps them apart, since their first members differ.
-            store = self._library.open_store(f"epoch{epoch}/{members[0]}")
+            store = self._library.open_store(f"epoch{epoch}/{self._name or members[0]}")
             if not self._meet(store, epoch, len(members)):
                 return
             made.append(_Group(epoch, members, self._library.make(store, members.index(rank), len(members))))
@@ -292,14 +307,18 @@ class GroupInBackground:
         return store.get("fate") == _ALL.encode()
 
     def _connect(self, group: _Group, rank: int) -> bool:
-        """Run a first all-gather and a first exchange, each to the end. False if its mesh epoch is over before.
+        """Run a first all-gather, if there will be others, and a first exchange, each to the end.
 
         NCCL and HCCL connect in the thread that calls: at the first all-gather, and two members to each other at the
         first sends between them, where the one waits for the other. That must not be in the middle of a backward.
+
+        Returns:
+            False if its mesh epoch is over before.
         """
-        share, gathered = self._library.token(1), self._library.token(len(group.members))
-        if not self._runs_through(group, self._library.gather(group.backend, share, gathered), (share, gathered)):
-            return False
+        if self._gathers:
+            share, gathered = self._library.token(1), self._library.token(len(group.members))
+            if not self._runs_through(group, self._library.gather(group.backend, share, gathered), (share, gathered)):
+                return False
         sizes = [int(member != rank) for member in group.members]
         sent, received = self._library.token(sum(sizes)), self._library.token(sum(sizes))
         work = self._library.exchange(group.backend, sent, received, sizes, sizes)
@@ -347,10 +366,12 @@ class DeviceGroups(GroupLibrary):
         address: address of the run's `GroupStore`.
         host: address at which the other machines reach this one.
         timeout_s: time limit of the library itself for connecting, and for a collective.
+        beside: they are groups beside those of stages; see `DeviceKind.make_group`.
     """
 
-    def __init__(self, device: Device, address: str, host: str, timeout_s: float) -> None:
+    def __init__(self, device: Device, address: str, host: str, timeout_s: float, *, beside: bool = False) -> None:
         self._device = device
+        self._beside = beside
         self._address = address
         self._host = host
         self._timeout = timedelta(seconds=timeout_s)
@@ -359,7 +380,7 @@ class DeviceGroups(GroupLibrary):
         return connect_group_store(self._address, prefix)
 
     def make(self, store: Any, rank: int, size: int) -> Any:
-        return self._device.kind.make_group(store, rank, size, self._timeout, self._host)
+        return self._device.kind.make_group(store, rank, size, self._timeout, self._host, beside=self._beside)
 
     def gather(self, backend: Any, share: Tensor, gathered: Tensor) -> Any:
         from torch._C._distributed_c10d import AllgatherOptions  # torch.distributed does not export it

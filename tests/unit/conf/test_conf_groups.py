@@ -30,7 +30,7 @@ train.resume page.size model.layers model.d_model model.heads model.dropout mode
 model.args optim.name optim.lr optim.weight_decay optim.clip optim.betas optim.eps optim.schedule optim.warmup_steps
 optim.final_lr_ratio optim.max_skipped data.name data.path data.tokenizer data.target data.cache
 data.validation_fraction runtime.device runtime.threads_per_worker runtime.dtype runtime.transport
-runtime.activation_checkpointing runtime.compile runtime.check_model runtime.collectives
+runtime.activation_checkpointing runtime.compile runtime.check_model runtime.collectives runtime.pairs
 mesh.dp mesh.pp mesh.stages mesh.tp mesh.fsdp
 sharding.name elastic.enabled elastic.min_workers
 elastic.replace mirror.count mirror.scatter mirror.verify_every checkpoint.every checkpoint.keep

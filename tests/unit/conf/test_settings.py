@@ -87,6 +87,7 @@ BAD = [
     ("runtime.transport", "gloo"), ("runtime.activation_checkpointing", "yes"),
     ("runtime.compile", "yes"), ("runtime.compile", 1),
     ("runtime.check_model", "maybe"), ("runtime.collectives", "nccl"), ("runtime.collectives", None),
+    ("runtime.pairs", "maybe"), ("runtime.pairs", True),
     ("runtime.host", ""), ("runtime.rendezvous", "node0"), ("runtime.rendezvous", "node0:70000"),
     ("runtime.agents", -1),
     ("runtime.agents_timeout", 0), ("runtime.local_workers", -1), ("runtime.token_file", ""),

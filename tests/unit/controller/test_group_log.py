@@ -1,4 +1,4 @@
-"""The events of a run about the groups of its stages."""
+"""The events of a run about the groups of its stages, and about pairs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from elaswave_spmd.controller.run_log import GroupLog
-from elaswave_spmd.recovery.messages import GROUPED, Applied, GroupLost
+from elaswave_spmd.controller.run_log import GroupLog, PairLog
+from elaswave_spmd.recovery.messages import GROUPED, Applied, GroupLost, PairLost
 from elaswave_spmd.run_dir import RunDir, RunObserver, read_events
 
 
@@ -67,3 +67,22 @@ def test_a_failure_that_overtakes_the_report_of_a_step_has_the_last_word(tmp_pat
             made.committed(applied(step, epoch, True))
         folder = observer.run_dir.path
     assert told(folder) == [(1, 0, False, "worker 1: timed out"), (2, 1, True, "")]
+
+
+def test_a_pair_that_fails_is_told_of_once_in_a_mesh_epoch(tmp_path: Path) -> None:
+    """Both of its workers may report it, and a report may be late."""
+    with open_observer(tmp_path) as observer:
+        made = PairLog(observer)
+        made.lost(PairLost(0, 2, 0, "timed out"), 3)
+        made.lost(PairLost(0, 0, 2, "Connection closed"), 3)
+        made.lost(PairLost(0, 0, 1, "Connection closed"), 4)
+        made.lost(PairLost(1, 2, 0, "timed out"), 5)
+        made.lost(PairLost(0, 2, 1, "timed out"), 5)
+        folder = observer.run_dir.path
+    events = [event for event in read_events(folder) if event["event"] == "pair"]
+    assert [(event["step"], event["mesh_epoch"], event["ranks"], event["reason"]) for event in events] == [
+        (4, 0, [0, 2], "timed out"),
+        (5, 0, [0, 1], "Connection closed"),
+        (6, 1, [0, 2], "timed out"),
+    ]
+    assert events[0]["message"] == "workers 0 and 2 send each other over links: worker 2: timed out"

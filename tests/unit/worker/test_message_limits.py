@@ -11,6 +11,7 @@ from elaswave_spmd.worker.message_limits import message_limits
 KINDS = (
     *("Activation", "ActivationGradient", "PartialSum", "ReducedGradient", "Publish", "PageState", "FinalPages"),
     "Addend",
+    "PairSent",
 )
 LIMITS = {kind: 100 + number for number, kind in enumerate(KINDS)}
 BIG = 2**40
@@ -34,12 +35,19 @@ EXAMPLES = (
     m.Addend(1, 2, 3, 4, BIG),
     m.Addend(1, 2, 3, 4, 5, True),
     m.Addend(1, 2, 3, 4, 5, False, BIG),
+    m.PairSent(1, BIG, BIG, b"x" * 1000),
+    m.PairSent(1, 2, 3, b"", True),
 )
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda it: type(it).__name__)
 def test_each_kind_with_a_payload_has_its_own_limit(message: m.Message) -> None:
     assert message_limits(LIMITS).payload_limit(m.encode(message)) == LIMITS[type(message).__name__]
+
+
+def test_without_pairs_nothing_has_a_payload_that_they_would_bring() -> None:
+    limits = message_limits({kind: size for kind, size in LIMITS.items() if kind != "PairSent"})
+    assert limits.payload_limit(m.encode(m.PairSent(1, 2, 3, b"", True))) == 0
 
 
 def test_other_messages_have_no_payload_and_a_probe_has_its_own() -> None:

@@ -92,11 +92,15 @@ class Cuda:
         why = {_NCCL_WAIT: "if NCCL's watchdog ends processes", _NCCL_CONNECT: "if NCCL waits for peers in a call"}
         return set_variables(given, {_NCCL_WAIT: "1", _NCCL_CONNECT: "0"}, why)
 
-    def make_group(self, store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+    def make_group(
+        self, store: Any, rank: int, size: int, timeout: timedelta, host: str, *, beside: bool = False
+    ) -> Any:
         from torch.distributed import ProcessGroupNCCL  # pyright: ignore[reportPrivateImportUsage]
 
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
+        # torch hands out the 32 streams of each priority in turn, also to copies: those of many groups would be theirs.
+        options.is_high_priority_stream = beside
         return ProcessGroupNCCL(store, rank, size, options)
 
     def abort_group(self, group: Any, reason: str) -> None:
