@@ -100,7 +100,7 @@ def test_newcomers_get_their_state_through_pairs(tmp_path: Path, undisturbed: Un
     write_text(tmp_path)
     with launch(tmp_path, *TINY, *ARGUMENTS, *patient(tmp_path, 1.2), "mesh=dp2", "sharding=zero1") as run:
         run.wait_for_steps(SLOW - 10)
-        for number in range(1, 4):
+        for number in range(1, 9):
             take_newcomer(run, number)
             if sent_by_pairs(tmp_path, "PageState"):
                 break
