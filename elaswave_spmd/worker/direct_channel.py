@@ -30,9 +30,9 @@ from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import ReplicaMap
 from elaswave_spmd.worker.channel import Channel, ForwardingChannel, Incoming, payload_dtype
+from elaswave_spmd.worker.stage_boundary import Crossing
 from elaswave_spmd.worker.stage_collectives import CollectiveWork
 
-Crossing: TypeAlias = m.Activation | m.ActivationGradient
 Direct: TypeAlias = Crossing | m.PageState
 _Boundary: TypeAlias = tuple[type[m.Message], int]
 """(kind of message, layer): boundary tensors of one such have one size, where all micro-batches have one shape."""

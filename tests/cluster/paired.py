@@ -16,7 +16,7 @@ from torch import Tensor
 
 from elaswave_spmd.controller.resume import Comeback
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.worker.direct_channel import Crossing
+from elaswave_spmd.worker.stage_boundary import Crossing
 from tests.cluster.faults import MessageFault
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.processes import Worker
