@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from elaswave_spmd.run_dir.lock import WORKERS_LOCK
 from tests.faults.fault_runs import TINY, Bits
 from tests.locks import is_locked
 from tests.multiprocess import held_model, patient_model
-from tests.multiprocess.real_runs import TRAIN, Launched, eventually, launch, write_text
+from tests.multiprocess.real_runs import TRAIN, Launched, eventually, kill_at_once, launch, write_text
 from tests.waiting import PATIENCE_S
 from tests.waiting import eventually as waiting
 
@@ -49,10 +48,7 @@ def held_in_step_10(folder: Path) -> list[str]:
 
 def kill_together(run: Launched) -> None:
     """SIGKILL to the command and its fork server. None of them can react to the end of the other."""
-    (fork_server,) = [pid for pid, parent in run.processes().items() if parent == run.process.pid]
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in (run.process.pid, fork_server):
-            os.kill(pid, number)
+    kill_at_once([run.process.pid, run.fork_server()])
     run.process.communicate(timeout=PATIENCE_S)  # its pipes are closed by the last of its descendants
 
 

@@ -357,8 +357,8 @@ def _resumed_without_its_workers(site: Site, words: list[str], *, saves: bool = 
         saves: the run has a checkpoint then, whatever the disk takes for it.
     """
     with started(site, *words) as sides:
-        fork_server = _fork_server_of(sides.run)
         sides.run.wait_for_steps(AT)
+        fork_server = sides.run.fork_server()
         if saves:
             eventually(lambda: events_of(site, "checkpoint"), sides.run.process)
         killed(sides)
@@ -369,13 +369,6 @@ def _resumed_without_its_workers(site: Site, words: list[str], *, saves: bool = 
             _, agents = end_of_all(sides)
     assert done.code == 0, done.err
     return agents
-
-
-def _fork_server_of(run: Launched) -> int:
-    """The process id of the parent of the workers of the controller's machine, once the run has begun."""
-    run.wait_for_steps(1)
-    (found,) = {parent for pid, parent in run.processes().items() if pid in run.workers()}
-    return found
 
 
 def _written(tmp_path: Path) -> list[str]:

@@ -55,6 +55,11 @@ class Launched:
         """Process id -> parent's id of all living processes of the run, the command itself included."""
         return processes_with(self.mark)
 
+    def fork_server(self) -> int:
+        """The fork server's process id: the command has no other child."""
+        (found,) = [pid for pid, parent in self.processes().items() if parent == self.process.pid]
+        return found
+
     def workers(self) -> list[int]:
         """The workers' process ids, in the order in which they were started: the fork server's children."""
         processes = self.processes()

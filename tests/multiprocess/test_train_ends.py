@@ -156,8 +156,7 @@ def test_the_death_of_the_fork_server_ends_the_run(tmp_path: Path) -> None:
     write_text(tmp_path)
     with launch(tmp_path, *ENDLESS) as run:
         run.wait_for_steps(2)
-        (fork_server,) = [pid for pid, parent in run.processes().items() if parent == run.process.pid]
-        os.kill(fork_server, signal.SIGKILL)
+        os.kill(run.fork_server(), signal.SIGKILL)
         done = run.finish()
     assert done.code == 1 and "the fork server" in done.err and "Traceback" not in done.err
 
