@@ -168,6 +168,9 @@ def site_in(folder: Path, program: Sequence[str] = (), **variables: str | None) 
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTHONWARN"))}
     environment |= wanted
     of_cluster = {name: value for name, value in (environment | variables).items() if value is not None}
+    # Where a cluster in a process writes its address. Ray makes /tmp/ray only where it is the folder of a node.
+    of_cluster["RAY_TMPDIR"] = str(temporary)
+    (temporary / "ray").mkdir()
     raylets = None
     try:
         raylets = Raylets(of_cluster, temporary, program)
