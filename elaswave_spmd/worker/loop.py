@@ -317,7 +317,7 @@ class Executor:
         replica_map = self.placement.replica_map(self._context.model.layout, self._stages_of_interest())
         if self.direct is not None:  # first: what pairs have not brought goes before whatever is sent in this epoch
             self.direct.enter_epoch(self.placement, replica_map)
-        self.commit.enter_epoch(self.placement, replica_map, configuration.version)
+        self.commit.enter_epoch(self.placement, replica_map, configuration.version, self._steps.step_under_way)
         if repairs:
             self.replica.repair()
         self._steps.resume(configuration)

@@ -375,20 +375,25 @@ class BackgroundCopies:
     """
 
     def __init__(self) -> None:
-        self._copies: deque[Iterator[None]] = deque()
+        self._copies: deque[tuple[Iterator[None], PageRange | None]] = deque()
 
     def __bool__(self) -> bool:
         """True if anything is left to copy."""
         return bool(self._copies)
 
-    def add(self, copy: Iterator[None]) -> None:
-        self._copies.append(copy)
+    def add(self, copy: Iterator[None], sent: PageRange | None = None) -> None:
+        """Begin a copy.
+
+        Args:
+            sent: the page range whose state it sends.
+        """
+        self._copies.append((copy, sent))
 
     def do_one(self) -> bool:
         """Do one piece of the oldest copy. Returns True if there was one."""
         if not self._copies:
             return False
-        copy = self._copies[0]
+        copy, _ = self._copies[0]
         if next(copy, copy) is copy:
             self._copies.popleft()
         return True
@@ -397,6 +402,12 @@ class BackgroundCopies:
         """Do everything that is left."""
         while self:
             self.do_one()
+
+    def finish_sending(self, key: PageRange) -> None:
+        """Do at once what is left of the copies that send the state of a page range."""
+        for one in [one for one in self._copies if one[1] == key]:
+            deque(one[0], maxlen=0)
+            self._copies.remove(one)
 
     def give_up(self) -> None:
         """Leave the rest undone."""

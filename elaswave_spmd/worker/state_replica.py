@@ -105,6 +105,7 @@ class StateReplica:
         # (step, pages, receiver) of reduced gradients that were sent, or given to an exchange.
         self._gradients_sent: set[tuple[int, PageRange, int]] = set()
         self._sent_state: set[tuple[PageRange, int]] = set()  # (pages, learner) whose state was sent
+        self._sends_state_at = 0  # the version whose state learners are sent in this epoch: between two steps
         self._early: dict[tuple[int, m.Message], Tensor] = {}  # for pages that this worker does not hold yet
         self._written: dict[PageRange, bytes] = {}  # hashes of the state when it was written last
         self._compared = -1, -1  # the mesh epoch and the version whose hashes were sent last
@@ -124,6 +125,7 @@ class StateReplica:
         replica_map: ReplicaMap,
         held: Sequence[ReplicaSet],
         highest_version: int,
+        begun: int,
         previous_epoch: int,
     ) -> None:
         """Become a member of a newer configuration, which the protocol has entered already.
@@ -132,9 +134,11 @@ class StateReplica:
             replica_map: of the layers that this worker computes, or reads parameters of, and of all that it holds.
             held: the page ranges that this worker is a replica or learner of: those of before, parts of them, or new.
             highest_version: of any member.
+            begun: the last step that this worker has begun.
             previous_epoch: the epoch that this worker was a member of before, or -1.
         """
         self.placement = placement
+        self._sends_state_at = max(begun, self.protocol.version, highest_version)
         self._written.clear()  # hashes by ranges that may be cut now; `compare` writes new ones
         before = self._held
         self._loss_range = next((r.key for r in held if self.is_loss(r)), None)
@@ -349,10 +353,26 @@ class StateReplica:
         if by_group:
             self._exchanges.add_gradient(reduced)
         for receiver in receivers:
-            if (step, pages.key, receiver) not in self._gradients_sent:
-                self._gradients_sent.add((step, pages.key, receiver))
-                if receiver not in by_group:
-                    self._send(receiver, _as_message(step, reduced), gradient)
+            if (step, pages.key, receiver) in self._gradients_sent:
+                continue
+            if receiver in pages.learners and not self._goes_after_state(step, pages, receiver):
+                continue
+            self._gradients_sent.add((step, pages.key, receiver))
+            if receiver not in by_group:
+                self._send(receiver, _as_message(step, reduced), gradient)
+
+    def _goes_after_state(self, step: int, pages: ReplicaSet, learner: int) -> bool:
+        """Have the state of a version go to a learner before the reduced gradient of the step after it (C9).
+
+        That order on the link lets no learner apply a step before it has the state that the step changes, whatever way
+        votes take to it. False: the state is yet to be sent, and `send_state` sends the gradient behind it.
+        """
+        if pages.primary != self.rank:
+            return True
+        if (pages.key, learner) in self._sent_state:
+            self.background.finish_sending(pages.key)
+            return True
+        return step <= self._sends_state_at
 
     def _loss_in(self, key: PageRange, gradient: Tensor) -> tuple[float | None, float | None]:
         """The loss and its weight in a reduced gradient, if it is that of the loss page, and losses have a weight.
@@ -482,7 +502,8 @@ class StateReplica:
     def send_state(self) -> None:
         """Between two steps: begin to send the state of primary pages to the workers that learn them.
 
-        The copies are made in the background, and are done before this worker's next vote.
+        The copies are made in the background, and are done before this worker's next vote, and before the reduced
+        gradients of the next step, which may be here already.
         """
         version = self.protocol.version
         state = {part.pages.key: part for part in self.state}
@@ -495,7 +516,9 @@ class StateReplica:
                 norms = np.array(self.protocol.norms_at(version, key), "<f4").tobytes()
                 message = m.PageState(version, *key, norms)
                 source = state[key] if key in state else self._loss_state()
-                self.background.add(send_state(self.state, source, message, learners, self._send))
+                self.background.add(send_state(self.state, source, message, learners, self._send), key)
+                if (gradient := self._gradients.get(version + 1, {}).get(key)) is not None:
+                    self._relay_gradient(version + 1, pages, gradient, self.protocol.norms_at(version + 1, key))
 
     def _loss_state(self) -> Tensor:
         """The state of the loss page, fp32 [2]: 1 and the loss of this version, or 0 and 0 before the first step.
@@ -515,7 +538,7 @@ class StateReplica:
         # State that is too old is ignored. Either this worker was a learner before, ceased to be, and is one again:
         # gradients since then did not come here. Or a primary sent it that is lost, and the gradients that would bring
         # it up to date have been used: the new primary sends it anew. (The state that a living primary sends comes
-        # before its next vote, and so is never behind.) A frozen page is never too old.
+        # before the gradients of its next step, and so is never behind.) A frozen page is never too old.
         if not self.state.is_frozen(layer, first) and message.step < max(
             self.protocol.version, *(self._since[key] for key in inside)
         ):

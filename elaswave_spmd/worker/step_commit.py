@@ -66,12 +66,13 @@ class StepCommit:
 
     # ---- configurations
 
-    def enter_epoch(self, placement: Placement, replica_map: ReplicaMap, highest_version: int) -> None:
+    def enter_epoch(self, placement: Placement, replica_map: ReplicaMap, highest_version: int, begun: int) -> None:
         """Become a member of a newer configuration. No background copy is left from the one before.
 
         Args:
             replica_map: of the layers that this worker computes, or reads parameters of, and of all that it holds.
             highest_version: of any member.
+            begun: the last step that this worker has begun.
         """
         held = held_ranges(replica_map, self._context.rank)
         # The protocol first: the replica asks it for versions and for norms, cut as the new configuration cuts pages.
@@ -80,7 +81,7 @@ class StepCommit:
         # Frozen pages have no gradients: the protocol, which waits for these, does not know them.
         trained = [pages for pages in held if not self.replica.is_frozen(pages)]
         self.protocol.enter_epoch(placement.mesh.epoch, placement.mesh.members, trained, loss_range, highest_version)
-        self.replica.enter_epoch(placement, replica_map, held, highest_version, previous_epoch)
+        self.replica.enter_epoch(placement, replica_map, held, highest_version, begun, previous_epoch)
 
     def resume(self) -> None:
         """Once everything else is in place: handle what came early for this configuration, and vote again in it.

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import suppress
+from typing import Any
 
 import pytest
+from torch import Tensor
 
+from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.worker import state
 from tests.cluster.faults import AnyFault, Fault
 from tests.cluster.piecewise import PiecewiseCluster
 from tests.cluster.processes import LostStateError
+from tests.cluster.schedules import Schedule, cluster_of
 from tests.simulated.bits_cases import (
     MirroredCluster,
     Run,
@@ -69,3 +74,35 @@ def test_whatever_happens_meanwhile(block: int) -> None:
             faults.append(Fault(draw.choice((3, 4, 5)), draw.choice(kinds), 0, "forward"))
         ends[train(mesh, zero, seed, tuple(faults))] += 1
     assert ends["bits"] >= 9, ends
+
+
+class Watched(PiecewiseCluster):
+    """A cluster that looks in which order primaries send state and reduced gradients."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.sent: Counter[str] = Counter()
+        self._gradients: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}  # link, step, layer -> pages
+
+    def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
+        match message:
+            case m.ReducedGradient(step=step, layer=layer, first=first, stop=stop):
+                self._gradients.setdefault((sender, peer, step, layer), []).append((first, stop))
+            case m.PageState(step=step, layer=layer, first=first, stop=stop):
+                before = self._gradients.get((sender, peer, step + 1, layer), [])
+                self.sent["after" if any(a < stop and first < b for a, b in before) else "before"] += 1
+        super().send(sender, peer, message, payload)
+
+
+@pytest.mark.parametrize("block", range(2))
+@one_thread()
+def test_state_goes_before_the_gradients_of_the_next_step(block: int) -> None:
+    """Else a learner could apply that step without it, where votes are passed on, and would never have the state."""
+    sent: Counter[str] = Counter()
+    for seed in range(30 * block, 30 * block + 30):
+        watched = cluster_of(Schedule.draw(seed, votes=True), kind=Watched)
+        with suppress(LostStateError):
+            watched.run()
+        assert isinstance(watched, Watched)
+        sent += watched.sent
+    assert sent["before"] > 40 and not sent["after"], sent

@@ -44,6 +44,18 @@ def test_copies_are_done_in_turn_and_in_pieces() -> None:
     assert not copies.do_one() and log[-1] == "b done"
 
 
+def test_the_state_of_one_page_range_is_sent_before_its_turn() -> None:
+    copies, log = BackgroundCopies(), []
+    for name, sent in (("a", (0, 0, 1)), ("b", (0, 1, 2)), ("c", None), ("d", (0, 1, 2))):
+        copies.add(counted(log, name, 1), sent)
+    assert copies.do_one() and log == ["a0"]
+    copies.finish_sending((0, 1, 2))
+    assert log[1:] == ["b0", "b done", "d0", "d done"]
+    copies.finish_sending((0, 1, 2))
+    copies.finish()
+    assert log[5:] == ["a done", "c0", "c done"]
+
+
 def test_a_copy_that_fails_is_not_begun_again() -> None:
     def failing() -> Iterator[None]:
         yield
