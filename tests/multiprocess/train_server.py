@@ -21,8 +21,18 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from elaswave_spmd.runtime.processes.fork_server_client import PRELOAD
+
 ROOT = Path(__file__).parents[2]
-IMPORTED = ("hydra.main", "elaswave_spmd.controller.loop", "elaswave_spmd.worker.loop", "elaswave_spmd.models")
+# With what fork servers import (PRELOAD): theirs are forks of the command.
+IMPORTED = (
+    "hydra.main",
+    "elaswave_spmd.cli",
+    "elaswave_spmd.controller.startup",
+    "elaswave_spmd.worker.process",
+    "elaswave_spmd.models",
+    *PRELOAD,
+)
 _MOST = 1 << 20  # bytes of a request
 
 
