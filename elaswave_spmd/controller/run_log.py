@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from elaswave_spmd.controller.backward_trial import SPLIT_BACKWARD
@@ -39,12 +39,15 @@ _UNDISTURBED = 50  # steps whose median is the usual one
 
 @dataclass
 class _Recovered:
-    """The line `recovered` of an epoch, kept until all of its members have applied the first step."""
+    """The line `recovered` of an epoch, kept until all of its members have applied the first step.
 
-    epoch: EpochBegun
+    Args:
+        missing: the members that have not.
+    """
+
     step: int
     fields: dict[str, object]
-    applied: set[int] = field(default_factory=set)
+    missing: set[int]
 
 
 @dataclass(frozen=True)
@@ -184,15 +187,15 @@ class EpochEvents:
                 "committed_at": now,
                 "message": f"step {line.step} took {line.seconds:.3f} s, {more} than work explains",
             }
-            self._recovered = _Recovered(epoch, line.step, fields)
+            self._recovered = _Recovered(line.step, fields, set(placement.mesh.members))
 
     def applied(self, rank: int, step: int, now: float) -> None:
         """A member has applied a step, which is committed."""
         waiting = self._recovered
         if waiting is None or step != waiting.step:
             return
-        waiting.applied.add(rank)
-        if waiting.applied >= set(waiting.epoch.placement.mesh.members):
+        waiting.missing.discard(rank)  # there may be thousands
+        if not waiting.missing:
             self._write_recovered(now)
 
     def _write_recovered(self, all_applied_at: float | None) -> None:

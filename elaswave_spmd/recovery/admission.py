@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from keyword import iskeyword
 from typing import Final, NamedTuple, get_args
@@ -545,13 +545,15 @@ def _refused_shard(bounds: MessageBounds, message: m.ShardWritten, at: Controlle
 
 def _refused_times(bounds: MessageBounds, message: m.Measured) -> str:
     num_layers, good = len(bounds.layout.layers), True
-    for rows in filter(None, (message.rows, message.memory, message.weights)):
-        layers = {layer for layer, *_ in rows}
+    for rows in (message.rows, message.memory, message.weights):
+        if not rows:
+            continue
+        layers = {row[0] for row in rows}
         if min(layers) < 0 or max(layers) >= num_layers:
             return PLACE
         if len(layers) < len(rows):
             return SIZE
-        good = good and _are_amounts(number for row in rows for number in row)
+        good = good and all(map(_are_amounts, rows))
     if len(message.link) not in (0, 2):
         return SIZE
     # The link: a latency in seconds and a bandwidth.
@@ -585,5 +587,6 @@ def _are_counts(counts: tuple[tuple[str, int], ...]) -> bool:
     return few and all(len(reason) <= _LONGEST_REASON and number >= 0 for reason, number in counts)
 
 
-def _are_amounts(numbers: Iterable[float]) -> bool:
-    return all(0 <= number < math.inf for number in numbers)  # NaN is not
+def _are_amounts(numbers: Sequence[float]) -> bool:
+    """True if none is negative, and all are finite, together as well."""
+    return not numbers or (min(numbers) >= 0 and math.isfinite(sum(numbers)))  # the sum tells NaN and infinity
