@@ -176,7 +176,7 @@ def test_asked_while_it_starts_a_run_leaves_nothing(
 ) -> None:
     write_text(tmp_path)
     before = {path.name for path in tmp_path.iterdir()}
-    with launch(tmp_path, *RUN, "train.steps=100000") as run:  # it does not end before the signal, however late that is
+    with launch(tmp_path, *RUN, "train.steps=100000", in_new_interpreter=True) as run:
         eventually(lambda: when(run), run.process)
         os.killpg(run.process.pid, number)
         done = run.finish()
@@ -196,7 +196,7 @@ def test_asked_while_it_resumes_a_run_names_its_checkpoint(tmp_path: Path, undis
         run.process.terminate()
         first = run.finish()
     words = shlex.split(resume_command(first))[2:]
-    with launch(tmp_path, *words) as run:
+    with launch(tmp_path, *words, in_new_interpreter=True) as run:
         eventually(lambda: started(run), run.process)
         os.killpg(run.process.pid, signal.SIGINT)
         done = run.finish()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from tests.multiprocess import patient_model
 from tests.multiprocess.real_runs import Done, Launched, eventually, launch
 from tests.multiprocess.test_agents import PATIENT, Site, alone, assert_same_bits, end_of
 from tests.multiprocess.test_agents import site as site
+from tests.multiprocess.train_server import Command
 from tests.ports import free_port
 from tests.waiting import PATIENCE_S
 from tests.waiting import eventually as waiting
@@ -54,7 +54,7 @@ class Sides:
     """A run, and its agents."""
 
     run: Launched
-    agents: dict[str, subprocess.Popen[str]]
+    agents: dict[str, Command]
 
     def worker_of(self, name: str) -> int:
         """The process id of the only worker of an agent, once the run has begun."""

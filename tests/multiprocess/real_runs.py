@@ -12,15 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from benchmarks.processes import command_lines, processes_with, start_order
-from tests.multiprocess.train_server import TrainServer
+from tests.multiprocess.train_server import Command, TrainServer, new_mark
 from tests.waiting import PATIENCE_S
 
 TRAIN = Path(__file__).parents[2] / "train.py"
@@ -46,7 +45,7 @@ def write_text(folder: Path, *, lines: int = 60) -> None:
 class Launched:
     """A running `python train.py`: its processes carry a mark in their environment; sockets lie in `sockets`."""
 
-    process: subprocess.Popen[str]
+    process: Command
     folder: Path
     sockets: Path
     mark: str
@@ -110,27 +109,66 @@ def launch(
     script: Path = TRAIN,
     limits: Mapping[int, tuple[int, int]] | None = None,
     pipe_bytes: int = -1,
+    in_new_interpreter: bool = False,
 ) -> Iterator[Launched]:
     """Starts `python train.py ARGUMENTS` in `folder`, in a session of its own; kills what is left at the end.
 
     Args:
         limits: resource -> (soft, hard) limit of the command, from its very begin.
         pipe_bytes: what each of its output's pipes holds; -1: as many as the system has it.
+        in_new_interpreter: the command imports everything itself, as with `limits` and `pipe_bytes`. Else it is
+            forked from a process that has imported it.
     """
-    mark = mark or f"ELASWAVE_TEST={uuid.uuid4()}"
+    words, mark = [str(script), *arguments], mark or new_mark()
+    with _sockets_and_environment(os.environ, mark) as (sockets, environment):
+        if limits or pipe_bytes != -1 or in_new_interpreter:
+            process = exec_command(words, folder, environment, limits=limits, pipe_bytes=pipe_bytes)
+        else:
+            process = train_server().start(words, folder, environment)
+        with _until_ended(Launched(process, folder, sockets, mark)) as launched:
+            yield launched
+
+
+@contextmanager
+def _sockets_and_environment(base: Mapping[str, str], mark: str) -> Iterator[tuple[Path, dict[str, str]]]:
     sockets = Path(tempfile.mkdtemp(prefix="ew", dir="/tmp"))  # short: paths of ipc sockets are
     name, _, value = mark.partition("=")
-    environment = {**os.environ, name: value, "XDG_RUNTIME_DIR": str(sockets)}
-    environment.pop("PYTHONWARNINGS", None)
+    try:
+        yield sockets, {**base, name: value, "XDG_RUNTIME_DIR": str(sockets)}
+    finally:
+        shutil.rmtree(sockets, ignore_errors=True)
+
+
+@contextmanager
+def _until_ended(launched: Launched) -> Iterator[Launched]:
+    """Kills what is left of a command at the end."""
+    try:
+        yield launched
+    finally:
+        for pid in launched.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        launched.process.communicate()
+
+
+def exec_command(
+    words: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    *,
+    limits: Mapping[int, tuple[int, int]] | None = None,
+    pipe_bytes: int = -1,
+) -> subprocess.Popen[str]:
+    """Starts `python WORDS` as `TrainServer.start` does, but by exec: it imports everything itself."""
 
     def limit() -> None:
         for what, soft_and_hard in (limits or {}).items():
             resource.setrlimit(what, soft_and_hard)
 
-    process = subprocess.Popen(
-        [sys.executable, str(script), *arguments],
+    return subprocess.Popen(
+        [sys.executable, *words],
         cwd=folder,
-        env=environment,
+        env={name: value for name, value in environment.items() if name != "PYTHONWARNINGS"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -139,17 +177,6 @@ def launch(
         pipesize=pipe_bytes,
         preexec_fn=limit if limits else None,
     )
-    launched = Launched(process, folder, sockets, mark)
-    try:
-        yield launched
-    finally:
-        for pid in launched.processes():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        process.communicate()
-        shutil.rmtree(sockets, ignore_errors=True)
 
 
 @cache
@@ -174,32 +201,20 @@ def fork_command(
     merged: bool = False,
 ) -> Done:
     """Runs a script that needs torch to its end, in a fork of the train server; asserts that nothing of it is left."""
-    server, sockets = train_server(), Path(tempfile.mkdtemp(prefix="ew", dir="/tmp"))
-    environment = {**environment, "XDG_RUNTIME_DIR": str(sockets)}
-    try:
-        code, out, err = server.run(script, folder, arguments, environment, timeout, merged=merged)
-        left = {pid: parent for pid, parent in processes_with(server.mark).items() if pid != server.pid}
-        assert not left, f"processes left behind: {left}"
-        assert not list(sockets.iterdir()), "sockets left behind"
-        return Done(code, out, err)
-    except BaseException:
-        server.stop()
-        train_server.cache_clear()
-        for pid in processes_with(server.mark):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        raise
-    finally:
-        shutil.rmtree(sockets, ignore_errors=True)
+    mark = new_mark()
+    with _sockets_and_environment(environment, mark) as (sockets, environment):
+        process = train_server().start([str(script), *arguments], folder, environment, merged=merged)
+        with _until_ended(Launched(process, folder, sockets, mark)) as launched:
+            return launched.finish(timeout)
 
 
 def train_in_new_interpreter(folder: Path, *arguments: str, timeout: float = PATIENCE_S, script: Path = TRAIN) -> Done:
     """The same, or another script, as a command that imports everything itself."""
-    with launch(folder, *arguments, script=script) as launched:
+    with launch(folder, *arguments, script=script, in_new_interpreter=True) as launched:
         return launched.finish(timeout)
 
 
-def eventually(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = PATIENCE_S) -> None:
+def eventually(condition: Callable[[], object], process: Command, seconds: float = PATIENCE_S) -> None:
     """Waits until the condition holds; fails when the process ends before or the time is up."""
     deadline = time.monotonic() + seconds
     while True:

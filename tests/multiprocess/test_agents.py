@@ -7,11 +7,8 @@ import re
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,7 +24,18 @@ from elaswave_spmd.runtime.processes.rendezvous import Rendezvous, find_controll
 from elaswave_spmd.runtime.transport.credentials import RunKeys
 from tests import mistaken_model
 from tests.multiprocess import held_model, patient_model
-from tests.multiprocess.real_runs import SMALL, Done, Launched, eventually, launch, train, write_text
+from tests.multiprocess.real_runs import (
+    SMALL,
+    Done,
+    Launched,
+    eventually,
+    exec_command,
+    launch,
+    train,
+    train_server,
+    write_text,
+)
+from tests.multiprocess.train_server import Command, new_mark
 from tests.ports import free_port
 from tests.unit.runtime.test_rendezvous import Tap, serve_again
 from tests.waiting import PATIENCE_S
@@ -36,7 +44,7 @@ HOST = socket.gethostname()
 SHORT = [*SMALL, "mesh=dp2", "train.steps=3"]
 PATIENT = [*SMALL, "mesh=dp2", "train.steps=60", "train.validate_every=0"]
 ENDLESS = [*SMALL, "mesh=dp2", "train.steps=1000000", "train.validate_every=0"]
-Sides = tuple[Launched, subprocess.Popen[str]]
+Sides = tuple[Launched, Command]
 
 
 @dataclass(frozen=True)
@@ -56,21 +64,20 @@ class Site:
         return [address, "runtime.agents=1", "runtime.transport=tcp", f"runtime.token_file={self.token_file}"]
 
     @contextmanager
-    def agent(self, *options: str, token_file: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-        """An agent in the folder `there`; its sockets' directory must be empty at the end."""
+    def agent(
+        self, *options: str, token_file: Path | None = None, in_new_interpreter: bool = False
+    ) -> Iterator[Command]:
+        """An agent in the folder `there`; its sockets' directory must be empty at the end.
+
+        Args:
+            in_new_interpreter: see `launch`.
+        """
         name, _, value = self.mark.partition("=")
         with tempfile.TemporaryDirectory(prefix="ew", dir="/tmp") as sockets:
-            command = [sys.executable, "-m", "elaswave_spmd", "agent", f"127.0.0.1:{self.port}"]
-            process = subprocess.Popen(
-                [*command, "--token-file", str(token_file or self.token_file), *options],
-                cwd=self.there,
-                env={**os.environ, name: value, "XDG_RUNTIME_DIR": sockets},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
+            words = ["-m", "elaswave_spmd", "agent", f"127.0.0.1:{self.port}"]
+            words += ["--token-file", str(token_file or self.token_file), *options]
+            start = exec_command if in_new_interpreter else train_server().start
+            process = start(words, self.there, {**os.environ, name: value, "XDG_RUNTIME_DIR": sockets})
             try:
                 yield process
                 assert not list(Path(sockets).iterdir()), "sockets left behind"
@@ -79,11 +86,13 @@ class Site:
                 process.communicate()
 
     @contextmanager
-    def run(self, *arguments: str, options: tuple[str, ...] = ()) -> Iterator[Sides]:
+    def run(self, *arguments: str, options: tuple[str, ...] = (), in_new_interpreters: bool = False) -> Iterator[Sides]:
         """`python train.py` in the folder `here`, and an agent with these options."""
+        own = in_new_interpreters
         with ExitStack() as stack:
-            run = stack.enter_context(launch(self.here, *arguments, *self.several, mark=self.mark))
-            yield run, stack.enter_context(self.agent(*options))
+            run = launch(self.here, *arguments, *self.several, mark=self.mark, in_new_interpreter=own)
+            run = stack.enter_context(run)
+            yield run, stack.enter_context(self.agent(*options, in_new_interpreter=own))
 
 
 @pytest.fixture
@@ -95,7 +104,7 @@ def site(tmp_path: Path) -> Site:
     token_file = tmp_path / "token"
     token_file.touch(0o600)
     token_file.write_text(secrets.token_hex(16))
-    return Site(here, there, free_port(), token_file, f"ELASWAVE_TEST={uuid.uuid4()}")
+    return Site(here, there, free_port(), token_file, new_mark())
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +115,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return alone(folder, *PATIENT, *patient_model.write(folder, go))
 
 
-def end_of(process: subprocess.Popen[str]) -> Done:
+def end_of(process: Command) -> Done:
     out, err = process.communicate(timeout=PATIENCE_S)
     return Done(process.returncode, out, err)
 
@@ -129,11 +138,11 @@ def assert_same_bits(found: Path, wanted: Path) -> None:
         assert read_summary(found)[key] == read_summary(wanted)[key]
 
 
-def killed_agent(run: Launched, agent: subprocess.Popen[str]) -> int:
+def killed_agent(run: Launched, agent: Command) -> int:
     return agent.pid
 
 
-def remote_worker(run: Launched, agent: subprocess.Popen[str]) -> int:
+def remote_worker(run: Launched, agent: Command) -> int:
     """The process id of the agent's only worker."""
     processes = run.processes()
     (fork_server,) = [pid for pid, parent in processes.items() if parent == agent.pid]
@@ -144,7 +153,8 @@ def remote_worker(run: Launched, agent: subprocess.Popen[str]) -> int:
 @pytest.mark.parametrize("encryption", ["true", "false"])
 def test_workers_on_two_machines_have_the_bits_of_one(site: Site, tmp_path: Path, encryption: str) -> None:
     wanted = alone(tmp_path / "alone", *SHORT)
-    with site.run(*SHORT, f"runtime.encryption={encryption}") as (run, agent):
+    encrypted = encryption == "true"
+    with site.run(*SHORT, f"runtime.encryption={encryption}", in_new_interpreters=encrypted) as (run, agent):
         of_agent, of_run = end_of(agent), run.finish()
     assert (of_run.code, of_run.err) == (0, "") and (of_agent.code, of_agent.err) == (0, "")
     assert f"waiting for 1 agents at 127.0.0.1:{site.port}\nworkers: 2 on {HOST}\n" in of_run.out
@@ -321,7 +331,8 @@ def test_a_model_that_breaks_the_promise_is_refused_on_several_machines(
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)  # pytest's own workers share one
     for folder in (site.here, site.there):
         model = mistaken_model.write(folder, mistake)
-    with site.run(*SHORT, *model, "elastic.replace=true", options=("--name", "elsewhere")) as (run, agent):
+    words = [*SHORT, *model, "elastic.replace=true"]
+    with site.run(*words, options=("--name", "elsewhere"), in_new_interpreters=True) as (run, agent):
         of_agent, of_run = end_of(agent), run.finish()
     assert of_run.code == 2 and "Traceback" not in of_run.err and "lost" not in of_run.out, of_run
     told = of_run.err.splitlines()[0]

@@ -28,7 +28,9 @@ def test_files_are_private_whatever_the_umask(tmp_path: Path, umask: int) -> Non
     cache = [f"data.cache={tmp_path}"] if umask else []  # the cache of tokens is made with the umask's mode
     before = os.umask(umask)
     try:
-        with launch(tmp_path, *SMALL, *EVERY_FILE, *cache, "runtime.transport=tcp") as launched:
+        with launch(
+            tmp_path, *SMALL, *EVERY_FILE, *cache, "runtime.transport=tcp", in_new_interpreter=True
+        ) as launched:
             os.umask(before)
             done = launched.finish()
     finally:

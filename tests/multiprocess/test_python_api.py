@@ -23,7 +23,7 @@ SCRIPT = Path(script_with_a_model.__file__)
 
 
 def test_a_script_with_a_model_of_its_own_is_killed_interrupted_and_resumed_with_the_same_bits(tmp_path: Path) -> None:
-    with launch(tmp_path, script=SCRIPT) as launched:
+    with launch(tmp_path, script=SCRIPT, in_new_interpreter=True) as launched:
         launched.wait_for_steps(1)
         eventually(lambda: "join" in [event["event"] for event in read_events(tmp_path / "run")], launched.process)
         os.kill(launched.process.pid, signal.SIGINT)

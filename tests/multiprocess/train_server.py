@@ -3,10 +3,14 @@
 A test session starts hundreds of runs. `TrainServer` starts one process that imports what every run imports, and
 nothing else; for each run it forks. The child has a session, a folder, an environment, arguments and output of its own,
 and runs train.py as a new interpreter would. The command starts its workers in the same way (the fork server).
+
+What a fork cannot have of its own: the seed of hashes (sets of texts have the same order in all forks of a server),
+and what variables of the environment mean to libraries while they are imported.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -16,10 +20,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import IO, Any, TextIO
 
 from elaswave_spmd.runtime.processes.fork_server_client import PRELOAD
 
@@ -33,120 +40,243 @@ IMPORTED = (
     "elaswave_spmd.models",
     *PRELOAD,
 )
+_MARK = "ELASWAVE_TEST"
 _MOST = 1 << 20  # bytes of a request
 
 
+def new_mark() -> str:
+    """A variable NAME=VALUE, for the environment of all processes of one command: `processes_with` finds them by it."""
+    return f"{_MARK}={uuid.uuid4()}"
+
+
+class ForkedCommand:
+    """A command that a `TrainServer` has started, as `subprocess.Popen[str]` shows one."""
+
+    def __init__(self, words: Sequence[str], status: TextIO, stdout: IO[str] | None, stderr: IO[str] | None) -> None:
+        self.args = words
+        self.returncode: int | Any = None  # as in Popen: None while it lives
+        self.stdout = stdout
+        self.stderr = stderr
+        self._status = status
+        self._read: tuple[list[bytes], list[bytes]] = ([], [])
+        self.pid = int(self._told("started"))
+
+    def poll(self) -> int | None:
+        """The exit code (negative: the signal that ended it); None while it lives."""
+        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+            self._end()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits until the command itself has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it takes longer than `timeout` seconds.
+        """
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self._end()
+        assert self.returncode is not None
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Waits until the command has ended and all that it has started has closed its output.
+
+        Returns:
+            What was written to stdout and to stderr, without what has been read before; "" for one that is None.
+
+        Raises:
+            subprocess.TimeoutExpired: it takes longer than `timeout` seconds. It may be called again.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+
+        def left() -> float | None:
+            return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+        files = zip((self.stdout, self.stderr), self._read, strict=True)
+        parts = {file: read for file, read in files if file is not None and not file.closed}
+        while parts:
+            ready = select.select([*parts], [], [], left())[0]
+            if not ready:
+                so_far = [b"".join(read) for read in self._read]
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0, *so_far)
+            for file in ready:
+                if data := os.read(file.fileno(), 1 << 16):
+                    parts[file].append(data)
+                else:
+                    file.close()
+                    del parts[file]
+        self.wait(left())
+        out, err = (b"".join(read).decode().replace("\r\n", "\n").replace("\r", "\n") for read in self._read)
+        return out, err
+
+    def send_signal(self, number: int) -> None:
+        """Sends the command a signal, if it lives."""
+        if self.poll() is None:
+            try:
+                os.kill(self.pid, number)
+            except ProcessLookupError:  # it has just ended
+                self.wait()
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _end(self) -> None:
+        self.returncode = int(self._told("ended"))
+        self._status.close()
+
+    def _told(self, what: str) -> str:
+        line = self._status.readline()
+        kind, _, value = line.strip().partition(" ")
+        if not line:
+            self._status.close()
+            raise AssertionError(f"the train server has ended: it does not say that {self.args} has {what}")
+        assert kind == what, f"{self.args} has not {what}, but: {line}"
+        return value
+
+
+Command = subprocess.Popen[str] | ForkedCommand
+
+
 class TrainServer:
-    """The process that forks, and this process's end of its socket. For one thread, and one run at a time."""
+    """The process that forks, and this process's end of its socket."""
 
     def __init__(self) -> None:
-        self.mark = f"ELASWAVE_TEST={uuid.uuid4()}"
-        """Variable in the environment of the server and of all that its runs start."""
+        self.mark = new_mark()
+        """Variable in the environment of the server. Each of its commands has another one of the same name."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "tests.multiprocess.train_server", str(theirs.fileno())]
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", _MARK: self.mark.partition("=")[2]}
+        environment.pop("PYTHONWARNINGS", None)
         with theirs:
+            # In a session of its own: Ctrl-C in the terminal of the tests is theirs, and they end their commands.
             self._process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=self._marked({**os.environ, "OPENBLAS_NUM_THREADS": "1"}),
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
         self.pid = self._process.pid
 
-    def _marked(self, environment: dict[str, str]) -> dict[str, str]:
-        name, _, value = self.mark.partition("=")
-        marked = {**environment, name: value}
-        marked.pop("PYTHONWARNINGS", None)
-        return marked
-
-    def run(
-        self,
-        script: Path,
-        folder: Path,
-        arguments: Sequence[str],
-        environment: dict[str, str],
-        timeout_s: float,
-        *,
-        merged: bool = False,
-    ) -> tuple[int, str, str]:
-        """Runs a script to its end, which is when all that it has started has ended.
+    def start(
+        self, words: Sequence[str], folder: Path, environment: Mapping[str, str], *, merged: bool = False
+    ) -> ForkedCommand:
+        """Starts `python WORDS` in a folder, in a session of its own, without any input.
 
         Args:
+            words: a script and its arguments, or -m, a module and its arguments.
+            environment: has a mark of the command's own (`new_mark`).
             merged: stdout and stderr are one, as in a terminal: what was written to either is what stdout has.
-
-        Returns:
-            Its exit code (negative: the signal that ended it), and what was written to stdout and to stderr.
-
-        Raises:
-            TimeoutError: it takes longer than `timeout_s`.
         """
-        request = json.dumps([str(script), str(folder), list(arguments), self._marked(environment)])
-        pipes = [os.pipe() for _ in range(1 if merged else 2)]
-        ends = [theirs for _, theirs in pipes]
-        socket.send_fds(self._socket, [request.encode()], ends * 2 if merged else ends)
-        for theirs in ends:
-            os.close(theirs)
-        out, *err = self._read_all([ours for ours, _ in pipes], timeout_s)
-        return int(self._socket.recv(_MOST)), out, "".join(err)
-
-    def _read_all(self, pipes: Sequence[int], timeout_s: float) -> list[str]:
-        """Reads each pipe until all its writers have ended."""
-        deadline, read = time.monotonic() + timeout_s, {pipe: b"" for pipe in pipes}
-        left = set(pipes)
+        environment = {name: value for name, value in environment.items() if name != "PYTHONWARNINGS"}
+        assert len(environment[_MARK]) == len(self.mark.partition("=")[2]), "the mark is written over the server's"
+        request = json.dumps([list(words), str(folder), environment])
+        pipes = [os.pipe() for _ in range(2 if merged else 3)]
+        status, out, *err = [theirs for _, theirs in pipes]
         try:
-            while left:
-                ready = select.select(list(left), [], [], max(0.0, deadline - time.monotonic()))[0]
-                if not ready:
-                    raise TimeoutError(f"the run does not end within {timeout_s:g} s; so far: {read}")
-                for pipe in ready:
-                    data = os.read(pipe, 1 << 16)
-                    read[pipe] += data
-                    if not data:
-                        left.discard(pipe)
+            socket.send_fds(self._socket, [request.encode()], [status, out, *(err or [out])])
+        except OSError as error:
+            for ours, _ in pipes:
+                os.close(ours)
+            raise AssertionError(f"the train server has ended: it cannot start {words}") from error
         finally:
-            for pipe in pipes:
-                os.close(pipe)
-        return [read[pipe].decode() for pipe in pipes]
+            for _, theirs in pipes:
+                os.close(theirs)
+        files = [os.fdopen(ours, encoding="utf-8") for ours, _ in pipes]
+        try:
+            return ForkedCommand(words, files[0], files[1], None if merged else files[2])
+        except AssertionError:
+            for file in files:
+                file.close()
+            raise
 
     def stop(self) -> None:
-        """Ends the server. A run that is going on ends as if its terminal were closed."""
+        """Ends the server. Commands that are going on go on, and nobody can tell how they end."""
         self._socket.close()
         self._process.kill()
         self._process.wait()
 
 
 def serve(connection: socket.socket) -> None:
-    """The life of the server: forks for each request, until nobody sends any."""
+    """The life of the server: forks for each request, and tells how each child ends, until nobody sends any request."""
     for name in IMPORTED:
         importlib.import_module(name)
+    living: dict[int, tuple[int, int]] = {}  # descriptor of a child -> its process id, and where its end is told
     while True:
-        request, descriptors, _, _ = socket.recv_fds(connection, _MOST, 2)
+        ready = select.select([connection, *living], [], [])[0]
+        for descriptor in living.keys() & set(ready):
+            child, told = living.pop(descriptor)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            _tell(told, f"ended {code}")
+            os.close(descriptor)
+        if connection not in ready:
+            continue
+        request, given, _, _ = socket.recv_fds(connection, _MOST, 3)
         if not request:
             return
-        script, folder, arguments, environment = json.loads(request)
+        status, *outputs = given
+        words, folder, environment = json.loads(request)
         child = os.fork()
         if child == 0:
             connection.close()
-            _become(folder, environment, descriptors)
-            sys.argv = [script, *arguments]
-            runpy.run_path(script, run_name="__main__")
+            for descriptor, (_, told) in living.items():
+                os.close(descriptor)
+                os.close(told)
+            _become(words, folder, environment, outputs)
+            _tell(status, f"started {os.getpid()}")
+            if words[0] == "-m":
+                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(words[0], run_name="__main__")
             return
-        for descriptor in descriptors:
-            os.close(descriptor)
-        _, status = os.waitpid(child, 0)
-        connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+        for output in outputs:
+            os.close(output)
+        living[os.pidfd_open(child)] = child, status
 
 
-def _become(folder: str, environment: dict[str, str], descriptors: Sequence[int]) -> None:
-    """Has this process look like a command that was just started there."""
+def _tell(status: int, line: str) -> None:
+    """Writes the one line that this process has for whoever has started a command. Nobody may be there any more."""
+    with suppress(BrokenPipeError):
+        os.write(status, f"{line}\n".encode())
+    os.close(status)
+
+
+def _become(words: Sequence[str], folder: str, environment: dict[str, str], outputs: Sequence[int]) -> None:
+    """Has this process look like `python WORDS` that was just started there."""
     os.setsid()
     os.chdir(folder)
+    _show_mark(f"{_MARK}={environment[_MARK]}".encode())
     os.environ.clear()
     os.environ.update(environment)
-    for number, descriptor in enumerate(descriptors, 1):
+    for number, descriptor in enumerate(outputs, 1):
         os.dup2(descriptor, number)
+    for descriptor in outputs:
         os.close(descriptor)
+    tempfile.tempdir = None  # what it found in the server's environment
+    sys.orig_argv = [sys.executable, *words]
+    is_module = words[0] == "-m"
+    sys.argv = [*words[1:]] if is_module else [*words]
+    sys.path[0] = folder if is_module else str(Path(words[0]).parent)
+
+
+def _show_mark(mark: bytes) -> None:
+    """Has /proc/PID/environ of this process show its own mark: that file is the memory in which exec left the server's.
+
+    Programs that set their title change that memory in the same way.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start and env_end of proc(5): the state, field 3, comes first
+    shown = ctypes.string_at(start, end - start)
+    before = f"{_MARK}={os.environ[_MARK]}".encode()
+    at = shown.find(before)
+    assert at >= 0 and len(before) == len(mark), (before, mark)
+    ctypes.memmove(start + at, mark, len(mark))
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def test_a_joiner_has_compiled_before_it_is_promoted(tmp_path: Path) -> None:
     (tmp_path / "joined").mkdir()
     write_text(tmp_path / "joined")
     arguments = ["mesh.tp=2", "train.steps=1000000", *endless, chaos("step: 2, kind: join")]
-    with launch(tmp_path / "joined", *SMALL, *arguments) as launched:
+    with launch(tmp_path / "joined", *SMALL, *arguments, in_new_interpreter=True) as launched:
         events = tmp_path / "joined" / "run" / "events.jsonl"
         eventually(lambda: events.exists() and '"join"' in events.read_text(), launched.process)
         joined_after = next(e["after_step"] for e in read_events(events.parent) if e["event"] == "join")
@@ -179,7 +179,7 @@ def test_variables_that_contradict_are_refused(
 ) -> None:
     monkeypatch.setenv(variable, value)
     write_text(tmp_path)
-    with launch(tmp_path, *SMALL, "mesh=dp2", "mesh.tp=2") as launched:
+    with launch(tmp_path, *SMALL, "mesh=dp2", "mesh.tp=2", in_new_interpreter=True) as launched:
         done = launched.finish()
     assert (done.code, done.out) == (2, f"{FIRST_LINE}\n") and variable in done.err and "Traceback" not in done.err
     assert not (tmp_path / "run").exists()
