@@ -36,18 +36,27 @@ told = {
 print(json.dumps(told))
 """
 WAITS = """
-import os, sys
-print("up", flush=True)
+import os, sys, time
 if os.fork() == 0:
     while not os.path.exists("child"):
-        os.sched_yield()
+        time.sleep(0.01)
     os._exit(0)
+print("up", flush=True)
 while not os.path.exists("go"):
-    os.sched_yield()
+    time.sleep(0.01)
 print("end")
 print("told", file=sys.stderr)
 sys.exit(3)
 """
+
+
+@pytest.fixture(autouse=True)
+def files_that_are_waited_for(tmp_path: Path) -> Iterator[None]:
+    """Nothing waits any longer than the test, however it ends."""
+    yield
+    for folder in (tmp_path, *filter(Path.is_dir, tmp_path.iterdir())):
+        (folder / "child").touch()
+        (folder / "go").touch()
 
 
 @pytest.fixture(scope="module")
