@@ -204,8 +204,8 @@ class Worker:
             data = Datasets(nothing, None)
             context = WorkerContext(self._rank, job, self._healthy, model, data, _HOST, self._port)
             self._commit = StepCommit(context, {}, configuration)
-        placement = configuration.placement
-        self._commit.enter_epoch(placement, placement.replica_map(self._layout), configuration.version)
+        placement, version = configuration.placement, configuration.version
+        self._commit.enter_epoch(placement, placement.replica_map(self._layout), version, begun=version)
         if first and not configuration.epoch:
             self._commit.replica.state.restore(self._saved, 0)
             self._port.send(CONTROLLER, m.Heartbeat(self._rank, 0, True, "has its state"))
