@@ -545,9 +545,7 @@ def _refused_shard(bounds: MessageBounds, message: m.ShardWritten, at: Controlle
 
 def _refused_times(bounds: MessageBounds, message: m.Measured) -> str:
     num_layers, good = len(bounds.layout.layers), True
-    for rows in (message.rows, message.memory, message.weights):
-        if not rows:
-            continue
+    for rows in filter(None, (message.rows, message.memory, message.weights)):
         layers = {row[0] for row in rows}
         if min(layers) < 0 or max(layers) >= num_layers:
             return PLACE

@@ -355,24 +355,21 @@ class StateReplica:
         for receiver in receivers:
             if (step, pages.key, receiver) in self._gradients_sent:
                 continue
-            if receiver in pages.learners and not self._goes_after_state(step, pages, receiver):
-                continue
+            if receiver in pages.learners:
+                if self._waits_for_state(step, pages, receiver):
+                    continue  # `send_state` sends it behind the state
+                self.background.finish_sending(pages.key)
             self._gradients_sent.add((step, pages.key, receiver))
             if receiver not in by_group:
                 self._send(receiver, _as_message(step, reduced), gradient)
 
-    def _goes_after_state(self, step: int, pages: ReplicaSet, learner: int) -> bool:
-        """Have the state of a version go to a learner before the reduced gradient of the step after it (C9).
+    def _waits_for_state(self, step: int, pages: ReplicaSet, learner: int) -> bool:
+        """True if this primary is yet to send a learner the state that the step changes (C9).
 
-        That order on the link lets no learner apply a step before it has the state that the step changes, whatever way
-        votes take to it. False: the state is yet to be sent, and `send_state` sends the gradient behind it.
+        State goes first on the link, so that no learner applies a step without it, whatever way votes take to it.
         """
-        if pages.primary != self.rank:
-            return True
-        if (pages.key, learner) in self._sent_state:
-            self.background.finish_sending(pages.key)
-            return True
-        return step <= self._sends_state_at
+        is_sent = pages.primary != self.rank or (pages.key, learner) in self._sent_state
+        return not is_sent and step > self._sends_state_at
 
     def _loss_in(self, key: PageRange, gradient: Tensor) -> tuple[float | None, float | None]:
         """The loss and its weight in a reduced gradient, if it is that of the loss page, and losses have a weight.
