@@ -30,7 +30,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -38,6 +37,7 @@ from pathlib import Path
 
 from benchmarks.processes import processes_with
 from tests.multiprocess.real_runs import fork_command
+from tests.multiprocess.train_server import new_mark
 from tests.waiting import PATIENCE_S, eventually
 
 ROOT = Path(__file__).parents[1]
@@ -118,7 +118,7 @@ class Reader:
     cache: Path
     _printed: str = ""
     _background: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    _mark: str = field(default_factory=lambda: f"ELASWAVE_TEST={uuid.uuid4()}")
+    _mark: str = field(default_factory=new_mark)
 
     def __post_init__(self) -> None:
         programs = self.folder / ".programs"

@@ -176,6 +176,7 @@ def test_asked_while_it_starts_a_run_leaves_nothing(
 ) -> None:
     write_text(tmp_path)
     before = {path.name for path in tmp_path.iterdir()}
+    # It does not end before the signal, however late that is.
     with launch(tmp_path, *RUN, "train.steps=100000", in_new_interpreter=True) as run:
         eventually(lambda: when(run), run.process)
         os.killpg(run.process.pid, number)

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from benchmarks.processes import processes_with
 from elaswave_spmd.run_dir import read_metrics, read_summary
 from tests.multiprocess import patient_model
 from tests.multiprocess.real_runs import SMALL, Done, train, write_text
+from tests.multiprocess.train_server import new_mark
 from tests.waiting import PATIENCE_S, eventually
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +103,7 @@ class Engine:
 
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
-    _mark: str = field(default_factory=lambda: f"ELASWAVE_TEST={uuid.uuid4()}")
+    _mark: str = field(default_factory=new_mark)
     _number: int = 0
 
     def __post_init__(self) -> None:

@@ -7,7 +7,6 @@ import random
 import secrets
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from benchmarks.processes import processes_with
 from elaswave_spmd.run_dir import read_metrics, read_summary
 from tests.multiprocess.real_runs import SMALL, Done, train, write_text
+from tests.multiprocess.train_server import new_mark
 from tests.ports import free_port
 from tests.waiting import PATIENCE_S, eventually
 
@@ -44,7 +44,7 @@ def new_loopback() -> str:
 @contextmanager
 def nodes(folders: list[Path], options: list[str], words: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
     """One torchrun in each folder; what is left at the end is killed."""
-    mark = f"ELASWAVE_TEST={uuid.uuid4()}"
+    mark = new_mark()
     name, _, value = mark.partition("=")
     environment = {**os.environ, name: value, "PYTHONPATH": str(ROOT)}
     environment.pop("PYTHONWARNINGS", None)

@@ -241,7 +241,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def _tell(status: int, line: str) -> None:
-    """Writes the one line that this process has for whoever has started a command. Nobody may be there any more."""
+    """Writes a line to the status pipe of a command, and closes it. Whoever has started the command may have ended."""
     with suppress(BrokenPipeError):
         os.write(status, f"{line}\n".encode())
     os.close(status)

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 from benchmarks.processes import processes_with
 from elaswave_spmd.run_dir import read_events
 from tests.multiprocess.real_runs import Done
+from tests.multiprocess.train_server import new_mark
 from tests.waiting import PATIENCE_S, eventually
 
 ROOT = Path(__file__).parents[2]
@@ -157,7 +157,7 @@ def site_in(folder: Path, program: Sequence[str] = (), **variables: str | None) 
         program: as for Raylets.
         variables: of its processes, beside what they need; None: not set.
     """
-    mark = f"ELASWAVE_TEST={uuid.uuid4()}"
+    mark = new_mark()
     temporary = Path(tempfile.mkdtemp(prefix="ewr", dir="/tmp"))
     token = temporary / "ray_token"
     token.touch(0o600)
