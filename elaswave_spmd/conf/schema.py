@@ -648,7 +648,7 @@ class CheckpointSettings(Section, group="checkpoint"):
 
 
 _LATE_HEARTBEATS = 3
-_MOST_HEARTBEATS = 10_000
+_MOST_HEARTBEATS = 5_000
 """A second of them, as far as `suspect` allows: the controller has other things to do with a processor."""
 _HEARTBEATS_OF_SUSPECT = 4  # however many workers there are
 
@@ -712,9 +712,9 @@ class Timeouts(Section, group="timeouts"):
         )
 
     def heartbeat_of(self, num_workers: int) -> float:
-        """Seconds from one heartbeat of a worker to the next: `heartbeat`, and more on more than a thousand workers.
+        """Seconds from one heartbeat of a worker to the next: `heartbeat`, and more on more than 500 workers.
 
-        All workers together send 10,000 in a second, but each sends four within `suspect` on any number of workers.
+        All workers together send 5,000 in a second, but each sends four within `suspect` on any number of workers.
         """
         return max(self.heartbeat, min(num_workers / _MOST_HEARTBEATS, self.suspect / _HEARTBEATS_OF_SUSPECT))
 

@@ -42,7 +42,8 @@ class LayerSample:
     weights_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(s) and s >= 0 for s in (self.forward_s, self.backward_s, self.weights_s)):
+        longest = math.inf  # which nothing that is not a number is less than, either
+        if not (0 <= self.forward_s < longest and 0 <= self.backward_s < longest and 0 <= self.weights_s < longest):
             raise PlanError(
                 f"layer {self.layer} on rank {self.rank} took {self.forward_s} + {self.backward_s} s",
                 rule="measured seconds are finite and not negative",

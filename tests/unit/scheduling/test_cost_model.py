@@ -256,8 +256,9 @@ def test_lost_workers_are_forgotten_and_newcomers_have_speed_1():
 
 
 def test_bad_samples_are_refused_and_empty_ones_change_nothing():
-    with pytest.raises(PlanError, match="finite and not negative"):
-        LayerSample(0, 0, -1.0, 1.0)
+    for seconds in ((-1.0, 1.0), (1.0, -1.0), (math.nan, 1.0), (1.0, math.inf), (1.0, 1.0, math.nan)):
+        with pytest.raises(PlanError, match="finite and not negative"):
+            LayerSample(0, 0, *seconds)
     with pytest.raises(PlanError, match="layers 0 to 3"):
         ProfileSmoother(4).observe([LayerSample(0, 4, 1.0, 1.0)])
     smoother = ProfileSmoother(4).observe([LayerSample(0, 0, 0.0, 0.0)])
