@@ -483,9 +483,10 @@ def test_many_silent_clients_delay_nobody(served: World, monkeypatch: pytest.Mon
             assert admin_client.ask(str(served.folder), {"command": "status"}, timeout_s=30.0)["version"] == 0
 
 
-def test_a_request_may_come_in_pieces(served: World) -> None:
+def test_a_request_may_come_in_pieces(served: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CLIENT_S", PATIENCE_S)  # others are answered between the pieces
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
-        link.settimeout(30)
+        link.settimeout(PATIENCE_S)
         with admin_client.socket_address(served.folder) as address:
             link.connect(address)
         for piece in (b'{"comm', b'and": "sta', b'tus"}\n'):
@@ -562,9 +563,10 @@ def test_what_came_while_nobody_looked_came_in_time(tmp_path: Path, monkeypatch:
                 link.connect(address)
             link.sendall(b'{"command": "%b"}\n' % command)
             assert stands_still.wait(PATIENCE_S)
-        monkeypatch.setattr(module, "_CLIENT_S", 0.0)
-        goes_on.set()
-        answers = [json.loads(stack.enter_context(link.makefile("rb")).readline()) for link in links]
+        with monkeypatch.context() as short:  # until both have their answers: `close` waits for the thread as long
+            short.setattr(module, "_CLIENT_S", 0.0)
+            goes_on.set()
+            answers = [json.loads(stack.enter_context(link.makefile("rb")).readline()) for link in links]
         assert answers == [{"to": "first"}, {"to": "second"}]
     served.close()
 

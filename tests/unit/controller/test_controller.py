@@ -90,13 +90,14 @@ def test_workers_that_have_started_have_time(end) -> None:
     def slow(workers: Workers) -> None:
         workers.start(0, 1)
         for rank in (0, 1):  # one is enough where the run is not elastic
-            timers.append(Timer(3.5 + rank / 10, workers.say, [m.Failed(rank, "late", 1)]))
+            timers.append(Timer(3.5, workers.say, [m.Failed(rank, f"late {rank}", 1)]))
             timers[-1].start()
 
     error, _ = end(slow, start_timeout_s=3.0)
     for timer in timers:
         timer.join()
-    assert isinstance(error, WorkerError) and (error.rank, error.report) == (0, "late")
+    # Each of them says it by a thread and a connection of its own: either may be heard first.
+    assert isinstance(error, WorkerError) and error.report == f"late {error.rank}"
 
 
 def test_a_killed_worker_is_the_cause_not_what_others_say_of_it(end) -> None:

@@ -13,16 +13,6 @@ from tests.unit.scheduling.planning_cases import costs_of, placed
 from tests.waiting import PATIENCE_S, eventually
 
 
-class Held(PlanRequest):
-    """A request whose answer waits until the test lets it go on."""
-
-    may_go_on = threading.Event()
-
-    def answer(self) -> Planned:
-        self.may_go_on.wait(PATIENCE_S)
-        return super().answer()
-
-
 class Broken(PlanRequest):
     """A request whose answer fails."""
 
@@ -46,12 +36,21 @@ def test_a_request_has_the_answer_of_the_planner_or_says_why_there_is_none() -> 
 
 
 def test_asking_never_waits_and_answers_come_in_order_with_a_wake_up_each() -> None:
+    may_go_on = threading.Event()
+
+    class Held(PlanRequest):
+        """A request whose answer waits until the test lets it go on."""
+
+        def answer(self) -> Planned:
+            may_go_on.wait(PATIENCE_S)
+            return super().answer()
+
     woken: list[str] = []
     thread = PlanThread(woken.append)
     thread.ask(request(Held))
     thread.ask(request(steps=50))
     assert thread.next_answer() is None and not woken
-    Held.may_go_on.set()
+    may_go_on.set()
     eventually(lambda: len(woken) == 2)
     answers = [thread.next_answer(), thread.next_answer()]
     assert [answer and answer.request.remaining_steps for answer in answers] == [100, 50]

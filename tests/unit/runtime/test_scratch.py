@@ -70,10 +70,15 @@ def removers(folder: str) -> list[int]:
 def holders(folder: str) -> set[int]:
     """The processes that have the directory open."""
     found = set()
-    for path in Path("/proc").glob("[0-9]*/fd/*"):
+    for process in os.listdir("/proc"):
+        if not process.isdigit():
+            continue
+        # It may have just ended, of which `glob` would make an error before Python 3.12.
         with suppress(OSError):
-            if os.readlink(path) == folder:
-                found.add(int(path.parts[2]))
+            for descriptor in os.listdir(f"/proc/{process}/fd"):
+                with suppress(OSError):  # just closed
+                    if os.readlink(f"/proc/{process}/fd/{descriptor}") == folder:
+                        found.add(int(process))
     return found
 
 
