@@ -532,8 +532,10 @@ class StateReplica:
     def _state_received(self, sender: int, message: m.PageState, payload: Tensor) -> None:
         layer, first, stop = message.layer, message.first, message.stop
         inside = [k for k in self._held if k[0] == layer and first <= k[1] < stop]
+        if sum(key[2] - key[1] for key in inside if key[2] <= stop) < stop - first:
+            # For an epoch in which this worker is a learner, or in which its page ranges are cut as the sender's are.
+            self._early[sender, message] = payload
         if not inside:
-            self._early[sender, message] = payload  # for an epoch in which this worker is a learner
             return
         # State that is too old is ignored. Either this worker was a learner before, ceased to be, and is one again:
         # gradients since then did not come here. Or a primary sent it that is lost, and the gradients that would bring
