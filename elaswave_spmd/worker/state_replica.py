@@ -166,8 +166,8 @@ class StateReplica:
                 pages, was = self._held[key], next((r.primary for k, r in before.items() if contains(k, key)), None)
                 was = self.rank if pages.primary in self._unsure else was
                 self._relay_gradient(step, pages, gradient, self.protocol.norms_at(step, key), was)
-        # A link may have been lost after it was made for this configuration, and before this worker entered it: what was
-        # sent on it here is lost as well, and is sent again in the one after this.
+        # A link may have been lost after it was made for this configuration, and before this worker entered it: what
+        # was sent on it here is lost as well, and is sent again in the one after this.
         lost = {peer for peer in self._unsure if peer in placement.mesh and not self._context.channel.reaches(peer)}
         self._unsure.intersection_update(lost)
 
