@@ -166,7 +166,10 @@ class StateReplica:
                 pages, was = self._held[key], next((r.primary for k, r in before.items() if contains(k, key)), None)
                 was = self.rank if pages.primary in self._unsure else was
                 self._relay_gradient(step, pages, gradient, self.protocol.norms_at(step, key), was)
-        self._unsure.clear()
+        # A link may have been lost after it was made for this configuration, and before this worker entered it: what
+        # was sent on it here is lost as well, and is sent again in the one after this.
+        lost = {peer for peer in self._unsure if peer in placement.mesh and not self._context.channel.reaches(peer)}
+        self._unsure.intersection_update(lost)
 
     def repair(self) -> None:
         """Replicas have differed: give up what may have come from a wrong one. It is sent again, by those left.
@@ -529,8 +532,10 @@ class StateReplica:
     def _state_received(self, sender: int, message: m.PageState, payload: Tensor) -> None:
         layer, first, stop = message.layer, message.first, message.stop
         inside = [k for k in self._held if k[0] == layer and first <= k[1] < stop]
+        if sum(key[2] - key[1] for key in inside if key[2] <= stop) < stop - first:
+            # For an epoch in which this worker is a learner, or in which its page ranges are cut as the sender's are.
+            self._early[sender, message] = payload
         if not inside:
-            self._early[sender, message] = payload  # for an epoch in which this worker is a learner
             return
         # State that is too old is ignored. Either this worker was a learner before, ceased to be, and is one again:
         # gradients since then did not come here. Or a primary sent it that is lost, and the gradients that would bring

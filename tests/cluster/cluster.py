@@ -209,6 +209,7 @@ class SimulatedCluster:
         self.result = Trained()
         self.heard: list[m.AnyMessage] = []  # by the controller, without heartbeats and weights
         self.broken_links: dict[Link, int] = {}  # -> mesh epoch of the sender when it broke
+        self._down: set[Link] = set()  # those that are not made again yet
         self.lost_with_links: Counter[str] = Counter()  # messages, by kind
         self._closed_links: dict[Link, int] = {}  # -> the turn from which the sender can find that it is closed
         self._devices_fail = any(fault.kind == "device" for fault in faults)
@@ -242,6 +243,7 @@ class SimulatedCluster:
         self._reached.clear()
         self._strangers.clear()
         self._missing.clear()
+        self._down.clear()
         self._wires = Wires(self._job.torch_dtype, self._device, self._random, uneven=self._uneven, late=self._late)
         self._acts, self._generation, self._takes_over = None, FIRST, False
         self._last_epoch = 0
@@ -299,7 +301,17 @@ class SimulatedCluster:
         worker = self._workers[rank]
         if worker.has_put_off:
             self._wires.passed(rank, PUT_OFF)
+        self._find_closed_links(worker)
         worker.port.inbox.extend(self._wires.arrivals(rank))
+
+    def _find_closed_links(self, worker: Worker) -> None:
+        """The worker finds links closed, in the middle of an action, too: reported and handled, as by its channel."""
+        for link in self._closed_links_of(worker.rank):
+            del self._closed_links[link]
+            closed = m.LinkClosed(*link, was_linked=link not in self._missing)
+            self._missing.discard(link)
+            worker.port.send(CONTROLLER, closed)
+            worker.port.inbox.append(Incoming(worker.rank, closed))
 
     def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
         """Sends a worker's message, with the faults that happen before and after that."""
@@ -334,18 +346,22 @@ class SimulatedCluster:
                 self.inject(rank, fault)
 
     def break_link(self, link: Link, *, was_linked: bool = True) -> None:
-        """The link is lost while both ends live, with what is on it and what is sent on it until it is made again, with
-        the sender's next mesh epoch. The sender finds that it is closed at some later time, or that there was none."""
+        """The link is lost while both ends live, with what is on it and what is sent on it until it is made again.
+
+        The sender finds that it is closed at some later time, or that there was none. It makes it again when the next
+        Reconfigure comes after that, which is some time before it has its place in that mesh epoch.
+        """
         self.note("LINK LOST" if was_linked else "NO LINK", link)
         if not was_linked:
             self._missing.add(link)
         self.broken_links[link] = self._epoch_of(link[0])
+        self._down.add(link)
         for message in self._wires.drop(link):
             self.lost_with_links[type(m.decode(message.header)).__name__] += 1
         self._closed_links[link] = self.turn + self._random.randint(0, 40)
 
     def _is_broken(self, link: Link) -> bool:
-        return link in self.broken_links and self._epoch_of(link[0]) == self.broken_links[link]
+        return link in self._down
 
     def _epoch_of(self, rank: int) -> int:
         executor = self._workers[rank].executor
@@ -637,6 +653,10 @@ class SimulatedCluster:
         """True if a worker has no link to a member of its mesh epoch."""
         return peer in self._strangers.get(rank, ())
 
+    def is_closed(self, rank: int, peer: int) -> bool:
+        """True if a worker has found its link to another one closed, and has not made it again."""
+        return (rank, peer) in self._down - self._closed_links.keys()
+
     def meets_stranger(self, link: Link, message: m.Message) -> None:
         """A worker has a message for a member that it has no link to, which the peers of a mesh epoch rule out."""
         raise AssertionError(f"worker {link[0]} has no link to {link[1]}, and sends it {type(message).__name__}")
@@ -645,6 +665,7 @@ class SimulatedCluster:
         """A worker makes its links for a mesh epoch: to those whose addresses it was told."""
         members = {member for members in message.stages for member in members}
         assert rank in message.addresses, (rank, message)
+        self._down -= {link for link in self._down - self._closed_links.keys() if link[0] == rank}
         executor = self._workers[rank].executor
         entered = -1 if executor is None else executor.configuration.epoch
         self._reached[rank] = self._reached[rank].after(message, entered)
@@ -698,12 +719,7 @@ class SimulatedCluster:
             if self._phases is not None and self._phases.is_starting(worker.rank):
                 self._start(worker, self._phases)
                 return
-            for link in self._closed_links_of(worker.rank):  # as worker.channel does: reported, and handled
-                del self._closed_links[link]
-                closed = m.LinkClosed(*link, was_linked=link not in self._missing)
-                self._missing.discard(link)
-                worker.port.send(CONTROLLER, closed)
-                worker.port.inbox.append(Incoming(worker.rank, closed))
+            self._find_closed_links(worker)
             if worker.running is None:
                 self.deliver_some(worker.rank)
                 inbox = worker.port.inbox

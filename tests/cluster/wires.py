@@ -229,6 +229,8 @@ class Cluster(Protocol):
 
     def is_stranger(self, rank: int, peer: int) -> bool: ...
 
+    def is_closed(self, rank: int, peer: int) -> bool: ...
+
     def deliver_some(self, rank: int) -> None: ...
 
     def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None: ...
@@ -258,7 +260,7 @@ class SimulatedChannel:
         return bool(self._rank % 2)  # some do, and some do not
 
     def reaches(self, peer: int) -> bool:
-        return not self._cluster.is_stranger(self._rank, peer)
+        return not self._cluster.is_stranger(self._rank, peer) and not self._cluster.is_closed(self._rank, peer)
 
     def receive_all(self) -> list[Incoming]:
         self._cluster.deliver_some(self._rank)

@@ -253,6 +253,26 @@ def test_a_closed_peer_is_noticed_once(ends: Ends):
     assert not mailbox_one.wait(0.1)
 
 
+def test_an_end_is_told_if_the_link_is_made_again_just_then(ends: Ends, monkeypatch: pytest.MonkeyPatch):
+    """A Reconfigure may come in the very moment. What was on the link is lost, and only the notice says so."""
+    one, notices = ends.open(0)
+    other, _ = ends.open(1)
+    one.connect(1, other.address)
+    assert one.wait_connected([1], PATIENCE_S) == []
+    link = one._links[1]
+    closes = link.close
+
+    def close(linger_ms: int = 0) -> bool:
+        was_open = closes(linger_ms)
+        if not one._edit.locked():  # then another thread may come in between
+            one.connect(1, other.address)
+        return was_open
+
+    monkeypatch.setattr(link, "close", close)
+    one._end(link)  # as the event loop does
+    assert notices.take_all() == [PeerClosed(1)]
+
+
 def test_a_refused_connect_is_noticed(ends: Ends):
     one, mailbox_one = ends.open(0)
     one.connect(1, "tcp://127.0.0.1:1" if ends.transport == "tcp" else f"ipc://{ends.directory}/nobody")

@@ -27,6 +27,7 @@ from tests import reference
 from tests.cluster import SimulatedCluster
 from tests.cluster.faults import AnyFault
 from tests.cluster.processes import Trained
+from tests.cluster.wires import Lateness
 
 VOCAB, TOKENS = 29, 6
 VALIDATION_MICROBATCHES = 3
@@ -166,7 +167,7 @@ class MirroredCluster(SimulatedCluster):
     Args:
         policy: with the number of mirrors of each page.
         verify_every, verify_rate: as in `Job`.
-        checkpoint_every, action: as for `SimulatedCluster`.
+        checkpoint_every, action, late: as for `SimulatedCluster`.
     """
 
     def __init__(
@@ -183,6 +184,7 @@ class MirroredCluster(SimulatedCluster):
         verify_rate: float = 0.0,
         checkpoint_every: int = 0,
         action: str = "evict",
+        late: Lateness | None = None,
     ) -> None:
         policy = policy or Policy()
         super().__init__(
@@ -198,6 +200,7 @@ class MirroredCluster(SimulatedCluster):
             uneven=uneven,
             checkpoint_every=checkpoint_every,
             action=action,
+            late=late,
         )
 
 

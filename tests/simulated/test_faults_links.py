@@ -10,6 +10,7 @@ from torch import Tensor
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.controller_protocol import Policy
 from tests.cluster.faults import SENDER, AnyFault, Fault, MessageFault
+from tests.cluster.wires import Lateness
 from tests.simulated.bits_cases import (
     MirroredCluster,
     Run,
@@ -114,3 +115,35 @@ def test_a_link_is_lost_after_a_worker(kind: str, count: int, mesh: str, zero: i
         assert not any(run.learners for run in held), "the copies are complete all the same"
         broke += bool(cluster.broken_links)
     assert broke, f"no link broke at a message of this kind: {kind}"
+
+
+class BrokenMeanwhile(MirroredCluster):
+    """A worker gets a Reconfigure in the middle of an action, and makes its links for that. Then one of them breaks
+    that has something on it of this kind, and the worker finds that before it enters the mesh epoch."""
+
+    def __init__(self, kind: str, seed: int, run: Run, mesh: str, zero: int, fault: AnyFault) -> None:
+        self._kind = kind
+        super().__init__(run, mesh, zero, seed=seed, faults=[fault], late=Lateness("forward", looks=4, slow=0.7))
+
+    def _note_peers(self, rank: int, message: m.Reconfigure) -> None:
+        super()._note_peers(rank, message)
+        if self.broken_links or self._workers[rank].executor is None:
+            return
+        for link, queue in self._wires.in_flight.items():
+            kinds = {type(m.decode(passing.header)).__name__ for passing in queue}
+            if link[0] == rank and link[1] in self.protocol.members and self._kind in kinds:
+                self.break_link(link)
+                self._closed_links[link] = self.turn
+                return
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@one_thread()
+def test_a_link_is_lost_after_it_was_made_for_a_mesh_epoch_and_before_that_is_entered(zero: int) -> None:
+    """What the sender does for the new epoch is lost with it: in the one after that, it is all sent again."""
+    run, broke = Run(microbatches=8, steps=2), 0
+    for seed in range(10):
+        cluster = BrokenMeanwhile("PartialSum", seed, run, "dp3_pp2", zero, Fault(2, "kill", 0, "backward"))
+        assert outcome(cluster.run()) == expected(run), (seed, cluster.broken_links)
+        broke += bool(cluster.broken_links)
+    assert broke, "no link broke with a sum on it"

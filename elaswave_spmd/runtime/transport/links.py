@@ -700,9 +700,10 @@ class Links:
     def _end(self, link: _Link) -> None:
         """A link has ended. Event-loop thread."""
         link.fd = None
-        # Closing frees what is queued for the dead; the entry stays, so that send() goes on answering False.
-        was_open = link.close()
+        # Closing frees what is queued for the dead; the entry stays, so that send() goes on answering False. Nobody
+        # makes the link again in between: the notice alone says that something may be lost.
         with self._edit:
+            was_open = link.close()
             ours = was_open and self._links.get(link.peer) is link and not self._closed
         if ours:
             self._mailbox.put(PeerClosed(link.peer))
