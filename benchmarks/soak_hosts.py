@@ -39,7 +39,7 @@ MESHES = {"dp6": ("sharding=zero3",), "dp3_pp2": ("sharding=zero1", "mirror.coun
 """Mesh of six workers, two on each host -> its settings. A stage of three has two of one host: it needs two mirrors."""
 _PORT = 29400
 _BEGIN_STEP = 30
-_START_S, _END_S = 120.0, 300.0
+_START_S, _END_S = 300.0, 300.0
 _LOOK_S = 0.02
 
 

@@ -105,7 +105,9 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=address)
+        loader = self.call("Page.navigate", url=address)["loaderId"]
+        # Until the page has come the one before is asked, which is complete.
+        eventually(lambda: self.call("Page.getFrameTree")["frameTree"]["frame"]["loaderId"] == loader)
         self.wait_for("document.readyState === 'complete'")
 
     def evaluate(self, expression: str) -> Any:

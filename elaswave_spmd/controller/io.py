@@ -68,7 +68,7 @@ from elaswave_spmd.runtime.processes.scratch import remove_with
 from elaswave_spmd.runtime.processes.stop_signals import signal_name
 from elaswave_spmd.runtime.transport.credentials import Credentials, make_credentials
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
-from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed, Request
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, Mailbox, PeerClosed, Request
 from elaswave_spmd.worker.message_limits import message_limits, payload_limits
 from elaswave_spmd.worker.spec import LinkSpec, OptionSpec, RunSpec, WorkerSpec
 
@@ -313,16 +313,9 @@ class ProcessIO:
             if left <= 0:
                 return Tick()  # before the mailbox: a flood of messages must not keep the detector from its deadlines
             item = self._mailbox.get(min(left, _POLL_S))
-            self._ready += [*self._asked(), *self._ended(), *self._rejections()]
-            # A worker that fails reports it before its process ends, so the report mostly comes before the exit.
-            match item:
-                case Envelope():
-                    if (received := self._decode(item)) is not None:
-                        return received
-                case Request():
-                    return item
-                case PeerClosed():
-                    return LinkEnded(item.peer)
+            self._ready += [*self._asked(), *self._ended_after_words(), *self._rejections()]
+            if item is not None and (event := self._event_of(item)) is not None:
+                return event
             if (written := self._writer.next_result()) is not None:
                 return written
             if (planned := self._planning.next_answer()) is not None:
@@ -412,7 +405,7 @@ class ProcessIO:
     def report_exits(self) -> None:
         # Signal 0 reaches nobody, but the launcher's answer comes after the notices of all that have ended.
         self._launcher.signal(-1, 0)
-        self._ready += [*self._ended(), ExitsReported()]
+        self._ready += [*self._ended_after_words(), ExitsReported()]
 
     def faulted_at(self, rank: int) -> float | None:
         return self._mutexes.injected_at(rank) if self._mutexes is not None else None
@@ -474,6 +467,23 @@ class ProcessIO:
         """Signals that have come since the last call."""
         return [self._stops.popleft() for _ in range(len(self._stops))]
 
+    def _ended_after_words(self) -> list[Event]:
+        """Ends and news as `_ended` has them, each end after all that has come from that worker.
+
+        A worker that fails says why before its process ends. A controller that does not get to read for a moment finds
+        both, and the end alone would not tell the user of the exception, nor of the steps that were done before. What
+        others have said comes after the ends, which may be the cause of it.
+        """
+        if not (ended := self._ended()):
+            return []
+        ranks = {event.rank for event in ended if isinstance(event, WorkerEnded)}
+        before: list[Event] = []
+        after: list[Event] = []
+        for item in self._mailbox.take_all():
+            if (event := self._event_of(item)) is not None:
+                (before if _peer_of(item) in ranks else after).append(event)
+        return [*before, *ended, *after]
+
     def _ended(self) -> list[WorkerEnded | AgentNews]:
         """Ends of processes that were noticed since the last call, and news of agents."""
         now = time.monotonic()
@@ -493,6 +503,18 @@ class ProcessIO:
             is_lost = isinstance(exited, RemoteExited) and exited.reason != ""
             (lost if is_lost else ended).append(WorkerEnded(exited.rank, str(exited), now, exited))
         return [*lost, *back, *found, *ended, *(event for event in news if not isinstance(event, AgentBack))]
+
+    def _event_of(self, item: Item) -> Event | None:
+        """What an item of the mailbox is to the controller; None: nothing, it has only woken the thread."""
+        match item:
+            case Envelope():
+                return self._decode(item)
+            case Request():
+                return item
+            case PeerClosed():
+                return LinkEnded(item.peer)
+            case _:
+                return None
 
     def _decode(self, envelope: Envelope) -> Received | None:
         """The message; None if it is none, which is counted."""
@@ -518,6 +540,17 @@ class ProcessIO:
         """Called in the death watch's thread, at the instant of the death: a deque and a wake-up, nothing else."""
         self._deaths.append(WorkerEnded(rank, "its process ended", time.monotonic()))
         self._mailbox.interrupt("a process ended")
+
+
+def _peer_of(item: Item) -> int | None:
+    """Whom an item of the mailbox comes from; None: no peer."""
+    match item:
+        case Envelope():
+            return item.sender
+        case PeerClosed():
+            return item.peer
+        case _:
+            return None
 
 
 def listen_host(runtime: RuntimeSettings) -> str:

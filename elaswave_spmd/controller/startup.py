@@ -254,17 +254,28 @@ class _Lives:
             if not self._has_begun_again and (living := find_living(settings)) is not None:
                 return self._go_on(living)
         self._signals.check()  # one may have come by now, or while the last life was cleared up
-        with self._signals.raising():  # also where the command has held them until here
+        # No signal finds the directory half made, or with nobody who removes it.
+        with self._signals.held():
             scratch = Scratch()
             # Started first: this process has one thread now, and the fork server imports the rest while this one finds
             # the data.
             try:
-                launcher = start_launcher(settings, scratch.path, here=here, given=self._given, captured=self._captured)
+                with self._interrupted():
+                    launcher = start_launcher(
+                        settings, scratch.path, here=here, given=self._given, captured=self._captured
+                    )
             except BaseException:
                 scratch.remove()
                 raise
-            with self._ending(launcher, scratch):
+            with self._ending(launcher, scratch), self._interrupted():
                 return self._run_with(launcher, settings, scratch.path, again)
+
+    @contextlib.contextmanager
+    def _interrupted(self) -> Iterator[None]:
+        """A `with` that signals interrupt, though they are held around it; one that has come already does at once."""
+        with self._signals.raising():
+            self._signals.check()
+            yield
 
     def _go_on(self, living: Living) -> Outcome:
         """The life of a controller that has come back: as `_run_once`, with the workers of the one before."""

@@ -84,7 +84,9 @@ def test_a_run_whose_controller_was_killed_is_dead(tmp_path: Path) -> None:
     write_text(tmp_path)
     still = tmp_path / "still"
     still_model.stand_still_in(still, 3)  # so that its workers live: with the last of them the socket is removed
-    with launch(tmp_path, *RUN, "train.steps=1000000", *still_model.write(tmp_path, still)) as run:
+    # Nor are they killed before `ctl` has started and asked, however long that takes.
+    words = ["train.steps=1000000", *still_model.write(tmp_path, still), "timeouts.shutdown=1000"]
+    with launch(tmp_path, *RUN, *words) as run:
         run.wait_for_steps(2)
         os.kill(run.process.pid, signal.SIGKILL)
         run.process.wait()

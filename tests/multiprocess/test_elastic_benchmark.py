@@ -11,14 +11,17 @@ from benchmarks.elastic.score import progress
 from benchmarks.elastic.trace import KILL, Failure
 from tests.waiting import PATIENCE_S
 
+STEPS = 20
+"""So many that the run goes on where the judge does not get to look for some seconds after the third of them."""
+
 
 def test_a_kill_in_a_run_of_this_project_is_struck_seen_and_scored(tmp_path: Path) -> None:
-    plan = Plan(steps=10, rates=(), launches=1, seed=1, limit_s=PATIENCE_S, keep=tmp_path)
+    plan = Plan(steps=STEPS, rates=(), launches=1, seed=1, limit_s=PATIENCE_S, keep=tmp_path)
     (system,) = named("this project")
     run = judged(system, plan, [Failure(3.5, KILL, 2, "software bug")])
     seen, found = run.observed, run.score
     assert not seen.problem and seen.left == 0, seen.problem
-    assert found.steps == 10 and found.seconds is not None
+    assert found.steps == STEPS and found.seconds is not None
     assert (found.twice, found.never, found.again) == (0, 0, 0)
     (struck,) = seen.struck
     workers = [line.pid for line in seen.lines if isinstance(line, Start)]

@@ -75,7 +75,7 @@ def test_the_page_has_all_charts_and_loads_nothing(page: str) -> None:
             opened(found, page, width=width, dark=dark)
             assert found.evaluate(f"{json.dumps(CHARTS)}.every(name => document.getElementById('chart-' + name))")
             assert found.evaluate("Bokeh.documents.length") == len(CHARTS)
-            assert found.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+            found.wait_for("document.documentElement.scrollWidth <= window.innerWidth")  # charts follow the window
             paper = found.evaluate("getComputedStyle(document.body).backgroundColor")
             assert paper == ("rgb(20, 20, 20)" if dark else "rgb(255, 255, 255)")
         assert found.problems == []
@@ -87,9 +87,9 @@ def test_the_keyboard_reaches_the_charts_and_the_tables(page: str) -> None:
     with browser() as found:
         opened(found, page)
         found.press("Tab")
-        assert found.evaluate("document.activeElement.textContent") == "Skip to the summary"
+        found.wait_for("document.activeElement.textContent === 'Skip to the summary'")
         found.press("Enter")
-        assert found.evaluate("location.hash") == "#summary"
+        found.wait_for("location.hash === '#summary'")
         for selector in (".chart", ".scroll"):
             assert found.evaluate(f"[...document.querySelectorAll('{selector}')].every(e => e.tabIndex === 0)")
             assert found.evaluate(
@@ -97,7 +97,7 @@ def test_the_keyboard_reaches_the_charts_and_the_tables(page: str) -> None:
             )
         found.evaluate("document.querySelector('summary').focus()")
         found.press("Enter")
-        assert found.evaluate("document.querySelector('details').open")
+        found.wait_for("document.querySelector('details').open")
 
 
 def test_what_is_folded_is_printed(page: str) -> None:

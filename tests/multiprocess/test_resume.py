@@ -125,7 +125,8 @@ def test_killed_twice_and_resumed_on_two_other_meshes(shared: Path, killed: Path
 
 def test_without_a_controller_the_workers_save_what_they_have(shared: Path) -> None:
     # For timeouts.controller they wait for each other: one that this machine holds up meanwhile is to be waited for.
-    arguments = [*SETTINGS, "mesh=dp2_pp2", "sharding=zero2", "run.dir=orphaned"]
+    patience = ["timeouts.controller=15"]
+    arguments = [*SETTINGS, "mesh=dp2_pp2", "sharding=zero2", "run.dir=orphaned", *patience]
     with launch(shared, *arguments, *patient_model.write(shared, shared / "go")) as run:  # else it may end before
         run.wait_for_steps(8, "orphaned")
         run.process.kill()

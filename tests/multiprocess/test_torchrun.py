@@ -33,6 +33,22 @@ class UndisturbedGPT(GPT):
         assert not set(VARIABLES) & set(os.environ), "torchrun's variables are for its own processes"
         super().__init__(**sizes)
 """
+# torchrun ends when its command has failed. With the first node the place ends where the other one asks for its rank:
+# so no command begins before both have been started.
+TOGETHER = """
+import os
+import sys
+import time
+from pathlib import Path
+
+from elaswave_spmd.cli import main
+
+here = Path(__file__).parent
+(here / f"rank_{os.environ['RANK']}").touch()
+while len([*here.glob("rank_*")]) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.02)
+sys.exit(main())
+"""
 
 
 def new_loopback() -> str:
@@ -42,11 +58,13 @@ def new_loopback() -> str:
 
 
 @contextmanager
-def nodes(folders: list[Path], options: list[str], words: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
-    """One torchrun in each folder; what is left at the end is killed."""
+def nodes(
+    folders: list[Path], options: list[str], words: list[str], module: str = "elaswave_spmd"
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """One torchrun of a module in each folder, or beside them; what is left at the end is killed."""
     mark = new_mark()
     name, _, value = mark.partition("=")
-    environment = {**os.environ, name: value, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, name: value, "PYTHONPATH": f"{ROOT}:{folders[0].parent}"}
     environment.pop("PYTHONWARNINGS", None)
     started = []
     try:
@@ -55,7 +73,7 @@ def nodes(folders: list[Path], options: list[str], words: list[str]) -> Iterator
             static = [f"--node-rank={number}"] if not any("rdzv" in option for option in options) else []
             started.append(
                 subprocess.Popen(
-                    [*command, *static, "-m", "elaswave_spmd", "train", *words],
+                    [*command, *static, "-m", module, "train", *words],
                     cwd=folder,
                     env=environment,
                     stdin=subprocess.DEVNULL,
@@ -121,8 +139,9 @@ def test_two_nodes_of_torchrun_are_one_run_with_the_bits_of_one_worker(folders: 
 
 
 def test_what_is_missing_is_refused_on_both_nodes_before_anything_starts(folders: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "together.py").write_text(TOGETHER)
     options = ["--nproc-per-node=1", f"--master-addr={new_loopback()}", f"--master-port={free_port()}"]
-    with nodes(folders, options, [*SMALL, "mesh=dp2"]) as started:
+    with nodes(folders, options, [*SMALL, "mesh=dp2"], "together") as started:
         ends = ends_of(started)
     for end in ends:
         assert end.code == 1, "that of torchrun"

@@ -1,0 +1,59 @@
+"""The order of what a controller of real processes hears: without any process."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from elaswave_spmd.controller.events import ExitsReported, LinkEnded, Received, Tick, WorkerEnded
+from elaswave_spmd.controller.io import ProcessIO
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
+from elaswave_spmd.runtime.transport.links import Links
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed
+from tests.unit.runtime.test_launcher import FakeForkServer
+
+HEARTBEAT, FAILED = m.Heartbeat(0, 1, False, ""), m.Failed(0, "a traceback", 3)
+
+
+@pytest.fixture
+def io() -> ProcessIO:
+    """Worker 0 has said something, and why it fails, has closed its link and ended; nothing of it was looked at yet."""
+    fork_server, made = FakeForkServer(), ProcessIO.__new__(ProcessIO)
+    fork_server.exits = [Exited(0, 5, 1, None)]
+    fork_server.mailbox.interrupt("there is something to poll")
+    made._launcher, made._links = cast(ForkServerClient, fork_server), cast(Links, SimpleNamespace(rejected={}))
+    made._mailbox, made._ready, made._stops, made._deaths = Mailbox(), deque(), deque(), deque()
+    made._rejected, made._look_at = Counter(), 0.0
+    for item in (Envelope(0, m.encode(HEARTBEAT)), Envelope(0, m.encode(FAILED)), PeerClosed(0)):
+        made._mailbox.put(item)
+    return made
+
+
+def test_what_a_worker_has_said_comes_before_its_end(io: ProcessIO) -> None:
+    """Also to a controller that was kept from reading until the worker had ended."""
+    heard, failed, closed, ended = (io.next_event(io.now() + 100.0) for _ in range(4))
+    assert [heard, failed] == [Received(HEARTBEAT, (), 0), Received(FAILED, (), 0)]
+    assert closed == LinkEnded(0) and isinstance(ended, WorkerEnded) and ended.rank == 0
+
+
+def test_what_others_have_said_comes_after_an_end_which_may_be_its_cause(io: ProcessIO) -> None:
+    io._mailbox.take_all()
+    for rank in (0, 1, 0):
+        io._mailbox.put(Envelope(rank, m.encode(m.Failed(rank, "a traceback"))))
+    events = [io.next_event(io.now() + 100.0) for _ in range(4)]
+    assert [getattr(event, "sender", None) for event in events] == [0, 0, None, 1]
+    assert isinstance(events[2], WorkerEnded)
+
+
+def test_nor_does_it_come_after_all_ends_are_reported(io: ProcessIO) -> None:
+    io.report_exits()
+    events = [io.next_event(io.now() + 100.0) for _ in range(5)]
+    assert [type(event) for event in events] == [Received, Received, LinkEnded, WorkerEnded, ExitsReported]
+
+
+def test_a_tick_is_due_whatever_waits_in_the_mailbox(io: ProcessIO) -> None:
+    assert io.next_event(io.now()) == Tick() and len(io._mailbox) == 3
