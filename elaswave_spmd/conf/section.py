@@ -33,6 +33,10 @@ from elaswave_spmd.errors import ConfigError
 
 T = TypeVar("T")
 _KEY = "elaswave_spmd.setting"
+_ELSEWHERE: Mapping[str, str] = types.MappingProxyType(
+    {"learning_rate": "lr", "batch_size": "global_batch", "max_steps": "steps", "num_layers": "layers"}
+)
+"""What other programs call a setting, and the last part of its name here."""
 REQUIRED: Any = dataclasses.MISSING
 """Stands for the default of a setting that has none: the field `step` of a chaos event."""
 
@@ -216,9 +220,13 @@ def unknown_setting(name: str, names: list[str], where: str) -> ConfigError:
         where: the override or the file that names it.
     """
     by_last_part = {known.rpartition(".")[2]: known for known in reversed(names)}
-    like = checks.closest(name, names) or by_last_part.get(checks.closest(name.rpartition(".")[2], by_last_part), "")
-    group = name.partition(".")[0] + "."
-    beside = [known for known in names if known.startswith(group)] or names
+    group, last = name.partition(".")[0] + ".", name.rpartition(".")[2]
+    in_group = {known.rpartition(".")[2]: known for known in names if known.startswith(group)}
+    # Names of one group are alike by the group alone, so in it the last parts are compared.
+    close = in_group.get(checks.closest(last, in_group), "") if in_group else checks.closest(name, names)
+    other = by_last_part.get(_ELSEWHERE.get(last, ""), "")
+    like = other or close or by_last_part.get(checks.closest(last, by_last_part), "")
+    beside = list(in_group.values()) or names
     exists = ", ".join(beside) if len(beside) <= 40 else "see --help"
     value = where.partition("=")[2]
     fix = f"{like}={value}" if like and value else like or "see --help"

@@ -55,6 +55,12 @@ class LayeredModel(nn.Module):
 
     def __init__(self, layers: Mapping[str, nn.Module | Callable[[], nn.Module]], ties: Sequence[Tie] = ()) -> None:
         super().__init__()
+        if not isinstance(layers, Mapping):
+            raise ModelError(
+                f"the layers of {type(self).__name__} are an object of type {type(layers).__name__}",
+                rule="layers are given as a dict, first to last; their names become those of the parameters",
+                fix='super().__init__({"embed": embed, "block0": block, "head": head})',
+            )
         if not layers:
             raise ModelError(f"{type(self).__name__} has no layers", rule="a model has at least one layer")
         for name, given in layers.items():

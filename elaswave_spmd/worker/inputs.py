@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.data.tree import map_tree, named_leaves
-from elaswave_spmd.errors import DataError, ModelError
+from elaswave_spmd.errors import DataError, ModelError, add_note
 from elaswave_spmd.models import Batch
 from elaswave_spmd.worker.activations import Activation, described, in_compute_dtype
 from elaswave_spmd.worker.programs.eager import Batches
@@ -69,8 +69,14 @@ def first_input(inputs: Inputs, batch: Any, dtype: torch.dtype) -> Activation:
 
     Raises:
         ModelError: `inputs(batch)` returned neither a tensor nor a flat tuple of tensors.
+        Exception: whatever it raises, with a note that names it and the batch.
     """
-    x = inputs(batch)
+    try:
+        x = inputs(batch)
+    except Exception as error:
+        of = ", ".join(f"{name} {described(leaf)}" for name, leaf in leaves_of(batch))
+        add_note(error, f"in inputs(batch), of {of}")
+        raise
     found = in_compute_dtype(tuple(x) if isinstance(x, list) else x, dtype)
     if found is None:
         raise ModelError(

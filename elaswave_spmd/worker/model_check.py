@@ -180,8 +180,8 @@ def check_model(
 def mistake_in_model(error: Exception, place: torch.device) -> ModelError | None:
     """The exception of the model's code in its check, as bad input; None: the machine may be at fault, or we are.
 
-    An exception that comes out of a layer has a note that names it (`naming_layer`). Other workers would not raise one
-    for want of memory; and what an accelerator raises may be its own failure.
+    An exception that comes out of a layer has a note that names it (`naming_layer`), and so has one of `inputs`. Other
+    workers would not raise one for want of memory; and what an accelerator raises may be its own failure.
     """
     notes = vars(error).get("__notes__", ())
     lacks = isinstance(error, MemoryError | OSError) or "memory" in str(error)
@@ -191,7 +191,7 @@ def mistake_in_model(error: Exception, place: torch.device) -> ModelError | None
         f"the model raised {headline_of(error)}, {notes[0]}",
         rule="before the first step each kind of layer computes two micro-batches, forward and backward",
         where=place_in_user_code(error) or "model.target",
-        fix="correct the layer, or the one before it",
+        fix="correct the layer, or the one before it" if notes[0].startswith("in layer") else "correct it, or the data",
     )
 
 
@@ -542,6 +542,8 @@ class _Check:
             disturbed = map_tensors(_disturbed, output)
             self.loss_unchecked = check_loss(loss, output, batch, cut)
             check_loss(loss, disturbed, batch, cut)
+            if not self.loss_unchecked:
+                refuse_detached(loss, disturbed, batch)
             if metrics is not None:
                 check_metrics(metrics, output, batch, cut)
                 check_metrics(metrics, disturbed, batch, cut)
@@ -553,6 +555,32 @@ class _Check:
         with torch.no_grad(), naming_layer(layer.name, "check of the loss", x):
             y = call_layer(module, x, keys)
         return map_tensors(_in_fp32, checked_output(y, self._job.torch_dtype, layer.name))
+
+
+def refuse_detached(loss: Loss, output: Activation, batch: Any) -> None:
+    """Refuse a loss that autograd cannot follow to the output: all gradients would be zero, and nothing be trained.
+
+    A loss of zero may have no gradient: that of a micro-batch in which no sample counts.
+
+    Args:
+        output: of the last layer, each tensor of a tuple.
+
+    Raises:
+        ModelError: the loss is a number without a graph.
+    """
+    with torch.enable_grad():
+        found = checked_loss(
+            loss(map_tensors(lambda y: y.detach().requires_grad_(y.is_floating_point()), output), batch)
+        )
+    total = found[0] if isinstance(found, tuple) else found
+    if not total.requires_grad and total.item() != 0.0:
+        raise ModelError(
+            f"loss(output, batch) is {total.item():g}, and has no gradient",
+            rule="the model is trained by the gradient of its loss with respect to the output of its last layer",
+            where="loss(output, batch)",
+            fix="compute it from output by differentiable operations of torch: without detach(), data, item(), numpy, "
+            "argmax and torch.no_grad()",
+        )
 
 
 def check_loss(loss: Loss, output: Activation, batch: Any, cut: int) -> str:

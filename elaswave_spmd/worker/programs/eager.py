@@ -615,7 +615,9 @@ def checked_loss(loss: object) -> Tensor | tuple[Tensor, Tensor]:
             f"loss(output, batch) returned {described(loss)}, not one number",
             rule="a loss is a tensor without dims, the sum over the tokens of a micro-batch; or a tuple of that and "
             "its weight",
-            fix="end it with .sum()",
+            fix="return the tensor, without float() and item()"
+            if isinstance(loss, int | float)
+            else "end it with .sum()",
         )
     assert isinstance(loss, Tensor)
     return loss.float()

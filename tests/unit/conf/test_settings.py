@@ -160,6 +160,8 @@ def test_the_screen_says_what_happened_then_the_rule_and_the_fix() -> None:
         ({"sed": 1}, "seed=1"),
         ({"model": {"layer": 2}}, "model.layers=2"),
         ({"chaos": {"event": []}}, "chaos.events=[]"),
+        ({"optim": {"learning_rate": 0.1}}, "optim.lr=0.1"),
+        ({"train": {"batch_size": 8}}, "train.global_batch=8"),
     ],
 )
 def test_unknown_settings_are_refused_with_the_closest_one(unknown: dict[str, Any], fix: str) -> None:

@@ -142,6 +142,7 @@ class Own(LayeredModel):
 
 REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("no layers", lambda: LayeredModel({}), "at least one layer"),
+    ("a list", lambda: LayeredModel([Plain()]), "(?s)type list.*given as a dict"),  # type: ignore[arg-type]
     ("forward()", lambda: stack(NoArgument()), r"layer\(x, keys\), or layer\(x\)"),
     ("two inputs", lambda: stack(TwoInputs()), r"layer\(x, keys\), or layer\(x\)"),
     ("keys behind another", lambda: stack(LateKeys()), r"def forward\(self, x, keys\)"),

@@ -29,6 +29,7 @@ from elaswave_spmd.worker.model_check import (
     check_model,
     fill_initial,
     mistake_in_model,
+    refuse_detached,
 )
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.optimizers import make_optimizer
@@ -395,6 +396,50 @@ def test_a_refusal_leaves_the_programs_without_layers() -> None:
     with pytest.raises(ModelError):
         check_model(made, job, Numbers(), CPU)
     assert not made.programs._modules and not made.programs._saved
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda y: y.detach(),
+        lambda y: torch.from_numpy(y.detach().numpy()),
+        lambda y: functional.one_hot(y.argmax(-1), VOCABULARY).float(),
+    ],
+)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_loss_without_a_gradient_is_refused(changed: Callable[[Tensor], Tensor], weighted: bool) -> None:
+    class Detached(Mistaken):
+        def loss(self, output: Tensor, batch: Batch) -> Any:
+            total = super().loss(changed(output), batch)
+            return (total, batch.targets.numel()) if weighted else total
+
+    with constructing(3):
+        model = Detached(VOCABULARY, WIDTH, "nothing")
+    error = refusal(model)
+    assert "has no gradient" in error.what and error.where == "loss(output, batch)" and "detach()" in error.fix
+
+
+def test_a_loss_of_a_micro_batch_in_which_nothing_counts_may_have_no_gradient() -> None:
+    output = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    refuse_detached(lambda y, given: (torch.zeros(()), 0), output, None)
+    with pytest.raises(ModelError, match="is 1, and has no gradient"):
+        refuse_detached(lambda y, given: (torch.ones(()), 1), output, None)
+
+
+def test_what_inputs_raises_is_a_mistake_of_the_model() -> None:
+    class Wrong(Mistaken):
+        def inputs(self, batch: Any) -> Any:
+            return batch["image"]
+
+    with constructing(3):
+        model = Wrong(VOCABULARY, WIDTH, "nothing")
+    job = a_job()
+    made = replace(local(model, job), inputs=model.inputs)
+    with pytest.raises(TypeError) as caught:
+        check_model(made, job, Numbers(), CPU)
+    told = mistake_in_model(caught.value, CPU)
+    assert told is not None and "in inputs(batch), of batch.tokens a tensor int64[2, 6]" in told.what
+    assert told.where.endswith('in inputs: return batch["image"]') and told.fix == "correct it, or the data"
 
 
 def test_an_exception_of_the_model_goes_on_unchanged() -> None:
