@@ -235,12 +235,15 @@ def test_a_layer_that_returns_no_float_tensor_is_refused(then: Callable[[Tensor]
 
 
 @pytest.mark.parametrize(
-    ("loss", "returned"),
-    [(lambda y, _: y, "a tensor float32[2, 3, 4]"), (lambda y, _: 1.5, "an object of type float")],
+    ("loss", "returned", "fix"),
+    [
+        (lambda y, _: y, "a tensor float32[2, 3, 4]", "end it with .sum()"),
+        (lambda y, _: 1.5, "an object of type float", "return the tensor, without float() and item()"),
+    ],
     ids=["tensor", "float"],
 )
-def test_a_loss_that_is_no_scalar_tensor_is_refused(loss: Loss, returned: str) -> None:
+def test_a_loss_that_is_no_scalar_tensor_is_refused(loss: Loss, returned: str, fix: str) -> None:
     with pytest.raises(ModelError) as caught:
         forward(programs(loss=loss))
     assert caught.value.what == f"loss(output, batch) returned {returned}, not one number"
-    assert caught.value.fix == "end it with .sum()"
+    assert caught.value.fix == fix
