@@ -36,7 +36,7 @@ _KEY = "elaswave_spmd.setting"
 _ELSEWHERE: Mapping[str, str] = types.MappingProxyType(
     {"learning_rate": "lr", "batch_size": "global_batch", "max_steps": "steps", "num_layers": "layers"}
 )
-"""What other programs call a setting, and the last part of its name here."""
+"""Names that other programs give to settings -> the last part of the name here."""
 REQUIRED: Any = dataclasses.MISSING
 """Stands for the default of a setting that has none: the field `step` of a chaos event."""
 

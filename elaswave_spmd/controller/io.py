@@ -505,7 +505,7 @@ class ProcessIO:
         return [*lost, *back, *found, *ended, *(event for event in news if not isinstance(event, AgentBack))]
 
     def _event_of(self, item: Item) -> Event | None:
-        """What an item of the mailbox is to the controller; None: nothing, it has only woken the thread."""
+        """The event that an item of the mailbox is; None if it is none, and has only woken the thread."""
         match item:
             case Envelope():
                 return self._decode(item)
@@ -543,7 +543,7 @@ class ProcessIO:
 
 
 def _peer_of(item: Item) -> int | None:
-    """Whom an item of the mailbox comes from; None: no peer."""
+    """The peer that an item of the mailbox comes from; None if it comes from no peer."""
     match item:
         case Envelope():
             return item.sender

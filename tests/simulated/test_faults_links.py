@@ -140,7 +140,7 @@ class BrokenMeanwhile(MirroredCluster):
 @pytest.mark.parametrize("zero", [0, 1])
 @one_thread()
 def test_a_link_is_lost_after_it_was_made_for_a_mesh_epoch_and_before_that_is_entered(zero: int) -> None:
-    """What the sender does for the new epoch is lost with it: in the one after that, it is all sent again."""
+    """All that the sender sends for the new epoch is lost with the link, and is sent again in the epoch after that."""
     run, broke = Run(microbatches=8, steps=2), 0
     for seed in range(10):
         cluster = BrokenMeanwhile("PartialSum", seed, run, "dp3_pp2", zero, Fault(2, "kill", 0, "backward"))

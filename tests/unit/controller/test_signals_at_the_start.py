@@ -13,7 +13,7 @@ from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals
 
 
 class FakeScratch:
-    """A directory; a signal comes when it is there, and whoever is to remove it has not been told."""
+    """Stands for the directory of sockets: a signal comes when it has been made, before anybody is to remove it."""
 
     made: ClassVar[list[FakeScratch]]
 
