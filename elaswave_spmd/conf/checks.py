@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from elaswave_spmd.errors import ConfigError
@@ -34,6 +34,38 @@ def shown(value: object) -> str:
     return str(value)
 
 
+def given(name: str, value: object) -> str:
+    """A value that is refused, as `override` writes it, but for a text in place of a number: "optim.lr='0.01'"."""
+    return f"{name}={value!r}" if isinstance(value, str) and _looks_otherwise(value) else override(name, value)
+
+
+def unquoted(name: str, value: object, reads: Callable[[str], object]) -> str:
+    """The fix for a text that would be good without its quotes; "" if the value is no such text.
+
+    Args:
+        reads: makes the value of the text, or raises a ValueError.
+    """
+    if not isinstance(value, str) or not _looks_otherwise(value):
+        return ""
+    try:
+        reads(value)
+    except ValueError:
+        return ""
+    return f"{name}={value.strip()}, without the quotes that make it a text"
+
+
+def _looks_otherwise(text: str) -> bool:
+    """True for a text that would be no text if it stood without quotes: a number, true, null, a list, a mapping."""
+    word = text.strip().lower()
+    if word in ("true", "false", "null", "none") or word.startswith(("[", "{")):
+        return True
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
 def closest(word: str, words: Iterable[str]) -> str:
     """The one of `words` that is most like `word`, or "" if none is."""
     return next(iter(difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)), "")
@@ -43,7 +75,7 @@ def whole(name: str, value: object, *, at_least: float = 0, below: float = _LARG
     """A whole number in [at_least, below). Floats, strings and bools are rejected: 8.0, "8", true."""
     rule = f"{name} is {asked_whole(at_least, below, multiple_of)}"
     if not isinstance(value, int) or isinstance(value, bool):
-        raise _refused(name, value, "is not a whole number", rule)
+        raise _refused(name, value, "is not a whole number", rule, fix=unquoted(name, value, int))
     if not at_least <= value < below:
         raise _refused(name, value, "is out of range", rule)
     if value % multiple_of:
@@ -70,10 +102,16 @@ def number(
     """A finite number with above < value < below and at_least <= value <= at_most; whole numbers become floats."""
     rule = f"{name} is {asked_number(above, at_least, below, at_most)}"
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise _refused(name, value, "is not a number", rule)
+        raise _refused(name, value, "is not a number", rule, fix=unquoted(name, value, _finite))
     if not (above < value < below and at_least <= value <= at_most):
         raise _refused(name, value, "is out of range", rule)
     return float(value)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(text)
+    return value
 
 
 def asked_number(above: float, at_least: float, below: float, at_most: float) -> str:
@@ -86,7 +124,8 @@ def flag(name: str, value: object) -> bool:
     """A bool: true or false."""
     if isinstance(value, bool):
         return value
-    raise _refused(name, value, "is neither true nor false", "", fix=f"{name}=true or {name}=false")
+    fix = unquoted(name, value, ("true", "false").index) or f"{name}=true or {name}=false"
+    raise _refused(name, value, "is neither true nor false", "", fix=fix)
 
 
 def text(name: str, value: object) -> str:
@@ -122,6 +161,6 @@ def plain(value: Any) -> Any:
 
 
 def _refused(name: str, value: object, why: str, rule: str, *, exists: str = "", fix: str = "") -> ConfigError:
-    where = override(name, value)
+    where = given(name, value)
     what = f"{name} has no value" if value == "" else f"{where} {why}"
     return ConfigError(what, rule=rule, where=where, exists=exists, fix=fix or f"{name}=VALUE, or leave it out")

@@ -134,9 +134,10 @@ class Declaration:
     def _check_list(self, arguments: tuple[Any, ...], name: str, value: object) -> tuple[Any, ...]:
         length = None if arguments[-1] is Ellipsis else len(arguments)
         if not isinstance(value, (list, tuple)) or (length is not None and len(value) != length):
-            given = checks.override(name, value)
+            given = checks.given(name, value)
+            is_text = isinstance(value, str) and value.strip().startswith("[")
             raise ConfigError(
-                f"{given} is not a list" + (f" of {length}" if length else ""),
+                f"{given} is not a list" + (f" of {length}" if length else "") + (", it is a text" if is_text else ""),
                 where=given,
                 fix=f"'{self.limits.example or checks.override(name, self.default)}'",
             )

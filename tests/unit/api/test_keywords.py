@@ -179,7 +179,7 @@ def test_settings_are_those_of_the_command_line() -> None:
     ("values", "said"),
     [
         ({"optim.lrr": 1}, "there is no setting optim.lrr"),
-        ({"optim.lr": "1e-3"}, "optim.lr=1e-3 is not a number"),
+        ({"optim.lr": "1e-3"}, "optim.lr='1e-3' is not a number"),
         ({"train.steps": 1.5}, "train.steps=1.5 is not a whole number"),
         ({"optim.lr": object()}, "optim.lr is given as <object"),
         ({"a=b": 1}, "settings has the name 'a=b'"),

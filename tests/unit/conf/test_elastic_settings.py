@@ -65,7 +65,7 @@ def test_the_points_of_chaos_are_those_that_a_worker_passes() -> None:
     ("event", "where"),
     [
         ({"step": 0, "kind": "kill"}, "chaos.events.step=0"),
-        ({"step": "12", "kind": "kill"}, "chaos.events.step=12"),
+        ({"step": "12", "kind": "kill"}, "chaos.events.step='12'"),
         ({"step": 1, "kind": "murder"}, "chaos.events.kind=murder"),
         ({"step": 1, "kind": None}, "chaos.events.kind=null"),
         ({"step": 1, "kind": "kill", "point": "middle"}, "chaos.events.point=middle"),

@@ -155,6 +155,26 @@ def test_the_screen_says_what_happened_then_the_rule_and_the_fix() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "told", "fix"),
+    [
+        ("optim.lr", "0.01", "optim.lr='0.01' is not a number", "optim.lr=0.01, without the quotes"),
+        ("optim.lr", "nan", "optim.lr='nan' is not a number", "optim.lr=VALUE"),
+        ("optim.lr", "abc", "optim.lr=abc is not a number", "optim.lr=VALUE"),
+        ("train.steps", "10", "train.steps='10' is not a whole number", "train.steps=10, without the quotes"),
+        ("train.steps", "1.5", "train.steps='1.5' is not a whole number", "train.steps=VALUE"),
+        ("run.tensorboard", "true", "run.tensorboard='true' is neither true nor false", "run.tensorboard=true, "),
+        ("optim.betas", ["0.9", 0.95], "optim.betas[0]='0.9' is not a number", "optim.betas[0]=0.9, without the"),
+        ("mesh.stages", "[3,2]", "mesh.stages='[3,2]' is not a list, it is a text", "'mesh.stages=[3,2]'"),
+    ],
+)
+def test_a_text_in_place_of_a_number_is_told_in_its_quotes(name: str, value: object, told: str, fix: str) -> None:
+    """As Python gives it, `{"optim.lr": "0.01"}`: without them the message would refuse what the user meant to give."""
+    with pytest.raises(ConfigError) as caught:
+        Settings.from_dict(nested(name, value))
+    assert caught.value.what == told and caught.value.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
     ("unknown", "fix"),
     [
         ({"sed": 1}, "seed=1"),
