@@ -8,6 +8,7 @@ are laid over it. No Hydra or OmegaConf object leaves this file.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
@@ -102,8 +103,9 @@ def words_of(settings: Mapping[str, object]) -> list[str]:
     of a user take (`model.args.NAME`) need not be set already.
 
     Raises:
-        ConfigError: a name that is no text, or a value that no setting can have.
+        ConfigError: a name that is no text, a group of settings in one value, or a value that no setting can have.
     """
+    _refuse_groups(settings)
     words = []
     for name, value in _one_by_one(settings):
         if not isinstance(name, str) or not name or "=" in name:
@@ -111,6 +113,31 @@ def words_of(settings: Mapping[str, object]) -> list[str]:
         plus = "++" if name.startswith(_OPEN) else ""
         words.append(f"{plus}{name}={_in_grammar(name, value)}")
     return words
+
+
+def _refuse_groups(settings: Mapping[str, object]) -> None:
+    """Refuse settings in the form of a dict for each group, with the same ones as they are given here."""
+    nested = {name: value for name, value in settings.items() if name in GROUPS and isinstance(value, Mapping)}
+    if not nested:
+        return
+    flat = {f"{group}.{name}": value for group, values in nested.items() for name, value in values.items()}
+    raise ConfigError(
+        f"settings has a dict for {' and '.join(nested)}: {_as_python(nested)}",
+        rule="a setting is given by its whole name, with the group in front",
+        where="settings",
+        fix=f"settings={_as_python(flat)}" if flat else f"leave {' and '.join(nested)} out",
+    )
+
+
+def _as_python(values: Mapping[Any, object]) -> str:
+    """A dict as one writes it in Python."""
+    return "{" + ", ".join(f"{_item(name)}: {_item(value)}" for name, value in values.items()) + "}"
+
+
+def _item(value: object) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return _as_python(value) if isinstance(value, Mapping) else repr(value)
 
 
 def _in_grammar(name: str, value: object) -> str:

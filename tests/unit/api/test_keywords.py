@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import threading
 from collections.abc import Callable
@@ -190,3 +191,30 @@ def test_a_setting_that_cannot_be_is_refused(values: dict[str, Any], said: str) 
     with pytest.raises(ConfigError) as refused:
         settings_from(words_of(values))
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "shown", "fix"),
+    [
+        ({"optim": {"lr": 0.1}}, 'a dict for optim: {"optim": {"lr": 0.1}}', 'settings={"optim.lr": 0.1}'),
+        (
+            {"seed": 3, "train": {"steps": 3}, "model": {"name": "x", "args": {"window": 4}}},
+            'a dict for train and model: {"train": {"steps": 3}, "model": {"name": "x", "args": {"window": 4}}}',
+            'settings={"train.steps": 3, "model.name": "x", "model.args": {"window": 4}}',
+        ),
+        ({"optim": {}}, 'a dict for optim: {"optim": {}}', "leave optim out"),
+    ],
+)
+def test_groups_of_settings_in_dicts_are_refused_with_their_whole_names(
+    values: dict[str, Any], shown: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        words_of(values)
+    assert refused.value.what == f"settings has {shown}" and refused.value.fix == fix
+
+
+def test_the_fix_for_groups_in_dicts_is_good() -> None:
+    with pytest.raises(ConfigError) as refused:
+        words_of({"optim": {"lr": 0.1, "betas": (0.9, 0.99)}, "mesh": {"dp": 2}, "data": {"args": {"rows": 3}}})
+    settings = settings_from(words_of(ast.literal_eval(refused.value.fix.removeprefix("settings="))))
+    assert settings.optim.lr == 0.1 and settings.mesh.dp == 2 and settings.data.args == {"rows": 3}
