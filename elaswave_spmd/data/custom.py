@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,9 @@ from elaswave_spmd.user_code import import_user_module, is_dotted_name
 
 _CONTRACT = "a class with __len__, __getitem__ -> 1-D integers of length seq_len + 1, and vocab_size"
 _GENERIC_CONTRACT = "a class with __len__ and __getitem__; with vocab_size its samples are tokens, else anything"
+
+_SETTINGS = ("path", "tokenizer")
+"""The arguments of a constructor that are settings of their own, `data.path`."""
 
 
 def load_target(target: str) -> Callable[..., Any]:
@@ -85,11 +88,15 @@ def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
     Raises:
         DataError: its constructor failed, or it is not a map-style dataset, or its vocabulary is none.
     """
+    make = load_target(target)
     try:
-        dataset = load_target(target)(**kwargs)
+        dataset = make(**kwargs)
     except DataError:
         raise
     except Exception as error:
+        # Only if the call itself failed: a wrapper may have given what the signature of the wrapped says is missing.
+        if isinstance(error, TypeError) and place_in_user_code(error) is None and (lacks := _lacking(make, kwargs)):
+            raise _needs(target, lacks, kwargs) from error
         raise DataError(
             f"the constructor of {target} failed ({type(error).__name__}: {error})",
             where=place_in_user_code(error) or "data.target",
@@ -114,6 +121,32 @@ def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
             fix="set it to the number of different tokens",
         )
     return dataset
+
+
+def _lacking(make: Callable[..., Any], kwargs: Mapping[str, object]) -> list[str]:
+    """The parameters of a constructor that have no default and were not given."""
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return [p.name for p in named if p.default is p.empty and p.name not in kwargs]
+
+
+def _needs(target: str, lacks: Sequence[str], kwargs: Mapping[str, object]) -> DataError:
+    settings = [f"data.{name}" if name in _SETTINGS else f"data.args.{name}" for name in lacks]
+    if by_value.is_by_value(target):  # from Python
+        fix = "settings={" + ", ".join(f'"{setting}": VALUE' for setting in settings) + "}"
+    else:
+        fix = " ".join(f"{'+' * setting.startswith('data.args.')}{setting}=VALUE" for setting in settings)
+    return DataError(
+        f"{target} needs {', '.join(lacks)}, which the settings do not give",
+        rule="its constructor gets those of seq_len and split that it names, data.path and data.tokenizer as path and "
+        "tokenizer if they are set, and all of data.args",
+        where="data.target",
+        exists=f"it was given {', '.join(kwargs) or 'nothing'}",
+        fix=fix,
+    )
 
 
 def has_tokens(dataset: Any) -> bool:

@@ -264,6 +264,37 @@ def test_settings_that_a_custom_dataset_does_not_take(here: Path, fields: dict[s
     assert "seq_len, size" in caught.value.exists
 
 
+def test_arguments_that_a_constructor_lacks_are_told_with_the_settings_that_give_them(here: Path) -> None:
+    _module(
+        here,
+        "user_f",
+        """
+import functools
+class Rows:
+    def __init__(self, seq_len, path, *, table, limit=3):
+        self.rows = open(path)
+    def __len__(self): return 4
+    def __getitem__(self, i): return [1.0]
+class Inner(Rows):
+    def __init__(self): super().__init__(3)
+@functools.wraps(Rows)
+def wrapped(seq_len): return Whole()
+class Whole(Rows):
+    def __init__(self): pass
+""",
+    )
+    with pytest.raises(DataError, match=r"user_f\.Rows needs path, table, which the settings do not give") as caught:
+        prepare_data(DataSpec(target="user_f.Rows"), 4)
+    assert caught.value.fix == "data.path=VALUE +data.args.table=VALUE"
+    assert caught.value.exists == "it was given seq_len"
+    with pytest.raises(DataError, match="needs table,") as caught:
+        prepare_data(DataSpec(target="user_f.Rows", path="x"), 4)
+    assert caught.value.fix == "+data.args.table=VALUE"
+    with pytest.raises(DataError, match=r"the constructor of user_f\.Inner failed"):
+        prepare_data(DataSpec(target="user_f.Inner"), 4)
+    assert prepare_data(DataSpec(target="user_f.wrapped", validation_fraction=0), 4).num_train_samples == 4
+
+
 def test_a_custom_dataset_that_changes_between_processes_is_refused(here: Path) -> None:
     _module(here, "user_e", _PLAIN)
     prepared = prepare_data(DataSpec(target="user_e.Plain", args={"size": 20}), 4)
