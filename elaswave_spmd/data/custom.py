@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from elaswave_spmd import by_value
-from elaswave_spmd.errors import DataError, add_note, place_in_user_code
+from elaswave_spmd.errors import DataError, add_note, headline_of, place_in_user_code
 from elaswave_spmd.user_code import import_user_module, is_dotted_name
 
 _CONTRACT = "a class with __len__, __getitem__ -> 1-D integers of length seq_len + 1, and vocab_size"
@@ -147,6 +149,38 @@ def _needs(target: str, lacks: Sequence[str], kwargs: Mapping[str, object]) -> D
         exists=f"it was given {', '.join(kwargs) or 'nothing'}",
         fix=fix,
     )
+
+
+def length_of(dataset: Any, target: str) -> int:
+    """The number of samples of a user's dataset.
+
+    Raises:
+        DataError: its `__len__` raises, or returns something else than a number of samples.
+    """
+    rule = "a dataset has a fixed number of samples: __len__ returns a whole number, 0 or more"
+    try:
+        length = type(dataset).__len__(dataset)  # not len(), whose refusal does not say what was returned
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"__len__ of {target} raised {headline_of(error)}",
+            rule=rule,
+            where=place_in_user_code(error) or "data.target",
+            fix="correct it, or what it reads",
+        ) from error
+    try:
+        number = operator.index(length)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= sys.maxsize:
+        raise DataError(
+            f"__len__ of {target} returned {length!r}",
+            rule=rule,
+            where="data.target",
+            fix="divide with //" if isinstance(length, float) else "return the number of samples",
+        )
+    return number
 
 
 def has_tokens(dataset: Any) -> bool:

@@ -15,7 +15,7 @@ from elaswave_spmd.data.bin_files import BIN_DTYPE, find_bin_files, read_bin_fil
 from elaswave_spmd.data.cache import TokenFile, default_cache, store_once, tokenize_once
 from elaswave_spmd.data.columns import TEXT, TOKENS, kind_of_column, read_text_column, read_token_column
 from elaswave_spmd.data.corpus import Corpus, stdlib_corpus, text_corpus
-from elaswave_spmd.data.custom import choose_kwargs, has_tokens, make_dataset, read_sample
+from elaswave_spmd.data.custom import choose_kwargs, has_tokens, length_of, make_dataset, read_sample
 from elaswave_spmd.data.spec import BYTES, DataSpec, PreparedData, check_seq_len
 from elaswave_spmd.data.tables import ARROW, TABLES, Table, find_tables
 from elaswave_spmd.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -318,8 +318,8 @@ def _custom_lengths(
 
 def _checked_length(dataset: object, target: str, seq_len: int) -> int:
     """The length of a user's dataset, after a check of its first and last sample."""
+    length = length_of(dataset, target)
     try:
-        length = len(dataset)  # type: ignore[arg-type]
         if has_tokens(dataset):
             for index in {0, length - 1} if length else ():
                 read_sample(dataset, index, seq_len, target)
@@ -331,7 +331,7 @@ def _checked_length(dataset: object, target: str, seq_len: int) -> int:
         raise DataError(
             f"{target} failed when its first or last sample was read ({type(error).__name__}: {error})",
             where=place_in_user_code(error) or "data.target",
-            fix="correct its __len__, __getitem__ or collate",
+            fix="correct its __getitem__ or collate",
         ) from error
     return length
 

@@ -295,6 +295,32 @@ class Whole(Rows):
     assert prepare_data(DataSpec(target="user_f.wrapped", validation_fraction=0), 4).num_train_samples == 4
 
 
+@pytest.mark.parametrize(
+    ("returns", "told", "fix"),
+    [
+        ("return 10 / 2", "__len__ of user_g.Rows returned 5.0", "divide with //"),
+        ("return -3", "__len__ of user_g.Rows returned -3", "return the number"),
+        ("return None", "__len__ of user_g.Rows returned None", "return the number"),
+        ("return 2**70", "__len__ of user_g.Rows returned 1180591620717411303424", "return the number"),
+        ("raise KeyError('no table')", "__len__ of user_g.Rows raised KeyError: 'no table'", "correct it"),
+    ],
+)
+def test_a_length_that_is_none_is_told_with_what_was_returned(here: Path, returns: str, told: str, fix: str) -> None:
+    _module(
+        here, "user_g", f"class Rows:\n    def __len__(self): {returns}\n    def __getitem__(self, i): return [1.0]"
+    )
+    with pytest.raises(DataError) as caught:
+        prepare_data(DataSpec(target="user_g.Rows"), 4)
+    assert caught.value.what == told and caught.value.fix.startswith(fix) and "whole number" in caught.value.rule
+    assert caught.value.where.endswith(returns) == returns.startswith("raise")
+
+
+def test_a_length_may_be_any_whole_number(here: Path) -> None:
+    body = "import numpy\nclass Rows:\n    def __len__(self): return numpy.int64(4)\n"
+    _module(here, "user_h", f"{body}    def __getitem__(self, i): return [1.0]")
+    assert prepare_data(DataSpec(target="user_h.Rows", validation_fraction=0), 4).num_train_samples == 4
+
+
 def test_a_custom_dataset_that_changes_between_processes_is_refused(here: Path) -> None:
     _module(here, "user_e", _PLAIN)
     prepared = prepare_data(DataSpec(target="user_e.Plain", args={"size": 20}), 4)
