@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 
 from elaswave_spmd.errors import UserError, place_in_user_code
+
+_LISTED = 5  # names of a user's that are shown where another one was given
 
 
 def is_dotted_name(target: str) -> bool:
@@ -35,9 +39,23 @@ def import_user_module(name: str, what: str, where: str, error_type: type[UserEr
         raise error_type(
             f"the module of {what} cannot be imported ({type(error).__name__}: {error})",
             where=place_in_user_code(error) or where,
-            exists="modules in the working directory: " + (", ".join(_modules_here()) or "none"),
+            exists="modules in the working directory: " + (names_like(name, _modules_here()) or "none"),
             fix="run from the folder that holds the file, or correct its name",
         ) from error
+
+
+def names_like(name: str, names: Sequence[str]) -> str:
+    """The names for an error about one that is not among them: all, or of many those that are most like it."""
+    if len(names) <= _LISTED:
+        return ", ".join(names)
+    found = difflib.get_close_matches(name, names, n=_LISTED, cutoff=0.0)
+    rest = len(names) - len(found)
+    return f"{', '.join(found)}, and {rest} other{'s' * (rest > 1)}"
+
+
+def closest_name(name: str, names: Sequence[str]) -> str:
+    """The name that a misspelt one may stand for; "" if none is like it."""
+    return next(iter(difflib.get_close_matches(name, names, n=1)), "")
 
 
 def _modules_here() -> list[str]:

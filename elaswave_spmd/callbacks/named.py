@@ -10,7 +10,7 @@ from elaswave_spmd.callbacks.mlflow_tracker import MlflowTracker
 from elaswave_spmd.callbacks.wandb_tracker import WandbTracker
 from elaswave_spmd.conf import checks
 from elaswave_spmd.errors import ConfigError, UserError, place_in_user_code
-from elaswave_spmd.user_code import import_user_module, is_dotted_name
+from elaswave_spmd.user_code import import_user_module, is_dotted_name, names_like
 
 _RULE = "a callback is a class derived from elaswave_spmd.Callback, made without arguments, or an object of one"
 _EXAMPLE = "run.callbacks=[my_file.MyCallback]"
@@ -67,7 +67,10 @@ def _load(target: str) -> Callback:
         classes = [key for key, value in vars(module).items() if inspect.isclass(value) and issubclass(value, Callback)]
         known = [key for key in classes if key != Callback.__name__]
         raise ConfigError(
-            f"module {module_name} has no {name}", where=where, exists=", ".join(known) or "no callbacks", fix=_RULE
+            f"module {module_name} has no {name}",
+            where=where,
+            exists=names_like(name, known) or "no callbacks",
+            fix=_RULE,
         )
     return found if isinstance(found, Callback) else _made(found, where)
 

@@ -16,6 +16,7 @@ from torch import nn
 from elaswave_spmd import by_value
 from elaswave_spmd.errors import ModelError, UserError, place_in_user_code
 from elaswave_spmd.models.base import LayeredModel
+from elaswave_spmd.user_code import closest_name, names_like
 
 OWN = {
     "gpt": "elaswave_spmd.models.gpt.GPT",
@@ -217,7 +218,7 @@ def find_model(target: str) -> Any:
     dotted = OWN.get(target, target)
     module_name, _, name = dotted.rpartition(".")
     if not module_name:
-        raise _unknown(target, f"models {', '.join(OWN)}; files {_files_here()}")
+        raise _unknown(target, f"models {', '.join(OWN)}; files {_files_like(target)}", closest_name(target, [*OWN]))
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -227,20 +228,22 @@ def find_model(target: str) -> Any:
     except ModuleNotFoundError as error:
         # Either the user's module does not exist, or it exists and imports one that does not.
         if error.name and (module_name + ".").startswith(error.name + "."):
-            raise _unknown(target, f"models {', '.join(OWN)}; files {_files_here()}") from None
+            raise _unknown(target, f"models {', '.join(OWN)}; files {_files_like(module_name)}") from None
         raise _broken(target, error) from error
     except Exception as error:
         raise _broken(target, error) from error
     if not hasattr(module, name):
         classes = [n for n, v in vars(module).items() if inspect.isclass(v) and issubclass(v, LayeredModel)]
-        raise _unknown(target, f"models in {module_name}: {', '.join(classes) or 'none'}")
+        classes = [n for n in classes if vars(module)[n] is not LayeredModel]  # the base, which the file has imported
+        close = closest_name(name, classes)
+        exists = f"models in {module_name}: {names_like(name, classes) or 'none'}"
+        raise _unknown(target, exists, f"{module_name}.{close}" if close else "")
     return getattr(module, name)
 
 
-def _unknown(target: str, exists: str) -> ModelError:
-    return ModelError(
-        f"model.target={target} is not found: no such model", exists=exists, fix="model.target=my_file.MyModel"
-    )
+def _unknown(target: str, exists: str, close: str = "") -> ModelError:
+    fix = f"model.target={close or 'my_file.MyModel'}"
+    return ModelError(f"model.target={target} is not found: no such model", exists=exists, fix=fix)
 
 
 def _broken(target: str, error: Exception) -> ModelError:
@@ -256,5 +259,6 @@ def _broken(target: str, error: Exception) -> ModelError:
     )
 
 
-def _files_here() -> str:
-    return ", ".join(sorted(path.stem for path in Path.cwd().glob("*.py"))) or "none in the working directory"
+def _files_like(name: str) -> str:
+    files = sorted(path.stem for path in Path.cwd().glob("*.py"))
+    return names_like(name, files) or "none in the working directory"

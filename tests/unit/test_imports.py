@@ -25,7 +25,7 @@ ROOMS = {
     "mesh": "errors",
     "data": "errors user_code by_value determinism",
     "sharding": "errors determinism mesh",
-    "models": "errors by_value determinism sharding",
+    "models": "errors user_code by_value determinism sharding",
     "conf": "errors mesh",
     "scheduling": "errors determinism mesh sharding",
     "recovery": "errors determinism mesh sharding conf scheduling",

@@ -256,6 +256,17 @@ class Failing(Good):
         prepare_data(DataSpec(target=target), 4)
 
 
+def test_of_many_classes_those_like_the_one_that_was_named_are_shown(here: Path) -> None:
+    _module(here, "user_i", "\n".join(f"class {name}: pass" for name in ("Rows", *(f"Table{i}" for i in range(30)))))
+    with pytest.raises(DataError, match="has no class Rowz") as caught:
+        prepare_data(DataSpec(target="user_i.Rowz"), 4)
+    assert caught.value.exists.startswith("Rows, Table") and caught.value.exists.endswith(", and 26 others")
+    assert caught.value.fix == "data.target=user_i.Rows"
+    with pytest.raises(DataError, match="has no class XYZ") as caught:
+        prepare_data(DataSpec(target="user_i.XYZ"), 4)
+    assert caught.value.fix == "name one of its classes"
+
+
 @pytest.mark.parametrize("fields", [{"path": "x"}, {"args": {"colour": 1}}, {"tokenizer": "tok.json"}])
 def test_settings_that_a_custom_dataset_does_not_take(here: Path, fields: dict[str, object]) -> None:
     _module(here, "user_d", _PLAIN)

@@ -84,6 +84,18 @@ def test_a_users_model_in_the_working_directory(here: Path) -> None:
         build_model("km_own_model.Layer", SIZES)
 
 
+def test_of_many_models_those_like_the_one_that_was_named_are_shown(here: Path) -> None:
+    (here / "km_many.py").write_text(OWN_MODEL + "".join(f"class Net{i}(MyModel): pass\n" for i in range(30)))
+    with pytest.raises(ModelError, match="no such model") as caught:
+        build_model("km_many.MyModle", SIZES)
+    assert caught.value.exists.startswith("models in km_many: MyModel, ")
+    assert caught.value.exists.endswith(", and 27 others") and "LayeredModel" not in caught.value.exists
+    assert caught.value.fix == "model.target=km_many.MyModel"
+    with pytest.raises(ModelError, match="no such model") as caught:
+        build_model("gtp", SIZES)
+    assert caught.value.fix == "model.target=gpt"
+
+
 @pytest.mark.parametrize("target", ["gtp", "no_such_file.Model", "elaswave_spmd.modles.GPT", ""])
 def test_an_unknown_model_lists_what_exists(here: Path, target: str) -> None:
     (here / "km_some_file.py").write_text("")
