@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ _OF_ONE_COMMAND = (
 )
 _NOT_AGAIN = ("run.dir", "train.resume", "train.resume_at")
 """Where a run is, and where it came from. A command that goes on with it is told the former as `train.resume`."""
+
+_STEP = re.compile(r"step_0*([0-9]+)")
+"""The directory of a checkpoint, below that of its run."""
 
 
 def merge(saved: Mapping[str, Any], composed: Mapping[str, Any], named: Iterable[str]) -> dict[str, Any]:
@@ -78,6 +82,26 @@ def _put(target: dict[str, Any], composed: Mapping[str, Any], path: list[str]) -
         target[head] = copy.deepcopy(composed[head])
 
 
+def _inside_a_run(path: Path, where: str) -> ConfigError | None:
+    """The refusal of a path in the directory of a run, such as that of a checkpoint; None: it lies in no run."""
+    run = next((folder for folder in path.parents if (folder / CONFIG).is_file()), None)
+    if run is None:
+        return None
+    resume = checks.override("train.resume", run)
+    steps = [found[1] for part in path.relative_to(run).parts if (found := _STEP.fullmatch(part))]
+    if steps:
+        fix = f"{resume} train.resume_at={steps[-1]} run.dir=DIR; without the other two it goes on from its newest one"
+    else:
+        fix = resume
+    return ConfigError(
+        f"{where} is {'a checkpoint' if steps else 'a part'} of the run {run}",
+        rule="train.resume names the directory of a run; train.resume_at, with another run.dir, the step of an earlier "
+        "checkpoint",
+        where=where,
+        fix=fix,
+    )
+
+
 def saved(run: str) -> dict[str, Any]:
     """The settings in a run's config.yaml, as plain data.
 
@@ -91,6 +115,8 @@ def saved(run: str) -> dict[str, Any]:
     try:
         fields = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
+        if (inside := _inside_a_run(Path(run).expanduser(), where)) is not None:
+            raise inside from None
         raise ConfigError(
             f"cannot read {file} ({error.strerror or error})",
             rule="train.resume names the directory of a run",

@@ -78,6 +78,26 @@ def test_a_directory_without_a_run_is_refused(resume, tmp_path: Path, content: s
         resume()
 
 
+@pytest.mark.parametrize(
+    ("inside", "what", "fix"),
+    [
+        ("checkpoints/step_00000020", "a checkpoint", "train.resume={run} train.resume_at=20 run.dir=DIR; "),
+        ("checkpoints/step_20/", "a checkpoint", "train.resume={run} train.resume_at=20 run.dir=DIR; "),
+        ("checkpoints/step_00000020/manifest.json", "a checkpoint", "train.resume={run} train.resume_at=20 run.dir="),
+        ("checkpoints", "a part", "train.resume={run}"),
+        ("config.yaml", "a part", "train.resume={run}"),
+    ],
+)
+def test_a_part_of_a_run_is_told_with_the_settings_that_resume_it(
+    resume, tmp_path: Path, inside: str, what: str, fix: str
+) -> None:
+    (tmp_path / "checkpoints" / "step_00000020").mkdir(parents=True)
+    with pytest.raises(ConfigError) as caught:
+        settings_from([f"train.resume={tmp_path / inside}"])
+    assert caught.value.what == f"train.resume={tmp_path / inside} is {what} of the run {tmp_path}"
+    assert caught.value.fix.startswith(fix.format(run=tmp_path))
+
+
 def test_a_setting_that_is_unknown_is_refused(resume, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"format": FORMAT_VERSION, "train": {"speed": 3}}))
     with pytest.raises(ConfigError, match=r"train\.speed"):
