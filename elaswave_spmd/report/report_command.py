@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,13 +26,18 @@ def main(arguments: Sequence[str], program: str) -> int:
     folder = Path(options.run).expanduser()
     page = page_of(RunReader(folder).read())
     out = Path(options.out).expanduser() if options.out else folder / REPORT
-    if out.is_dir():
+    if os.path.isdir(out):  # not out.is_dir(), which may raise
         raise ConfigError(f"--out {out} is a directory", rule="--out names a file", fix=f"--out {out / REPORT}")
     try:
         with replacing(out, durable=False) as scratch:
             scratch.write_text(page, encoding="utf-8")
-    except (OSError, FilesError) as error:
-        raise ConfigError(f"the report cannot be written: {error}", where=str(out), fix="--out FILE") from error
+    except FilesError as error:
+        raise ConfigError(
+            f"the report cannot be written to {out} ({error.why})",
+            rule="it is a file in a directory that is there",
+            where=f"--out {options.out}" if options.out else str(folder),
+            fix="--out FILE, in a directory that you may write to",
+        ) from error
     print(out)
     return 0
 
