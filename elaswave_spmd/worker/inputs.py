@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,9 @@ from elaswave_spmd.data.tree import map_tree, named_leaves
 from elaswave_spmd.errors import DataError, ModelError, add_note
 from elaswave_spmd.models import Batch
 from elaswave_spmd.worker.activations import Activation, described, in_compute_dtype
-from elaswave_spmd.worker.programs.eager import Batches
+
+if TYPE_CHECKING:
+    from elaswave_spmd.worker.programs.eager import Batches
 
 Inputs = Callable[[Any], Any]
 """A model's `inputs(batch)`."""

@@ -180,18 +180,26 @@ def check_model(
 def mistake_in_model(error: Exception, place: torch.device) -> ModelError | None:
     """The exception of the model's code in its check, as bad input; None: the machine may be at fault, or we are.
 
-    An exception that comes out of a layer has a note that names it (`naming_layer`), and so has one of `inputs`. Other
-    workers would not raise one for want of memory; and what an accelerator raises may be its own failure.
+    An exception that comes out of a layer has a note that names it (`naming_layer`), and so has one of `inputs`, `loss`
+    and `metrics`. Other workers would not raise one for want of memory; and what an accelerator raises may be its own
+    failure.
     """
     notes = vars(error).get("__notes__", ())
     lacks = isinstance(error, MemoryError | OSError) or "memory" in str(error)
     if not notes or lacks or (isinstance(error, RuntimeError) and place.type != "cpu"):
         return None
+    rule, fix = "before the first step each kind of layer computes two micro-batches, forward and backward", ""
+    function = next((name for name in ("loss", "metrics") if notes[0].startswith(f"in {name}(output, batch)")), None)
+    if function is not None:
+        rule += f", with {function}(output, batch) after the last layer: of its output and the micro-batch"
+        fix = f"correct {function}()"
+    elif notes[0].startswith("in layer"):
+        fix = "correct the layer, or the one before it"
     return ModelError(
         f"the model raised {headline_of(error)}, {notes[0]}",
-        rule="before the first step each kind of layer computes two micro-batches, forward and backward",
+        rule=rule,
         where=place_in_user_code(error) or "model.target",
-        fix="correct the layer, or the one before it" if notes[0].startswith("in layer") else "correct it, or the data",
+        fix=fix or "correct it, or the data",
     )
 
 

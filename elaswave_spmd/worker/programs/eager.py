@@ -37,6 +37,7 @@ from elaswave_spmd.worker.activations import (
     tensors_of,
 )
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
+from elaswave_spmd.worker.inputs import leaves_of
 from elaswave_spmd.worker.profiling import LayerMemory
 from elaswave_spmd.worker.programs.split_backward import PutOff, SplitLayer
 from elaswave_spmd.worker.spec import Job
@@ -548,16 +549,26 @@ class StagePrograms:
     def _compute(self, layer: int, x: Activation, keys: Keys, batch: Any) -> Any:
         """Runs the model's own code of the layer, and the loss after the last layer. Subclasses run it otherwise."""
         y = self._modules[layer](*self._arguments(layer, x, keys))
-        if layer < self._last:
-            return y
-        return self._loss(y, batch)
+        return y if layer < self._last else self._loss_of(y, batch)
 
     def _compute_scores(self, layer: int, x: Activation, keys: Keys, batch: Any) -> tuple[Any, Mapping[str, Any]]:
         """Runs the last layer, the loss and the metrics for a validation. Subclasses run them otherwise."""
         if self._metrics is None:
             return self._compute(layer, x, keys, batch), {}
         y = self._modules[layer](*self._arguments(layer, x, keys))
-        return self._loss(y, batch), self._metrics(y, batch)
+        return self._loss_of(y, batch), self._metrics_of(y, batch)
+
+    def _loss_of(self, y: Any, batch: Any) -> Any:
+        """The loss of an output, as the model's own code gives it."""
+        with naming_function("loss", y, batch):
+            return self._loss(y, batch)
+
+    def _metrics_of(self, y: Any, batch: Any) -> Mapping[str, Any]:
+        """The metrics of an output, as the model's own code gives them; none if it has none."""
+        if self._metrics is None:
+            return {}
+        with naming_function("metrics", y, batch):
+            return self._metrics(y, batch)
 
     def set_training(self, training: bool) -> None:
         """Switches modules between training and evaluation; those that the model itself put into evaluation stay."""
@@ -582,6 +593,25 @@ def naming_layer(name: str, phase: str, x: Activation | None = None) -> Iterator
     except Exception as error:
         note = f"in layer '{name}' ({phase})" + (f", input {in_words(x)}" if x is not None else "")
         add_note(error, note)
+        raise
+
+
+@contextmanager
+def naming_function(name: str, output: Any, batch: Any) -> Iterator[None]:
+    """Adds a note to an exception that comes out of a function that a model has after its last layer.
+
+    For example "in loss(output, batch), of output float32[2, 9], batch.tokens int64[2, 4], batch.targets int64[2, 4]".
+    `naming_layer` adds another one behind it.
+
+    Args:
+        name: "loss" or "metrics".
+        output, batch: its arguments; only shapes and dtypes are read.
+    """
+    try:
+        yield
+    except Exception as error:
+        given = ", ".join(f"{leaf} {in_words(values)}" for leaf, values in leaves_of(batch))
+        add_note(error, f"in {name}(output, batch), of output {in_words(output)}" + (f", {given}" if given else ""))
         raise
 
 

@@ -240,7 +240,7 @@ class XlaPrograms(PairPrograms):
         """
         if layout.index == self._last:
             y, batch = self._traced(layout, module, inputs, like_x)
-            return checked_loss(self._loss(y, batch))
+            return checked_loss(self._loss_of(y, batch))
         y, _ = self._traced(layout, module, inputs, like_x)
         mark = partial(self._island.mark, spec=WHOLE)
         y = checked_output(y, dtype, layout.name)
@@ -251,7 +251,7 @@ class XlaPrograms(PairPrograms):
     ) -> tuple[Any, Mapping[str, Any]]:
         """Traces the loss and the metrics of a validation; arguments as for `_output`."""
         y, batch = self._traced(layout, module, inputs, like_x)
-        return self._loss(y, batch), {} if self._metrics is None else self._metrics(y, batch)
+        return self._loss_of(y, batch), self._metrics_of(y, batch)
 
     def _traced(
         self, layout: LayerLayout, module: nn.Module, inputs: list[Tensor], like_x: Activation

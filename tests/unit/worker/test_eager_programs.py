@@ -213,10 +213,13 @@ def test_with_checkpointing_the_repeated_forward_is_named_as_such() -> None:
     assert notes_of(caught.value) == [NOTE.format("forward, repeated for backward")]
 
 
-def test_an_exception_of_the_loss_names_the_last_layer() -> None:
+def test_an_exception_of_the_loss_names_it_and_then_the_last_layer() -> None:
     with pytest.raises(IndexError) as caught:
         forward(programs(loss=lambda y, _: fail(y)))
-    assert notes_of(caught.value) == ["in layer 'head' (forward, with the loss), input float32[2, 3, 4]"]
+    assert notes_of(caught.value) == [
+        "in loss(output, batch), of output float32[2, 3, 4], batch.tokens int64[2, 3], batch.targets int64[2, 3]",
+        "in layer 'head' (forward, with the loss), input float32[2, 3, 4]",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -341,6 +341,32 @@ def test_metrics_that_raise_do_so_in_the_check_and_not_in_the_first_validation()
     with pytest.raises(TypeError) as caught:
         check(mistaken("raising_metric"))
     assert any("evaluation, with the loss" in note for note in getattr(caught.value, "__notes__", ()))
+    told = mistake_in_model(caught.value, CPU)
+    assert told is not None and told.fix == "correct metrics()" and "metrics(output, batch) after the last" in told.rule
+    assert ", in metrics(output, batch), of output float32[2, 6, 11], batch.tokens int64[2, 6], " in told.what
+    assert told.where.endswith('in raising_metric: return {"first": batch[0]}  # pyright: ignore[reportIndexIssue]')
+
+
+@pytest.mark.parametrize(
+    ("loss", "raised"),
+    [
+        (lambda output, batch: batch["targets"], "TypeError: 'Batch' object is not subscriptable"),
+        (lambda output: output.sum(), "TypeError: "),
+        (lambda output, batch: output @ output.new_ones(3), "RuntimeError: size mismatch"),
+    ],
+    ids=["batch", "arguments", "shapes"],
+)
+def test_what_the_loss_raises_is_told_of_the_loss_and_not_of_a_layer(loss: Callable[..., Any], raised: str) -> None:
+    class Wrong(Mistaken):
+        def __getattribute__(self, name: str) -> Any:
+            return loss if name == "loss" else super().__getattribute__(name)
+
+    with constructing(3), pytest.raises((TypeError, RuntimeError)) as caught:
+        check(Wrong(VOCABULARY, WIDTH, "nothing"))
+    told = mistake_in_model(caught.value, CPU)
+    assert told is not None and told.what.startswith(f"the model raised {raised}")
+    assert ", in loss(output, batch), of output float32[2, 6, 11], batch.tokens int64[2, 6]" in told.what
+    assert told.fix == "correct loss()" and "loss(output, batch) after the last layer" in told.rule
 
 
 @pytest.mark.parametrize("rank", [0, 1])
