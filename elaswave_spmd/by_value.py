@@ -15,6 +15,7 @@ import mmap
 import os
 import pickle
 import re
+import reprlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -107,6 +108,24 @@ def target_of(name: str) -> str:
 def is_by_value(target: str | None) -> bool:
     """True if a name in settings is of an object that a run gets, or got, by value."""
     return target is not None and target.startswith(f"{MODULE}.")
+
+
+def as_given(target: str, keyword: str) -> str:
+    """The name of an object for errors. Of one that goes by value the keyword that gave it: "data=[1, 2, 3]".
+
+    Args:
+        target: as it stands in the settings.
+        keyword: of `elaswave_spmd.train`, "model" or "data".
+    """
+    objects = vars(sys.modules[MODULE]) if MODULE in sys.modules else {}
+    if not is_by_value(target) or (value := objects.get(target.partition(".")[2])) is None:
+        return target
+    if not isinstance(value, Held):
+        return f"{keyword}={plain_name(value, keyword)}"
+    held = value.value
+    if type(held).__module__ == "builtins":
+        return f"{keyword}={' '.join(reprlib.repr(held).split())}"
+    return f"{keyword}={type(held).__name__}(...)"
 
 
 def check_given(target: str, keyword: str, kind: type[UserError]) -> None:

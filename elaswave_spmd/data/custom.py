@@ -76,7 +76,7 @@ def choose_kwargs(
     for name, value in demanded.items():
         if name not in named and not takes_any:
             raise DataError(
-                f"{target} takes no argument {name} (data: {name}={value!r})",
+                f"{by_value.as_given(target, 'data')} takes no argument {name} (data: {name}={value!r})",
                 where="data",
                 exists=", ".join(named) or "no arguments",
                 fix=f"name {name} in its constructor, or leave it out",
@@ -91,7 +91,7 @@ def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
     Raises:
         DataError: its constructor failed, or it is not a map-style dataset, or its vocabulary is none.
     """
-    make = load_target(target)
+    make, given = load_target(target), by_value.as_given(target, "data")
     try:
         dataset = make(**kwargs)
     except DataError:
@@ -101,16 +101,16 @@ def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
         if isinstance(error, TypeError) and place_in_user_code(error) is None and (lacks := _lacking(make, kwargs)):
             raise _needs(target, lacks, kwargs) from error
         raise DataError(
-            f"the constructor of {target} failed ({type(error).__name__}: {error})",
+            f"the constructor of {given} failed ({type(error).__name__}: {error})",
             where=place_in_user_code(error) or "data.target",
             exists=f"it was given {dict(kwargs)}",
             fix="correct it, or these arguments",
         ) from error
-    _refuse_iterable(dataset, target)
+    _refuse_iterable(dataset, given)
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if missing:
         raise DataError(
-            f"{target} is not a map-style dataset: no {', '.join(missing)}",
+            f"{given} is not a map-style dataset: no {', '.join(missing)}",
             where="data.target",
             exists=_GENERIC_CONTRACT,
         )
@@ -119,7 +119,7 @@ def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
     size = dataset.vocab_size
     if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
         raise DataError(
-            f"vocab_size of {target} is {size!r}, not a positive integer",
+            f"vocab_size of {given} is {size!r}, not a positive integer",
             where="data.target",
             fix="set it to the number of different tokens",
         )
@@ -143,7 +143,7 @@ def _needs(target: str, lacks: Sequence[str], kwargs: Mapping[str, object]) -> D
     else:
         fix = " ".join(f"{'+' * setting.startswith('data.args.')}{setting}=VALUE" for setting in settings)
     return DataError(
-        f"{target} needs {', '.join(lacks)}, which the settings do not give",
+        f"{by_value.as_given(target, 'data')} needs {', '.join(lacks)}, which the settings do not give",
         rule="its constructor gets those of seq_len and split that it names, data.path and data.tokenizer as path and "
         "tokenizer if they are set, and all of data.args",
         where="data.target",
@@ -152,7 +152,7 @@ def _needs(target: str, lacks: Sequence[str], kwargs: Mapping[str, object]) -> D
     )
 
 
-def length_of(dataset: Any, target: str) -> int:
+def length_of(dataset: Any, name: str) -> int:
     """The number of samples of a user's dataset.
 
     Raises:
@@ -165,7 +165,7 @@ def length_of(dataset: Any, target: str) -> int:
         raise
     except Exception as error:
         raise DataError(
-            f"__len__ of {target} raised {headline_of(error)}",
+            f"__len__ of {name} raised {headline_of(error)}",
             rule=rule,
             where=place_in_user_code(error) or "data.target",
             fix="correct it, or what it reads",
@@ -176,7 +176,7 @@ def length_of(dataset: Any, target: str) -> int:
         number = -1
     if not 0 <= number <= sys.maxsize:
         raise DataError(
-            f"__len__ of {target} returned {length!r}",
+            f"__len__ of {name} returned {length!r}",
             rule=rule,
             where="data.target",
             fix="divide with //" if isinstance(length, float) else "return the number of samples",
@@ -189,7 +189,7 @@ def has_tokens(dataset: Any) -> bool:
     return hasattr(dataset, "vocab_size")
 
 
-def _refuse_iterable(dataset: object, target: str) -> None:
+def _refuse_iterable(dataset: object, name: str) -> None:
     """Refuse what can only be iterated over.
 
     torch's IterableDataset has a `__getitem__`, which it inherits and which always raises.
@@ -199,7 +199,7 @@ def _refuse_iterable(dataset: object, target: str) -> None:
     if not hasattr(cls, "__iter__") or (hasattr(cls, "__getitem__") and not inherited):
         return
     raise DataError(
-        f"{target} is an iterable dataset: it has __iter__, and no __getitem__ of its own",
+        f"{name} is an iterable dataset: it has __iter__, and no __getitem__ of its own",
         rule="any worker can read any sample by its number: samples come in a keyed random order, and workers that "
         "take over for a lost one, join or resume begin in the middle, which an iterator reaches from its start only",
         where="data.target",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from elaswave_spmd.by_value import as_given
 from elaswave_spmd.data.columns import ChunkedTokens, map_tokens
 from elaswave_spmd.data.custom import has_tokens, make_dataset, read_sample
 from elaswave_spmd.data.spec import PreparedData, Split, check_split
@@ -141,11 +142,11 @@ def _open_custom(prepared: PreparedData, split: Split, num_samples: int) -> Cust
         kwargs["split"] = split
     elif split == "validation":
         first = prepared.num_train_samples
-    dataset = make_dataset(prepared.target, kwargs)
+    dataset, name = make_dataset(prepared.target, kwargs), as_given(prepared.target, "data")
     vocab_size = int(dataset.vocab_size) if has_tokens(dataset) else 0
     if first + num_samples > len(dataset) or vocab_size != prepared.vocab_size:
         raise DataError(
-            f"{prepared.target} has {len(dataset)} samples and vocab_size {vocab_size} in this worker, which "
+            f"{name} has {len(dataset)} samples and vocab_size {vocab_size} in this worker, which "
             f"differs from the {first + num_samples} samples and vocab_size {prepared.vocab_size} of the controller",
             rule="its length and vocabulary do not depend on the process",
             where="data.target",
@@ -153,8 +154,8 @@ def _open_custom(prepared: PreparedData, split: Split, num_samples: int) -> Cust
     if not prepared.is_tokens:
         from elaswave_spmd.data.samples import GenericDataset  # imports torch
 
-        return GenericDataset(dataset, first, num_samples, prepared.target)
-    return CustomDataset(dataset, prepared.seq_len, first, num_samples, prepared.target)
+        return GenericDataset(dataset, first, num_samples, name)
+    return CustomDataset(dataset, prepared.seq_len, first, num_samples, name)
 
 
 def _map_tokens(path: str, num_tokens: int, prepared: PreparedData) -> np.ndarray:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from elaswave_spmd.by_value import as_given
 from elaswave_spmd.data.bin_files import BIN_DTYPE, find_bin_files, read_bin_file
 from elaswave_spmd.data.cache import TokenFile, default_cache, store_once, tokenize_once
 from elaswave_spmd.data.columns import TEXT, TOKENS, kind_of_column, read_text_column, read_token_column
@@ -289,9 +290,10 @@ def _custom_lengths(
     spec: DataSpec, target: str, dataset: object, kwargs: dict[str, object], names_split: bool, seq_len: int
 ) -> tuple[int, int]:
     """The lengths of both splits. If the dataset has no parameter `split`, its tail is held out."""
-    num_samples = _checked_length(dataset, target, seq_len)
+    given = as_given(target, "data")
+    num_samples = _checked_length(dataset, given, seq_len)
     if num_samples < 1:
-        raise DataError(f"{target} has no samples", where="data.target", fix="point it at data: data.path, data.args")
+        raise DataError(f"{given} has no samples", where="data.target", fix="point it at data: data.path, data.args")
     if not names_split:
         _check_split_sizes(num_samples, spec, "data.target")
         return split_samples(num_samples, spec.validation_fraction)
@@ -301,43 +303,43 @@ def _custom_lengths(
     sizes = [getattr(one, "vocab_size", 0) for one in (dataset, held_out)]
     if sizes[0] != sizes[1]:
         raise DataError(
-            f"the splits of {target} have vocab_size {sizes[0]} and {sizes[1]}",
+            f"the splits of {given} have vocab_size {sizes[0]} and {sizes[1]}",
             rule="both splits have the same vocabulary",
             where="data.target",
             fix="return the larger one for both",
         )
-    num_held_out = _checked_length(held_out, target, seq_len)
+    num_held_out = _checked_length(held_out, given, seq_len)
     if num_held_out < 1:
         raise DataError(
-            f"the validation split of {target} is empty",
+            f"the validation split of {given} is empty",
             where="data.target",
             fix="data.validation_fraction=0 asks for none",
         )
     return num_samples, num_held_out
 
 
-def _checked_length(dataset: object, target: str, seq_len: int) -> int:
+def _checked_length(dataset: object, name: str, seq_len: int) -> int:
     """The length of a user's dataset, after a check of its first and last sample."""
-    length = length_of(dataset, target)
+    length = length_of(dataset, name)
     try:
         if has_tokens(dataset):
             for index in {0, length - 1} if length else ():
-                read_sample(dataset, index, seq_len, target)
+                read_sample(dataset, index, seq_len, name)
         elif length:
-            _check_batch(dataset, length, target)
+            _check_batch(dataset, length, name)
     except DataError:
         raise
     except Exception as error:
         raise DataError(
-            f"{target} failed when its first or last sample was read ({type(error).__name__}: {error})",
+            f"{name} failed when its first or last sample was read ({type(error).__name__}: {error})",
             where=place_in_user_code(error) or "data.target",
             fix="correct its __getitem__ or collate",
         ) from error
     return length
 
 
-def _check_batch(dataset: object, length: int, target: str) -> None:
+def _check_batch(dataset: object, length: int, name: str) -> None:
     """Read the first and the last sample of a dataset without tokens, as a batch."""
     from elaswave_spmd.data.samples import GenericDataset  # imports torch
 
-    GenericDataset(dataset, 0, length, target).batch(np.array(sorted({0, length - 1})))
+    GenericDataset(dataset, 0, length, name).batch(np.array(sorted({0, length - 1})))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from elaswave_spmd.by_value import as_given
 from elaswave_spmd.data.tables import TABLES
 from elaswave_spmd.errors import ConfigError, DataError
 
@@ -199,6 +200,14 @@ class PreparedData:
         """The number of samples of one split."""
         check_split(split)
         return self.num_train_samples if split == "train" else self.num_validation_samples
+
+    @property
+    def given(self) -> str:
+        """The setting or keyword that named the data, for errors: "data=stdlib", "data.target=my_file.Rows"."""
+        if not self.target:
+            return f"data={self.corpus}"
+        name = as_given(self.target, "data")
+        return name if name != self.target else f"data.target={self.target}"
 
     @property
     def has_tokenizer(self) -> bool:

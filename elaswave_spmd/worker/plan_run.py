@@ -195,7 +195,7 @@ def _job(settings: Settings, data: PreparedData) -> Job:
             + (f" of {t.seq_len} tokens" if data.is_tokens else "")
             + f", fewer than train.global_batch={t.global_batch}",
             rule="the training split holds at least one global batch",
-            where=f"data {data.corpus}",
+            where=data.given,
             fix="more data, or a smaller train.global_batch" + (" or train.seq_len" if data.is_tokens else ""),
         )
     return Job(
@@ -237,7 +237,7 @@ def _num_validation_microbatches(settings: Settings, data: PreparedData) -> int:
                 f"the held-out split has {data.num_validation_samples} samples, fewer than "
                 f"train.microbatch_size={t.microbatch_size}",
                 rule=f"{name}={value} goes by validation losses",
-                where=f"data {data.corpus}",
+                where=data.given,
                 fix=f"more data, a larger data.validation_fraction, or no {name}",
             )
     return number

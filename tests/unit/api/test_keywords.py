@@ -14,10 +14,12 @@ from torch import nn
 
 import elaswave_spmd as ew
 from elaswave_spmd.api.keywords import Given, name_data, name_model, put
-from elaswave_spmd.by_value import MODULE, ByValue, Held, check_given, importable_name, plain_name
+from elaswave_spmd.by_value import MODULE, ByValue, Held, as_given, check_given, importable_name, plain_name
 from elaswave_spmd.conf.compose import settings_from, words_of
+from elaswave_spmd.data import DataSpec, prepare_data
 from elaswave_spmd.errors import ConfigError, DataError, ModelError, RunError
 from elaswave_spmd.models import GPT
+from elaswave_spmd.worker.plan_run import plan_run
 
 
 class Net(ew.LayeredModel):
@@ -131,6 +133,55 @@ def test_a_closure_over_a_lock_is_blamed_for_its_variable() -> None:
 
     with pytest.raises(ConfigError, match=r"make\.<variable guard>, a lock, cannot be pickled"):
         ByValue.of({"make": make})
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ([1, 2, 3], "data=[1, 2, 3]"),
+        (list(range(1000)), "data=[0, 1, 2, 3, 4, 5, ...]"),
+        ([[1] * 20, [2]], "data=[[1, 1, 1, 1, 1, 1, ...], [2]]"),
+        (Rows(), "data=Rows(...)"),
+        (lambda: Rows(), "data=lambda"),
+        (functools.partial(Rows, None), "data=Rows"),
+    ],
+)
+def test_an_error_shows_data_as_the_call_gave_it(value: object, shown: str) -> None:
+    found, given = {}, Given()
+    name_data(value, found, given)
+    target = found["data.target"]
+    with ByValue.of(given.objects).importable():
+        assert as_given(target, "data") == shown
+    assert as_given(target, "data") == target and as_given("my_file.Rows", "data") == "my_file.Rows"
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ([], "data=[] has no samples"),
+        ({"a": 1}, "data={'a': 1} failed when its first or last sample was read (KeyError: 0)"),
+        ([1, [2]], "samples of data=[1, [2]] cannot be stacked"),
+    ],
+)
+def test_what_is_wrong_with_constructed_data_is_told_of_it(value: object, told: str) -> None:
+    found, given = {}, Given()
+    name_data(value, found, given)
+    with ByValue.of(given.objects).importable(), pytest.raises(DataError) as caught:
+        prepare_data(DataSpec(target=found["data.target"]), 4)
+    assert caught.value.what.startswith(told)
+
+
+def test_data_that_is_too_little_is_told_as_it_was_given() -> None:
+    found, given = {}, Given()
+    name_data([1, 2, 3], found, given)
+    settings = settings_from(words_of({**found, "model": "mlp_tiny"}))
+    with ByValue.of(given.objects).importable(), pytest.raises(DataError, match="fewer than") as caught:
+        plan_run(settings, prepare_data(DataSpec(target=found["data.target"]), 4))
+    assert caught.value.where == "data=[1, 2, 3]"
+    plain = prepare_data(DataSpec(target=f"{__name__}.Rows"), 8)
+    with pytest.raises(DataError, match="fewer than") as caught:
+        plan_run(settings, plain)
+    assert caught.value.where == f"data.target={__name__}.Rows"
 
 
 def test_a_process_has_what_is_given_while_it_lasts_and_only_then() -> None:
