@@ -343,6 +343,7 @@ def run_info(plan: RunPlan, data: PreparedData, run_dir: Path, step: int) -> Run
         layer_cuts=placement.layer_cuts,
         microbatch_counts=placement.microbatch_counts,
         unit=TOKENS if data.is_tokens else "samples",
+        without_microbatches=plan.without_microbatches(),
     )
 
 

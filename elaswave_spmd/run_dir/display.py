@@ -56,6 +56,7 @@ class RunInfo:
         run_dir: the run's directory, or "".
         first_step: the first step to be computed; above 1 if the run is resumed.
         unsurvived: a line about the workers whose simultaneous loss would lose state, or "".
+        without_microbatches: a line about the workers that have no micro-batch, or "".
         stages, layer_cuts, microbatch_counts: the first plan, as in events of mesh epochs; empty if it is not known.
         unit: of what is trained on: "tokens" or "samples".
 
@@ -77,6 +78,7 @@ class RunInfo:
     layer_cuts: tuple[int, ...] = ()
     microbatch_counts: tuple[tuple[int, ...], ...] = ()
     unit: str = TOKENS
+    without_microbatches: str = ""
 
     def __post_init__(self) -> None:
         if self.total_steps < 1 or self.workers < 1 or self.first_step < 1 or self.params < 0:
@@ -160,6 +162,8 @@ class PlainDisplay:
             self.show_line(f"run directory {info.run_dir}")
         if info.unsurvived:
             self.show_line(info.unsurvived)
+        if info.without_microbatches:
+            self.show_line(info.without_microbatches)
 
     def step(self, line: MetricsLine) -> None:
         self._pace.add(line)

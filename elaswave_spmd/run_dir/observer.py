@@ -101,6 +101,8 @@ class RunObserver:
         fields = dataclasses.asdict(info)
         if info.unit == TOKENS:
             del fields["unit"]
+        if not info.without_microbatches:
+            del fields["without_microbatches"]
         self.run_dir.write_event("start", self._now(), fields)
         self._display.start(info)
         if self._listener is not None:

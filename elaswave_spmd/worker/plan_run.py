@@ -12,6 +12,7 @@ from elaswave_spmd.conf.schema import EMULATED, Settings
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import ConfigError, DataError, ModelError, SpecError
 from elaswave_spmd.mesh import ISLAND_AXES, Mesh, Topology
+from elaswave_spmd.mesh.mesh import named_workers
 from elaswave_spmd.models import (
     LayeredModel,
     attributes_given,
@@ -58,6 +59,29 @@ class RunPlan:
     def bytes_of(self, layer: int) -> tuple[int, int, int]:
         """Bytes of the state of a layer, of its compute buffer, and of one gradient."""
         return _layer_bytes(self.job, self.description.layout.layers[layer])
+
+    def without_microbatches(self) -> str:
+        """A line about the workers that have no micro-batch, since a stage has more workers than a step has; else "".
+
+        Such a worker keeps its share of the state and takes part in sums and votes, as after a loss.
+        """
+        number, train = self.job.num_microbatches, self.settings.train
+        stages, counts = self.placement.mesh.stages, self.placement.microbatch_counts
+        most = max(map(len, stages))
+        pairs = (zip(*of_stage, strict=True) for of_stage in zip(stages, counts, strict=True))
+        ranks = sorted(rank for stage in pairs for rank, count in stage if not count)
+        if most <= number or not ranks:
+            return ""
+        batch, size = train.global_batch, train.microbatch_size
+        smaller = [n for n in range(1, batch // most + 1) if batch % n == 0]
+        ways = [f"train.microbatch_size={smaller[-1]} (other bits), "] if smaller else []
+        ways.append(f"train.global_batch={most * size} or at most {number} in a stage")
+        return (
+            f"{named_workers(ranks) if len(ranks) <= 8 else f'{len(ranks)} workers'} "
+            f"{'has' if len(ranks) == 1 else 'have'} no micro-batch to compute: a step has {number} "
+            f"(train.global_batch={batch}, train.microbatch_size={size}), one worker of a stage computes each, and a "
+            f"stage has {most} workers; {''.join(ways)} leave none without"
+        )
 
 
 def make_model(

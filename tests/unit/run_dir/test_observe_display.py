@@ -103,6 +103,20 @@ def test_the_losses_that_are_not_survived_have_a_line() -> None:
     assert out.getvalue().splitlines()[-1] == "2 of 6 [pairs]"
 
 
+def test_workers_without_a_micro_batch_have_a_line_and_a_field(tmp_path: Path) -> None:
+    console, out = _text_console()
+    info = dataclasses.replace(_info(9), without_microbatches="worker 2 has none: [why]")
+    PlainDisplay(console, _Clock()).start(info)
+    assert out.getvalue().splitlines()[-1] == "worker 2 has none: [why]"
+    for name, told in (("some", info), ("none", _info(9))):
+        run_dir = RunDir.create(tmp_path / name, "seed: 1\n", model="m", mesh="dp2")
+        with RunObserver(run_dir, display=PlainDisplay(console), board=False) as observer:
+            observer.on_start(told)
+        event = next(iter(read_events(run_dir.path)))
+        assert event.get("without_microbatches", "") == told.without_microbatches
+        assert ("without_microbatches" in event) == (name == "some")
+
+
 def test_steps_of_no_time_and_a_loss_that_is_nan() -> None:
     console, out = _text_console()
     display = PlainDisplay(console, _Clock())

@@ -1,0 +1,55 @@
+"""The plan of a run: what is said of workers without a micro-batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from elaswave_spmd.conf.compose import settings_from
+from elaswave_spmd.data import PreparedData
+from elaswave_spmd.worker.plan_run import RunPlan, plan_run
+
+SMALL = ("model=mlp_tiny", "train.seq_len=8", "model.layers=2", "model.d_model=8", "page.size=64")
+
+
+def planned(*words: str) -> RunPlan:
+    settings = settings_from([*SMALL, *words])
+    data = PreparedData("text", "", 1, "bytes", 11, 8, 100, 10, token_file="tokens", dtype="uint8", num_tokens=900)
+    return plan_run(settings, data)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("mesh=dp3", "train.global_batch=8", "train.microbatch_size=4"),
+            "worker 2 has no micro-batch to compute: a step has 2 (train.global_batch=8, train.microbatch_size=4), one "
+            "worker of a stage computes each, and a stage has 3 workers; train.microbatch_size=2 (other bits), "
+            "train.global_batch=12 or at most 2 in a stage leave none without",
+        ),
+        (
+            ("mesh=dp3", "train.global_batch=2", "train.microbatch_size=2"),
+            "workers 1, 2 have no micro-batch to compute: a step has 1 (train.global_batch=2, "
+            "train.microbatch_size=2), "
+            "one worker of a stage computes each, and a stage has 3 workers; train.global_batch=6 or at most 1 in a "
+            "stage leave none without",
+        ),
+        (("mesh=dp3", "train.global_batch=12", "train.microbatch_size=4"), ""),
+        (("mesh=single", "train.global_batch=4", "train.microbatch_size=4"), ""),
+    ],
+)
+def test_workers_that_have_no_micro_batch_are_told_with_what_gives_them_one(words: tuple[str, ...], told: str) -> None:
+    assert planned(*words).without_microbatches() == told
+
+
+def test_workers_without_a_micro_batch_are_those_of_the_stages_that_have_too_many() -> None:
+    few = ("train.global_batch=8", "train.microbatch_size=4")
+    told = planned("mesh.stages=[3,2]", *few).without_microbatches()
+    assert told.startswith("worker 2 has no micro-batch to compute: a step has 2 ")
+    assert planned("mesh=dp16", *few).without_microbatches().startswith("14 workers have no micro-batch")
+    assert planned("mesh=dp3_pp2", *few).without_microbatches().startswith("workers 2, 5 have no micro-batch")
+
+
+@pytest.mark.parametrize("way", ["train.microbatch_size=2", "train.global_batch=12", "mesh=dp2"])
+def test_what_gives_each_worker_a_micro_batch_does(way: str) -> None:
+    plan = planned("mesh=dp3", "train.global_batch=8", "train.microbatch_size=4", way)
+    assert plan.without_microbatches() == "" and all(map(all, plan.placement.microbatch_counts))
