@@ -140,14 +140,14 @@ class RunInterrupted(KeyboardInterrupt):
 class WorkerError(RunError):
     """A worker ended by itself.
 
-    `rank` is its id, `report` its whole traceback, or its exit status. The message shows the frames of the user's code
-    only, if there are any.
+    `rank` is its id, `report` its whole traceback, or its exit status, `state` what became of the state of its run. The
+    message shows the frames of the user's code only, if there are any.
     """
 
-    def __init__(self, rank: int, report: str) -> None:
+    def __init__(self, rank: int, report: str, state: str = "") -> None:
         self.rank = rank
         self.report = report
-        super().__init__(f"worker {rank} failed:\n{shorten_report(report)}")
+        super().__init__("\n".join([f"worker {rank} failed:", shorten_report(report), *([state] if state else [])]))
 
     @property
     def headline(self) -> str:

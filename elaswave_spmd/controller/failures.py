@@ -175,6 +175,7 @@ class FailureHandler:
         self._crashes: dict[int, tuple[int, str]] = {}  # step -> (rank, report) of the first one
         self._links = BrokenLinks()
         self._signal = ""  # by which the run was asked to end
+        self._cause: RunError | None = None  # for which the run stops, with its state saved
         self._unexplained: dict[int, int] = {}  # rank -> the step in which its end was seen, before its cause is known
         self._lost_before: dict[int, int] = {}  # rank -> how many were lost in its place while workers start
         self._ending: _Ending | None = None
@@ -187,9 +188,10 @@ class FailureHandler:
     # ---- workers
 
     def failed(self, message: m.Failed, now: float) -> list[Action]:
-        """A worker reports that an exception ends it.
+        """A worker reports an exception that it cannot go on after.
 
-        The same step failing on a second worker is a bug in the program, not a lost device: the run ends.
+        Others go on without it. The same step failing on a second worker is a bug in the program, not a lost device:
+        the run ends. It ends, too, where this worker alone has some of the state. It is there still, and is saved.
         """
         rank, step, report = message.rank, message.step, message.report
         self._unexplained.pop(rank, None)
@@ -198,8 +200,13 @@ class FailureHandler:
             return self._declare_lost(rank, f"an exception: {headline}", now)
         if self._survives_exceptions and message.is_deaf:
             return self._declare_lost(rank, headline, now)
-        if (bug := self._end_by_bug(message)) is not None:
-            return bug
+        if not self._protocol.started or self._protocol.version == self._protocol.steps or message.is_deaf:
+            if (bug := self._end_by_bug(message)) is not None:
+                return bug
+        elif self._cause is not None:
+            return []  # the run ends: whoever has failed keeps its state until it is saved
+        elif self._is_bug(message) or self._protocol.holds_alone(rank):
+            return self._stop_for(WorkerError(*self._first_crash(message)))
         self._crashes[step] = rank, report
         return self._declare_lost(rank, f"an exception: {headline}", now)
 
@@ -223,10 +230,12 @@ class FailureHandler:
         if event.rank not in self._roster:
             # It has left, or is known to be lost: a death watch reports a death before the process is reaped, so the
             # second event about the same worker brings the exit code.
-            return self._explain(event)
+            return self._stop_for(crash) if (crash := self._explain(event)) is not None else []
         if not self._policy.survives:
             if event.exited is not None and event.exited.signal is not None:
                 return [End(RunStopped(RunError(str(event.exited))))]
+            if self._cause is not None:  # it was to save its state
+                return [End(RunStopped(self._cause))]
             self._ending = _AwaitReport(event, event.at + _LAST_WORDS_S)
             return []
         if not self._protocol.started:
@@ -234,8 +243,8 @@ class FailureHandler:
         if event.rank in self._protocol.placement.mesh:
             # Filed under the step that was under way: two crashes in one step are taken for a bug.
             self._unexplained[event.rank] = self._protocol.version + 1
-            if end := self._explain(event):
-                return end
+            if (crash := self._explain(event)) is not None:  # the stop first: nobody is started in its place
+                return [*self._stop_for(crash), *self._declare_lost(event.rank, event.reason, event.at)]
         return self._declare_lost(event.rank, event.reason, event.at)
 
     def not_started(self, rank: int, why: str, now: float) -> list[Action]:
@@ -287,8 +296,7 @@ class FailureHandler:
             else:
                 why = f"{last}. A lower optim.lr, or optim.warmup_steps, may help"
             skipped = f"{self._num_skipped} steps in a row had no update (optim.max_skipped)"
-            error = RunError(f"{skipped}: the gradient was not finite, or a weight not positive; {why}")
-            return [End(RunStopped(error))]
+            return self._stop_for(RunError(f"{skipped}: the gradient was not finite, or a weight not positive; {why}"))
         return []
 
     def worker_removed(self, rank: int) -> None:
@@ -378,35 +386,51 @@ class FailureHandler:
         about = {"ranks": [rank], "mesh_epoch": mesh.epoch, "mesh": mesh.shape.name}
         return Record("fail", {**about, "phase": phase, "reason": reason, "message": message})
 
-    def _end_by_bug(self, message: m.Failed) -> list[Action] | None:
-        """The end of the run, if this report ends it: no loss is survived now, or another worker failed in this step.
+    def _is_bug(self, message: m.Failed) -> bool:
+        """True if a report ends the run: no loss is survived now, or another worker has failed in this step.
 
         The same step on the same data raises the same exception on every worker that runs it. So two workers that fail
         in one step are taken for a bug in the program: without an end, all would be lost one after the other.
         """
-        first = self._crashes.get(message.step, (message.rank, message.report))
-        if self._survives_exceptions and first[0] == message.rank:
+        return not self._survives_exceptions or self._first_crash(message)[0] != message.rank
+
+    def _first_crash(self, message: m.Failed) -> tuple[int, str]:
+        """The first worker that has failed in the step of a report, and its own report."""
+        return self._crashes.get(message.step, (message.rank, message.report))
+
+    def _end_by_bug(self, message: m.Failed) -> list[Action] | None:
+        """The end of the run without anything to save, if this report ends it."""
+        if not self._is_bug(message):
             return None
         # A worker may have failed because another one was killed: then that is the cause, and its exit is known by now.
-        self._ending = _AwaitExits(WorkerError(*first))
+        self._ending = _AwaitExits(WorkerError(*self._first_crash(message)))
         return [ReportExits()]
 
-    def _explain(self, event: WorkerEnded) -> list[Action]:
+    def _stop_for(self, cause: RunError) -> list[Action]:
+        """The run cannot go on, and has all of its state: that is saved first, and `cause` is what ends it."""
+        if self._cause is not None:
+            return []
+        self._cause = cause
+        if self._protocol.version == self._protocol.steps:  # what is left is to collect the weights
+            return [End(RunStopped(cause))]
+        return [*self._protocol.stop(cause.headline, at_once=True)]
+
+    def _explain(self, event: WorkerEnded) -> RunError | None:
         """Note how a member's process ended, which is mostly known some time later than the fact that it did.
 
-        A crash in native code (a signal, no report) is counted like an exception: two in one step end the run. With
-        exit code 1 comes the report of an exception, which explains the end; the exit may be read before it.
+        A crash in native code (a signal, no report) is counted like an exception: two in one step are a bug, for which
+        the run ends. With exit code 1 comes the report of an exception, which explains the end; the exit may be read
+        before it.
         """
         if event.exited is None or event.exited.code == _WITH_REPORT:
-            return []
+            return None
         if (step := self._unexplained.pop(event.rank, None)) is None:
-            return []
+            return None
         if _is_crash(event.exited):
             rank, _ = self._crashes.setdefault(step, (event.rank, str(event.exited)))
             if rank != event.rank:
-                error = RunError(f"{event.exited}, as worker {rank} did in the same step {step}")
-                return [End(RunStopped(error))]
-        return []
+                return RunError(f"{event.exited}, as worker {rank} did in the same step {step}")
+        return None
 
     # ---- links
 
@@ -540,8 +564,8 @@ class FailureHandler:
                     return bug
                 self._crashes[message.step] = message.rank, message.report
             case WorkerEnded() if event.rank not in self._roster:
-                if end := self._explain(event):
-                    return end
+                if (crash := self._explain(event)) is not None:
+                    return [End(RunStopped(crash))]
         return self._end_with_causes(now)
 
     def _end_with_causes(self, now: float) -> list[Action]:
@@ -552,12 +576,16 @@ class FailureHandler:
             return []
         newest = max(self._crashes, default=0)
         match state.end:
+            case Unrecoverable() if self._cause is not None:
+                self._ending = _AwaitExits(self._cause)
+                return [ReportExits()]
             case Unrecoverable() if self._crashes and newest >= self._protocol.version:  # older ones were survived
                 return [End(RunStopped(WorkerError(*self._crashes[newest])))]
             case SaveEnded(save, why_not):
                 where = checkpoint_path(self._run_dir, save.version)
                 told = f"could not be written: {why_not}" if why_not else f"is in {where}"
-                return self._stop(save, f"{save.reason}. Its state after step {save.version} {told}")
+                what = f"Its state after step {save.version} {told}"
+                return self._stop(save, f"{save.reason}. {what}") if self._cause is None else self._stopped_for(what)
             case end:
                 self._ending = _AwaitCheckpoint(end)
                 return [FindCheckpoint()]
@@ -574,6 +602,13 @@ class FailureHandler:
             rank, report = self._crashes[newest]
             message += f"\n\nworker {rank} failed:\n{report}"
         return [End(RunStopped(self._error(f"the run stops: {message}")))]
+
+    def _stopped_for(self, state: str) -> list[Action]:
+        """The end of a run that cannot go on, with what became of its state."""
+        cause = self._cause
+        if isinstance(cause, WorkerError):
+            return [End(RunStopped(WorkerError(cause.rank, cause.report, state)))]
+        return [End(RunStopped(RunError(f"{cause}. {state}")))]
 
     def _error(self, message: str) -> RunError:
         """The error of an end; one that was asked for is no failure."""

@@ -68,7 +68,8 @@ MOST_METRICS: Final = 100
 """The most metrics of a model (`metrics(output, batch)`)."""
 LONGEST_METRIC: Final = 100
 """The most characters of the name of a metric."""
-_LONGEST_REPORT = 1_000_000
+LONGEST_REPORT: Final = 1_000_000
+"""The most characters of the report of an exception."""
 _MOST_KINDS = 100  # of state, or of memory
 _MOST_MADE = 1_000_000  # tensors that the constructors of a model make
 _MOST_DIMENSIONS = 16  # the product of the numbers of a longer shape takes time that grows with its square
@@ -430,7 +431,7 @@ def _refused_report(
         case m.SpawnRequest(count=count):
             return DIRECTION if not bounds.spawns else "" if 1 <= count <= at.num_ranks else VALUE
         case m.Failed(report=report):
-            return SIZE if len(report) > _LONGEST_REPORT else ""
+            return SIZE if len(report) > LONGEST_REPORT else ""
         case m.Finished(rejected=rejected) if not _are_counts(rejected):
             return SIZE
         case m.Finished(checks=checks) if len(checks) not in (0, 3) or min(checks, default=0) < 0:
@@ -537,7 +538,7 @@ def _refused_shard(bounds: MessageBounds, message: m.ShardWritten, at: Controlle
     if not bounds.has_step(message.step, at.version):
         return STEP
     if message.error:
-        return SIZE if len(message.error) > _LONGEST_REPORT else ""
+        return SIZE if len(message.error) > LONGEST_REPORT else ""
     if not _FILE_NAME.fullmatch(message.name) or not _HASH.fullmatch(message.sha256) or message.num_bytes < 0:
         return VALUE
     return "" if bounds.has_ranges(message.page_ranges, STATE) else PLACE

@@ -537,17 +537,30 @@ class ControllerProtocol:
         self._pending.leaving[rank] = reason
         return self._begin(after=self._next_boundary())
 
-    def stop(self, reason: str) -> list[ProtocolAction]:
+    def stop(self, reason: str, *, at_once: bool = False) -> list[ProtocolAction]:
         """Somebody wants the run to stop: after the step under way, with its state saved, as if workers were too few.
 
         During a validation that is the step which is validated. After the last step nothing is stopped: what is left is
         to collect the weights. A loss in the meantime takes precedence: then the run stops where the loss has met it.
+
+        Args:
+            at_once: where everybody is, as after a loss: the step under way cannot be completed.
         """
         assert self._started, "before the first step there is nothing to save"
-        if self._stop_wanted or self._saving or self.version == self.steps:
+        if self._saving or self.version == self.steps:
+            return []
+        if at_once:
+            is_under_way = self._stop_wanted and self._change is not None and self._change.after == AT_ONCE
+            self._stop_wanted = self._stop_wanted or reason
+            return [] if is_under_way else self._begin(after=AT_ONCE)
+        if self._stop_wanted:
             return []
         self._stop_wanted = reason
         return self._begin(after=self.version if self._is_validating else self._next_boundary())
+
+    def holds_alone(self, rank: int) -> bool:
+        """True if state of the run would be lost with this member."""
+        return rank not in dispensable(self._replicas(), self._pending.lost, [rank])
 
     def relink(self, ends: frozenset[int], reason: str) -> list[ProtocolAction]:
         """A link between two living members is lost, and perhaps what was on its way.

@@ -112,6 +112,8 @@ class WorkerHooks:
             it votes for the step.
         applied: (report, replica): a version is complete. The state may be copied now, and changes after the call.
         save: (replica): the run is about to stop; the state is to be written as it is.
+        failed: (error): the worker cannot go on after an exception; returns its report, and the worker stays until its
+            state is saved or others have taken its place. None is returned, or is the hook: the exception ends it.
         members_changed: (message): members of the new configuration; links are opened and closed to match.
         stage_group: process group of the worker's stage, for new parameters (`runtime.collectives=group`).
         pairs: for boundary tensors and state, with the workers that get them or send them (`runtime.pairs`).
@@ -128,6 +130,7 @@ class WorkerHooks:
     data_waited: Callable[[int, float], None] = _ignore
     applied: Callable[[m.Applied, StateReplica], None] = _ignore
     save: Callable[[StateReplica], None] = _ignore
+    failed: Callable[[Exception], m.Failed | None] | None = None
     members_changed: Callable[[m.Reconfigure], None] = _ignore
     stage_group: StageGroup | None = None
     pairs: Pairs | None = None

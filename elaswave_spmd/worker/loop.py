@@ -79,6 +79,7 @@ class Executor:
         all end at the same version, as a step needs the vote of every member; or, where another controller may come
         (`timeouts.adopt`), wait for it there."""
         self._failed_step = 0  # in which the device failed and was brought back; 0: none, or over
+        self._failed: m.Failed | None = None  # the exception that this worker cannot go on after
         self.enter_epoch(first)  # like every later configuration
 
     def _direct_over(self, channel: Channel, context: WorkerContext) -> DirectChannel | None:
@@ -125,16 +126,18 @@ class Executor:
         self._initialize_or_restore()
         while True:
             try:
-                # The order matters: a step that a device fault ended waits for a new mesh, a validation that is due
-                # comes before a new configuration is entered, and only the last cases exclude each other.
+                # The order matters: a step that an exception or a device fault ended waits for a new mesh, a
+                # validation that is due comes before a new configuration is entered, and only the last cases exclude
+                # each other.
+                if self._failed is not None:
+                    yield from self._until_saved_or_lost(self._failed)
                 if self._failed_step:
                     yield from self._until_reconfigured("the mesh epoch after a fault of the device in step")
                 if self._validation_due == self.version:
                     yield from self._validate()
                 self.check_configuration()
                 if self.configuration.save and self.version >= self.configuration.version:
-                    self.replica.compare(saves=True)
-                    self._context.hooks.save(self.replica)
+                    self._save()
                     yield from self._until_reconfigured("the end of the run, saved at step")
                 if self._is_between_steps:
                     if self.is_orphaned:
@@ -152,9 +155,15 @@ class Executor:
                     yield from self._train_step(self.version + 1)
             except ConfigurationChanged as change:
                 self.enter_epoch(change.configuration)  # what is left of the step is run at the next turn of the loop
-            except RuntimeError as error:
-                if not self._recovers_from(error):
+            except WorkerStopped:
+                raise
+            except Exception as error:
+                if not (self._recovers_from(error) or self._holds_after(error)):
                     raise
+
+    def _save(self) -> None:
+        self.replica.compare(saves=True)
+        self._context.hooks.save(self.replica)
 
     def _initialize_or_restore(self) -> None:
         """Fill the state of the first mesh. A worker that joins later is sent its state by the others."""
@@ -489,12 +498,40 @@ class Executor:
         number = self._failed_step or self.version
         yield from self.until(lambda: False, what, number)
 
+    # ---- an exception
+
+    def _holds_after(self, error: Exception) -> bool:
+        """True if this worker, which cannot go on after an exception, keeps its state for as long as it is needed.
+
+        The exception itself is let go, and with it the activations that its frames refer to.
+        """
+        report = self._context.hooks.failed
+        if report is None or self._failed is not None or self.commit.is_applying:
+            return False
+        self._failed = report(error)
+        return self._failed is not None
+
+    def _until_saved_or_lost(self, failed: m.Failed) -> Waits:
+        """Report the exception, and keep the state until it has been written, or others have taken this worker's place.
+
+        In every mesh epoch that it enters it says again that it computes nothing: another controller may not know it.
+        """
+        if self.configuration.save:
+            # If it is behind, the votes of the others have it apply the step that they have applied.
+            yield from self.until(lambda: self.version >= self.configuration.version, "votes of step", failed.step)
+            self._save()
+        else:
+            self._context.channel.send(CONTROLLER, failed)
+        yield from self._until_reconfigured("the end of the run, after an exception in step")
+
     # ---- the option of devices that recover
 
-    def _recovers_from(self, error: RuntimeError) -> bool:
+    def _recovers_from(self, error: Exception) -> bool:
         """True if the device caused the error and was brought back: what was on its way through it is given up."""
         device_recovery = self._context.hooks.device_recovery
-        if device_recovery is None or self._failed_step or (damage := device_recovery.recover(error, self)) is None:
+        if device_recovery is None or not isinstance(error, RuntimeError) or self._failed_step:
+            return False
+        if (damage := device_recovery.recover(error, self)) is None:
             return False
         self._failed_step = damage.step
         self._next = None  # planned with what is lost

@@ -20,7 +20,7 @@ from torch import Tensor
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.errors import LinksError, RunError, UserError
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.admission import LONGEST_TEXT
+from elaswave_spmd.recovery.admission import LONGEST_REPORT, LONGEST_TEXT
 from elaswave_spmd.recovery.generations import FIRST, ControllerFence
 from elaswave_spmd.recovery.peers import Reached
 from elaswave_spmd.runtime.devices import Device, Island
@@ -59,6 +59,7 @@ from elaswave_spmd.worker.tracing import TracedChannel, TracedClock, TracedGroup
 
 _CONNECT_TIMEOUT_S = 60.0
 _FAREWELL_MS = 2000
+_LEFT_OUT = "\n(a part of this report is left out, as it is too long)\n"
 _COPYING_S = 5e-5  # between two polls of payloads that are being copied to host memory
 _GROUP_S = (1e-4, 1e-4, 2e-4, 4e-4, 8e-4)  # between two polls of what a group copies; the last one from then on
 
@@ -294,6 +295,7 @@ class WorkerProcess:
             data_waited=self._send_data_wait,
             applied=checkpoints.applied,
             save=checkpoints.save,
+            failed=self._report_of,
             members_changed=self._members_changed,
             stage_group=self._group,
             pairs=self._pairs,
@@ -392,8 +394,15 @@ class WorkerProcess:
         if isinstance(error, UserError) and not self._is_ready:
             self._send(m.Refused(self._rank, {name: text[:LONGEST_TEXT] for name, text in error.fields().items()}))
         else:
-            report = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            self._send(m.Failed(self._rank, report, self._step, isinstance(error, LinksError)))
+            self._send(self._failed(error))
+
+    def _failed(self, error: BaseException) -> m.Failed:
+        report = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        if len(report) > LONGEST_REPORT:  # the controller would drop it, and wait for this worker
+            half = LONGEST_REPORT // 2 - len(_LEFT_OUT)
+            report = report[:half] + _LEFT_OUT + report[-half:]
+        report = report.encode(errors="replace").decode()
+        return m.Failed(self._rank, report, self._step, isinstance(error, LinksError))
 
     def close(self) -> None:
         """End the loader, close the trace, then the links once what was sent has left."""
@@ -425,6 +434,10 @@ class WorkerProcess:
             self._trace.mark(f"step {step} applied")
         if self._executor is not None and self._faults is not None:
             self._faults.visit(point, step, self._executor.placement.mesh.members, self._executor.replica.state)
+
+    def _report_of(self, error: Exception) -> m.Failed | None:
+        """The report of an exception after which this worker keeps its state; None: it can receive no order to save."""
+        return None if isinstance(error, LinksError) else self._failed(error)
 
     def _computed(self, point: FaultPoint, step: int, result: Tensor) -> Tensor:
         """The result that the device has computed, which is wrong where `chaos` says so."""

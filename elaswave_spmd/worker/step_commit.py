@@ -58,6 +58,8 @@ class StepCommit:
             widest=context.widest_votes,
         )
         self.replica = StateReplica(context, values, self.protocol, collectives, self)
+        self.is_applying = False
+        """A decided step is being applied: until it is over, the state is of no version."""
 
     @property
     def version(self) -> int:
@@ -158,6 +160,7 @@ class StepCommit:
     def _apply(self, decided: Apply) -> None:
         """Apply a decided step and report it. It cannot be undone, and cannot wait: nothing yields in here."""
         hooks, step = self._context.hooks, decided.step
+        self.is_applying = True
         # Faults are injected here as well: a worker may die between its decision and its report.
         hooks.on_point(FaultPoint.APPLY, step)
         self.replica.update(decided)
@@ -173,3 +176,4 @@ class StepCommit:
         )
         self._context.channel.send(CONTROLLER, report, None)
         hooks.applied(report, self.replica)
+        self.is_applying = False

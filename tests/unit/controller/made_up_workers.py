@@ -212,10 +212,11 @@ class Story:
         self.dead.add(rank)
         self.workers.end(Exited(rank=rank, pid=70 + rank, code=None, signal=number))
 
-    def fail(self, rank: int, step: int, report: str) -> None:
-        """An exception ends a worker: it says so, and its process ends."""
+    def fail(self, rank: int, step: int, report: str, *, stays: bool = False) -> None:
+        """A worker reports an exception. Its process ends, unless it stays with its state."""
         self.workers.say(m.Failed(rank, report, step))
-        self.dead.add(rank)
+        if not stays:
+            self.dead.add(rank)
 
     def finish(self, layout: ModelLayout) -> None:
         """Whoever is left says, in every epoch that is still to come, that it has done all steps."""

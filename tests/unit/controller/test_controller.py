@@ -89,8 +89,13 @@ def test_workers_that_have_started_have_time(end) -> None:
 
     def slow(workers: Workers) -> None:
         workers.start(0, 1)
+
+        def fails(rank: int) -> None:
+            workers.say(m.Failed(rank, f"late {rank}", 1))
+            workers.end(Exited(rank=rank, pid=76 + rank, code=1, signal=None))
+
         for rank in (0, 1):  # one is enough where the run is not elastic
-            timers.append(Timer(3.5, workers.say, [m.Failed(rank, f"late {rank}", 1)]))
+            timers.append(Timer(3.5, fails, [rank]))
             timers[-1].start()
 
     error, _ = end(slow, start_timeout_s=3.0)

@@ -248,7 +248,9 @@ def test_a_second_crash_in_the_same_step_is_a_bug_and_shows_the_first_traceback(
         one_step(story)
         story.fail(1, 2, "Traceback ...\nValueError: a bug")
         story.until(lambda: story.prepares(0))
-        story.fail(0, 2, "Traceback ...\nValueError: a bug, too")
+        story.fail(0, 2, "Traceback ...\nValueError: a bug, too", stays=True)
+        story.until(lambda: story.places(0)[-1].save)
+        write(story, 0, layout, story.places(0)[-1])
         story.until(lambda: False)
 
     run = told(tell)
@@ -257,6 +259,7 @@ def test_a_second_crash_in_the_same_step_is_a_bug_and_shows_the_first_traceback(
         "Traceback ...\nValueError: a bug",
     )
     assert run.event("stop")["message"] == "worker 1 failed: ValueError: a bug"
+    assert f"Its state after step 1 is in {load_newest_good(run.folder)[0].path}" in str(run.error)
 
 
 @pytest.mark.parametrize("exited", [Exited(0, 70, None, 11), Exited(0, 70, 7, None)], ids=["SIGSEGV", "exit code"])
@@ -274,14 +277,16 @@ def test_crashes_without_a_report_in_one_step_are_a_bug_too(told: Callable[..., 
 
 
 def test_a_crash_in_another_step_is_another_loss(told: Callable[..., Told]) -> None:
-    """Nobody is left then; what the last one said is shown."""
+    """It is that of the only worker with the state, which is saved; what that said is shown."""
 
     def tell(story: Story, layout: ModelLayout) -> None:
         one_step(story)
         story.fail(1, 2, "Traceback ...\nValueError: in step 2")
         story.until_epoch(0, {0})
         story.apply(2, 0)
-        story.fail(0, 3, "Traceback ...\nValueError: in step 3")
+        story.fail(0, 3, "Traceback ...\nValueError: in step 3", stays=True)
+        story.until(lambda: story.places(0)[-1].save)
+        write(story, 0, layout, story.places(0)[-1])
         story.until(lambda: False)
 
     run = told(tell)

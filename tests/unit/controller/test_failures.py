@@ -54,6 +54,8 @@ class World:
         self.spares_used: list[int] = []
         self.relinked: list[tuple[set[int], str]] = []
         self.missed: list[set[int]] = []
+        self.alone: set[int] = set()  # members without whom state would be lost
+        self.stops: list[tuple[str, bool]] = []  # reasons for which the run stops with its state saved; at once or not
         members = Mesh.initial(MeshShape.of_stages((2,)))
         self.protocol = SimpleNamespace(
             started=True,
@@ -64,6 +66,8 @@ class World:
             placement=SimpleNamespace(mesh=members),
             members=(0, 1),
             lost=self.lost,
+            holds_alone=lambda rank: rank in self.alone,
+            stop=self.stop,
             relink=self.relink,
             missed=lambda ends: self.missed.append(set(ends)),
         )
@@ -85,6 +89,14 @@ class World:
         self.awaited.append(replacement)
         self.spares_used += [spare.rank] if spare is not None else []
         return []
+
+    def stop(self, reason: str, *, at_once: bool = False) -> list[Any]:
+        self.stops.append((reason, at_once))
+        return []
+
+    def saved(self, why_not: str = "") -> None:
+        """The state is saved, or cannot be."""
+        self.do(self.losses.end(SaveEnded(Save(4, 1, self.stops[0][0]), why_not), self.now))
 
     def relink(self, ends: frozenset[int], reason: str) -> list[Any]:
         self.relinked.append((set(ends), reason))
@@ -189,20 +201,57 @@ def test_an_exception_is_a_lost_device_until_it_repeats_in_the_same_step() -> No
     world = World()
     world.failed(Failed(0, "Traceback ...\nValueError: first", 5))
     assert world.told == [(0, "an exception: ValueError: first")]
+    world.failed(Failed(1, "ValueError: second", 5))
+    assert len(world.told) == 1, "worker 1 keeps its state until it is saved"
+    assert world.stops == [("worker 0 failed: ValueError: first", True)]
     with pytest.raises(WorkerError) as caught:
-        world.failed(Failed(1, "ValueError: second", 5))
+        world.saved()
     assert (caught.value.rank, caught.value.report) == (0, "Traceback ...\nValueError: first")
+    assert str(caught.value).endswith("Its state after step 4 is in run/checkpoints/step_00000004")
 
 
 def test_that_the_first_one_was_ended_for_certain_does_not_hide_the_bug() -> None:
     world = World()
     world.failed(Failed(0, "ValueError: first", 5))
-    world.do(
-        [action for action in world.losses.failed(Failed(1, "ValueError: second", 5), 1.0) if action != ReportExits()]
-    )
+    world.failed(Failed(1, "ValueError: second", 5))
     world.exits(0, signal=9)
     with pytest.raises(WorkerError, match="ValueError: first"):
-        world.happens(ExitsReported())
+        world.saved()
+
+
+def test_an_exception_of_the_only_one_with_some_state_ends_the_run_with_that_saved() -> None:
+    world = World()
+    world.alone.add(1)
+    world.failed(Failed(1, "ValueError: second", 5))
+    assert not world.told and world.stops == [("worker 1 failed: ValueError: second", True)]
+    world.failed(Failed(1, "ValueError: second", 5))  # in the mesh epoch of another change
+    world.failed(Failed(0, "ValueError: another", 5))
+    assert not world.told and len(world.stops) == 1
+    with pytest.raises(WorkerError, match="worker 1 failed") as caught:
+        world.saved("not within 60 s")
+    assert str(caught.value).endswith("Its state after step 4 could not be written: not within 60 s")
+
+
+def test_whoever_should_save_the_state_and_ends_leaves_the_exception_as_the_cause() -> None:
+    world = World(enabled=False)
+    world.failed(Failed(0, "ValueError: first", 5))
+    with pytest.raises(WorkerError, match="ValueError: first"):
+        world.exits(0, code=1)
+    world = World()
+    world.failed(Failed(0, "ValueError: first", 5))
+    world.failed(Failed(1, "ValueError: second", 5))
+    world.exits(1, code=1)
+    world.do(world.losses.end(Unrecoverable((), "no worker is left"), world.now))
+    with pytest.raises(WorkerError, match="ValueError: first"):
+        world.time_passes()
+
+
+def test_an_exception_after_the_last_step_has_nothing_to_save() -> None:
+    world = World(enabled=False)
+    world.protocol.version = world.protocol.steps
+    with pytest.raises(WorkerError, match="ValueError: first"):
+        world.failed(Failed(0, "ValueError: first", 9))
+    assert not world.stops
 
 
 def test_exceptions_in_different_steps_are_different_devices() -> None:
@@ -216,8 +265,12 @@ def test_exceptions_in_different_steps_are_different_devices() -> None:
 def test_a_crash_that_repeats_in_the_same_step_is_a_bug(how: dict[str, int]) -> None:
     world = World()
     world.exits(0, **how)
-    with pytest.raises(RunError, match=r"worker 1 .*, as worker 0 did in the same step 5"):
-        world.exits(1, **how)
+    world.exits(1, **how)
+    assert [rank for rank, _ in world.told] == [0, 1]
+    with pytest.raises(
+        RunError, match=r"worker 1 .*, as worker 0 did in the same step 5\. Its state after step 4 is in"
+    ):
+        world.saved()
 
 
 def test_kills_in_the_same_step_come_from_outside() -> None:
@@ -427,6 +480,8 @@ def test_what_is_not_survived_ends_the_run(started: bool) -> None:
     world = make()
     with pytest.raises(WorkerError, match="ValueError"):
         world.failed(Failed(0, "ValueError", 1))
+        assert started
+        world.saved()
     assert not world.told
 
 
@@ -508,8 +563,9 @@ def test_a_crash_counts_when_its_cause_is_known_after_its_end() -> None:
     world.gone(WorkerEnded(0, "its process ended", 1.0))
     world.exits(0, signal=6)
     world.gone(WorkerEnded(1, "its process ended", 1.1))
+    world.exits(1, signal=6)
     with pytest.raises(RunError, match=r"SIGABRT.*as worker 0 did in the same step 5"):
-        world.exits(1, signal=6)
+        world.saved()
 
 
 def test_a_report_that_comes_after_the_exit_is_that_of_the_same_crash() -> None:

@@ -1,0 +1,56 @@
+"""A mistake in the user's code late in a run: it ends, is resumed when the mistake is corrected, and lost no step."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from elaswave_spmd.run_dir import read_metrics
+from tests.faults.fault_runs import Bits
+from tests.multiprocess import mistaken_model
+from tests.multiprocess.real_runs import SMALL, train, write_text
+
+# One worker; two where the second one meets the mistake when the first one is lost; state without a mirror; no second
+# chance.
+RUNS = (
+    ("mesh=single",),
+    ("mesh=dp2", "sharding=zero2"),
+    ("mesh=dp2_pp2", "sharding=zero3", "mirror.count=0"),
+    ("mesh=dp2", "elastic.enabled=false", "checkpoint.every=2"),
+)
+
+
+@pytest.mark.parametrize("words", RUNS, ids=" ".join)
+def test_the_run_goes_on_where_it_was(tmp_path: Path, words: tuple[str, ...]) -> None:
+    write_text(tmp_path)
+    model = mistaken_model.write(tmp_path, fails_from=4)
+    done = train(tmp_path, *SMALL, *model, *words)
+    assert done.code == 1 and done.err.count("Traceback") == 1, done.err
+    error, *_, state, command = done.err.splitlines()
+    assert error.startswith("error: worker ") and "ValueError: a sample that nobody had thought of" in done.err
+    assert state == f"Its state after step 3 is in {tmp_path}/run/checkpoints/step_00000003"
+    assert [line.step for line in read_metrics(tmp_path / "run")] == [1, 2, 3]
+    mistaken_model.correct(tmp_path)
+    _, _, *resumed = shlex.split(command.removeprefix("resume with: "))
+    done = train(tmp_path, *resumed)
+    assert done.code == 0, done.err
+    assert "3" in done.out and Bits.of(tmp_path / "run") == undisturbed(tmp_path, model)
+
+
+def undisturbed(folder: Path, model: list[str]) -> Bits:
+    """The bits of the run without a mistake."""
+    done = train(folder, *SMALL, *model, "mesh=dp2", "run.dir=undisturbed")
+    assert done.code == 0, done.err
+    return Bits.of(folder / "undisturbed")
+
+
+def test_steps_without_an_update_end_the_run_with_its_state_saved(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    model = mistaken_model.write(tmp_path, overflows="true")
+    done = train(tmp_path, *SMALL, *model, "mesh=dp2", "optim.max_skipped=3", "runtime.check_model=false")
+    assert done.code == 1, done.err
+    first, *others = done.err.splitlines()
+    assert first.startswith("error: 3 steps in a row had no update (optim.max_skipped)"), done.err
+    assert "Its state after step " in first and others[-1].startswith("resume with: ")
