@@ -31,7 +31,7 @@ from elaswave_spmd.controller.io import ProcessIO, credentials_of, listen_host
 from elaswave_spmd.controller.living import Living, find_living
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.model_checks import ModelChecks
-from elaswave_spmd.controller.resume import ResumePoint, open_run
+from elaswave_spmd.controller.resume import ResumePoint, complete, open_run
 from elaswave_spmd.controller.run_log import RunLog
 from elaswave_spmd.controller.text_samples import TextSampler
 from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
@@ -413,19 +413,23 @@ class _Lives:
                 os.write(self._told, os.fsencode(run_dir.path) + b"\n")
         with signals.held():
             ends = self._ending_callbacks(observer)
-            with contextlib.closing(start), observer, ends as end, frequencies, contextlib.ExitStack() as ended:
-                ended.callback(merge_trace, run_dir.path)
-                ended.callback(launcher.stop, 0.0)
-                with signals.as_events(controller.stop_requested):
-                    end.outcome = outcome = controller.run()
-                if isinstance(outcome, RestartFrom):
-                    launcher.dismiss("the run begins again")
-                launcher.stop(grace_s=0.0)
-                remove_superfluous(run_dir.path)
-                if isinstance(outcome, RunFinished):
-                    # Else the next controller may still complete what the workers have written.
-                    remove_unfinished(run_dir.path)
-                    self._remove_worse(run_dir.path)
+            with contextlib.closing(start):
+                with observer, ends as end, frequencies, contextlib.ExitStack() as ended:
+                    ended.callback(merge_trace, run_dir.path)
+                    ended.callback(launcher.stop, 0.0)
+                    with signals.as_events(controller.stop_requested):
+                        end.outcome = outcome = controller.run()
+                    if isinstance(outcome, RestartFrom):
+                        launcher.dismiss("the run begins again")
+                    launcher.stop(grace_s=0.0)
+                    remove_superfluous(run_dir.path)
+                    if isinstance(outcome, RunFinished):
+                        remove_unfinished(run_dir.path)
+                        self._remove_worse(run_dir.path)
+                if isinstance(outcome, RunStopped):
+                    # Its last lines name the newest checkpoint: also one whose last report had not come yet.
+                    with contextlib.suppress(FilesError):
+                        complete(run_dir.path, plan)
             if signals.first is not None and not controller.protocol.started and run_dir.discard():
                 self.run_dir = None  # nothing was done: the same command can be given again
             if isinstance(outcome, RunStopped) and isinstance(outcome.error, UserError):

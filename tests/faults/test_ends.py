@@ -125,6 +125,16 @@ def test_all_workers_asked_to_leave(tmp_path: Path, undisturbed: Undisturbed) ->
     assert_saved(tmp_path, done, undisturbed)
 
 
+def test_what_is_whole_on_the_disk_is_a_checkpoint(tmp_path: Path) -> None:
+    """A run that ends does not wait for reports of shards; those that are written count all the same."""
+    events = chaos("step: 6, kind: kill, rank: 0, point: forward")
+    done = run(tmp_path, "mesh=single", "elastic.enabled=false", "checkpoint.every=1", "checkpoint.keep=9", events)
+    assert done.code == 1 and "SIGKILL" in done.err
+    written = {path.parent for path in tmp_path.glob("run/checkpoints/*/shard_*")}
+    assert written == {path.parent for path in tmp_path.glob("run/checkpoints/*/manifest.json")}
+    assert not written or f"newest checkpoint: {max(written)}," in done.err
+
+
 def test_both_replicas_of_a_page_killed_at_once(tmp_path: Path) -> None:
     done = run(tmp_path, "mesh=dp2", "sharding=zero3", chaos("step: 4, kind: kill, rank: [0, 1], point: reduce"))
     assert done.code == 1 and done.err.startswith("error: ") and "Traceback" not in done.err
