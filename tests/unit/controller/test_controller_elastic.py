@@ -269,6 +269,7 @@ def test_crashes_without_a_report_in_one_step_are_a_bug_too(told: Callable[..., 
         story.workers.end(Exited(1, 71, exited.code, exited.signal))
         story.dead.add(1)
         story.until(lambda: story.prepares(0))
+        story.dead.add(0)
         story.workers.end(exited)
         story.until(lambda: False)
 
