@@ -154,6 +154,16 @@ class LayerLayout:
         """State pages that are trained. They come first: the state pages from this one on are frozen."""
         return sum(b.num_pages for b in self.state_blocks if not b.frozen)
 
+    @property
+    def trained_pages(self) -> range:
+        """The state pages that are trained."""
+        return range(self.num_trained_pages)
+
+    @property
+    def frozen_pages(self) -> range:
+        """The state pages that are frozen."""
+        return range(self.num_trained_pages, self.num_state_pages)
+
     @cached_property
     def num_state_elements(self) -> int:
         """Elements of owned state, padding included: what one copy of the master parameters takes."""

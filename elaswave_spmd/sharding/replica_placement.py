@@ -16,7 +16,7 @@ import numpy as np
 from elaswave_spmd.mesh import Topology
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.sharding.layout import ModelLayout
-from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
+from elaswave_spmd.sharding.replicas import LayerReplicas, PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.sharding.state_sharding import StateSharding
 
 DEFAULT_SCATTER = 4
@@ -59,7 +59,7 @@ def place_replicas(layout: ModelLayout, sharding: StateSharding, *, least_pages:
     for members, of_stage in zip(sharding.stages, placed, strict=True):
         for pages in of_stage:
             found[pages.layer].append(pages if len(members) > choice.count else choice.completed(pages))
-    return {layer: tuple(of_layer) for layer, of_layer in found.items()}
+    return {layer: LayerReplicas(of_layer) for layer, of_layer in found.items()}
 
 
 def replicas_at(
@@ -82,7 +82,7 @@ def replicas_at(
         for pages in _in_pieces(sharding.primary_ranges(layout, stage, sets.keys()), sets, least_pages):
             if pages.replicas & wanted:
                 found[pages.layer].append(pages)
-    return {layer: tuple(of_layer) for layer, of_layer in found.items()}
+    return {layer: LayerReplicas(of_layer) for layer, of_layer in found.items()}
 
 
 def _replica_sets(
@@ -216,20 +216,36 @@ class MirrorChoice:
         self._stages = sharding.stages
         self._topology = sharding.mesh.topology
         self._scatter = sharding.scatter
+        self._is_replicated = sharding.is_replicated
         self.stage_of = {rank: stage for stage, members in enumerate(self._stages) for rank in members}
         self.count = min(sharding.mirror_count, len(self.stage_of) - 1)
         self._shares = [-(-self.count * total // len(r)) for total, r in zip(pages, self._stages, strict=False)]
         self.mirrored: dict[int, int] = dict.fromkeys(self.stage_of, 0)
-        self.peers: defaultdict[int, set[int]] = defaultdict(set)
+        self._layers: list[LayerReplicas] = []  # that stay as they are
+        self._peers: defaultdict[int, set[int]] = defaultdict(set)  # without those of these layers
         self._by_load: dict[int, list[tuple[int, int]]] = {}  # stage -> (mirrored pages, rank), ascending
         self._sets: dict[frozenset[int], frozenset[int]] = {}
         self._spans: dict[int, int] = {}
+
+    def num_replicas(self, stage: int) -> int:
+        """The replicas that each page of a stage should have."""
+        return max(self.count + 1, len(self._stages[stage]) if self._is_replicated else 0)
 
     def width(self, stage: int) -> int:
         """The size of a copyset, members of other stages included where the stage is too small."""
         inside = len(self._stages[stage]) - 1
         num_peers = inside if inside >= self.count else len(self.stage_of) - 1
         return copyset_width(self._scatter, self.count, num_peers)
+
+    def count_layer(self, layer: LayerReplicas) -> None:
+        """Counts the mirrors of a layer that stays as it is."""
+        self._layers.append(layer)
+        for rank, num_pages in layer.mirrored_pages.items():
+            self.mirrored[rank] += num_pages
+
+    def peers(self, primary: int) -> Set[int]:
+        """The workers that mirror pages of a primary."""
+        return self._peers[primary].union(*(layer.mirrors.get(primary, ()) for layer in self._layers))
 
     def count_mirrors(self, replica_sets: Sequence[ReplicaSet]) -> None:
         """Counts the mirrors of page ranges that stay as they are."""
@@ -241,7 +257,7 @@ class MirrorChoice:
 
     def add(self, primary: int, held: Set[int], num_pages: int) -> None:
         """Counts `num_pages` pages of `primary` for each other worker in `held`."""
-        peers = self.peers[primary]
+        peers = self._peers[primary]
         for rank in held:
             if rank == primary:
                 continue
@@ -266,7 +282,7 @@ class MirrorChoice:
 
     def ranked(self, held: Set[int], primary: int) -> list[int]:
         """The mirrors, those to keep first: in the primary's stage, far away, below the share, in its copyset."""
-        stage, peers = self.stage_of[primary], self.peers[primary]
+        stage, peers = self.stage_of[primary], self.peers(primary)
         share = self._shares[stage]
 
         def key(rank: int) -> tuple[bool, int, bool, bool, int, int]:
@@ -295,7 +311,7 @@ class MirrorChoice:
         for gap in range(1, len(self._stages)):
             near = [s for s in (stage - gap, stage + gap) if 0 <= s < len(self._stages)]
             free = [rank for s in near for rank in self._stages[s] if rank not in held]
-            peers = self.peers[pages.primary]
+            peers = self.peers(pages.primary)
             if len(peers) >= self.width(stage):
                 free = [rank for rank in free if rank in peers] or free
             if free:
@@ -311,7 +327,7 @@ class MirrorChoice:
 
         A worker on another host is preferred while it mirrors at most twice as much as one on a replica's host.
         """
-        farthest, share, peers = self.farthest(stage), self._shares[stage], self.peers[primary]
+        farthest, share, peers = self.farthest(stage), self._shares[stage], self.peers(primary)
         if len(peers) >= self.width(stage):
             inside = [rank for rank in peers if rank not in held and self.stage_of[rank] == stage]
             able = [rank for rank in inside if 8 * self.mirrored[rank] < 9 * share]

@@ -8,12 +8,14 @@ that way is moved. How much that is, is a maximum flow from the workers with too
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+
+import numpy as np
 
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replica_placement import MirrorChoice
-from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
+from elaswave_spmd.sharding.replicas import LayerReplicas, ReplicaMap, ReplicaSet, ranges_of
 from elaswave_spmd.sharding.state_sharding import StateSharding
 
 Alive = frozenset[int]
@@ -46,9 +48,18 @@ def rebalance_replicas(current: ReplicaMap, layout: ModelLayout, sharding: State
     layers_of = [sharding.layers_of_stage(stage) for stage in stages]
     pages_of = [sum(layout.layers[layer].num_state_pages for layer in layers) for layers in layers_of]
     choice = MirrorChoice(sharding, pages_of)
-    found: dict[int, list[ReplicaSet]] = {layer: [] for layer in range(sharding.layer_cuts[-1])}
+    same: dict[int, LayerReplicas] = {}  # layers of stages that have nothing to do with the change: nearly all
+    found: dict[int, list[ReplicaSet]] = defaultdict(list)
     changed: list[tuple[ReplicaSet, Alive, int]] = []
     for stage, layers in zip(stages, layers_of, strict=True):
+        whole = {layer: ranges_of(current, layer) for layer in layers}
+        # Mirrors of replicated state are the members themselves, and are not chosen by load.
+        counts = not sharding.is_replicated or len(sharding.stages[stage]) <= choice.count
+        if _is_settled(whole, stage, choice, layout, sharding):
+            same |= whole
+            for ranges in whole.values() if counts else ():
+                choice.count_layer(ranges)
+            continue
         settled: list[ReplicaSet] = []
         for ranges in _trained_and_frozen([pages for layer in layers for pages in current[layer]], layout):
             balance = _Balance(stage, choice, layout, sharding)
@@ -62,15 +73,49 @@ def rebalance_replicas(current: ReplicaMap, layout: ModelLayout, sharding: State
                     settled.append(pages)
                 else:
                     changed.append((pages, alive, primary))
-        # Mirrors of replicated state are the members themselves, and are not chosen by load.
-        if not sharding.is_replicated or len(sharding.stages[stage]) <= choice.count:
+        if counts:
             choice.count_mirrors(settled)
         for pages in settled:
             found[pages.layer].append(pages)
     # Mirrors are chosen after all stages are balanced: a stage that is too small has its mirrors in others.
     for pages in _with_mirrors(changed, choice, sharding):
         found[pages.layer].append(pages)
-    return {layer: tuple(sorted(of_layer, key=lambda it: it.first)) for layer, of_layer in found.items()}
+    after = {layer: sorted(found[layer], key=lambda it: it.first) for stage in layers_of for layer in stage}
+    return {
+        layer: same[layer] if layer in same else ranges_of(current, layer).replaced(ranges)
+        for layer, ranges in after.items()
+    }
+
+
+def _is_settled(
+    layers: Mapping[int, LayerReplicas], stage: int, choice: MirrorChoice, layout: ModelLayout, sharding: StateSharding
+) -> bool:
+    """True if all page ranges of a stage may stay as they are, by what is known about its layers as a whole.
+
+    `_Balance.is_settled` says the same of its trained pages, or of its frozen ones, page range by page range.
+    """
+    members, ranges = frozenset(sharding.stages[stage]), layers.values()
+    wanted = choice.num_replicas(stage)
+    return (
+        not any(of_layer.learners for of_layer in ranges)
+        and all(of_layer.primaries <= members for of_layer in ranges)
+        and all(of_layer.set_sizes <= {wanted} for of_layer in ranges)
+        and all(of_layer.holders <= choice.stage_of.keys() for of_layer in ranges)
+        and (not sharding.is_replicated or all(members <= held for of_layer in ranges for held in of_layer.sets))
+        and _is_even(layers, sharding.stages[stage], layout)
+    )
+
+
+def _is_even(layers: Mapping[int, LayerReplicas], members: Sequence[int], layout: ModelLayout) -> bool:
+    """True if all members are primaries of as many trained pages, within one, and of as many frozen ones."""
+    pages = np.zeros((2, max(members) + 1), np.int64)  # trained and frozen, by rank
+    for layer, ranges in layers.items():
+        of_layer, (firsts, sizes, primaries) = layout.layers[layer], ranges.columns
+        for of_kind, kind in zip(pages, (of_layer.trained_pages, of_layer.frozen_pages), strict=True):
+            is_of_kind = (kind.start <= firsts) & (firsts < kind.stop)
+            np.add.at(of_kind, primaries[is_of_kind], sizes[is_of_kind])
+    loads = pages[:, members]
+    return bool((loads.max(axis=1) - loads.min(axis=1) <= 1).all())
 
 
 def _trained_and_frozen(ranges: Sequence[ReplicaSet], layout: ModelLayout) -> list[list[ReplicaSet]]:
@@ -129,6 +174,7 @@ class _Balance:
 
     def __init__(self, stage: int, choice: MirrorChoice, layout: ModelLayout, sharding: StateSharding) -> None:
         members = sharding.stages[stage]
+        self._stage = stage
         self._members = members
         self._everybody = frozenset(members)
         self._choice = choice
@@ -211,9 +257,8 @@ class _Balance:
         """True if a page range with its primary in this stage has exactly the replicas that it should have."""
         # Thousands of ranges share a set: the answer is kept by set.
         if alive not in self._complete:
-            count, everybody = self._choice.count, self._everybody
-            wanted = max(count + 1, len(everybody)) if self._replicated else count + 1
-            self._complete[alive] = len(alive) == wanted and (not self._replicated or everybody <= alive)
+            is_everybody = not self._replicated or self._everybody <= alive
+            self._complete[alive] = len(alive) == self._choice.num_replicas(self._stage) and is_everybody
         return len(alive) == len(pages.replicas) and self._complete[alive]
 
     def even_out(self) -> None:

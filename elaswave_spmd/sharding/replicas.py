@@ -6,15 +6,23 @@ while a run lasts, so that a name of a range in a message under way stays meanin
 After a loss the map is derived from the one before (`promote`), never made anew. Every other change goes from the
 present map to a target in two steps: `with_learners` adds the workers that are to become replicas, `adopt` makes the
 target valid when all of them have the state. `sharding.reshard` puts these steps together.
+
+A loss concerns few layers of a large mesh. Maps before and after a change share the ranges of all others
+(`LayerReplicas`), and with them what was worked out about these before.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
 from math import comb
+from operator import is_
+
+import numpy as np
+import numpy.typing as npt
 
 PageRange = tuple[int, int, int]
 """(layer, first page, stop page)."""
@@ -76,13 +84,100 @@ class ReplicaSet:
         return f"layer {self.layer} pages [{self.first}, {self.stop}): {self.primary}{mirrors}{learners}"
 
 
+class LayerReplicas(tuple[ReplicaSet, ...]):
+    """The page ranges of one layer with their replicas, in page order. What follows from them is worked out once.
+
+    It is equal to a tuple of the same page ranges, which may stand wherever one of these does (`ranges_of`).
+    """
+
+    def __reduce__(self) -> tuple[type[LayerReplicas], tuple[tuple[ReplicaSet, ...]]]:
+        return LayerReplicas, (tuple(self),)  # without what was worked out
+
+    @cached_property
+    def sets(self) -> frozenset[frozenset[int]]:
+        """The different sets of replicas."""
+        return frozenset(pages.replicas for pages in self)
+
+    @cached_property
+    def keys(self) -> frozenset[PageRange]:
+        """The page ranges alone."""
+        return frozenset(pages.key for pages in self)
+
+    @cached_property
+    def set_sizes(self) -> frozenset[int]:
+        """The numbers of replicas that page ranges have."""
+        return frozenset(map(len, self.sets))
+
+    @cached_property
+    def holders(self) -> frozenset[int]:
+        """The workers that are a replica of any page range."""
+        return _NONE.union(*self.sets)
+
+    @cached_property
+    def learners(self) -> frozenset[int]:
+        """The workers that are a learner of any."""
+        return _NONE.union(*{pages.learners for pages in self if pages.learners})
+
+    @cached_property
+    def primaries(self) -> frozenset[int]:
+        """The workers that are the primary of any."""
+        return frozenset(pages.primary for pages in self)
+
+    @cached_property
+    def columns(self) -> npt.NDArray[np.int64]:
+        """First page, number of pages and primary of each page range: [3, n]."""
+        rows = [(pages.first, pages.stop - pages.first, pages.primary) for pages in self]
+        return np.array(rows, np.int64).reshape(-1, 3).T
+
+    @cached_property
+    def primary_pages(self) -> Mapping[int, int]:
+        """Worker -> pages of which it is the primary, of those that are."""
+        found = Counter[int]()
+        for pages in self:
+            found[pages.primary] += pages.stop - pages.first
+        return found
+
+    @cached_property
+    def mirrored_pages(self) -> Mapping[int, int]:
+        """Worker -> pages of which it is a mirror, of those that are."""
+        found = Counter[int]()
+        for pages in self:
+            for rank in pages.replicas:
+                if rank != pages.primary:
+                    found[rank] += pages.stop - pages.first
+        return found
+
+    @cached_property
+    def mirrors(self) -> Mapping[int, frozenset[int]]:
+        """Primary -> the mirrors of its page ranges."""
+        found: dict[int, frozenset[int]] = {}
+        for pages in self:
+            found[pages.primary] = found.get(pages.primary, _NONE) | pages.replicas
+        return {primary: held - {primary} for primary, held in found.items()}
+
+    def concerns(self, ranks: frozenset[int]) -> bool:
+        """True if any of these workers is a replica or a learner here."""
+        return not (ranks.isdisjoint(self.holders) and ranks.isdisjoint(self.learners))
+
+    def replaced(self, found: Iterable[ReplicaSet]) -> LayerReplicas:
+        """Other page ranges of the layer: this object where they are the same."""
+        other = LayerReplicas(found)
+        return self if len(self) == len(other) and all(map(is_, self, other)) else other
+
+
 ReplicaMap = Mapping[int, tuple[ReplicaSet, ...]]
 """Layer -> its page ranges with their replicas, in page order."""
 
 
+def ranges_of(replicas: ReplicaMap, layer: int) -> LayerReplicas:
+    """The page ranges of a layer with what is known about them."""
+    found = replicas[layer]
+    return found if isinstance(found, LayerReplicas) else LayerReplicas(found)
+
+
 def all_replica_sets(replicas: ReplicaMap) -> Iterator[ReplicaSet]:
     """All replica sets, by layer and page."""
-    return (of_range for _, of_layer in sorted(replicas.items()) for of_range in of_layer)
+    return (of_range for _, ranges in sorted(replicas.items()) for of_range in ranges)
 
 
 def promote(replicas: ReplicaMap, lost: Collection[int]) -> tuple[ReplicaMap, tuple[ReplicaSet, ...]]:
@@ -96,13 +191,14 @@ def promote(replicas: ReplicaMap, lost: Collection[int]) -> tuple[ReplicaMap, tu
         The map without the page ranges of which no replica is left; and those page ranges as they were.
     """
     gone = frozenset(lost)
+    layers = {layer: ranges_of(replicas, layer) for layer in sorted(replicas)}
     left: dict[frozenset[int], frozenset[int]] = {}  # page ranges share sets: each is worked out once
-    kept: dict[int, list[ReplicaSet | None]] = {}
+    kept: dict[int, list[ReplicaSet | None]] = {}  # of layers that the loss concerns
     orphans: list[tuple[int, int, ReplicaSet]] = []  # (layer, index in the layer, page range) whose primary is lost
     dead: list[ReplicaSet] = []
-    for layer, of_layer in sorted(replicas.items()):
+    for layer in (layer for layer, ranges in layers.items() if ranges.concerns(gone)):
         found: list[ReplicaSet | None] = kept.setdefault(layer, [])
-        for pages in of_layer:
+        for pages in layers[layer]:
             # Page ranges share sets, so the loss is worked out once for each set: that counts at 100,000 workers.
             if pages.replicas not in left:
                 left[pages.replicas] = pages.replicas if pages.replicas.isdisjoint(gone) else pages.replicas - gone
@@ -117,18 +213,16 @@ def promote(replicas: ReplicaMap, lost: Collection[int]) -> tuple[ReplicaMap, tu
             else:
                 found.append(ReplicaSet(*pages.key, pages.primary, holding, learning))
     # Promoted pages come on top of what the survivors reduce already, so that is counted first.
-    load = Counter({rank: 0 for some in left.values() for rank in some})
-    for found in kept.values():
-        for pages in found:
-            if pages is not None:
-                load[pages.primary] += pages.num_pages
+    candidates = _NONE.union(*(left[pages.replicas] for _, _, pages in orphans))
+    load = {rank: sum(ranges.primary_pages.get(rank, 0) for ranges in layers.values()) for rank in candidates}
     chosen = _choose_primaries([(pages, left[pages.replicas]) for _, _, pages in orphans], load)
     for (layer, place, pages), primary in zip(orphans, chosen, strict=True):
         kept[layer][place] = ReplicaSet(*pages.key, primary, left[pages.replicas], pages.learners - gone)
-    return {layer: tuple(pages for pages in found if pages) for layer, found in kept.items()}, tuple(dead)
+    changed = {layer: LayerReplicas(pages for pages in found if pages) for layer, found in kept.items()}
+    return layers | changed, tuple(dead)
 
 
-def _choose_primaries(orphans: Sequence[tuple[ReplicaSet, frozenset[int]]], load: Counter[int]) -> list[int]:
+def _choose_primaries(orphans: Sequence[tuple[ReplicaSet, frozenset[int]]], load: dict[int, int]) -> list[int]:
     """A replica for each page range: greedily by load, then changed one at a time while loads become more even."""
     order = sorted(range(len(orphans)), key=lambda i: (len(orphans[i][1]), -orphans[i][0].num_pages, orphans[i][0].key))
     chosen = [-1] * len(orphans)
@@ -149,12 +243,13 @@ def _choose_primaries(orphans: Sequence[tuple[ReplicaSet, frozenset[int]]], load
 
 def cut_at(replicas: ReplicaMap, cuts: ReplicaMap) -> ReplicaMap:
     """The same replicas, with every page range cut where a page range of `cuts` ends. Both cover the same pages."""
-    return {layer: tuple(_cut_layer(of_layer, cuts[layer])) for layer, of_layer in replicas.items()}
+    layers = {layer: ranges_of(replicas, layer) for layer in replicas}
+    return {layer: ranges.replaced(_cut_layer(ranges, cuts[layer])) for layer, ranges in layers.items()}
 
 
-def _cut_layer(of_layer: Sequence[ReplicaSet], cuts: Sequence[ReplicaSet]) -> Iterator[ReplicaSet]:
+def _cut_layer(ranges: Sequence[ReplicaSet], cuts: Sequence[ReplicaSet]) -> Iterator[ReplicaSet]:
     place = 0
-    for pages in of_layer:
+    for pages in ranges:
         first = pages.first
         while first < pages.stop:
             while cuts[place].stop <= first:
@@ -170,7 +265,11 @@ def _cut_layer(of_layer: Sequence[ReplicaSet], cuts: Sequence[ReplicaSet]) -> It
 def with_learners(current: ReplicaMap, target: ReplicaMap) -> ReplicaMap:
     """The current replicas on the target's page ranges, with the target's other replicas as learners."""
     assert current.keys() == target.keys(), (sorted(current), sorted(target))
-    return {layer: tuple(_refined(current[layer], of_layer)) for layer, of_layer in sorted(target.items())}
+    return {layer: _layer_with_learners(ranges_of(current, layer), target[layer]) for layer in sorted(target)}
+
+
+def _layer_with_learners(now: LayerReplicas, target: tuple[ReplicaSet, ...]) -> LayerReplicas:
+    return now if target is now and not now.learners else now.replaced(_refined(now, target))
 
 
 def _refined(current: Sequence[ReplicaSet], target: Sequence[ReplicaSet]) -> Iterator[ReplicaSet]:
@@ -191,8 +290,10 @@ def _refined(current: Sequence[ReplicaSet], target: Sequence[ReplicaSet]) -> Ite
 def adopt(learning: ReplicaMap, target: ReplicaMap) -> ReplicaMap:
     """The target, once all learners of `learning` have the state: no replica in it may be without it."""
     assert learning.keys() == target.keys(), (sorted(learning), sorted(target))
-    for layer, of_layer in target.items():
-        for now, goal in zip(learning[layer], of_layer, strict=True):
+    for layer, ranges in target.items():
+        if ranges is learning[layer]:
+            continue
+        for now, goal in zip(learning[layer], ranges, strict=True):
             assert now.key == goal.key, f"the page ranges agree: {now}, {goal}"
             assert goal.replicas <= now.replicas or goal.replicas <= now.replicas | now.learners, f"{now}, {goal}"
     return target
@@ -208,7 +309,13 @@ def graduate(replicas: ReplicaMap, caught_up: Collection[int]) -> ReplicaMap:
         now = pages.learners & ready
         return ReplicaSet(*pages.key, pages.primary, pages.replicas | now, pages.learners - now)
 
-    return {layer: tuple(map(after, of_layer)) for layer, of_layer in replicas.items()}
+    layers = {layer: ranges_of(replicas, layer) for layer in replicas}
+    changed = {
+        layer: LayerReplicas(map(after, ranges))
+        for layer, ranges in layers.items()
+        if not ranges.learners.isdisjoint(ready)
+    }
+    return layers | changed
 
 
 def disown(
@@ -232,7 +339,8 @@ def disown(
         primary = min(left) if pages.primary == rank else pages.primary
         return ReplicaSet(*pages.key, primary, left, pages.learners)
 
-    return {layer: tuple(map(after, of_layer)) for layer, of_layer in replicas.items()}, tuple(alone)
+    layers = {layer: ranges_of(replicas, layer) for layer in replicas}
+    return {layer: ranges.replaced(map(after, ranges)) for layer, ranges in layers.items()}, tuple(alone)
 
 
 def dispensable(replicas: ReplicaMap, gone: Collection[int], leaving: Iterable[int]) -> tuple[int, ...]:
@@ -240,14 +348,21 @@ def dispensable(replicas: ReplicaMap, gone: Collection[int], leaving: Iterable[i
 
     Taken in the order of `leaving`: each one that is removed counts as gone for those after it.
     """
-    left = {pages.replicas.difference(gone) for pages in all_replica_sets(replicas)} - {frozenset()}
+    if not (order := tuple(leaving)):
+        return ()
+    left = {held.difference(gone) for held in _different_sets(replicas)} - {frozenset()}
     found = []
-    for rank in leaving:
+    for rank in order:
         without = {held - {rank} for held in left}
         if frozenset() not in without:
             found.append(rank)
             left = without
     return tuple(found)
+
+
+def _different_sets(replicas: ReplicaMap) -> Set[frozenset[int]]:
+    """The different sets of replicas that page ranges have."""
+    return {held for layer in replicas for held in ranges_of(replicas, layer).sets}
 
 
 def unsurvived(replicas: ReplicaMap, members: Collection[int], losses: int = 2) -> tuple[int, int]:
@@ -256,7 +371,7 @@ def unsurvived(replicas: ReplicaMap, members: Collection[int], losses: int = 2) 
     Counted on the distinct sets of replicas: exact, and cheap while at most a few of these are smaller than `losses`.
     """
     among = frozenset(members)
-    distinct = {pages.replicas for pages in all_replica_sets(replicas)}
+    distinct = _different_sets(replicas)
     # Larger sets survive that many losses, whichever they are.
     small = {held for held in distinct if len(held) <= losses and held <= among}
     # A worker that holds a page alone makes every set with it fatal; those sets are counted by subtraction.
@@ -308,4 +423,4 @@ def from_rows(rows: Sequence[ReplicaRow]) -> ReplicaMap:
         if learners not in sets:
             sets[learners] = frozenset(learners)
         found[layer].append(ReplicaSet(layer, first, stop, primary, sets[shared], sets[learners]))
-    return {layer: tuple(of_layer) for layer, of_layer in found.items()}
+    return {layer: LayerReplicas(ranges) for layer, ranges in found.items()}

@@ -35,6 +35,7 @@ from elaswave_spmd.sharding.replicas import (
     all_replica_sets,
     cut_at,
     promote,
+    ranges_of,
     with_learners,
 )
 from elaswave_spmd.sharding.state_sharding import StateSharding
@@ -93,7 +94,8 @@ class ReshardPlan:
     @cached_property
     def copies(self) -> tuple[PageMove, ...]:
         """State that the primary of a page range sends, one copy for each worker that gets it."""
-        return tuple(copies(all_replica_sets(self.during)))
+        layers = (ranges_of(self.during, layer) for layer in sorted(self.during))
+        return tuple(move for ranges in layers if ranges.learners for move in copies(ranges))
 
     @cached_property
     def learners(self) -> frozenset[int]:
@@ -114,14 +116,20 @@ class ReshardPlan:
     @cached_property
     def hand_overs(self) -> tuple[PageMove, ...]:
         """Page ranges that have another primary once all copies are there."""
-        pairs = zip(all_replica_sets(self.during), all_replica_sets(self.after), strict=True)
+        pairs = self._changing
         return tuple(PageMove(now.key, now.primary, it.primary) for now, it in pairs if now.primary != it.primary)
 
     @cached_property
     def drops(self) -> tuple[tuple[PageRange, int], ...]:
         """(page range, rank) of replicas that are given up once all copies are there."""
-        pairs = zip(all_replica_sets(self.during), all_replica_sets(self.after), strict=True)
-        return tuple((now.key, rank) for now, it in pairs for rank in sorted(now.replicas - it.replicas))
+        return tuple((now.key, rank) for now, it in self._changing for rank in sorted(now.replicas - it.replicas))
+
+    @property
+    def _changing(self) -> Iterator[tuple[ReplicaSet, ReplicaSet]]:
+        """The page ranges of layers that have other replicas when all copies are there: now, and then."""
+        for layer in sorted(self.during):
+            if self.during[layer] is not self.after[layer]:
+                yield from zip(self.during[layer], self.after[layer], strict=True)
 
     def elements(self, pages: PageRange) -> int:
         """Elements of one kind of state in a page range. The loss page is no state and has none."""
@@ -182,7 +190,11 @@ class ReshardPlan:
             needed, those = len(members) if sharding.is_replicated else 1, frozenset(members)
             inside: dict[frozenset[int], int] = {}  # page ranges share their sets: each is counted once
             for layer in sharding.layers_of_stage(stage):
-                for now, then in zip(self.during[layer], self.after[layer], strict=True):
+                ranges = ranges_of(self.during, layer)
+                stays = ranges is self.after[layer] and not sharding.is_replicated
+                if stays and ranges.primaries <= those:
+                    continue
+                for now, then in zip(ranges, self.after[layer], strict=True):
                     if self.is_frozen(now.key) != frozen:
                         continue
                     if now.replicas not in inside:
@@ -206,10 +218,12 @@ class ReshardPlan:
             # Short last pages first: then no choice of pages could have fewer elements, and the bound holds.
             last = sorted(block.stop - block.start - (block.num_pages - 1) * page_size for block in blocks)
             held = dict.fromkeys(members, 0)
-            state = (pages for layer in layers for pages in self.during[layer] if self.elements(pages.key))
-            for pages in (pages for pages in state if self.is_frozen(pages.key) == frozen):
-                for rank in pages.replicas & held.keys():
-                    held[rank] += pages.num_pages
+            for layer in layers:
+                of_layer = self.layout.layers[layer]
+                kind = of_layer.frozen_pages if frozen else of_layer.trained_pages
+                for pages in (pages for pages in self.during[layer] if pages.first in kind):
+                    for rank in pages.replicas & held.keys():
+                        held[rank] += pages.num_pages
             for missing in (share - num_pages for num_pages in held.values() if num_pages < share):
                 found += sum(last[:missing]) + max(0, missing - len(last)) * page_size
         return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout
-from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
+from elaswave_spmd.sharding.replicas import LayerReplicas, PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.sharding.spec import P
 from elaswave_spmd.sharding.tiles import TileMap
 
@@ -96,7 +96,7 @@ class StateSharding:
             for (layer, first, stop), primary in self.primary_ranges(layout, stage):
                 replicas = everybody if self.is_replicated else frozenset((primary,))
                 found[layer].append(ReplicaSet(layer, first, stop, primary, replicas))
-        return {layer: tuple(of_layer) for layer, of_layer in found.items()}
+        return {layer: LayerReplicas(of_layer) for layer, of_layer in found.items()}
 
     def __str__(self) -> str:
         layers = " | ".join(f"{a}-{b - 1}" for a, b in zip(self.layer_cuts, self.layer_cuts[1:], strict=False))
