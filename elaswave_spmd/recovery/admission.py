@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from keyword import iskeyword
 from typing import Final, NamedTuple, get_args
 
@@ -137,14 +138,19 @@ class MessageBounds:
 
     def has_ranges(self, ranges: Collection[tuple[int, int, int]], *kinds: str, trained: bool = False) -> bool:
         """True if all of these page ranges exist, and are no more than there are pages."""
-        most = sum(block.num_pages for layer in self.layout.layers for block in layer.blocks)
         exist = (self.num_elements(pages, *kinds, trained=trained) is not None for pages in ranges)
-        return len(ranges) <= most and all(exist)
+        return not ranges or (len(ranges) <= self._num_pages and all(exist))
+
+    @cached_property
+    def _num_pages(self) -> int:
+        return sum(block.num_pages for layer in self.layout.layers for block in layer.blocks)
 
     def has_microbatches(self, microbatches: Collection[int], *, validation: bool = False) -> bool:
         """True if all of these micro-batches exist, each named once."""
+        if not microbatches:
+            return True
         most = self.num_validation_microbatches if validation else self.num_microbatches
-        return len(set(microbatches)) == len(microbatches) and all(0 <= one < most for one in microbatches)
+        return min(microbatches) >= 0 and max(microbatches) < most and len(set(microbatches)) == len(microbatches)
 
     # ---- messages between workers
 
@@ -477,13 +483,13 @@ def _exists(bounds: MessageBounds, part: m.PartialStep) -> bool:
     """True if everything that a partial step lists exists, each once."""
     num_layers = len(bounds.layout.layers)
     crossing = (*part.activations, *part.gradients)
-    sums = [nodes for _, nodes in part.layer_sums.items()] + [row[4] for row in part.page_sums]
+    sums = {*part.layer_sums.values(), *(nodes for *_, nodes in part.page_sums)}  # mostly the same nodes in all layers
     return (
         all(bounds.has_microbatches(some) for some in (part.assigned, part.computed, part.forwarded, part.put_off))
-        and set(part.put_off) <= set(part.assigned) - set(part.computed)
+        and (not part.put_off or set(part.put_off) <= set(part.assigned) - set(part.computed))
         and len(set(part.activations)) == len(part.activations)
         and len(set(part.gradients)) == len(part.gradients)
-        and all(0 <= layer < num_layers and bounds.has_microbatches((one,)) for layer, one in crossing)
+        and all(0 <= layer < num_layers and 0 <= one < bounds.num_microbatches for layer, one in crossing)
         and all(0 <= layer < num_layers for layer in part.layer_sums)
         and all(0 <= use < num_layers for *_, use, _ in part.page_sums)
         and bounds.has_ranges(part.reduced, STATE, LOSS, trained=True)

@@ -824,7 +824,7 @@ class ControllerProtocol:
         if standing.is_between_steps:
             return None
         old = self.placement
-        old_layers = {rank: reconfiguration.layers_of_worker(old, rank) for rank in old.mesh.members}
+        old_layers = reconfiguration.layers_of_workers(old)
         return recovery_plan(standing.version + 1, placement, self.layout, standing.partial_steps, old_layers)
 
     def _enter(

@@ -47,17 +47,17 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from itertools import chain
+from itertools import chain, islice, takewhile
 from operator import or_
 
 from elaswave_spmd.determinism.reduction_tree import Node
 from elaswave_spmd.recovery.messages import PartialStep, Recompute
 from elaswave_spmd.scheduling.placement import Placement, workers_of_microbatches
 from elaswave_spmd.sharding.layout import ModelLayout
-from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
+from elaswave_spmd.sharding.replicas import LayerReplicas, PageRange, ReplicaMap, ReplicaSet, ranges_of
 
 INPUT_GRADIENT, FULL, WEIGHTS_ONLY = 1, 2, 3
 """Values of Recompute.backward; 0 is none. WEIGHTS_ONLY: the backward is done but for the weight gradients."""
@@ -107,10 +107,10 @@ def recovery_plan(
         found = []
         for u, rank in sorted(worker.items()):
             backward = level.get(u, 0)
-            saved = backward == WEIGHTS_ONLY or survey.has_forward(stage, u, rank)
+            saved = backward == WEIGHTS_ONLY or u in survey.forwards[rank]
             found.append(Recompute(stage, u, rank, u in wanted or not saved, backward))
         lines.appendleft(found)
-        wanted = {w.microbatch for w in found if w.forward and not survey.has_activation(stage, w.microbatch, w.worker)}
+        wanted = survey.without_activation(stage, {line.microbatch: line.worker for line in found if line.forward})
     assert not wanted, "the first stage takes data, not activations"
     return tuple(chain.from_iterable(lines))
 
@@ -146,27 +146,39 @@ class _Survey:
     undisturbed: bool
 
     @cached_property
-    def _microbatches(self) -> Mapping[int, tuple[frozenset[int], frozenset[int]]]:
-        """Rank -> (micro-batches with a saved forward, micro-batches computed), of members that kept their layers.
+    def _keepers(self) -> tuple[tuple[int, ...], ...]:
+        """Per stage the members that have something of the step and kept their layers, lowest rank first.
 
         A micro-batch that went through other layers than those of the new stage is of no use to it.
         """
-        found = {}
+        found = []
         for stage, members in enumerate(self.placement.mesh.stages):
             layers = self.placement.layers_of_stage(stage)
-            for rank in members:
-                if rank in self.reported and self.old_layers.get(rank) == (layers.start, layers.stop):
-                    report = self.reported[rank]
-                    found[rank] = frozenset(report.forwarded), frozenset(report.computed)
+            same, before = (layers.start, layers.stop), self.old_layers
+            found.append(tuple(rank for rank in sorted(self.reported.keys() & members) if before.get(rank) == same))
+        return tuple(found)
+
+    @cached_property
+    def forwards(self) -> Mapping[int, Collection[int]]:
+        """Member -> the micro-batches of which it has a saved forward through all layers of its stage."""
+        found: dict[int, Collection[int]] = {rank: () for rank in self.placement.mesh.members}
+        for rank in chain.from_iterable(self._keepers):
+            if forwarded := self.reported[rank].forwarded:
+                found[rank] = frozenset(forwarded)
         return found
+
+    @cached_property
+    def _computed(self) -> Mapping[int, Collection[int]]:
+        """Member that kept its layers -> the micro-batches that it has computed."""
+        return {rank: frozenset(self.reported[rank].computed) for rank in chain.from_iterable(self._keepers)}
 
     @cached_property
     def claims(self) -> tuple[Mapping[int, tuple[int, ...]], ...]:
         """Per stage: micro-batch -> the members that claim it, lowest rank first."""
         found = []
-        for members in self.placement.mesh.stages:
+        for keepers in self._keepers:
             claims: dict[int, tuple[int, ...]] = {}
-            for rank in sorted(set(members) & self._microbatches.keys()):
+            for rank in keepers:
                 for microbatch in self.reported[rank].assigned:
                     claims[microbatch] = (*claims.get(microbatch, ()), rank)
             found.append(claims)
@@ -176,51 +188,65 @@ class _Survey:
     def put_off(self) -> tuple[Mapping[int, int], ...]:
         """Per stage: micro-batch -> a member that claims it and has nothing left of it but its weight gradients."""
         found = []
-        for claims in self.claims:
-            found.append(
-                {
-                    microbatch: rank
-                    for microbatch, ranks in claims.items()
-                    for rank in reversed(ranks)
-                    if microbatch in self.reported[rank].put_off and self.boundaries_kept
-                }
-            )
+        for keepers, claims in zip(self._keepers, self.claims, strict=True):
+            able = [rank for rank in reversed(keepers) if self.boundaries_kept and self.reported[rank].put_off]
+            found.append({u: rank for rank in able for u in self.reported[rank].put_off if rank in claims.get(u, ())})
         return tuple(found)
 
     @cached_property
-    def _gradients(self) -> frozenset[tuple[int, int]]:
-        return frozenset(at for report in self.reported.values() for at in report.gradients)
+    def _gradients(self) -> Mapping[int, set[int]]:
+        """Layer -> micro-batches of which somebody keeps the gradient that goes there."""
+        return _by_layer(at for report in self.reported.values() for at in report.gradients)
 
     @cached_property
-    def _activations(self) -> frozenset[tuple[int, int]]:
-        return frozenset(at for report in self.reported.values() for at in report.activations)
+    def _activations(self) -> Mapping[int, set[int]]:
+        """Layer -> micro-batches of which somebody keeps the activation that goes there."""
+        return _by_layer(at for report in self.reported.values() for at in report.activations)
 
-    def has_forward(self, stage: int, microbatch: int, rank: int) -> bool:
-        """True if the member has a saved forward of the micro-batch through all layers of the stage."""
-        assert self.placement.mesh.stage_of(rank) == stage, (stage, rank)
-        return rank in self._microbatches and microbatch in self._microbatches[rank][0]
+    def without_gradient(self, stage: int, microbatches: Iterable[int]) -> list[int]:
+        """Those whose backward on the stage does not find the gradient of its output; the last stage has the loss."""
+        if stage == self.placement.num_stages - 1:
+            return []
+        kept = self._gradients.get(self.placement.layer_cuts[stage + 1] - 1, ())
+        return [u for u in microbatches if u not in kept and not self._is_gradient_there(stage, u)]
 
-    def has_gradient(self, stage: int, microbatch: int) -> bool:
-        """True if a backward on the stage finds the gradient of its output; the last stage has the loss."""
-        cuts = self.placement.layer_cuts
-        if stage == self.placement.num_stages - 1 or (cuts[stage + 1] - 1, microbatch) in self._gradients:
-            return True
+    def _is_gradient_there(self, stage: int, microbatch: int) -> bool:
+        """True if what was sent, and is kept by nobody, is with the worker that takes it."""
         if self.boundaries_kept or not self.undisturbed or len(claimers := self.claims[stage].get(microbatch, ())) != 1:
             return False
-        used = microbatch in self._microbatches[claimers[0]][1]
-        return not used and any(
-            microbatch in self._microbatches[r][1] for r in self.claims[stage + 1].get(microbatch, ())
-        )
+        used = microbatch in self._computed[claimers[0]]
+        return not used and any(microbatch in self._computed[r] for r in self.claims[stage + 1].get(microbatch, ()))
 
-    def has_activation(self, stage: int, microbatch: int, rank: int) -> bool:
-        """True if a forward of this member on the stage finds its input; the first stage has the data."""
-        if stage == 0 or (self.placement.layer_cuts[stage], microbatch) in self._activations:
-            return True
+    def without_activation(self, stage: int, worker_of: Mapping[int, int]) -> set[int]:
+        """The micro-batches whose forward on the stage does not find its input; the first stage has the data.
+
+        Args:
+            worker_of: micro-batch -> the member that runs it.
+        """
+        if stage == 0:
+            return set()
+        kept = self._activations.get(self.placement.layer_cuts[stage], ())
+        lacking = (item for item in worker_of.items() if item[0] not in kept)
+        return {u for u, rank in lacking if not self._is_activation_there(stage, u, rank)}
+
+    def _is_activation_there(self, stage: int, microbatch: int, rank: int) -> bool:
+        """True if what was sent, and is kept by nobody, is with this worker."""
         if self.boundaries_kept or not self.undisturbed or self.claims[stage].get(microbatch) != (rank,):
             return False
-        used = any(microbatch in microbatches for microbatches in self._microbatches[rank])
-        senders = self.claims[stage - 1].get(microbatch, ())
-        return not used and any(microbatch in microbatches for r in senders for microbatches in self._microbatches[r])
+        used = self._has_passed(microbatch, rank)
+        return not used and any(self._has_passed(microbatch, r) for r in self.claims[stage - 1].get(microbatch, ()))
+
+    def _has_passed(self, microbatch: int, rank: int) -> bool:
+        """True if a member that kept its layers has done the forward of a micro-batch."""
+        return microbatch in self.forwards[rank] or microbatch in self._computed[rank]
+
+
+def _by_layer(places: Iterable[tuple[int, int]]) -> Mapping[int, set[int]]:
+    """Layer -> micro-batches, of pairs of them."""
+    found: dict[int, set[int]] = defaultdict(set)
+    for layer, microbatch in places:
+        found[layer].add(microbatch)
+    return found
 
 
 # ---- what is missing
@@ -231,37 +257,33 @@ def _missing_microbatches(
 ) -> list[list[int]]:
     """Per stage the micro-batches that are not covered (see the module) for some page range and use, ascending."""
     replica_map = placement.replica_map(layout)
-    reports = _Reports.by_range(replica_map, reported)
+    reports = _Reports.of(replica_map, reported)
+    tied = {layer for (owner, _), readers in layout.readers.items() for layer in (owner, *(at for at, _ in readers))}
     everything = (1 << placement.num_microbatches) - 1
-    sums = _layer_sums(reported)
     found = []
     for stage in range(placement.num_stages):
         missing = 0
         for layer in placement.layers_of_stage(stage):
-            local = sums.get(layer, {})
+            local, in_trees = reports.sums.get(layer, {}), reports.in_trees.get(layer, {})
             everybody, twice = _together(local.values())
+            nobody = everything & ~everybody  # micro-batches that trees alone can have
             for pages in _ranges_of_use(layout, replica_map, layer):
                 if missing == everything:
                     break
                 key = pages.key
+                if layer not in tied and key not in reports.special:
+                    # Whoever is excluded has all of its sums in its tree: so it makes no difference.
+                    if nobody & ~missing:
+                        missing |= nobody & ~in_trees.get(key, 0)
+                    continue
                 if not pages.replicas.isdisjoint(reports.with_reduced.get(key, ())):
                     continue  # rule 1 of the module: a replica has the whole sum
                 excluded = reports.excluded.get(key, ())
                 usable = everybody  # the same for most ranges, so it is not computed again for each
                 if not local.keys().isdisjoint(excluded):
                     usable = _without(excluded, local, everybody, twice)
-                missing |= everything & ~(usable | reports.in_trees.get((key, layer), 0))
+                missing |= everything & ~(usable | in_trees.get(key, 0))
         found.append(_microbatches_in(missing))
-    return found
-
-
-def _layer_sums(reported: Mapping[int, PartialStep]) -> Mapping[int, Mapping[int, int]]:
-    """Layer -> rank -> the micro-batches whose sums of the layer the member has, as bits; of those that have any."""
-    found: dict[int, dict[int, int]] = defaultdict(dict)
-    for rank, report in reported.items():
-        for layer, tree_nodes in report.layer_sums.items():
-            if mask := _mask(tree_nodes):
-                found[layer][rank] = mask
     return found
 
 
@@ -306,59 +328,80 @@ def _ranges_of_use(layout: ModelLayout, replica_map: ReplicaMap, layer: int) -> 
 
 @dataclass(frozen=True)
 class _Reports:
-    """Trees and reduced gradients that members report, by page range of the new map.
+    """The sums and reduced gradients that members report, by layer and by page range of the new map.
 
     Sets of micro-batches are bit masks: a step of a large job has thousands of micro-batches and ranges.
 
     Args:
-        with_reduced: page range -> members that have its reduced gradient.
+        sums: layer -> member -> micro-batches in its partial sums of the layer, of those that have any.
+        in_trees: use -> page range -> micro-batches in nodes of trees.
         excluded: page range -> members that have its reduced gradient or a tree of it.
-        in_trees: (page range, use) -> micro-batches in nodes of trees.
+        with_reduced: page range -> members that have its reduced gradient.
+        special: the page ranges with a reduced gradient, or with a tree that lacks a sum of its member of the layer.
     """
 
-    with_reduced: Mapping[PageRange, Collection[int]]
-    excluded: Mapping[PageRange, Collection[int]]
-    in_trees: Mapping[tuple[PageRange, int], int]
+    sums: Mapping[int, Mapping[int, int]]
+    in_trees: Mapping[int, Mapping[PageRange, int]]
+    excluded: Mapping[PageRange, Set[int]]
+    with_reduced: Mapping[PageRange, Set[int]]
+    special: Set[PageRange]
 
     @classmethod
-    def by_range(cls, replica_map: ReplicaMap, reported: Mapping[int, PartialStep]) -> _Reports:
-        with_reduced: dict[PageRange, set[int]] = {}
-        excluded: dict[PageRange, set[int]] = {}
-        in_trees: dict[tuple[PageRange, int], int] = {}
-        firsts = {layer: [pages.first for pages in ranges] for layer, ranges in replica_map.items()}
+    def of(cls, replica_map: ReplicaMap, reported: Mapping[int, PartialStep]) -> _Reports:
+        sums: dict[int, dict[int, int]] = defaultdict(dict)
+        in_trees: dict[int, dict[PageRange, int]] = defaultdict(dict)
+        excluded: dict[PageRange, set[int]] = defaultdict(set)
+        with_reduced: dict[PageRange, set[int]] = defaultdict(set)
+        ranges, special = _Ranges(replica_map), set[PageRange]()
+        mask_of = _Masks()
         for rank, report in reported.items():
-            for layer, first, stop in report.reduced:
-                for key in _keys_inside(replica_map[layer], firsts[layer], first, stop):
-                    with_reduced.setdefault(key, set()).add(rank)
-                    excluded.setdefault(key, set()).add(rank)
+            for layer, tree_nodes in report.layer_sums.items():
+                if tree_nodes:
+                    sums[layer][rank] = mask_of[tree_nodes]
             for layer, first, stop, use, tree_nodes in report.page_sums:
-                mask = _mask(tree_nodes)
-                for key in _keys_inside(replica_map[layer], firsts[layer], first, stop):
-                    excluded.setdefault(key, set()).add(rank)
-                    in_trees[key, use] = in_trees.get((key, use), 0) | mask
-        return cls(with_reduced, excluded, in_trees)
+                mask, trees = mask_of[tree_nodes], in_trees[use]
+                lacks = use != layer or sums[use].get(rank, 0) & ~mask
+                for key in ranges.inside(layer, first, stop):
+                    excluded[key].add(rank)
+                    trees[key] = trees.get(key, 0) | mask
+                    if lacks:
+                        special.add(key)
+            for layer, first, stop in report.reduced:
+                for key in ranges.inside(layer, first, stop):
+                    excluded[key].add(rank)
+                    with_reduced[key].add(rank)
+                    special.add(key)
+        return cls(sums, in_trees, excluded, with_reduced, special)
 
 
-def _keys_inside(ranges: Sequence[ReplicaSet], firsts: Sequence[int], first: int, stop: int) -> Iterator[PageRange]:
-    """The page ranges, in page order, that lie within pages [first, stop) of a layer.
+class _Masks(dict[tuple[Node, ...], int]):
+    """Tree nodes -> their micro-batches as bits. Members report the same nodes of all their layers."""
 
-    Reports name ranges of older epochs, which may have been split since.
-
-    Args:
-        firsts: first pages of `ranges`.
-    """
-    at = bisect_left(firsts, first)
-    while at < len(ranges) and ranges[at].stop <= stop:
-        yield ranges[at].key
-        at += 1
+    def __missing__(self, tree_nodes: tuple[Node, ...]) -> int:
+        mask = 0
+        for lo, hi in tree_nodes:
+            mask |= ((1 << (hi - lo)) - 1) << lo
+        self[tree_nodes] = mask
+        return mask
 
 
-def _mask(tree_nodes: Iterable[Node]) -> int:
-    """The micro-batches of tree nodes, as bits."""
-    mask = 0
-    for lo, hi in tree_nodes:
-        mask |= ((1 << (hi - lo)) - 1) << lo
-    return mask
+@dataclass(frozen=True)
+class _Ranges:
+    """The page ranges of a map, by those of older epochs, which reports name: they may have been split since."""
+
+    replica_map: ReplicaMap
+
+    @cached_property
+    def _of_layers(self) -> dict[int, LayerReplicas]:
+        return {layer: ranges_of(self.replica_map, layer) for layer in self.replica_map}
+
+    def inside(self, layer: int, first: int, stop: int) -> Sequence[PageRange]:
+        """The page ranges, in page order, that lie within pages [first, stop) of a layer."""
+        ranges, key = self._of_layers[layer], (layer, first, stop)
+        if key in ranges.keys:
+            return (key,)
+        start = bisect_left(ranges, first, key=lambda pages: pages.first)
+        return [pages.key for pages in takewhile(lambda pages: pages.stop <= stop, islice(ranges, start, None))]
 
 
 def _microbatches_in(mask: int) -> list[int]:
@@ -381,7 +424,7 @@ def _backward_levels(survey: _Survey, missing: Sequence[Iterable[int]]) -> list[
         for u in microbatches:
             level[u] = WEIGHTS_ONLY if u in survey.put_off[stage] and u not in level else FULL  # FULL gives both
         levels.append(level)
-        needed = [u for u, of in level.items() if of != WEIGHTS_ONLY and not survey.has_gradient(stage, u)]
+        needed = survey.without_gradient(stage, (u for u, of in level.items() if of != WEIGHTS_ONLY))
     return levels
 
 

@@ -248,13 +248,19 @@ def reconfigure_message(
 
 def partial_step_of(report: StepReport, step: int) -> PartialStep | None:
     """The part of a worker's report that is about this step; None: the worker has nothing of it."""
-    return next((part for part in report.partial_steps if part.step == step), None)
+    for part in report.partial_steps:
+        if part.step == step:
+            return part
+    return None
 
 
-def layers_of_worker(placement: Placement, rank: int) -> tuple[int, int]:
-    """The layers [first, stop) of a worker's stage."""
-    layers = placement.layers_of_stage(placement.mesh.stage_of(rank))
-    return layers.start, layers.stop
+def layers_of_workers(placement: Placement) -> dict[int, tuple[int, int]]:
+    """Rank -> the layers [first, stop) of its stage, of all members."""
+    found: dict[int, tuple[int, int]] = {}
+    for stage, members in enumerate(placement.mesh.stages):
+        layers = placement.layers_of_stage(stage)
+        found |= dict.fromkeys(members, (layers.start, layers.stop))
+    return found
 
 
 def num_recomputed(plan: tuple[Recompute, ...] | None, held: Mapping[int, PartialStep | None], old: Placement) -> int:
@@ -264,11 +270,12 @@ def num_recomputed(plan: tuple[Recompute, ...] | None, held: Mapping[int, Partia
         held: rank -> what each member of the old epoch has of the step; None: nothing, as it has not begun it.
         old: the placement of the old epoch.
     """
-    normal: set[tuple[int, int]] = set()
-    for rank, part in held.items():
-        to_do = old.microbatches_of(rank) if part is None else set(part.assigned) - set(part.computed)
-        normal |= {(rank, microbatch) for microbatch in to_do}
-    return sum((line.worker, line.microbatch) not in normal for line in plan or ())
+    to_do: dict[int, frozenset[int]] = {}
+    for rank in {line.worker for line in plan or ()} & held.keys():
+        part = held[rank]
+        own = old.microbatches_of(rank) if part is None else part.assigned
+        to_do[rank] = frozenset(own).difference(() if part is None else part.computed)
+    return sum(line.microbatch not in to_do.get(line.worker, ()) for line in plan or ())
 
 
 def membership_changes(
