@@ -27,7 +27,7 @@ from elaswave_spmd.recovery.messages import Recompute, Reconfigure, StepReport
 from elaswave_spmd.recovery.vote_exchange import WIDEST, pairs_of
 from elaswave_spmd.scheduling.placement import Placement, workers_of_microbatches
 from elaswave_spmd.sharding.layout import ModelLayout
-from elaswave_spmd.sharding.replicas import ReplicaMap
+from elaswave_spmd.sharding.replicas import ReplicaMap, ranges_of
 
 Pairs = npt.NDArray[np.int64]
 """[n, 2] of ranks."""
@@ -37,6 +37,8 @@ Keys = npt.NDArray[np.int64]
 """`rank << 32 | number`, ascending, each once: numbers of workers, of other workers or of micro-batches."""
 
 _NOBODY: frozenset[int] = frozenset()
+_NO_STAGE = -1
+"""The stage of a worker that is no member any more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,21 +231,21 @@ def peers_of(
     mesh = placement.mesh
     if mesh.num_workers <= widest:
         return None
-    guests = _stage_guests(placement, layout, recovery, checks=checks)
-    pairs = [pairs_of(mesh.members, widest), _crossings(_runners(placement, _columns(())))]
+    replica_map = placement.replica_map(layout)
+    guests = _stage_guests(placement, replica_map, recovery, checks=checks)
+    pairs = [pairs_of(mesh.members, widest, mesh.shape.stage_sizes), _crossings(_runners(placement, _columns(())))]
     pairs += [_crossings(_turns(placement, num_validation_microbatches))]
-    pairs += [_as_pairs(_mirrors(placement, placement.replica_map(layout)))]
+    pairs += [_as_pairs(_mirrors(placement, replica_map))]
     if recovery is not None:
         pairs += [_hands(placement, recovery), _as_pairs(tuple(ends) for ends in recovery.linked)]
-    both = np.concatenate(pairs)
-    is_member = np.zeros(int(max(both.max(initial=0), *mesh.members)) + 1, np.bool_)
-    is_member[[*mesh.members]] = True
-    both = both[is_member[both[:, 0]] & is_member[both[:, 1]]]
-    stage_of = np.empty(len(is_member), np.int64)
+    a, b = np.concatenate(pairs).T
+    stage_of = np.full(int(max(a.max(initial=0), b.max(initial=0), *mesh.members)) + 1, _NO_STAGE)
     for stage, members in enumerate(mesh.stages):
         stage_of[[*members]] = stage
-    both = both[stage_of[both[:, 0]] != stage_of[both[:, 1]]]  # within a stage they are shared
-    keys = _each_once(np.concatenate([both[:, 0] << 32 | both[:, 1], both[:, 1] << 32 | both[:, 0]]))
+    stages = stage_of[a], stage_of[b]
+    apart = (stages[0] != stages[1]) & (np.minimum(*stages) != _NO_STAGE)  # within a stage they are shared
+    a, b = a[apart], b[apart]
+    keys = _each_once(np.concatenate([a << 32 | b, b << 32 | a]))
     microbatches = _microbatches(recovery) if recovery is not None and recovery.plan else None
     return Peers(_shared(placement, _related(placement, layout, checks=checks), guests), keys, microbatches)
 
@@ -267,26 +269,25 @@ def _related(placement: Placement, layout: ModelLayout, *, checks: bool) -> list
 
 
 def _stage_guests(
-    placement: Placement, layout: ModelLayout, recovery: Recovery | None, *, checks: bool
+    placement: Placement, replica_map: ReplicaMap, recovery: Recovery | None, *, checks: bool
 ) -> list[set[int]]:
     """Per stage the workers of others that have to do with all of its members.
 
     They are primaries of its pages, or with checks all replicas; and in the middle of a step those that have sums of
     its layers, as they have come from there.
     """
-    mesh = placement.mesh
-    found: list[set[int]] = [set() for _ in mesh.stages]
-    for stage, (members, guests) in enumerate(zip(mesh.stages, found, strict=True)):
-        for of_layer in placement.replica_map(layout, (stage,)).values():
-            guests.update(pages.primary for pages in of_layer)
-            if checks:
-                guests.update(*{pages.replicas for pages in of_layer})
-        guests.difference_update(members)
+    own = [frozenset(members) for members in placement.mesh.stages]
+    found: list[set[int]] = [set() for _ in own]
+    for stage, (members, guests) in enumerate(zip(own, found, strict=True)):
+        for layer in placement.layers_of_stage(stage):
+            ranges = ranges_of(replica_map, layer)
+            guests.update((ranges.holders if checks else ranges.primaries) - members)
+    everybody = _NOBODY.union(*own)
     for ran in recovery.ran if recovery is not None and recovery.plan is not None else ():
-        for stage, members in enumerate(ran.placement.mesh.stages):
+        for stage, ranks in enumerate(ran.placement.mesh.stages):
             layers = ran.placement.layers_of_stage(stage)
             for now in {placement.stage_of_layer(layer) for layer in layers}:
-                found[now].update(rank for rank in members if rank in mesh and mesh.stage_of(rank) != now)
+                found[now].update(everybody.intersection(ranks) - own[now])
     return found
 
 
@@ -336,9 +337,13 @@ def _crossings(runners: Runners) -> Pairs:
 def _mirrors(placement: Placement, replica_map: ReplicaMap) -> Iterator[tuple[int, int]]:
     """A primary with each replica and learner of its pages that is not in its stage."""
     stage_of = {rank: stage for stage, members in enumerate(placement.mesh.stages) for rank in members}
+    own = [frozenset(members) for members in placement.mesh.stages]
     elsewhere: dict[tuple[int, int], tuple[int, ...]] = {}  # page ranges share sets: each is looked through once
-    for of_layer in replica_map.values():
-        for pages in of_layer:
+    for layer in replica_map:
+        ranges, members = ranges_of(replica_map, layer), own[placement.stage_of_layer(layer)]
+        if ranges.holders <= members and ranges.learners <= members:
+            continue  # nearly always
+        for pages in ranges:
             stage = stage_of[pages.primary]
             for ranks in (pages.replicas, pages.learners) if pages.learners else (pages.replicas,):
                 if (key := (id(ranks), stage)) not in elsewhere:

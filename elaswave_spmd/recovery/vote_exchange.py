@@ -14,7 +14,8 @@ the same bits in whatever order votes were added.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -65,15 +66,27 @@ def rounds_of(members: Sequence[int], rank: int, widest: int = WIDEST) -> tuple[
     return tuple(reversed(found))
 
 
-def pairs_of(members: Sequence[int], widest: int = WIDEST) -> npt.NDArray[np.int64]:
+def pairs_of(members: Sequence[int], widest: int = WIDEST, groups: Iterable[int] = ()) -> npt.NDArray[np.int64]:
     """(sender, receiver) of everything that is sent in the rounds of all members (`rounds_of`): [n, 2].
 
     For a mesh of 10,000 this is a million pairs; to ask for the rounds of each member would take minutes.
+
+    Args:
+        groups: the numbers of members that are one group each, from the first on. Of pairs within a group only some are
+            made: whole blocks are left out.
     """
-    senders, receivers, blocks = [], [], [range(len(members))]
+    ends = [0, *accumulate(groups)]
+
+    def is_in_a_group(block: range) -> bool:
+        last = bisect_right(ends, block.start)
+        return last < len(ends) and block.stop <= ends[last]
+
+    senders: list[npt.NDArray[np.int64]] = []
+    receivers: list[npt.NDArray[np.int64]] = []
+    blocks = [range(len(members))]
     for left in range(_num_rounds(len(members), widest), 1, -1):
         smaller = []
-        for block in blocks:
+        for block in (block for block in blocks if not is_in_a_group(block)):
             parts = _divided(block, left)
             smaller += parts
             places, offsets = np.arange(block.start, block.stop), np.concatenate([np.arange(len(p)) for p in parts])
@@ -82,11 +95,13 @@ def pairs_of(members: Sequence[int], widest: int = WIDEST) -> npt.NDArray[np.int
                 receivers.append(others)
                 senders.append(own.start + offsets[others - block.start] % len(own))
         blocks = smaller
-    for block in blocks:  # in the first round, of the smallest blocks, all send to all
+    for block in (block for block in blocks if not is_in_a_group(block)):
+        # In the first round, of the smallest blocks, all send to all.
         places = np.arange(block.start, block.stop)
         senders.append(np.repeat(places, len(block)))
         receivers.append(np.tile(places, len(block)))
-    at = np.stack([np.concatenate(senders), np.concatenate(receivers)], axis=1)
+    none = np.empty(0, np.int64)
+    at = np.stack([np.concatenate([none, *senders]), np.concatenate([none, *receivers])], axis=1)
     return np.asarray(members, np.int64)[at[at[:, 0] != at[:, 1]]]
 
 
