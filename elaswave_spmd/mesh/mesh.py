@@ -111,8 +111,14 @@ class Mesh:
         """The place of a member within its stage: its index on axis dp."""
         return self.coordinate(rank)[1]
 
-    def with_stages(self, stages: Iterable[Iterable[int]], domains: Mapping[int, Path] | None = None) -> Mesh:
-        """The next epoch, with these members. `domains` places newcomers; needed where there are several domains."""
+    def with_stages(
+        self, stages: Iterable[Iterable[int]], domains: Mapping[int, Path] | None = None, *, epoch: int | None = None
+    ) -> Mesh:
+        """A later epoch, the next one by default, with these members.
+
+        Args:
+            domains: of newcomers; needed where there are several domains.
+        """
         ranks = tuple(tuple(map(index, stage)) for stage in stages)
         tp, fsdp = self.shape.axis_size("tp"), self.shape.axis_size("fsdp")
         shape = MeshShape.of_stages(map(len, ranks), tp=tp, fsdp=fsdp)
@@ -120,7 +126,7 @@ class Mesh:
         # The same object as long as nobody is new: a topology of 100,000 ranks is not copied at every epoch.
         known = domains is None and all(rank in self.topology for rank in members)
         topology = self.topology if known else self.topology.with_ranks(members, domains)
-        return Mesh(shape, ranks, self.epoch + 1, topology)
+        return Mesh(shape, ranks, self.epoch + 1 if epoch is None else epoch, topology)
 
     @cached_property
     def _coordinate_of(self) -> dict[int, tuple[int, int]]:

@@ -319,7 +319,8 @@ class ControllerProtocol:
         self._reshard: ReshardPlan | None = None
         self._goal: Goal | None = None
         # What workers have reported of steps.
-        self._first_reports: dict[int, Applied] = {}  # step -> the first report of it
+        # Step -> the first worker that has reported it, and its loss and gradient norm in hex digits.
+        self._first_reports: dict[int, tuple[int, tuple[str, str]]] = {}
         self._applied: dict[int, int] = {}  # rank -> the step that it has applied last
         self._validation: dict[int, dict[int, Scores]] = {}  # step -> micro-batch -> loss and metrics
         self._validated = 0  # the newest step whose validation is complete
@@ -934,13 +935,13 @@ class ControllerProtocol:
         Raises:
             RunError: two workers applied different steps under one number.
         """
-        first = self._first_reports.setdefault(message.step, message)
         # By their hex digits: equal bits, not equal up to a tolerance.
-        pairs = [(a.loss.hex(), a.grad_norm.hex()) for a in (first, message)]
-        if pairs[0] != pairs[1]:
+        found = message.loss.hex(), message.grad_norm.hex()
+        rank, first = self._first_reports.setdefault(message.step, (message.rank, found))
+        if first != found:
             raise RunError(
-                f"workers {first.rank} and {message.rank} disagree about step {message.step}: "
-                f"loss and gradient norm {pairs[0]} and {pairs[1]}"
+                f"workers {rank} and {message.rank} disagree about step {message.step}: "
+                f"loss and gradient norm {first} and {found}"
             )
         self._applied[message.rank] = message.step
         # Members are at most two steps apart, so no report of an older step is to come.

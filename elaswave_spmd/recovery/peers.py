@@ -35,6 +35,8 @@ Runners = npt.NDArray[np.int64]
 """[stage, micro-batch] -> worker."""
 Keys = npt.NDArray[np.int64]
 """`rank << 32 | number`, ascending, each once: numbers of workers, of other workers or of micro-batches."""
+Ends = npt.NDArray[np.int64]
+"""Keys of two workers, with the lower rank in front: each pair once."""
 
 _NOBODY: frozenset[int] = frozenset()
 _NO_STAGE = -1
@@ -48,12 +50,12 @@ class Peers:
     Args:
         shared: rank -> peers. Workers of a stage share the set object, so that a stage of 10,000 needs no memory for
             the square of its workers; the worker itself is in it.
-        keys: further peers of workers.
+        pairs: further peers of workers.
         microbatches: those of workers of whose lines in a recovery plan they are told; None: they are told all lines.
     """
 
     shared: Mapping[int, frozenset[int]]
-    keys: Keys
+    pairs: Ends
     microbatches: Keys | None = None
 
     @classmethod
@@ -62,13 +64,17 @@ class Peers:
         everybody = frozenset(ranks)
         return cls(dict.fromkeys(ranks, everybody), np.empty(0, np.int64))
 
+    @cached_property
+    def _keys(self) -> Keys:
+        return _both_ways(self.pairs)
+
     def of(self, rank: int) -> frozenset[int]:
         """The peers of one member, and itself."""
-        return self.shared[rank] | _others_of(self.keys, rank)
+        return self.shared[rank] | _others_of(self._keys, rank)
 
     def numbers(self) -> dict[int, int]:
         """Rank -> the number of its peers, without itself."""
-        own = by_rank(self.keys)
+        own = by_rank(self._keys)
         return {rank: len(peers) - 1 + len(own.get(rank, _NOBODY) - peers) for rank, peers in self.shared.items()}
 
     def since(self, before: Peers, ranks: Iterable[int]) -> Iterator[tuple[int, frozenset[int], frozenset[int]]]:
@@ -81,24 +87,24 @@ class Peers:
             (rank, those that it shares with others, those of its own). Equal sets of the first kind are one object.
         """
         differences: dict[tuple[int, int], frozenset[int]] = {}  # sets are shared: each pair is worked out once
-        fresh = by_rank(_without(self.keys, before.keys))
+        fresh = by_rank(_both_ways(_without(self.pairs, before.pairs)))
         for rank in ranks:
             now, was = self.shared[rank], before.shared.get(rank, _NOBODY)
             if (key := (id(now), id(was))) not in differences:
                 differences[key] = now - was
-            own = fresh.get(rank, _NOBODY) if was else _others_of(self.keys, rank)
+            own = fresh.get(rank, _NOBODY) if was else _others_of(self._keys, rank)
             yield rank, differences[key], own - now
 
     def not_in(self, after: Peers) -> dict[int, frozenset[int]]:
         """Rank -> peers that are none any more though both are members still, of those that have any."""
         found, members = dict[int, frozenset[int]](), after.shared.keys()
         differences: dict[tuple[int, int], frozenset[int]] = {}
-        gone = by_rank(_without(self.keys, after.keys))
+        gone = by_rank(_both_ways(_without(self.pairs, after.pairs)))
         for rank, now in after.shared.items():
             was = self.shared.get(rank, _NOBODY)
             if (key := (id(was), id(now))) not in differences:
                 differences[key] = (was - now) & members
-            shared = differences[key] - _others_of(after.keys, rank) if differences[key] else _NOBODY
+            shared = differences[key] - _others_of(after._keys, rank) if differences[key] else _NOBODY
             if some := shared | ((gone.get(rank, _NOBODY) & members) - now):
                 found[rank] = some
         return found
@@ -112,7 +118,7 @@ class Peers:
             if (key := (id(peers), id(others))) not in unions:
                 unions[key] = peers if others <= peers else peers | others
             shared[rank] = unions[key]
-        return Peers(shared, _each_once(np.concatenate((self.keys, other.keys))))
+        return Peers(shared, _each_once(np.concatenate((self.pairs, other.pairs))))
 
 
 @dataclass(frozen=True)
@@ -142,6 +148,11 @@ class Reached:
 def _each_once(keys: npt.NDArray[np.int64]) -> Keys:
     found = np.sort(keys)
     return found[np.diff(found, prepend=-1) != 0]
+
+
+def _both_ways(pairs: Ends) -> Keys:
+    """The two workers of each pair, each as the other one's."""
+    return _each_once(np.concatenate((pairs, (pairs & 0xFFFFFFFF) << 32 | pairs >> 32)))
 
 
 def _without(keys: Keys, others: Keys) -> Keys:
@@ -238,16 +249,16 @@ def peers_of(
     pairs += [_as_pairs(_mirrors(placement, replica_map))]
     if recovery is not None:
         pairs += [_hands(placement, recovery), _as_pairs(tuple(ends) for ends in recovery.linked)]
-    a, b = np.concatenate(pairs).T
+    a, b = np.ascontiguousarray(np.concatenate(pairs).T)
     stage_of = np.full(int(max(a.max(initial=0), b.max(initial=0), *mesh.members)) + 1, _NO_STAGE)
     for stage, members in enumerate(mesh.stages):
         stage_of[[*members]] = stage
     stages = stage_of[a], stage_of[b]
     apart = (stages[0] != stages[1]) & (np.minimum(*stages) != _NO_STAGE)  # within a stage they are shared
     a, b = a[apart], b[apart]
-    keys = _each_once(np.concatenate([a << 32 | b, b << 32 | a]))
+    ends = _each_once(np.minimum(a, b) << 32 | np.maximum(a, b))
     microbatches = _microbatches(recovery) if recovery is not None and recovery.plan else None
-    return Peers(_shared(placement, _related(placement, layout, checks=checks), guests), keys, microbatches)
+    return Peers(_shared(placement, _related(placement, layout, checks=checks), guests), ends, microbatches)
 
 
 # ---- stages: sums and reduced gradients to primaries, parameters from them

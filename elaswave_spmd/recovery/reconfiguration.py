@@ -101,7 +101,7 @@ def next_placement(
     """
     ranks = [rank for members in stages for rank in members if rank not in old.mesh.topology]
     domains = {rank: path for rank in ranks if (path := domain_of(rank)) is not None}
-    mesh = replace(old.mesh.with_stages(stages, domains or None), epoch=epoch)
+    mesh = old.mesh.with_stages(stages, domains or None, epoch=epoch)
     # Layers that stay need no state to be moved before the step goes on. The rescheduler improves on it later.
     cuts = old.layer_cuts
     if len(stages) != old.num_stages:

@@ -150,11 +150,13 @@ class CostModel:
         """The same costs with these speeds; other workers keep theirs."""
         return replace(self, speeds=tuple({**self._speed_of, **speeds}.items()))
 
-    def with_memory(self, rows: Iterable[tuple[int, int, int]]) -> CostModel:
+    def with_memory(self, rows: Sequence[tuple[int, int, int]]) -> CostModel:
         """The same costs with measured sizes: rows of (layer, activation_bytes, boundary_bytes).
 
         Sizes do not depend on the worker, so one measurement of each layer is enough.
         """
+        if not rows:
+            return self
         layers = list(self.layers)
         for layer, kept, output in rows:
             layers[layer] = replace(layers[layer], activation_bytes=kept, boundary_bytes=output)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations
+from itertools import chain, combinations
 from math import comb
 from operator import is_
 
@@ -27,7 +27,12 @@ import numpy.typing as npt
 PageRange = tuple[int, int, int]
 """(layer, first page, stop page)."""
 
+ReplicaRow = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...]]
+"""(layer, first, stop, primary, mirrors, learners)."""
+
 _NONE: frozenset[int] = frozenset()
+_FEW = 8
+"""Replicas of a page range up to which rows are kept: of replicated state each row names a whole stage."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,27 @@ class LayerReplicas(tuple[ReplicaSet, ...]):
         for pages in self:
             found[pages.primary] = found.get(pages.primary, _NONE) | pages.replicas
         return {primary: held - {primary} for primary, held in found.items()}
+
+    @property
+    def rows(self) -> tuple[ReplicaRow, ...]:
+        """The page ranges as plain data."""
+        return self._few_rows if max(self.set_sizes, default=0) <= _FEW else self._as_rows()
+
+    @cached_property
+    def _few_rows(self) -> tuple[ReplicaRow, ...]:
+        return self._as_rows()
+
+    def _as_rows(self) -> tuple[ReplicaRow, ...]:
+        # Page ranges that share their replicas share the row's tuple of mirrors.
+        mirrors: dict[tuple[int, frozenset[int]], tuple[int, ...]] = {}
+        rows = []
+        for pages in self:
+            shared = pages.primary, pages.replicas
+            if shared not in mirrors:
+                mirrors[shared] = pages.mirrors
+            learners = tuple(sorted(pages.learners)) if pages.learners else ()
+            rows.append((pages.layer, pages.first, pages.stop, pages.primary, mirrors[shared], learners))
+        return tuple(rows)
 
     def concerns(self, ranks: frozenset[int]) -> bool:
         """True if any of these workers is a replica or a learner here."""
@@ -393,21 +419,9 @@ def unsurvived_text(replicas: ReplicaMap, members: Collection[int], losses: int 
     return f"{bad:,} of {total:,} {words} losses lose some page"
 
 
-ReplicaRow = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...]]
-"""(layer, first, stop, primary, mirrors, learners)."""
-
-
 def to_rows(replicas: ReplicaMap) -> tuple[ReplicaRow, ...]:
-    """A map as plain data, for messages. Page ranges that share their replicas share the row's tuple of mirrors."""
-    mirrors: dict[tuple[int, frozenset[int]], tuple[int, ...]] = {}
-    rows = []
-    for pages in all_replica_sets(replicas):
-        shared = pages.primary, pages.replicas
-        if shared not in mirrors:
-            mirrors[shared] = pages.mirrors
-        learners = tuple(sorted(pages.learners)) if pages.learners else ()
-        rows.append((pages.layer, pages.first, pages.stop, pages.primary, mirrors[shared], learners))
-    return tuple(rows)
+    """A map as plain data, for messages."""
+    return tuple(chain.from_iterable(ranges_of(replicas, layer).rows for layer in sorted(replicas)))
 
 
 def from_rows(rows: Sequence[ReplicaRow]) -> ReplicaMap:
