@@ -39,6 +39,7 @@ from elaswave_spmd.recovery.messages import (
 )
 from elaswave_spmd.recovery.peers import Keys, Peers, by_rank
 
+_NOBODY: frozenset[int] = frozenset()
 _NOTHING = -1
 """The base of what is packed against nothing; no mesh epoch has this number."""
 _LEVEL = 6  # of the compression
@@ -156,7 +157,7 @@ def reconfigure_of(data: bytes) -> Reconfigure:
 
 
 def _addresses(
-    ranks: Sequence[int], addresses: Mapping[int, str], peers: Peers, told: Peers, gone: Mapping[int, Collection[int]]
+    ranks: Sequence[int], addresses: Mapping[int, str], peers: Peers, told: Peers, gone: Mapping[int, frozenset[int]]
 ) -> Iterator[tuple[Sequence[int], bytes]]:
     """The messages with which these workers are told what changes in the addresses that they have.
 
@@ -165,14 +166,26 @@ def _addresses(
         gone: those of which they need them no more.
     """
     shared: dict[int, tuple[frozenset[int], list[int]]] = {}  # by set object: many workers have the same new peers
+    few: dict[tuple[frozenset[int], frozenset[int]], list[int]] = defaultdict(list)  # many have lost the same ones
     for rank, common, own in peers.since(told, ranks):
         if common:
             shared.setdefault(id(common), (common, []))[1].append(rank)
-        if own or rank in gone:
-            left = tuple(sorted(gone.get(rank, ())))
-            yield [rank], encode(PeerAddresses(_pack_addresses(own, addresses), left))
+        if not own and rank not in gone:
+            continue
+        left = gone.get(rank, _NOBODY)
+        if len(own) > _FEW:
+            yield [rank], _encoded_addresses(own, addresses, left)
+        else:
+            few[own, left].append(rank)
+    for (own, left), some in few.items():
+        yield some, _encoded_addresses(own, addresses, left)
     for common, some in shared.values():
-        yield some, encode(PeerAddresses(_pack_addresses(common, addresses)))
+        yield some, _encoded_addresses(common, addresses)
+
+
+def _encoded_addresses(came: Collection[int], addresses: Mapping[int, str], gone: Collection[int] = ()) -> bytes:
+    """The message with the addresses of these workers, and with those that are needed no more."""
+    return encode(PeerAddresses(_pack_addresses(came, addresses), tuple(sorted(gone))))
 
 
 def _pack_addresses(ranks: Collection[int], addresses: Mapping[int, str]) -> bytes:
@@ -348,7 +361,7 @@ def _from_bytes(data: bytes) -> Reconfigure:
 
 def _lines(plan: Sequence[Recompute]) -> npt.NDArray[np.int64]:
     """The lines of a plan: [n, 5]."""
-    return np.array([msgspec.structs.astuple(line) for line in plan], np.int64).reshape(-1, 5)
+    return np.fromiter(chain.from_iterable(map(msgspec.structs.astuple, plan)), np.int64, 5 * len(plan)).reshape(-1, 5)
 
 
 def _plan_of(lines: npt.NDArray[np.int64]) -> tuple[Recompute, ...]:

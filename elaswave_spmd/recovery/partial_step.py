@@ -276,9 +276,10 @@ def _missing_microbatches(
                     if nobody & ~missing:
                         missing |= nobody & ~in_trees.get(key, 0)
                     continue
-                if not pages.replicas.isdisjoint(reports.with_reduced.get(key, ())):
+                with_reduced = reports.with_reduced.get(key, frozenset[int]())
+                if not pages.replicas.isdisjoint(with_reduced):
                     continue  # rule 1 of the module: a replica has the whole sum
-                excluded = reports.excluded.get(key, ())
+                excluded = with_reduced | reports.with_tree.get(key, frozenset[int]())
                 usable = everybody  # the same for most ranges, so it is not computed again for each
                 if not local.keys().isdisjoint(excluded):
                     usable = _without(excluded, local, everybody, twice)
@@ -335,43 +336,50 @@ class _Reports:
     Args:
         sums: layer -> member -> micro-batches in its partial sums of the layer, of those that have any.
         in_trees: use -> page range -> micro-batches in nodes of trees.
-        excluded: page range -> members that have its reduced gradient or a tree of it.
-        with_reduced: page range -> members that have its reduced gradient.
         special: the page ranges with a reduced gradient, or with a tree that lacks a sum of its member of the layer.
     """
 
+    reported: Mapping[int, PartialStep]
+    ranges: _Ranges
     sums: Mapping[int, Mapping[int, int]]
     in_trees: Mapping[int, Mapping[PageRange, int]]
-    excluded: Mapping[PageRange, Set[int]]
-    with_reduced: Mapping[PageRange, Set[int]]
     special: Set[PageRange]
 
     @classmethod
     def of(cls, replica_map: ReplicaMap, reported: Mapping[int, PartialStep]) -> _Reports:
         sums: dict[int, dict[int, int]] = defaultdict(dict)
         in_trees: dict[int, dict[PageRange, int]] = defaultdict(dict)
-        excluded: dict[PageRange, set[int]] = defaultdict(set)
-        with_reduced: dict[PageRange, set[int]] = defaultdict(set)
-        ranges, special = _Ranges(replica_map), set[PageRange]()
-        mask_of = _Masks()
+        ranges, special, mask_of = _Ranges(replica_map), set[PageRange](), _Masks()
         for rank, report in reported.items():
             for layer, tree_nodes in report.layer_sums.items():
                 if tree_nodes:
                     sums[layer][rank] = mask_of[tree_nodes]
             for layer, first, stop, use, tree_nodes in report.page_sums:
-                mask, trees = mask_of[tree_nodes], in_trees[use]
-                lacks = use != layer or sums[use].get(rank, 0) & ~mask
-                for key in ranges.inside(layer, first, stop):
-                    excluded[key].add(rank)
+                mask, trees, inside = mask_of[tree_nodes], in_trees[use], ranges.inside(layer, first, stop)
+                for key in inside:
                     trees[key] = trees.get(key, 0) | mask
-                    if lacks:
-                        special.add(key)
-            for layer, first, stop in report.reduced:
-                for key in ranges.inside(layer, first, stop):
-                    excluded[key].add(rank)
-                    with_reduced[key].add(rank)
-                    special.add(key)
-        return cls(sums, in_trees, excluded, with_reduced, special)
+                if use != layer or sums[use].get(rank, 0) & ~mask:
+                    special.update(inside)
+            for pages in report.reduced:
+                special.update(ranges.inside(*pages))
+        return cls(reported, ranges, sums, in_trees, special)
+
+    @cached_property
+    def with_reduced(self) -> Mapping[PageRange, Set[int]]:
+        """Page range -> members that have its reduced gradient."""
+        return self._members_by_range((rank, pages) for rank, part in self.reported.items() for pages in part.reduced)
+
+    @cached_property
+    def with_tree(self) -> Mapping[PageRange, Set[int]]:
+        """Page range -> members that have a tree of it, of any use."""
+        return self._members_by_range((rank, row[:3]) for rank, part in self.reported.items() for row in part.page_sums)
+
+    def _members_by_range(self, rows: Iterable[tuple[int, PageRange]]) -> Mapping[PageRange, Set[int]]:
+        found: dict[PageRange, set[int]] = defaultdict(set)
+        for rank, pages in rows:
+            for key in self.ranges.inside(*pages):
+                found[key].add(rank)
+        return found
 
 
 class _Masks(dict[tuple[Node, ...], int]):
@@ -392,12 +400,13 @@ class _Ranges:
     replica_map: ReplicaMap
 
     @cached_property
-    def _of_layers(self) -> dict[int, LayerReplicas]:
+    def of_layers(self) -> Mapping[int, LayerReplicas]:
+        """Those of each layer."""
         return {layer: ranges_of(self.replica_map, layer) for layer in self.replica_map}
 
     def inside(self, layer: int, first: int, stop: int) -> Sequence[PageRange]:
         """The page ranges, in page order, that lie within pages [first, stop) of a layer."""
-        ranges, key = self._of_layers[layer], (layer, first, stop)
+        ranges, key = self.of_layers[layer], (layer, first, stop)
         if key in ranges.keys:
             return (key,)
         start = bisect_left(ranges, first, key=lambda pages: pages.first)

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -406,7 +406,8 @@ def _microbatches(recovery: Recovery) -> Keys:
 
 def _columns(plan: Sequence[Recompute]) -> npt.NDArray[np.int64]:
     """Stages, micro-batches and workers of lines: [3, n]."""
-    return np.array([(line.stage, line.microbatch, line.worker) for line in plan], np.int64).reshape(-1, 3).T
+    numbers = chain.from_iterable((line.stage, line.microbatch, line.worker) for line in plan)
+    return np.fromiter(numbers, np.int64, 3 * len(plan)).reshape(-1, 3).T
 
 
 def _as_pairs(pairs: Iterable[Sequence[int]]) -> Pairs:

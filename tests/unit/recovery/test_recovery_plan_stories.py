@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from unittest import mock
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elaswave_spmd.recovery import partial_step
 from elaswave_spmd.recovery.messages import PartialStep, Recompute
 from elaswave_spmd.recovery.partial_step import recovery_plan
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.replicas import ReplicaMap, all_replica_sets
 from elaswave_spmd.worker.gradient_reduction import uses_of
 from tests.unit.recovery.partial_step_stories import changed_placement, some_layout, some_placement
 from tests.unit.recovery.partial_step_world import (
@@ -69,9 +72,23 @@ class Story:
             undisturbed=undisturbed,
         )
         self.plans.append(plan)
+        self._compare(held)
         Need(self.placement, self.layout, held, layers, self.kept, undisturbed).check(plan)
         self.world.advance(self.draw.randrange(20))
         self.world.place(self.placement, plan)
+
+    def _compare(self, held: Mapping[int, PartialStep | None]) -> None:
+        """Page ranges that need not be looked at one by one lack what they lack when they are."""
+        said = {rank: part for rank, part in held.items() if part is not None and rank in self.placement.mesh}
+        found = partial_step._missing_microbatches(self.placement, self.layout, said)
+        keys = frozenset(run.key for run in all_replica_sets(runs_of(self.placement)))
+        by_range = partial_step._Reports.of
+
+        def all_special(replicas: ReplicaMap, reported: Mapping[int, PartialStep]) -> partial_step._Reports:
+            return replace(by_range(replicas, reported), special=keys)
+
+        with mock.patch.object(partial_step._Reports, "of", all_special):
+            assert partial_step._missing_microbatches(self.placement, self.layout, said) == found
 
     def _lose_some(self) -> None:
         living = sorted(self.world.workers)

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 from hypothesis import assume, given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
 from elaswave_spmd.scheduling.placement import Placement, place
-from elaswave_spmd.sharding import P, Shardings
+from elaswave_spmd.sharding import P, Shardings, replica_rebalance
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
 from elaswave_spmd.sharding.replica_placement import copyset_width, copysets, place_replicas, replicas_at
 from elaswave_spmd.sharding.replica_rebalance import rebalance_replicas
@@ -392,6 +393,30 @@ def test_any_history(history: tuple[Case, list[tuple[str, list[int]]]]):
         learning = with_learners(current, target)
         check_way(after, current, learning, target)
         case, replicas = after, adopt(learning, target)
+
+
+@given(histories())
+@settings(deadline=None, max_examples=200)
+def test_what_changes_share_is_what_it_would_be_anew(history: tuple[Case, list[tuple[str, list[int]]]]):
+    """A plan on maps of which everything is known already, and one that works all out, page range by page range."""
+    case, events = history
+    replicas, newcomer = case.place(), 20
+    for kind, numbers in events:
+        case, gone = after_event(case, kind, numbers, newcomer)
+        newcomer += 3
+        lost = gone if kind != "leave" else ()
+        plan = plan_reshard(case.layout, replicas, lost=lost, to=case.sharding)
+        unknown = {layer: tuple(ranges) for layer, ranges in replicas.items()}
+        with mock.patch.object(replica_rebalance, "_is_settled", return_value=False):
+            anew = plan_reshard(case.layout, unknown, lost=lost, to=case.sharding)
+        assert (plan.during, plan.after, plan.lost) == (anew.during, anew.after, anew.lost)
+        assert (plan.copies, plan.least_elements) == (anew.copies, anew.least_elements)
+        assert to_rows(plan.during) == to_rows(anew.during)
+        if plan.lost:
+            return
+        for layer, ranges in replicas.items():
+            assert plan.after[layer] is ranges or plan.after[layer] != ranges, "equal layers are one object"
+        replicas = plan.adopted()
 
 
 def check_way(case: Case, current: ReplicaMap, learning: ReplicaMap, target: ReplicaMap) -> None:
