@@ -97,7 +97,7 @@ class Peers:
 
     def not_in(self, after: Peers) -> dict[int, frozenset[int]]:
         """Rank -> peers that are none any more though both are members still, of those that have any."""
-        found, members = dict[int, frozenset[int]](), after.shared.keys()
+        found, members = dict[int, frozenset[int]](), frozenset(after.shared)
         differences: dict[tuple[int, int], frozenset[int]] = {}
         gone = by_rank(_both_ways(_without(self.pairs, after.pairs)))
         for rank, now in after.shared.items():
