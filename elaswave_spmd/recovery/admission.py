@@ -23,7 +23,7 @@ from typing import Final, NamedTuple, get_args
 from elaswave_spmd.determinism.reduction_tree import is_node
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.checks import DIGEST_BYTES, DIGEST_COLUMNS
-from elaswave_spmd.sharding.layout import LOSS, READER, STATE, LayerLayout, ModelLayout
+from elaswave_spmd.sharding.layout import LOSS, READER, STATE, Block, ModelLayout
 
 UNREADABLE: Final = "message that is none of the protocol"
 DIRECTION: Final = "message that is not for this process"
@@ -124,21 +124,23 @@ class MessageBounds:
         Args:
             trained: frozen blocks do not count: the range is to have a gradient.
         """
+        if self._block_of(pages, kinds, trained) is None:
+            return None
+        layer, first, stop = pages
+        return self.layout.layers[layer].num_elements(first, stop)
+
+    def _block_of(self, pages: tuple[int, int, int], kinds: Collection[str], trained: bool) -> Block | None:
         layer, first, stop = pages
         if not 0 <= layer < len(self.layout.layers) or not 0 <= first < stop:
             return None
-        of_layer: LayerLayout = self.layout.layers[layer]
-        for block in of_layer.blocks:
+        for block in self.layout.layers[layer].blocks:
             if block.first_page <= first and stop <= block.first_page + block.num_pages and block.kind in kinds:
-                if trained and not block.has_gradient:
-                    return None
-                begin, end = of_layer.span(first, stop)
-                return end - begin
+                return None if trained and not block.has_gradient else block
         return None
 
     def has_ranges(self, ranges: Collection[tuple[int, int, int]], *kinds: str, trained: bool = False) -> bool:
         """True if all of these page ranges exist, and are no more than there are pages."""
-        exist = (self.num_elements(pages, *kinds, trained=trained) is not None for pages in ranges)
+        exist = (self._block_of(pages, kinds, trained) is not None for pages in ranges)
         return not ranges or (len(ranges) <= self._num_pages and all(exist))
 
     @cached_property
