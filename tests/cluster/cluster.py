@@ -70,8 +70,9 @@ from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, program_
 from elaswave_spmd.worker.spec import Job
 from elaswave_spmd.worker.stage_collectives import StageGroup
 from tests.cluster.failing_device import DEVICE_FAULT, FailingDevice
-from tests.cluster.faults import LOSSES, SENDER, AnyFault, MessageFault, Plan
+from tests.cluster.faults import LOSSES, RECEIVER, SENDER, AnyFault, Link, MessageFault, Plan
 from tests.cluster.kept_checkpoints import RUN_DIR, KeptCheckpoint, KeptCheckpoints
+from tests.cluster.link_breaks import RECONFIGURED, LinkBreak, LinkBreaks, LostLink
 from tests.cluster.paces import TurnClock, drawn_pace
 from tests.cluster.processes import Killed, LostStateError, Trained, Worker, domain_of, victims
 from tests.cluster.put_off import OF_MICROBATCHES, DrawnLimits, TriedLimits, check_at_point, check_report
@@ -89,7 +90,7 @@ from tests.cluster.simulated_io import (
 )
 from tests.cluster.starting import Phases, StartFault, Starting
 from tests.cluster.stories import draw_goal
-from tests.cluster.wires import PUT_OFF, Lateness, Link, SimulatedChannel, Wires
+from tests.cluster.wires import PUT_OFF, Lateness, SimulatedChannel, Wires
 
 # Messages that may begin a change of the mesh.
 _CHANGES = (m.Leaving, m.SpawnRequest, m.Ready, m.Failed, m.Damaged, m.LinkClosed)
@@ -131,6 +132,7 @@ class SimulatedCluster:
         widest: members up to which all vote to all.
         deaths: the controller is killed at its n-th act (something that it sends, decides or writes down) since it
             began, or has adopted the workers of the one before, and another one comes; for each of these numbers.
+        breaks: links between living workers that are lost.
     """
 
     def __init__(
@@ -154,7 +156,9 @@ class SimulatedCluster:
         late: Lateness | None = None,
         widest: int = WIDEST,
         deaths: Sequence[int] = (),
+        breaks: Sequence[LinkBreak] = (),
     ) -> None:
+        self.link_breaks = LinkBreaks(breaks, seed)
         self._deaths, self._adopts = list(deaths), bool(deaths)
         self._acts: int | None = None  # of the controller, since its first mesh; None: before it
         self._generation = FIRST
@@ -170,6 +174,7 @@ class SimulatedCluster:
         self._widest = widest
         self._reached: defaultdict[int, Reached] = defaultdict(Reached)  # worker -> the members that it has links to
         self._strangers: dict[int, frozenset[int]] = {}  # worker -> members that it has no link to
+        self._linked: dict[int, frozenset[int]] = {}  # worker -> members that it has made links to
         self._missing: set[Link] = set()  # links that there are not, and whose senders have wanted them
         self._job = job if validation is not None or not job.validates else dataclasses.replace(job, validate_every=0)
         self._job = dataclasses.replace(self._job, checkpoint_every=checkpoint_every)
@@ -212,6 +217,7 @@ class SimulatedCluster:
         self._down: set[Link] = set()  # those that are not made again yet
         self.lost_with_links: Counter[str] = Counter()  # messages, by kind
         self._closed_links: dict[Link, int] = {}  # -> the turn from which the sender can find that it is closed
+        self._found_behind: set[Link] = set()  # those of which it finds that after what arrives at the same time
         self._devices_fail = any(fault.kind == "device" for fault in faults)
         self.checkpoints = KeptCheckpoints(description.layout)
         self._orders = CheckpointOrders(str(RUN_DIR), "simulated", 1, checkpoint_every, job.steps)
@@ -231,6 +237,7 @@ class SimulatedCluster:
             self._validation_losses,
             self.broken_links,
             self._closed_links,
+            self._found_behind,
         ):
             known.clear()
         if self._phases is not None:
@@ -242,6 +249,7 @@ class SimulatedCluster:
         self._told: defaultdict[int, Unpacker] = defaultdict(Unpacker)  # the controller's messages to each worker
         self._reached.clear()
         self._strangers.clear()
+        self._linked.clear()
         self._missing.clear()
         self._down.clear()
         self._wires = Wires(self._job.torch_dtype, self._device, self._random, uneven=self._uneven, late=self._late)
@@ -303,11 +311,19 @@ class SimulatedCluster:
             self._wires.passed(rank, PUT_OFF)
         self._find_closed_links(worker)
         worker.port.inbox.extend(self._wires.arrivals(rank))
+        self._find_closed_links(worker, behind=True)
 
-    def _find_closed_links(self, worker: Worker) -> None:
-        """The worker finds links closed, in the middle of an action, too: reported and handled, as by its channel."""
+    def _find_closed_links(self, worker: Worker, *, behind: bool = False) -> None:
+        """The worker finds links closed, in the middle of an action, too: reported and handled, as by its channel.
+
+        Args:
+            behind: those that it finds closed after what has arrived; else the others.
+        """
         for link in self._closed_links_of(worker.rank):
+            if (link in self._found_behind) != behind:
+                continue
             del self._closed_links[link]
+            self._found_behind.discard(link)
             closed = m.LinkClosed(*link, was_linked=link not in self._missing)
             self._missing.discard(link)
             worker.port.send(CONTROLLER, closed)
@@ -336,8 +352,14 @@ class SimulatedCluster:
 
     def at_message(self, rank: int, message: m.Message, side: str, link: Link | None = None) -> None:
         """Injects the fault that is due before a worker sends or receives a message; `link`: where it is sent."""
-        at = self.plan.at_message
-        if self._started and rank not in self._lost and (fault := at(type(message).__name__, side, after=False)):
+        if not self._started or rank in self._lost:
+            return
+        at, name = self.plan.at_message, type(message).__name__
+        if link is not None and side == SENDER:
+            self._lose_links(self.link_breaks.sent(name, rank, link, self._links))
+        elif side == RECEIVER:
+            self._lose_links(self.link_breaks.taken(name, rank, self._links))
+        if fault := at(name, side, after=False):
             if fault.kind == "unlink":
                 assert link is not None and side == SENDER, fault
                 self.plan.injected(self.turn)
@@ -345,20 +367,38 @@ class SimulatedCluster:
             else:
                 self.inject(rank, fault)
 
-    def break_link(self, link: Link, *, was_linked: bool = True) -> None:
+    def _links(self) -> set[Link]:
+        """The links between living workers that are not lost."""
+        living = {rank for rank in self._workers if rank not in self._lost}
+        made = {(rank, peer) for rank in living for peer in self._linked.get(rank, frozenset()) & living}
+        return made - self._down
+
+    def _lose_links(self, lost: Iterable[LostLink]) -> None:
+        for it in lost:
+            self.break_link(it.link, kept=it.kept, noticed_after=it.noticed_after)
+            if it.is_behind:
+                self._found_behind.add(it.link)
+
+    def break_link(
+        self, link: Link, *, was_linked: bool = True, kept: float = 0.0, noticed_after: int | None = None
+    ) -> None:
         """The link is lost while both ends live, with what is on it and what is sent on it until it is made again.
 
         The sender finds that it is closed at some later time, or that there was none. It makes it again when the next
         Reconfigure comes after that, which is some time before it has its place in that mesh epoch.
+
+        Args:
+            kept: this share of what is on the link, from the oldest message on, arrives all the same.
+            noticed_after: turns until the sender can find it closed; None: drawn.
         """
         self.note("LINK LOST" if was_linked else "NO LINK", link)
         if not was_linked:
             self._missing.add(link)
         self.broken_links[link] = self._epoch_of(link[0])
         self._down.add(link)
-        for message in self._wires.drop(link):
+        for message in self._wires.drop(link, kept):
             self.lost_with_links[type(m.decode(message.header)).__name__] += 1
-        self._closed_links[link] = self.turn + self._random.randint(0, 40)
+        self._closed_links[link] = self.turn + (self._random.randint(0, 40) if noticed_after is None else noticed_after)
 
     def _is_broken(self, link: Link) -> bool:
         return link in self._down
@@ -524,7 +564,7 @@ class SimulatedCluster:
         rank, fence = worker.rank, self._wires.fences[worker.rank]
 
         def facts(members: Iterable[int]) -> m.Adopted:
-            closed = tuple(sorted(peer for peer in members if peer != rank and self._is_broken((rank, peer))))
+            closed = tuple(sorted(peer for peer in members if peer != rank and self.is_closed(rank, peer)))
             leaves = rank in self._leaving
             return m.Adopted(rank, fence.generation, 0, *fence.unpacker.last, closed=closed, leaves=leaves)
 
@@ -670,7 +710,10 @@ class SimulatedCluster:
         entered = -1 if executor is None else executor.configuration.epoch
         self._reached[rank] = self._reached[rank].after(message, entered)
         self._strangers[rank] = frozenset(members - self._reached[rank].ranks)
+        self._linked[rank] = frozenset(members - self._strangers[rank] - {rank})
         self.result.most_strangers = max(self.result.most_strangers, len(self._strangers[rank]))
+        if rank not in self._lost:
+            self._lose_links(self.link_breaks.at(RECONFIGURED, rank, self._links))
 
     def _hooks_of(self, worker: Worker) -> WorkerHooks:
         """The optional parts of a worker: here, fault points, groups, checkpoints, and devices that can fail."""
@@ -745,6 +788,7 @@ class SimulatedCluster:
         check_at_point(worker, point)
         self._wires.passed(worker.rank, point.value)
         if worker.rank not in self._lost:
+            self._lose_links(self.link_breaks.at(point.value, worker.rank, self._links))
             for fault in self.plan.at_point(worker.rank, point, step):
                 self.inject(worker.rank, fault)
 

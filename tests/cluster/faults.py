@@ -95,6 +95,8 @@ class ThenFault:
 
 AnyFault: TypeAlias = Fault | MessageFault | ThenFault
 
+Link: TypeAlias = tuple[int, int]
+"""(sender, receiver)."""
 Cell: TypeAlias = tuple[str, str, bool]
 """(message kind, side, after): where a worker can be lost, as far as its peers can tell."""
 

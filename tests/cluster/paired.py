@@ -17,10 +17,9 @@ from torch import Tensor
 from elaswave_spmd.controller.resume import Comeback
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.worker.stage_boundary import Crossing
-from tests.cluster.faults import MessageFault
+from tests.cluster.faults import Link, MessageFault
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.processes import Worker
-from tests.cluster.wires import Link
 
 _COMPLETES = 0.4
 """The chance that a worker sees that a transfer has ended, when it looks."""

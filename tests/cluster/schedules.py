@@ -31,6 +31,7 @@ from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
 from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.faults import LOSSES, RECEIVER, SENDER, AnyFault, Cell, Fault
 from tests.cluster.grouped import GroupedCluster
+from tests.cluster.link_breaks import SHARE, LinkBreak, draw_breaks
 from tests.cluster.paired import PairedCluster
 from tests.cluster.processes import LostStateError, Trained
 from tests.cluster.starting import Starting
@@ -67,6 +68,7 @@ class Schedule:
         late: when the controller's messages arrive; None: as any other.
         widest: members up to which all vote to all; on larger meshes votes are passed on.
         deaths: acts of controllers that are their last, as in SimulatedCluster.
+        breaks: links between living workers that are lost.
     """
 
     seed: int
@@ -89,6 +91,7 @@ class Schedule:
     late: Lateness | None = None
     widest: int = WIDEST
     deaths: tuple[int, ...] = ()
+    breaks: tuple[LinkBreak, ...] = ()
 
     @classmethod
     def draw(
@@ -107,8 +110,9 @@ class Schedule:
         peers: bool = False,
         controllers: bool = False,
         paired: bool = False,
+        links: bool = False,
     ) -> Schedule:
-        """The schedule of a seed.
+        """The schedule of a seed. In some, links between living workers are lost, drawn from a stream of their own.
 
         Args:
             moving: the same, and micro-batches, layers and workers are moved meanwhile.
@@ -123,6 +127,7 @@ class Schedule:
             peers: the same on a larger mesh of more stages, where not everybody has a link to everybody.
             controllers: the same, and the controller dies up to three times, anywhere, and another one comes.
             paired: the same with process groups, and boundary tensors and state go through pairs.
+            links: the same, and links are lost in each.
         """
         r = random.Random(seed)
         run = TinyRun(
@@ -168,6 +173,12 @@ class Schedule:
             acts = random.Random(f"controllers {seed}")
             number = acts.choice((1, 1, 2, 3))
             drawn = replace(drawn, deaths=tuple(acts.randint(1, acts.choice((20, 60, 200))) for _ in range(number)))
+        lost_links = random.Random(f"links {seed}")
+        if lost_links.random() < SHARE or links:
+            # A wrong update was drawn with so few losses that somebody who is right is left.
+            again, checks = not drawn.verify_every, drawn.verify_rate > 0
+            breaks = draw_breaks(lost_links, workers, checks=checks, adopts=bool(drawn.deaths), again=again)
+            drawn = replace(drawn, breaks=breaks)
         if votes or peers:
             drawn = replace(drawn, widest=random.Random(f"votes {seed}").choice((2, 2, 3)))
         if not checkpoints:
@@ -261,8 +272,8 @@ class Schedule:
         return replace(found, replicas=replicas)
 
     def __str__(self) -> str:
-        faults = "".join(f"\n  {fault}" for fault in self.faults)
-        return f"{replace(self, faults=())!r}{faults}"
+        happens = "".join(f"\n  {it}" for it in (*self.faults, *self.breaks))
+        return f"{replace(self, faults=(), breaks=())!r}{happens}"
 
 
 def _drawn_frozen(draw: random.Random, run: TinyRun) -> tuple[str, ...]:
@@ -342,6 +353,7 @@ def cluster_of(
     run = schedule.run
     cluster = kind or (PairedCluster if schedule.paired else GroupedCluster if schedule.grouped else SimulatedCluster)
     options: dict[str, Any] = {"deaths": schedule.deaths} if schedule.deaths else {}
+    options |= {"breaks": schedule.breaks} if schedule.breaks else {}
     return cluster(
         replace(run.job(), verify_rate=schedule.verify_rate, verify_every=schedule.verify_every),
         schedule.placement,
@@ -381,6 +393,7 @@ class Ended:
         weights_only: lines of plans that asked for these alone.
         comebacks: controllers that were killed and followed by another one.
         strangers: the most members that a worker had no link to.
+        lost_links: links between living workers that were lost, each direction by itself.
     """
 
     how: str
@@ -396,6 +409,7 @@ class Ended:
     weights_only: int = 0
     comebacks: int = 0
     strangers: int = 0
+    lost_links: int = 0
 
 
 def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended:
@@ -418,6 +432,7 @@ def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended
     moves = sum(_moved(a, b) for a, b in itertools.pairwise(placements))
     counts = len(trained.epochs), trained.turns, moves, len(trained.restarts)
     counts = *counts, trained.num_put_off, trained.num_weights_only, trained.comebacks, trained.most_strangers
+    counts = *counts, cluster.link_breaks.num_lost
     return Ended(how, failure, detail, plan.num_injected, plan.lost_at, *counts)
 
 
@@ -478,6 +493,7 @@ class Tally:
     weights_only: int = 0
     comebacks: int = 0
     strangers: int = 0
+    lost_links: int = 0
 
     def add(self, seed: int, ended: Ended) -> None:
         """Counts the end of one schedule."""
@@ -491,6 +507,7 @@ class Tally:
         self.weights_only += ended.weights_only
         self.comebacks += ended.comebacks
         self.strangers += ended.strangers
+        self.lost_links += ended.lost_links
         if ended.failure:
             self.failures.setdefault(ended.failure, []).append(seed)
 
@@ -530,13 +547,14 @@ def run_many(
     peers: bool = False,
     controllers: bool = False,
     paired: bool = False,
+    links: bool = False,
 ) -> Tally:
     """Runs the schedules of these seeds, in so many processes. Other arguments: see `Schedule.draw`."""
     tally = Tally()
     kinds = {"moving": moving, "grouped": grouped, "checkpoints": checkpoints, "silent": silent, "starting": starting}
     kinds |= {"frozen": frozen}
     kinds |= {"miscompute": miscompute, "late": late, "votes": votes, "peers": peers, "controllers": controllers}
-    kinds |= {"paired": paired}
+    kinds |= {"paired": paired, "links": links}
     run_seed = partial(_run_seed, kinds)
     if jobs == 1:
         for seed in seeds:
@@ -565,6 +583,7 @@ _KINDS = (
     "peers",
     "controllers",
     "paired",
+    "links",
 )
 
 
@@ -586,6 +605,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--controllers", action="store_true", help="the controller dies, and another one comes")
     parser.add_argument("--votes", action="store_true", help="votes are passed on, in rounds")
     parser.add_argument("--peers", action="store_true", help="workers have links to some of the others only")
+    parser.add_argument("--links", action="store_true", help="links between living workers are lost in each schedule")
     parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and print everything")
     options = parser.parse_args(arguments)
     kind = {name: getattr(options, name) for name in _KINDS}
@@ -600,7 +620,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts = (
         f"{tally.injected} faults, {tally.epochs} mesh epochs begun, {tally.moves} moves, {tally.restarts} restarts"
     )
-    print(f"{options.count} schedules, {counts}")
+    print(f"{options.count} schedules, {counts}, {tally.lost_links} links lost between living workers")
     print(f"{tally.strangers / options.count:.1f} members, on average, that some worker had no link to")
     print(f"{tally.put_off} micro-batches reported as put off, {tally.weights_only} lines for their weight gradients")
     print(", ".join(f"{count} {how}" for how, count in tally.ends.most_common()))

@@ -17,10 +17,7 @@ from elaswave_spmd.recovery.generations import ControllerFence
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.worker.channel import Incoming, arrived, payload_dtype, tensor_of
-from tests.cluster.faults import RECEIVER, AnyFault, MessageFault
-
-Link = tuple[int, int]
-"""(sender, receiver)."""
+from tests.cluster.faults import RECEIVER, AnyFault, Link, MessageFault
 
 
 @dataclass(frozen=True)
@@ -187,11 +184,11 @@ class Wires:
     def thaw(self, rank: int) -> None:
         del self._frozen[rank]
 
-    def drop(self, link: Link) -> list[InFlight]:
-        """The link is lost. Returns what was on it."""
-        lost = list(self.in_flight.get(link, ()))
-        self.in_flight.get(link, deque()).clear()
-        return lost
+    def drop(self, link: Link, kept: float = 0.0) -> list[InFlight]:
+        """The link is lost. Returns what was on it; a first part, this share of it, still arrives."""
+        queue = self.in_flight.get(link, deque())
+        lost = [queue.pop() for _ in range(len(queue) - int(kept * len(queue)))]
+        return lost[::-1]
 
     def cut(self, rank: int, out: Link | None) -> None:
         """The process has ended. Of its messages each link still delivers a first part, drawn, and `out` all."""

@@ -13,10 +13,9 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.worker_protocol import Effect, WorkerProtocol
 from tests.cluster.cluster import SimulatedCluster
-from tests.cluster.faults import SENDER, Fault, MessageFault, ThenFault
+from tests.cluster.faults import SENDER, Fault, Link, MessageFault, ThenFault
 from tests.cluster.schedules import Schedule, cluster_of, judge, run, undisturbed
 from tests.cluster.tiny import TinyRun
-from tests.cluster.wires import Link
 from tests.simulated.bits_cases import one_thread
 from tests.simulated.mutants import MUTANTS, planted, schedule_for
 
