@@ -145,7 +145,7 @@ class LinkBreaks:
             if lost:
                 self._left.remove(drawn)
                 self._last = lost
-                found += map(self._how, lost)
+                found += [self._how(it, at_once=moment == RECONFIGURED and it[0] == rank) for it in lost]
         self.num_lost += len(found)
         return found
 
@@ -158,11 +158,14 @@ class LinkBreaks:
             return of_worker
         one = link if link in of_worker else self._draw.choice(of_worker)
         assert one is not None
+        if drawn.moment == RECONFIGURED and one[0] != rank and one[::-1] in of_worker:
+            one = one[::-1]  # that of the worker itself, which has made it just now
         return [it for it in of_worker if it in ((one,) if drawn.ways == "one" else (one, one[::-1]))]
 
-    def _how(self, link: Link) -> LostLink:
+    def _how(self, link: Link, *, at_once: bool) -> LostLink:
+        """How a link is lost. `at_once`: mostly in time for its sender to notice before it enters the mesh epoch."""
         draw = self._draw
-        soon = draw.randint(0, 40)
+        soon = 0 if at_once else draw.randint(0, 40)
         return LostLink(
             link,
             draw.choice((0.0, 0.0, draw.random(), 1.0)),
