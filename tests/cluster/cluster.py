@@ -367,11 +367,11 @@ class SimulatedCluster:
             else:
                 self.inject(rank, fault)
 
-    def _links(self) -> set[Link]:
-        """The links between living workers that are not lost."""
+    def _links(self) -> dict[Link, int]:
+        """The links between living workers that are not lost -> how many messages are on them."""
         living = {rank for rank in self._workers if rank not in self._lost}
         made = {(rank, peer) for rank in living for peer in self._linked.get(rank, frozenset()) & living}
-        return made - self._down
+        return {link: len(self._wires.in_flight.get(link, ())) for link in made - self._down}
 
     def _lose_links(self, lost: Iterable[LostLink]) -> None:
         for it in lost:

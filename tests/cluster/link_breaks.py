@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tests.cluster.faults import Link
@@ -40,6 +40,8 @@ _SENT_TO_CHECK = {"Addend": 20, "CheckDigests": 6}
 _TO_CONTROLLER = {"StepReport": 8, "CaughtUp": 2, "Applied": 10, "ValidationLoss": 2, "LinkClosed": 1}
 _TO_THE_NEXT_CONTROLLER = {"Adopted": 3}
 _POINTS = {"forward": 16, "backward": 16, "reduce": 30, "norm": 16, "apply": 8, "publish": 20}
+Links = Mapping[Link, int]
+"""The links that may be lost -> how many messages are on them."""
 _TAKEN = "taken "
 """Before the name of a message that a worker takes."""
 
@@ -54,7 +56,8 @@ class LinkBreak:
         count: so many such moments have been when it happens, of all workers together; if there is no such link then,
             at the next one.
         ways: the link that the message is sent on, or another one of that worker, drawn: "one" direction, "both", or
-            "all" links of that worker; or "again", those that were lost last, as soon as all of them are made again.
+            "all" links of that worker, as far as they were never lost; or "again", those that were lost last, as soon
+            as all of them are made again: then one of their ends is given up.
     """
 
     moment: str
@@ -89,7 +92,7 @@ def draw_breaks(
     Args:
         checks: what is computed is checked.
         adopts: controllers come back.
-        again: now and then the same link is lost a second time, for which one of its ends is given up.
+        again: now and then the same link is lost a second time, and with it one of its ends.
     """
     sent = _SENT | (_SENT_TO_CHECK if checks else {})
     to_controller = _TO_CONTROLLER | (_TO_THE_NEXT_CONTROLLER if adopts else {})
@@ -122,44 +125,45 @@ class LinkBreaks:
         self._draw = random.Random(f"lost links {seed}")
         self._moments: Counter[str] = Counter()
         self._last: list[Link] = []  # that were lost by the last one
-        self.num_lost = 0
-        """The directions that were lost so far."""
+        self.lost: Counter[Link] = Counter()
+        """How often each direction was lost."""
 
-    def sent(self, message: str, rank: int, link: Link, links: Callable[[], Collection[Link]]) -> list[LostLink]:
+    def sent(self, message: str, rank: int, link: Link, links: Callable[[], Links]) -> list[LostLink]:
         """What is lost when a worker is about to send a message, on this link."""
         return self._at(message, rank, link, links) if self._left else []
 
-    def taken(self, message: str, rank: int, links: Callable[[], Collection[Link]]) -> list[LostLink]:
+    def taken(self, message: str, rank: int, links: Callable[[], Links]) -> list[LostLink]:
         """What is lost when a worker takes a message."""
         return self._at(_TAKEN + message, rank, None, links) if self._left else []
 
-    def at(self, moment: str, rank: int, links: Callable[[], Collection[Link]]) -> list[LostLink]:
+    def at(self, moment: str, rank: int, links: Callable[[], Links]) -> list[LostLink]:
         """What is lost when a worker passes a point, or has made its links."""
         return self._at(moment, rank, None, links) if self._left else []
 
-    def _at(self, moment: str, rank: int, link: Link | None, links: Callable[[], Collection[Link]]) -> list[LostLink]:
+    def _at(self, moment: str, rank: int, link: Link | None, links: Callable[[], Links]) -> list[LostLink]:
         self._moments[moment] += 1
         found: list[LostLink] = []
         for drawn in [b for b in self._left if b.moment == moment and self._moments[moment] >= b.count]:
-            lost = self._links_of(drawn, rank, link, sorted(links()))
+            lost = self._links_of(drawn, rank, link, links())
             if lost:
                 self._left.remove(drawn)
                 self._last = lost
                 found += [self._how(it, at_once=moment == RECONFIGURED and it[0] == rank) for it in lost]
-        self.num_lost += len(found)
+        self.lost.update(it.link for it in found)
         return found
 
-    def _links_of(self, drawn: LinkBreak, rank: int, link: Link | None, links: Sequence[Link]) -> list[Link]:
+    def _links_of(self, drawn: LinkBreak, rank: int, link: Link | None, links: Links) -> list[Link]:
         """The links that are lost, of those that there are."""
         if drawn.ways == "again":
             return self._last if {*self._last} <= {*links} else []
-        of_worker = [it for it in links if rank in it]
+        of_worker = sorted(it for it in links if rank in it and it not in self.lost)
         if drawn.ways == "all" or not of_worker:
             return of_worker
-        one = link if link in of_worker else self._draw.choice(of_worker)
+        # Those that it has made just now are its own. What is on a link is lost with it: better one with something on.
+        own = [it for it in of_worker if drawn.moment != RECONFIGURED or it[0] == rank] or of_worker
+        able = [it for it in own if links[it]] or own
+        one = link if link in of_worker else self._draw.choice(able)
         assert one is not None
-        if drawn.moment == RECONFIGURED and one[0] != rank and one[::-1] in of_worker:
-            one = one[::-1]  # that of the worker itself, which has made it just now
         return [it for it in of_worker if it in ((one,) if drawn.ways == "one" else (one, one[::-1]))]
 
     def _how(self, link: Link, *, at_once: bool) -> LostLink:

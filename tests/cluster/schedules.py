@@ -432,7 +432,7 @@ def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended
     moves = sum(_moved(a, b) for a, b in itertools.pairwise(placements))
     counts = len(trained.epochs), trained.turns, moves, len(trained.restarts)
     counts = *counts, trained.num_put_off, trained.num_weights_only, trained.comebacks, trained.most_strangers
-    counts = *counts, cluster.link_breaks.num_lost
+    counts = *counts, cluster.link_breaks.lost.total()
     return Ended(how, failure, detail, plan.num_injected, plan.lost_at, *counts)
 
 
@@ -461,6 +461,9 @@ def judge(schedule: Schedule, cluster: SimulatedCluster, wanted: Outcome) -> tup
     wrong = {rank for kind, about in cluster.events if kind == "corrupt" for rank in cast(list[int], about["ranks"])}
     if wrong - {fault.rank for fault in schedule.faults if isinstance(fault, Fault) and fault.kind == "miscompute"}:
         return "", "a worker that is right is said to be wrong", str(wrong)
+    given_up = [fields for kind, fields in cluster.events if kind == "fail" and "was lost again" in str(fields)]
+    if given_up and max(cluster.link_breaks.lost.values(), default=0) < 2:
+        return "", "a worker is given up for a link that was lost once", str(given_up)
     for name in ("losses", "norms", "validation", "weights"):
         here, there = getattr(found, name), getattr(wanted, name)
         if here != there:
