@@ -464,6 +464,9 @@ def _refused_step_report(bounds: MessageBounds, report: m.StepReport, at: Contro
     if not 0 <= report.attempt <= at.last_epoch:
         return EPOCH
     good = bounds.has_ranges(report.ahead, STATE, LOSS, trained=True)
+    if report.layers:
+        first, stop = report.layers if len(report.layers) == 2 else (0, 0)
+        good = good and 0 <= first < stop <= len(bounds.layout.layers)
     return "" if good and all(_exists(bounds, part) for part in report.partial_steps) else PLACE
 
 

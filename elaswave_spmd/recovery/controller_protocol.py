@@ -172,6 +172,7 @@ class _Standing:
         all_at_version: all members are at the version.
         is_between_steps: all members are at the version and have nothing of the next step.
         attempts: the attempts that members are in.
+        layers: rank -> layers [first, stop) of the stage that it is on, of those that say so.
     """
 
     version: int
@@ -179,6 +180,7 @@ class _Standing:
     all_at_version: bool
     is_between_steps: bool
     attempts: frozenset[int] = frozenset()
+    layers: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def from_reports(cls, reports: Mapping[int, StepReport]) -> _Standing:
@@ -186,7 +188,8 @@ class _Standing:
         parts = {rank: reconfiguration.partial_step_of(report, version + 1) for rank, report in reports.items()}
         all_at = all(report.version == version for report in reports.values())
         attempts = frozenset(report.attempt for report in reports.values())
-        return cls(version, parts, all_at, all_at and not any(parts.values()), attempts)
+        layers = {rank: (report.layers[0], report.layers[1]) for rank, report in reports.items() if report.layers}
+        return cls(version, parts, all_at, all_at and not any(parts.values()), attempts, layers)
 
 
 @dataclass(frozen=True)
@@ -824,8 +827,8 @@ class ControllerProtocol:
         """The plan for what is left of the step under way; None if no member has begun it."""
         if standing.is_between_steps:
             return None
-        old = self.placement
-        old_layers = reconfiguration.layers_of_workers(old)
+        # Who reports need not have entered the present epoch, in which its stage may have other layers (C3).
+        old_layers = reconfiguration.layers_of_workers(self.placement) | standing.layers
         return recovery_plan(standing.version + 1, placement, self.layout, standing.partial_steps, old_layers)
 
     def _enter(

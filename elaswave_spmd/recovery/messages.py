@@ -476,9 +476,11 @@ class StepReport(Message, frozen=True):
             micro-batches are all done by others may have gradients of the second one before it has applied the first.
         attempt: that it is in, of the steps after its version.
         ahead: trained page ranges whose state it has learned from a primary that had applied version + 1, already.
+        layers: [first, stop) of the stage that it is on. Others than by the newest Reconfigure if that was overtaken
+            before it was entered. (): those of the newest Reconfigure.
     """
 
-    NUM_OPTIONS = 2
+    NUM_OPTIONS = 3
 
     epoch: int
     rank: int
@@ -486,6 +488,7 @@ class StepReport(Message, frozen=True):
     partial_steps: tuple[PartialStep, ...] = ()
     attempt: int = 0
     ahead: tuple[tuple[int, int, int], ...] = ()
+    layers: tuple[int, ...] = ()
 
 
 class Heartbeat(Message, frozen=True):

@@ -284,7 +284,10 @@ class Executor:
         found = (self._steps.partial_step(self.version + 1), self._steps.partial_step(self.version + 2))
         partial_steps = tuple(part for part in found if part != m.PartialStep(part.step))
         ahead = self.replica.state.ahead_of(self.version)
-        report = m.StepReport(prepare.epoch, self.rank, self.version, partial_steps, self._attempts.number, ahead)
+        # A Reconfigure that was overtaken may have given its stage other layers: then this is not of these.
+        on = self.placement.layers_of_stage(self.placement.mesh.stage_of(self.rank))
+        layers, attempt = (on.start, on.stop), self._attempts.number
+        report = m.StepReport(prepare.epoch, self.rank, self.version, partial_steps, attempt, ahead, layers)
         self._context.channel.send(CONTROLLER, report)
 
     def enter_epoch(self, configuration: Configuration) -> None:

@@ -75,6 +75,7 @@ TO_WORKER: Mapping[m.AnyMessage, int | None] = {
 REPORTS: tuple[m.AnyMessage, ...] = (
     m.Ready(SENDER, "tcp://127.0.0.1:1234", True, 3),
     m.StepReport(2, SENDER, 3, (PART,)),
+    m.StepReport(2, SENDER, 3, (PART,), layers=(0, 1)),
     m.Heartbeat(SENDER, 17, False, "forward"),
     m.CaughtUp(SENDER, 2),
     m.Fingerprints(SENDER, 2, 3, ((*PAGES, b"8 bytes!"),)),
@@ -268,6 +269,12 @@ def test_sums_that_cannot_be_right_are_refused(sums: tuple, results: tuple, why:
 )
 def test_reports_of_weight_gradients_that_nobody_can_have_put_off_are_refused(put_off: tuple[int, ...]) -> None:
     report = m.StepReport(2, SENDER, 3, (msgspec.structs.replace(PART, put_off=put_off),))
+    assert by_controller(report, SENDER, None) == admission.PLACE
+
+
+@pytest.mark.parametrize("layers", [(0,), (1, 1), (2, 1), (-1, 2), (0, 99), (0, 1, 2)])
+def test_reports_of_layers_that_no_stage_can_have_are_refused(layers: tuple[int, ...]) -> None:
+    report = m.StepReport(2, SENDER, 3, (PART,), layers=layers)
     assert by_controller(report, SENDER, None) == admission.PLACE
 
 

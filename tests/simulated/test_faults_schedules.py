@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.faults import RECEIVER, SENDER, MessageFault
+from tests.cluster.faults import RECEIVER, SENDER, Fault, MessageFault
+from tests.cluster.link_breaks import RECONFIGURED, LinkBreak
 from tests.cluster.schedules import Schedule, run, run_many
 from tests.cluster.tiny import TinyRun
+from tests.cluster.wires import Lateness
 
 CHUNK = 30
 # Failures that long searches have found, and that are mended: how the schedule ends, and the schedule.
@@ -37,6 +39,28 @@ FAILED_ONCE = {
             faults=(
                 MessageFault("kill", "Activation", SENDER, False, 6),
                 MessageFault("stop", "Reconfigure", RECEIVER, True, 1, turns=5),
+            ),
+        ),
+    ),
+    "a saved forward through the layers of an older stage was planned with, as a change overtook the one before": (
+        "bits",
+        Schedule(
+            seed=151,
+            run=TinyRun(blocks=2, microbatches=5, steps=4),
+            mesh="pp3",
+            mirror_count=2,
+            scatter=2,
+            uneven=True,
+            faults=(
+                Fault(4, "kill", 2, "weights", 3, 50),
+                Fault(1, "kill", 2, "forward", 4, 50),
+                MessageFault("kill", "ActivationGradient", RECEIVER, False, 11, turns=1),
+            ),
+            late=Lateness("backward", 30, 0.0, limits=152),
+            breaks=(
+                LinkBreak("Vote", 2, "all"),
+                LinkBreak(RECONFIGURED, 4, "both"),
+                LinkBreak("PartialSum", 24, "one"),
             ),
         ),
     ),
@@ -166,6 +190,27 @@ def test_workers_have_links_to_their_peers_alone(
     assert tally.injected > CHUNK and tally.ends["bits"] > CHUNK // 2
     # With checks the stages before and after are peers as well.
     assert tally.strangers > (CHUNK // 2 if miscompute else CHUNK), "not everybody had a link to everybody"
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {},
+        {"moving": True, "late": True},
+        {"grouped": True, "miscompute": True},
+        {"paired": True, "checkpoints": True},
+        {"peers": True, "moving": True},
+        {"votes": True, "late": True},
+        {"controllers": True, "starting": True},
+        {"silent": True, "frozen": True},
+    ],
+    ids=lambda kinds: ", ".join(kinds) or "plain",
+)
+def test_links_are_lost_between_living_workers(kinds: dict[str, bool]) -> None:
+    """C11: nobody is lost by it, but for an end of one that is lost again."""
+    tally = run_many(range(CHUNK), links=True, **kinds)
+    assert tally.failures == {}
+    assert tally.lost_links > CHUNK and tally.ends["bits"] > CHUNK // 3
 
 
 def test_a_controller_that_comes_back_to_a_large_mesh_finds_everybody_linked_to_everybody() -> None:

@@ -4,9 +4,11 @@ members.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from elaswave_spmd.recovery.actions import Done, EpochBegun, RemoveMember, Send, Unrecoverable
+from elaswave_spmd.recovery.actions import Done, EpochBegun, ProtocolAction, RemoveMember, Send, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
 from elaswave_spmd.recovery.messages import (
     AT_ONCE,
@@ -21,11 +23,13 @@ from elaswave_spmd.recovery.messages import (
     ValidationLoss,
 )
 from elaswave_spmd.recovery.reconfiguration import Goal
+from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import from_rows
 from tests.unit.recovery.controller_cases import (
     LAYOUT,
     STEPS,
     answer,
+    placement,
     prepares,
     reconfigures,
     replicas_of,
@@ -106,6 +110,31 @@ def test_of_a_step_that_a_survivor_has_not_begun_only_microbatches_of_lost_worke
     protocol.report_received(StepReport(1, 0, 3, ()))
     effects = protocol.report_received(StepReport(1, 2, 3, (PartialStep(4, assigned=(0, 1, 2, 3, 4)),)))
     assert begun(effects).microbatches_redone == 2, "micro-batches 3 and 4 of stage 0"
+
+
+@pytest.mark.parametrize("overtaken", [False, True], ids=["reports from the new stage", "has not entered it"])
+def test_saved_forwards_count_for_the_layers_that_their_worker_was_on(overtaken: bool) -> None:
+    """A Reconfigure takes a worker to other layers, and is overtaken before the worker has entered its epoch."""
+    first = placement(zero=1)
+    first = replace(first, replicas=place_replicas(LAYOUT, first.state_sharding(2, 2)))
+    protocol = ControllerProtocol(first, LAYOUT, STEPS)
+    for rank in first.mesh.members:
+        protocol.ready(Ready(rank, f"at {rank}"))
+    protocol.lost(2, "killed")
+    effects: list[ProtocolAction] = []
+    outputs = tuple((1, microbatch) for microbatch in range(5))
+    begun_step = PartialStep(4, assigned=(0, 1, 2, 3, 4), forwarded=(3, 4), activations=outputs)
+    for rank in (0, 1):
+        effects = protocol.report_received(StepReport(1, rank, 3, (begun_step,), layers=(0, 1)))
+    assert reconfigures(effects)[1].stages == ((0,), (1,)) and reconfigures(effects)[1].layer_cuts == (0, 1, 3)
+    protocol.relink(frozenset({0, 1}), "the link was lost")
+    protocol.report_received(StepReport(protocol.last_epoch, 0, 3, (begun_step,), layers=(0, 1)))
+    layers = (0, 1) if overtaken else (1, 3)
+    effects = protocol.report_received(StepReport(protocol.last_epoch, 1, 3, (begun_step,), layers=layers))
+    plan = reconfigures(effects)[1].recovery_plan
+    assert plan is not None
+    saved = {(line.stage, line.microbatch) for line in plan if not line.forward and line.backward}
+    assert saved == {(0, 3), (0, 4)} | (set() if overtaken else {(1, 3), (1, 4)})
 
 
 def test_answers_to_another_prepare_and_of_the_lost_are_void() -> None:

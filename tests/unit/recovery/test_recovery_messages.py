@@ -49,6 +49,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Prepare(4, 17),
     m.StepReport(4, 1, 7, (HELD, m.PartialStep(9))),
     m.StepReport(4, 1, 7),
+    m.StepReport(4, 1, 7, (HELD,), 4, ((0, 0, 2),), (0, 3)),
     m.Reconfigure(0, ((0, 1), (2,)), (0, 2, 4), ((3, 2), (5,)), {0: "a", 1: "b", 2: "c"}),
     m.Reconfigure(
         5,
