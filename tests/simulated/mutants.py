@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 
 from elaswave_spmd.controller import verification
@@ -20,7 +21,17 @@ from elaswave_spmd.controller.sum_verification import SumVerifier
 from elaswave_spmd.recovery import controller_protocol, partial_step, peers
 from elaswave_spmd.recovery.actions import RemoveMember
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
-from elaswave_spmd.recovery.messages import AT_ONCE, PairSent, Publish, Ready, Reconfigure, StepReport, Vote
+from elaswave_spmd.recovery.messages import (
+    AT_ONCE,
+    LinkClosed,
+    Message,
+    PairSent,
+    Publish,
+    Ready,
+    Reconfigure,
+    StepReport,
+    Vote,
+)
 from elaswave_spmd.recovery.partial_step import WEIGHTS_ONLY
 from elaswave_spmd.recovery.vote_exchange import added
 from elaswave_spmd.recovery.worker_protocol import Apply, Effect, Install, SendVote, WorkerProtocol
@@ -550,6 +561,38 @@ def _older_pairs_are_believed() -> Patches:
     return {(DirectChannel, "enter_epoch"): _enter_epoch}
 
 
+def _closed_links_lose_nothing() -> Patches:
+    """What a worker had sent on a link that it finds closed has arrived, it is thought."""
+    handle = StateReplica.handle
+
+    def _handle(self: StateReplica, sender: int, message: Message, payload: Any) -> None:
+        if not isinstance(message, LinkClosed):
+            handle(self, sender, message, payload)
+
+    return {(StateReplica, "handle"): _handle}
+
+
+def _links_lost_before_an_epoch_are_forgotten() -> Patches:
+    """What is sent at the begin of a mesh epoch has arrived, it is thought, also on a link that is closed by then."""
+    enter_epoch = StateReplica.enter_epoch
+
+    def _enter_epoch(self: StateReplica, *arguments: Any) -> None:
+        enter_epoch(self, *arguments)
+        self._unsure.clear()
+
+    return {(StateReplica, "enter_epoch"): _enter_epoch}
+
+
+def _reports_are_of_the_newest_layers() -> Patches:
+    """A StepReport is taken for one of the layers that its worker has by the newest Reconfigure, entered or not."""
+    report_received = ControllerProtocol.report_received
+
+    def _report_received(self: ControllerProtocol, message: StepReport) -> list[Any]:
+        return report_received(self, msgspec.structs.replace(message, layers=()))
+
+    return {(ControllerProtocol, "report_received"): _report_received}
+
+
 MUTANTS: dict[str, Callable[[], Patches]] = {
     "updates in an epoch after its Prepare was answered": _applies_after_prepare,
     "takes a StepReport for an answer to every later Prepare": _reuses_a_report,
@@ -586,6 +629,9 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "takes the next payload of a pair for that of any message": _any_payload_is_the_next,
     "sends no payload again when a pair has failed": _failed_pairs_are_believed,
     "sends no payload again when the epoch of a pair is over": _older_pairs_are_believed,
+    "sends nothing again that was on a link that was lost": _closed_links_lose_nothing,
+    "sends nothing again when a link was lost before its epoch was entered": _links_lost_before_an_epoch_are_forgotten,
+    "takes what was run through older layers for the new ones": _reports_are_of_the_newest_layers,
     "sends no replicas to a first mesh that was not planned": _first_replicas_unsent,
     "waits for workers that were lost while they started": _waits_for_the_lost,
     "gives a place to a spare that was lost": _spares_that_are_gone,
@@ -608,7 +654,9 @@ FROZEN = frozenset({"leaves frozen pages at the version at which they came"})
 """Mutants that show where some parameters are frozen: schedules with `frozen`."""
 
 
-LATE = frozenset(list(MUTANTS)[10:14])
+LINKS = frozenset(list(MUTANTS)[35:38])
+"""Mutants that show where links are lost between living workers: schedules with `links`."""
+LATE = frozenset([*list(MUTANTS)[10:14], *list(MUTANTS)[36:38]])
 """Mutants that show where steps are interrupted with weight gradients put off: schedules with `late`."""
 VOTING = frozenset(list(MUTANTS)[14:16])
 """Mutants that show where votes are passed on: schedules with `votes`."""
@@ -635,6 +683,7 @@ def schedule_for(name: str, seed: int) -> Schedule:
         peers=name in PEERS,
         grouped=name in GROUPED,
         paired=name in PAIRED,
+        links=name in LINKS,
     )
 
 
