@@ -828,7 +828,7 @@ class ControllerProtocol:
         if standing.is_between_steps:
             return None
         # Who reports need not have entered the present epoch, in which its stage may have other layers (C3).
-        old_layers = reconfiguration.layers_of_workers(self.placement) | standing.layers
+        old_layers = {**reconfiguration.layers_of_workers(self.placement), **standing.layers}
         return recovery_plan(standing.version + 1, placement, self.layout, standing.partial_steps, old_layers)
 
     def _enter(
