@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from elaswave_spmd.errors import ConfigError, RunError, UserError
+from elaswave_spmd.errors import ConfigError, RunError, UserError, closest
 from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals
 from elaswave_spmd.runtime.processes.supervisor import supervise, supervised_by, with_adoption
 
@@ -101,8 +101,6 @@ def _command(command: str, program: str) -> int:
 
 
 def _unknown(command: str, commands: Sequence[str], program: str) -> ConfigError:
-    from elaswave_spmd.conf.checks import closest
-
     exists = ", ".join(commands)
     if not command:
         return ConfigError("no command is given", rule="a command comes first", exists=exists, fix=f"{program} --help")

@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 _PACKAGE = str(Path(__file__).parent)
@@ -174,6 +176,11 @@ def headline_of(error: BaseException) -> str:
     if isinstance(error, RunError):
         return error.headline
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".removesuffix(": ")
+
+
+def closest(word: str, words: Iterable[str]) -> str:
+    """The one of `words` that is most like `word`, or "" if none is: what a misspelt name may stand for."""
+    return next(iter(difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)), "")
 
 
 def add_note(error: Exception, note: str) -> None:

@@ -53,10 +53,5 @@ def names_like(name: str, names: Sequence[str]) -> str:
     return f"{', '.join(found)}, and {rest} other{'s' * (rest > 1)}"
 
 
-def closest_name(name: str, names: Sequence[str]) -> str:
-    """The name that a misspelt one may stand for; "" if none is like it."""
-    return next(iter(difflib.get_close_matches(name, names, n=1)), "")
-
-
 def _modules_here() -> list[str]:
     return sorted(name[:-3] for name in os.listdir() if name.endswith(".py"))

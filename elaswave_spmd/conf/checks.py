@@ -6,12 +6,11 @@ Each check returns the value in its own type, or raises a ConfigError that begin
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.errors import ConfigError, closest
 
 _LARGEST = 2**63
 
@@ -64,11 +63,6 @@ def _looks_otherwise(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def closest(word: str, words: Iterable[str]) -> str:
-    """The one of `words` that is most like `word`, or "" if none is."""
-    return next(iter(difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)), "")
 
 
 def whole(name: str, value: object, *, at_least: float = 0, below: float = _LARGEST, multiple_of: int = 1) -> int:

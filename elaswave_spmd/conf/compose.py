@@ -26,7 +26,7 @@ from elaswave_spmd.conf import checks, resume
 from elaswave_spmd.conf.mesh_names import FORMS, register_mesh_names
 from elaswave_spmd.conf.schema import GROUPS, NAMES, Settings
 from elaswave_spmd.conf.section import unknown_setting
-from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.errors import ConfigError, closest
 
 CHOICES: Mapping[str, str] = {
     "mesh": "single",
@@ -290,7 +290,7 @@ def _without_value(word: str) -> ConfigError:
     if name in NAMES or name in CHOICES:
         return ConfigError(f"{name} has no value", rule="settings are name=value", where=word, fix=f"{name}=VALUE")
     # Not a name at all: perhaps a misspelt one.
-    like = checks.closest(name, [*NAMES, *CHOICES])
+    like = closest(name, [*NAMES, *CHOICES])
     fix = f"{like}=VALUE" if like else "--help"
     return ConfigError(f"{word} is not a setting", rule="settings are name=value", where=word, fix=fix)
 
@@ -300,7 +300,7 @@ def _check_choice(group: str, value: object, word: str, own: bool) -> None:
     if isinstance(value, str) and (own or group == "mesh" or value in exists):
         return  # names of meshes are checked where they are spelled out
     text = checks.shown(value)
-    like = checks.closest(text, exists)
+    like = closest(text, exists)
     if group == "mesh" and text.isdecimal():
         like = f"dp{text}"
     raise ConfigError(

@@ -29,7 +29,7 @@ from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 from elaswave_spmd.conf import checks
-from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.errors import ConfigError, closest
 
 T = TypeVar("T")
 _KEY = "elaswave_spmd.setting"
@@ -224,9 +224,9 @@ def unknown_setting(name: str, names: list[str], where: str) -> ConfigError:
     group, last = name.partition(".")[0] + ".", name.rpartition(".")[2]
     in_group = {known.rpartition(".")[2]: known for known in names if known.startswith(group)}
     # Names of one group are alike by the group alone, so in it the last parts are compared.
-    close = in_group.get(checks.closest(last, in_group), "") if in_group else checks.closest(name, names)
+    close = in_group.get(closest(last, in_group), "") if in_group else closest(name, names)
     other = by_last_part.get(_ELSEWHERE.get(last, ""), "")
-    like = other or close or by_last_part.get(checks.closest(last, by_last_part), "")
+    like = other or close or by_last_part.get(closest(last, by_last_part), "")
     beside = list(in_group.values()) or names
     exists = ", ".join(beside) if len(beside) <= 40 else "see --help"
     value = where.partition("=")[2]

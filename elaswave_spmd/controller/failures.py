@@ -200,7 +200,7 @@ class FailureHandler:
             return self._declare_lost(rank, f"an exception: {headline}", now)
         if self._survives_exceptions and message.is_deaf:
             return self._declare_lost(rank, headline, now)
-        if not self._protocol.started or self._protocol.version == self._protocol.steps or message.is_deaf:
+        if not self._may_stop_saved or message.is_deaf:
             if (bug := self._end_by_bug(message)) is not None:
                 return bug
         elif self._cause is not None:
@@ -311,6 +311,11 @@ class FailureHandler:
         return self._replacements.due(now, spares=protocol.started)[1]
 
     @property
+    def _may_stop_saved(self) -> bool:
+        """True while there is state to go on from later: after the last step what is left is to collect the weights."""
+        return self._protocol.started and self._protocol.version < self._protocol.steps
+
+    @property
     def _survives_exceptions(self) -> bool:
         """True while the run can go on after an exception: not while the first workers start.
 
@@ -411,7 +416,7 @@ class FailureHandler:
         if self._cause is not None:
             return []
         self._cause = cause
-        if self._protocol.version == self._protocol.steps:  # what is left is to collect the weights
+        if not self._may_stop_saved:
             return [End(RunStopped(cause))]
         return [*self._protocol.stop(cause.headline, at_once=True)]
 

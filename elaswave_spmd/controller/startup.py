@@ -424,6 +424,7 @@ class _Lives:
                     launcher.stop(grace_s=0.0)
                     remove_superfluous(run_dir.path)
                     if isinstance(outcome, RunFinished):
+                        # Else what the workers have written may still be completed, now or by the next controller.
                         remove_unfinished(run_dir.path)
                         self._remove_worse(run_dir.path)
                 if isinstance(outcome, RunStopped):

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from elaswave_spmd import by_value
-from elaswave_spmd.errors import DataError, add_note, headline_of, place_in_user_code
-from elaswave_spmd.user_code import closest_name, import_user_module, is_dotted_name, names_like
+from elaswave_spmd.errors import DataError, add_note, closest, headline_of, place_in_user_code
+from elaswave_spmd.user_code import import_user_module, is_dotted_name, names_like
 
 _CONTRACT = "a class with __len__, __getitem__ -> 1-D integers of length seq_len + 1, and vocab_size"
 _GENERIC_CONTRACT = "a class with __len__ and __getitem__; with vocab_size its samples are tokens, else anything"
@@ -41,7 +41,7 @@ def load_target(target: str) -> Callable[..., Any]:
         classes = [
             key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
         ]
-        close = closest_name(name, classes)
+        close = closest(name, classes)
         raise DataError(
             f"module {module_name} has no class {name}",
             where=f"data.target={target}",

@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from elaswave_spmd import by_value
-from elaswave_spmd.errors import ModelError, UserError, place_in_user_code
+from elaswave_spmd.errors import ModelError, UserError, closest, place_in_user_code
 from elaswave_spmd.models.base import LayeredModel
-from elaswave_spmd.user_code import closest_name, names_like
+from elaswave_spmd.user_code import names_like
 
 OWN = {
     "gpt": "elaswave_spmd.models.gpt.GPT",
@@ -218,7 +218,7 @@ def find_model(target: str) -> Any:
     dotted = OWN.get(target, target)
     module_name, _, name = dotted.rpartition(".")
     if not module_name:
-        raise _unknown(target, f"models {', '.join(OWN)}; files {_files_like(target)}", closest_name(target, [*OWN]))
+        raise _unknown(target, f"models {', '.join(OWN)}; files {_files_like(target)}", closest(target, [*OWN]))
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -235,7 +235,7 @@ def find_model(target: str) -> Any:
     if not hasattr(module, name):
         classes = [n for n, v in vars(module).items() if inspect.isclass(v) and issubclass(v, LayeredModel)]
         classes = [n for n in classes if vars(module)[n] is not LayeredModel]  # the base, which the file has imported
-        close = closest_name(name, classes)
+        close = closest(name, classes)
         exists = f"models in {module_name}: {names_like(name, classes) or 'none'}"
         raise _unknown(target, exists, f"{module_name}.{close}" if close else "")
     return getattr(module, name)

@@ -130,6 +130,7 @@ class MessageBounds:
         return self.layout.layers[layer].num_elements(first, stop)
 
     def _block_of(self, pages: tuple[int, int, int], kinds: Collection[str], trained: bool) -> Block | None:
+        """The block of one of these kinds that a page range lies in; None: there is none."""
         layer, first, stop = pages
         if not 0 <= layer < len(self.layout.layers) or not 0 <= first < stop:
             return None

@@ -551,15 +551,11 @@ class ControllerProtocol:
             at_once: where everybody is, as after a loss: the step under way cannot be completed.
         """
         assert self._started, "before the first step there is nothing to save"
-        if self._saving or self.version == self.steps:
+        if self._saving or self.version == self.steps or (self._stop_wanted and not at_once):
             return []
+        self._stop_wanted = self._stop_wanted or reason
         if at_once:
-            is_under_way = self._stop_wanted and self._change is not None and self._change.after == AT_ONCE
-            self._stop_wanted = self._stop_wanted or reason
-            return [] if is_under_way else self._begin(after=AT_ONCE)
-        if self._stop_wanted:
-            return []
-        self._stop_wanted = reason
+            return self._begin(after=AT_ONCE)
         return self._begin(after=self.version if self._is_validating else self._next_boundary())
 
     def holds_alone(self, rank: int) -> bool:

@@ -204,7 +204,7 @@ class _Survey:
         return _by_layer(at for report in self.reported.values() for at in report.activations)
 
     def without_gradient(self, stage: int, microbatches: Iterable[int]) -> list[int]:
-        """Those whose backward on the stage does not find the gradient of its output; the last stage has the loss."""
+        """The micro-batches whose backward on the stage lacks its output gradient; the last stage makes its own."""
         if stage == self.placement.num_stages - 1:
             return []
         kept = self._gradients.get(self.placement.layer_cuts[stage + 1] - 1, ())
@@ -401,7 +401,7 @@ class _Ranges:
 
     @cached_property
     def of_layers(self) -> Mapping[int, LayerReplicas]:
-        """Those of each layer."""
+        """The page ranges of each layer, with what is known about them."""
         return {layer: ranges_of(self.replica_map, layer) for layer in self.replica_map}
 
     def inside(self, layer: int, first: int, stop: int) -> Sequence[PageRange]:

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from elaswave_spmd.conf import checks
-from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.errors import ConfigError, closest
 
 FORMATS = ("hf",)
 
@@ -21,7 +20,7 @@ def main(arguments: Sequence[str], program: str) -> int:
     options = _parse(arguments, program)
     form, folder = options.to
     if form not in FORMATS:
-        like = checks.closest(form, FORMATS) or FORMATS[0]
+        like = closest(form, FORMATS) or FORMATS[0]
         raise ConfigError(
             f"--to {form} is not a format",
             where=f"--to {form} {folder}",

@@ -162,6 +162,7 @@ class Executor:
                     raise
 
     def _save(self) -> None:
+        """Send hashes of the state, if replicas are compared, and have it written: the run is about to stop."""
         self.replica.compare(saves=True)
         self._context.hooks.save(self.replica)
 

@@ -397,6 +397,7 @@ class WorkerProcess:
             self._send(self._failed(error))
 
     def _failed(self, error: BaseException) -> m.Failed:
+        """The report of an exception, of which the middle is left out if it is too long for a message."""
         report = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         if len(report) > LONGEST_REPORT:  # the controller would drop it, and wait for this worker
             half = LONGEST_REPORT // 2 - len(_LEFT_OUT)

@@ -126,18 +126,18 @@ class LinkBreaks:
         self._moments: Counter[str] = Counter()
         self._last: list[Link] = []  # that were lost by the last one
         self.lost: Counter[Link] = Counter()
-        """How often each direction was lost."""
+        """How often each direction of a link was lost."""
 
     def sent(self, message: str, rank: int, link: Link, links: Callable[[], Links]) -> list[LostLink]:
-        """What is lost when a worker is about to send a message, on this link."""
+        """The links that are lost when a worker is about to send a message on `link`."""
         return self._at(message, rank, link, links) if self._left else []
 
     def taken(self, message: str, rank: int, links: Callable[[], Links]) -> list[LostLink]:
-        """What is lost when a worker takes a message."""
+        """The links that are lost when a worker takes a message."""
         return self._at(_TAKEN + message, rank, None, links) if self._left else []
 
     def at(self, moment: str, rank: int, links: Callable[[], Links]) -> list[LostLink]:
-        """What is lost when a worker passes a point, or has made its links."""
+        """The links that are lost when a worker passes a point of its step, or has made its links."""
         return self._at(moment, rank, None, links) if self._left else []
 
     def _at(self, moment: str, rank: int, link: Link | None, links: Callable[[], Links]) -> list[LostLink]:

@@ -562,7 +562,7 @@ def _older_pairs_are_believed() -> Patches:
 
 
 def _closed_links_lose_nothing() -> Patches:
-    """What a worker had sent on a link that it finds closed has arrived, it is thought."""
+    """A worker takes what it sent on a link that it finds closed for arrived."""
     handle = StateReplica.handle
 
     def _handle(self: StateReplica, sender: int, message: Message, payload: Any) -> None:
@@ -573,7 +573,7 @@ def _closed_links_lose_nothing() -> Patches:
 
 
 def _links_lost_before_an_epoch_are_forgotten() -> Patches:
-    """What is sent at the begin of a mesh epoch has arrived, it is thought, also on a link that is closed by then."""
+    """A worker takes what it sends as a mesh epoch begins for arrived, also on a link that is closed by then."""
     enter_epoch = StateReplica.enter_epoch
 
     def _enter_epoch(self: StateReplica, *arguments: Any) -> None:
