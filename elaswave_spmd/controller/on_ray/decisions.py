@@ -8,7 +8,7 @@ of all agents are fewer than the run may have workers. Nothing here knows Ray.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -354,7 +354,7 @@ class Begin(enum.Enum):
 
 
 def how_to_begin(
-    *, has_begun: bool, are_waiting: bool, has_checkpoint: bool, has_shards: bool, was_in_vain: bool
+    *, has_begun: bool, are_waiting: bool, has_checkpoint: bool, shards: Set[str], in_vain: Set[str]
 ) -> Begin:
     """Decide in which way the next controller of a run begins.
 
@@ -362,12 +362,13 @@ def how_to_begin(
         has_begun: the run has a directory.
         are_waiting: workers wait for it.
         has_checkpoint: one was completed.
-        has_shards: workers have written state, which the next controller may complete.
-        was_in_vain: the last one could not (`is_in_vain`).
+        shards: the files of state that workers have written, which the next controller may complete.
+        in_vain: those that there were when the last one was started, if it could not (`is_in_vain`). Workers that were
+            still writing then may have ended since: the next one tries what there is now.
     """
     if not has_begun:
         return Begin.AS_TYPED
-    return Begin.RESUMING if are_waiting or has_checkpoint or (has_shards and not was_in_vain) else Begin.ANEW
+    return Begin.RESUMING if are_waiting or has_checkpoint or shards - in_vain else Begin.ANEW
 
 
 def is_in_vain(code: int, *, had_checkpoint: bool, has_checkpoint: bool, steps: int, refusals: int) -> bool:

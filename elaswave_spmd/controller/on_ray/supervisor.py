@@ -180,7 +180,7 @@ class SupervisorLife:
         self._was_started = False  # the last controller: its command was started
         self._resumes = False  # it was to go on with the run
         self._shards: frozenset[str] = frozenset()  # that there were when it was started
-        self._was_in_vain = False  # it found nothing to go on with, and there is nothing more now
+        self._vain_shards: frozenset[str] = frozenset()  # that there were when it found nothing to go on with
         self._refusals = 0  # in a row, of controllers that were started
 
     def save(self) -> None:
@@ -262,8 +262,7 @@ class SupervisorLife:
             steps=files.steps - files.progress.steps,
             refusals=self._refusals,
         )
-        # Workers that were still writing when it looked may have ended since: the next one tries what there is now.
-        self._was_in_vain = in_vain and files.shards == self._shards
+        self._vain_shards = self._shards if in_vain else frozenset()
         return in_vain
 
     def _name(self, node: str) -> str:
@@ -408,14 +407,14 @@ class SupervisorLife:
         """
         files = self._files
         has_begun = files.progress.starts > 0 and files.has_begun
-        if has_begun and self._job.adopt_s is None and not files.has_checkpoint:
-            self._await_orphans()
+        if has_begun and not are_waiting and not files.has_checkpoint:
+            self._await_orphans(are_to_end=self._job.adopt_s is not None)  # what they write may be all there is
         begin = how_to_begin(
             has_begun=has_begun,
             are_waiting=are_waiting,
             has_checkpoint=files.has_checkpoint,
-            has_shards=bool(files.shards),
-            was_in_vain=self._was_in_vain,
+            shards=files.shards,
+            in_vain=self._vain_shards,
         )
         if begin is Begin.AS_TYPED:
             return [*self._job.words]

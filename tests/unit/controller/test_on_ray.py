@@ -353,21 +353,23 @@ def test_workers_wait_where_an_agent_has_some_and_who_has_not_answered_may(
 
 
 @pytest.mark.parametrize(
-    ("facts", "begin"),
+    ("facts", "shards", "in_vain", "begin"),
     [
-        ("", Begin.AS_TYPED),
-        ("has_shards", Begin.AS_TYPED),
-        ("has_begun", Begin.ANEW),
-        ("has_begun are_waiting", Begin.RESUMING),
-        ("has_begun are_waiting was_in_vain", Begin.RESUMING),
-        ("has_begun has_checkpoint has_shards", Begin.RESUMING),
-        ("has_begun has_shards", Begin.RESUMING),
-        ("has_begun has_shards was_in_vain", Begin.ANEW),
+        ("", "", "", Begin.AS_TYPED),
+        ("", "a", "", Begin.AS_TYPED),
+        ("has_begun", "", "", Begin.ANEW),
+        ("has_begun are_waiting", "", "", Begin.RESUMING),
+        ("has_begun are_waiting", "a", "a", Begin.RESUMING),
+        ("has_begun has_checkpoint", "a", "", Begin.RESUMING),
+        ("has_begun", "a", "", Begin.RESUMING),
+        ("has_begun", "a", "a", Begin.ANEW),
+        # What a worker has written since the last controller was started, which had nothing to go on with.
+        ("has_begun", "ab", "a", Begin.RESUMING),
     ],
 )
-def test_how_a_controller_begins(facts: str, begin: Begin) -> None:
-    names = ("has_begun", "are_waiting", "has_checkpoint", "has_shards", "was_in_vain")
-    assert how_to_begin(**{name: name in facts.split() for name in names}) is begin
+def test_how_a_controller_begins(facts: str, shards: str, in_vain: str, begin: Begin) -> None:
+    told = {name: name in facts.split() for name in ("has_begun", "are_waiting", "has_checkpoint")}
+    assert how_to_begin(**told, shards={*shards}, in_vain={*in_vain}) is begin
 
 
 @pytest.mark.parametrize(
