@@ -177,6 +177,27 @@ def check_model(
     return ModelCheck(time.perf_counter() - began, found, tuple(check.kinds), check.loss_unchecked, read)
 
 
+@contextmanager
+def refusing_mistakes(place: torch.device) -> Iterator[None]:
+    """What the model's code raises inside is refused as bad input (`mistake_in_model`).
+
+    Args:
+        place: where the model's code runs.
+
+    Raises:
+        UserError: it is the model's mistake.
+        Exception: anything else that was raised inside.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if (mistake := mistake_in_model(error, place)) is None:
+            raise
+        raise mistake from error
+
+
 def mistake_in_model(error: Exception, place: torch.device) -> ModelError | None:
     """The exception of the model's code in its check, as bad input; None: the machine may be at fault, or we are.
 

@@ -49,7 +49,7 @@ from elaswave_spmd.worker.heartbeat import HeartbeatSender, Progress
 from elaswave_spmd.worker.loading import BackgroundLoader
 from elaswave_spmd.worker.loop import Executor
 from elaswave_spmd.worker.message_limits import message_limits
-from elaswave_spmd.worker.model_check import check_model, mistake_in_model
+from elaswave_spmd.worker.model_check import check_model, refusing_mistakes
 from elaswave_spmd.worker.plan_run import RunPlan, plan_run
 from elaswave_spmd.worker.profiling import MemoryRow, Row, WeightsRow
 from elaswave_spmd.worker.programs.eager import StagePrograms
@@ -210,22 +210,18 @@ class WorkerProcess:
 
         data, compiled = open_datasets(plan), partial(beat, "compiling")
         self._loader = data.loader
-        programs = make_programs(plan, self._rank, self._device.place, self._frequency, compiled, data.train)
+        place = self._device.place
+        with refusing_mistakes(place):
+            programs = make_programs(plan, self._rank, place, self._frequency, compiled, data.train)
         model = make_local_model(plan, programs)
         begins = spec.run.checkpoints.source is None
         rows = digests_of(plan, self._rank, model, begins=begins)
         if rows:
             self._send(m.Constructed(self._rank, rows))
         if self._settings.checks_model:
-            place, checked = self._device.place, partial(beat, "checking the model")
-            try:
+            checked = partial(beat, "checking the model")
+            with refusing_mistakes(place):
                 check = check_model(model, plan.job, data.train, place, rank=self._rank, checked=checked)
-            except UserError:
-                raise
-            except Exception as error:
-                if (mistake := mistake_in_model(error, place)) is None:
-                    raise
-                raise mistake from error
             rows = tuple(map(dataclasses.astuple, check.layers))
             self._send(m.Checked(self._rank, check.seconds, rows, check.kinds, check.loss_unchecked, check.samples))
         if self._loader is not None:

@@ -97,7 +97,7 @@ class StateReplica:
         self.sums = SumChecks(self.rank, self._layout, draw, digester, context.hooks, self._send)
         self.reducer.observer = self.sums
         self._sum_wishes: list[m.AddAgain] = []  # about a step that this worker has not begun
-        self._unsure: set[int] = set()  # peers that may not have got what was sent to them: a link was lost
+        self._unsure: set[int] = set()  # peers that may not have what was sent to them: a link was lost
         self.parameters = Parameters(context, values, self.state, protocol, self._unsure, grouped)
         self.background = BackgroundCopies()
         """Copies of state that is sent and received, done in small pieces whenever this worker waits."""
@@ -146,10 +146,13 @@ class StateReplica:
             self._loss_received = -1
         self._held = {r.key: r for r in held}
         self._since = {key: self._since_when(key, highest_version) for key in self._held}
-        # If this worker missed an epoch it does not know who was a learner in it: they may have to begin again.
-        known = self._sent_state if placement.mesh.epoch == previous_epoch + 1 else ()
+        if 0 <= previous_epoch < placement.mesh.epoch - 1:
+            # In an epoch that this worker missed, others may have ceased to hold or to learn pages, or to be primaries
+            # of them, and have given up what it had sent to them: they get it again.
+            others = (peer for peer in placement.mesh.members if peer != self.rank)
+            self._unsure.update(peer for peer in others if self._context.channel.reaches(peer))
         learning = {(key, rank) for key, pages in self._held.items() for rank in pages.learners - self._unsure}
-        self._sent_state = learning.intersection(known)
+        self._sent_state &= learning
         # A worker that ceased to hold or learn a range has dropped its gradients, and may learn the range again later.
         sure = (sent for sent in self._gradients_sent if sent[2] not in self._unsure)
         self._gradients_sent = {sent for sent in sure if (pages := self._held.get(sent[1])) and pages.reaches(sent[2])}

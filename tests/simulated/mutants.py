@@ -583,6 +583,17 @@ def _links_lost_before_an_epoch_are_forgotten() -> Patches:
     return {(StateReplica, "enter_epoch"): _enter_epoch}
 
 
+def _missed_epochs_change_nothing() -> Patches:
+    """A worker that has missed a mesh epoch takes it that the others still have what it had sent to them before."""
+    enter_epoch = StateReplica.enter_epoch
+
+    def _enter_epoch(self: StateReplica, placement: Placement, *arguments: Any) -> None:
+        *others, _ = arguments
+        enter_epoch(self, placement, *others, placement.mesh.epoch - 1)
+
+    return {(StateReplica, "enter_epoch"): _enter_epoch}
+
+
 def _reports_are_of_the_newest_layers() -> Patches:
     """A StepReport is taken for one of the layers that its worker has by the newest Reconfigure, entered or not."""
     report_received = ControllerProtocol.report_received
@@ -632,6 +643,7 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "sends nothing again that was on a link that was lost": _closed_links_lose_nothing,
     "sends nothing again when a link was lost before its epoch was entered": _links_lost_before_an_epoch_are_forgotten,
     "takes what was run through older layers for the new ones": _reports_are_of_the_newest_layers,
+    "sends nothing again when it has missed an epoch": _missed_epochs_change_nothing,
     "sends no replicas to a first mesh that was not planned": _first_replicas_unsent,
     "waits for workers that were lost while they started": _waits_for_the_lost,
     "gives a place to a spare that was lost": _spares_that_are_gone,
@@ -654,11 +666,13 @@ FROZEN = frozenset({"leaves frozen pages at the version at which they came"})
 """Mutants that show where some parameters are frozen: schedules with `frozen`."""
 
 
-LINKS = frozenset(list(MUTANTS)[35:38])
+MISSING = "sends nothing again when it has missed an epoch"
+"""Schedules meet it seldom: those with `links` and `votes`."""
+LINKS = frozenset([*list(MUTANTS)[35:38], MISSING])
 """Mutants that show where links are lost between living workers: schedules with `links`."""
 LATE = frozenset([*list(MUTANTS)[10:14], *list(MUTANTS)[36:38]])
 """Mutants that show where steps are interrupted with weight gradients put off: schedules with `late`."""
-VOTING = frozenset(list(MUTANTS)[14:16])
+VOTING = frozenset([*list(MUTANTS)[14:16], MISSING])
 """Mutants that show where votes are passed on: schedules with `votes`."""
 PEERS = frozenset(list(MUTANTS)[16:20])
 """Mutants that show where not everybody has a link to everybody: schedules with `peers`."""

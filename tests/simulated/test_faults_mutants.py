@@ -60,6 +60,7 @@ SEEDS: dict[str, tuple[int, ...]] = {
     "sends nothing again that was on a link that was lost": (2, 3, 10),
     "sends nothing again when a link was lost before its epoch was entered": (29, 134, 196),
     "takes what was run through older layers for the new ones": (29, 117, 151),
+    "sends nothing again when it has missed an epoch": (89,),
     "sends no replicas to a first mesh that was not planned": (0, 3, 6),
     "waits for workers that were lost while they started": (0, 3, 5),
     "gives a place to a spare that was lost": (12,),

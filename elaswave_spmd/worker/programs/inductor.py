@@ -27,7 +27,7 @@ from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.inputs import Example
 from elaswave_spmd.worker.profiling import LayerMemory
 from elaswave_spmd.worker.programs.backward_pair import PairBackend, PairPrograms, WeightPrograms
-from elaswave_spmd.worker.programs.eager import BegunBackward
+from elaswave_spmd.worker.programs.eager import BegunBackward, naming_layer
 
 _FORMS = 3
 """Forms in which a layer is traced: for training, for evaluation, and without a graph for activation checkpointing."""
@@ -98,6 +98,7 @@ class CompiledPrograms(PairPrograms):
 
         Raises:
             ModelError: a layer cannot be compiled as one graph.
+            Exception: what the model's own code raises, with a note that names the layer, or loss() or metrics().
         """
         from torch._dynamo.exc import TorchDynamoException
 
@@ -109,7 +110,10 @@ class CompiledPrograms(PairPrograms):
             self.bind({layer.index: module}, {layer.index: values})
             try:
                 x = self._run_once(layer.index, x, keys, batch, GradientBuffer(layer, place))
-            except TorchDynamoException as error:
+            except Exception as error:
+                self._run_own_code(layer.index, x, keys.at(layer.index), batch)
+                if not isinstance(error, TorchDynamoException):
+                    raise
                 raise ModelError(
                     f"torch.compile refused layer {layer.name} ({str(error).strip().splitlines()[0]})",
                     rule="with runtime.compile=true every layer is compiled, as one graph",
@@ -128,6 +132,14 @@ class CompiledPrograms(PairPrograms):
         y = self.forward(layer, 0, x, keys.at(layer), batch)
         self.backward(layer, 0, None if layer == self._last else zero_gradient(y), into, add=False, batch=batch)
         return map_tensors(lambda one: torch.zeros_like(one, requires_grad=one.requires_grad), y)
+
+    def _run_own_code(self, layer: int, x: Activation, keys: Keys, batch: Any) -> None:
+        """Run a layer as it is written: what it raises by itself is no refusal of the compiler."""
+        with torch.no_grad(), naming_layer(self._name_of(layer), "compilation", x):
+            y = self._modules[layer](*self._arguments(layer, x, keys))
+            if layer == self._last:
+                self._loss_of(y, batch)
+                self._metrics_of(y, batch)
 
     def _begin_backward(
         self,

@@ -280,6 +280,24 @@ def test_a_layer_that_is_no_graph_is_refused_with_its_name() -> None:
     assert caught.value.where == "layer layer0" and "runtime.compile=false" in caught.value.fix
 
 
+class Mistyped(Affine):
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        return super().forward(getattr(x, "no_such_thing"), keys)  # noqa: B009  (for the type checker's sake)
+
+
+def test_what_the_code_of_a_model_raises_by_itself_is_no_refusal_of_the_compiler() -> None:
+    """The compiler says of both that it has observed an exception, and not which one."""
+    with pytest.raises(AttributeError, match="no_such_thing") as caught:
+        compiled(layered(Mistyped(8, 8)))
+    assert vars(caught.value)["__notes__"] == ["in layer 'layer0' (compilation), input float32[2, 6, 8]"]
+
+    model = layered()
+    model.loss = lambda output, batch: output.sum() + batch.no_such_thing
+    with pytest.raises(AttributeError, match="no_such_thing") as caught:
+        compiled(model)
+    assert vars(caught.value)["__notes__"][0].startswith("in loss(output, batch), of output float32[2, 6, ")
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     "patterns",
