@@ -10,7 +10,7 @@ import contextlib
 import glob
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -247,26 +247,29 @@ def _saved_dataset(folder: Path) -> Table:
 
 def _find_parquet(path: str) -> tuple[Table, Table | None]:
     expanded = os.path.expanduser(path)
+    if os.path.isfile(expanded):
+        return Table(PARQUET, (os.path.abspath(expanded),)), None
     folder = Path(expanded).absolute()
     if folder.is_dir():
-        return _parquet_folder(path, folder)
-    matches = [expanded] if os.path.isfile(expanded) else sorted(glob.glob(expanded, recursive=True))
-    files = tuple(os.path.abspath(match) for match in matches if os.path.isfile(match))
-    if not files:
-        raise _no_parquet(path)
-    return Table(PARQUET, files), None
+        return _of_splits(path, folder, [file for file in folder.rglob("*.parquet") if _is_data(file, folder)])
+    folder = Path(os.path.abspath(nearest_folder(expanded)))
+    return _of_splits(path, folder, map(Path, map(os.path.abspath, glob.glob(expanded, recursive=True))))
 
 
-def _parquet_folder(path: str, folder: Path) -> tuple[Table, Table | None]:
-    """The files of a folder and of those in it; files that begin with the name of a split are of that split.
+def _is_data(file: Path, folder: Path) -> bool:
+    """False for what Spark writes beside the data."""
+    return not any(part.startswith(("_", ".")) for part in file.relative_to(folder).parts)
+
+
+def _of_splits(path: str, folder: Path, found: Iterable[Path]) -> tuple[Table, Table | None]:
+    """The files in a folder that are trained on; those whose names begin with that of a split are of that split.
 
     That is how datasets on the Hub are laid out: `data/train-00000-of-00002.parquet`, or `train/part-0.parquet`.
     """
     splits: dict[str, list[str]] = {}
-    for file in sorted(folder.rglob("*.parquet"), key=lambda found: found.relative_to(folder).as_posix()):
-        parts = file.relative_to(folder).parts
-        if file.is_file() and not any(part.startswith(("_", ".")) for part in parts):  # as of Spark: not data
-            splits.setdefault(_split_of(parts), []).append(str(file))
+    files = (file for file in found if file.is_file())
+    for file in sorted(files, key=lambda file: file.relative_to(folder).as_posix()):
+        splits.setdefault(_split_of(file.relative_to(folder).parts), []).append(str(file))
     if not splits:
         raise _no_parquet(path)
     if len(splits) == 1:
@@ -275,8 +278,8 @@ def _parquet_folder(path: str, folder: Path) -> tuple[Table, Table | None]:
     if "" in splits or "train" not in splits or held_out is None:
         raise DataError(
             f"data.path={path} has files of {', '.join(name or 'no split' for name in sorted(splits))}",
-            rule="a folder has files of the splits train and validation (or test), or names no split at all: else "
-            "held-out rows would be trained on",
+            rule="files are of the splits train and validation (or test), or of no split at all: else held-out rows "
+            "would be trained on",
             where=_WHERE,
             fix="a glob of the files to train on: 'data.path=\"FOLDER/train*.parquet\"'",
         )
