@@ -58,5 +58,5 @@ def test_a_wrong_result_is_found(single: Bits, tmp_path: Path) -> None:
 def test_compiled_meshes_have_the_bits_of_one_compiled_worker(tmp_path: Path) -> None:
     compiled = "runtime.compile=true"
     assert run(tmp_path / "one", "mesh=single", compiled, timeout=400) == run(
-        tmp_path / "meshed", "mesh=dp2_pp2", compiled, KILL, timeout=400
+        tmp_path / "meshed", "mesh=pp2", compiled, KILL, timeout=400
     )
