@@ -251,8 +251,9 @@ class MessageBounds:
             return PLACE
         if self.num_elements(pages, STATE, trained=True) is None:  # frozen: a master alone, and never a gradient
             return "" if num_elements == wanted and not message.norms else SIZE
-        norms = 4 * (message.stop - message.first) if message.step else 0
-        return "" if num_elements == self.state_tensors * wanted and len(message.norms) == norms else SIZE
+        # None of a version that all members began with, for which nobody votes: 0, or that of a checkpoint.
+        norms = (0, 4 * (message.stop - message.first)) if message.step else (0,)
+        return "" if num_elements == self.state_tensors * wanted and len(message.norms) in norms else SIZE
 
 
 # ---- at a worker

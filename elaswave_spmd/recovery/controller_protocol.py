@@ -139,7 +139,8 @@ class _Pending:
         newcomers: workers that are ready and no members yet, in the order in which they came.
         caught_up: learners that have reported that they have all of their state.
         damaged: rank -> page ranges whose content on this member is not what it had written.
-        recovered: members whose device failed and was brought back: they have nothing of undecided steps any more.
+        recovered: members that have given up state, or that have nothing of undecided steps any more, since their
+            device failed and was brought back: they are sent everything again.
         relinked: ends of a link that is made again -> reason.
         is_suspect: two workers have computed different results of the step under way.
         repairs: replicas differ. Those that are wrong are lost or damaged; what the others got from them is given up.
@@ -173,6 +174,7 @@ class _Standing:
         is_between_steps: all members are at the version and have nothing of the next step.
         attempts: the attempts that members are in.
         layers: rank -> layers [first, stop) of the stage that it is on, of those that say so.
+        ahead: rank -> trained page ranges of which it has the state of the version after the version.
     """
 
     version: int
@@ -181,6 +183,7 @@ class _Standing:
     is_between_steps: bool
     attempts: frozenset[int] = frozenset()
     layers: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    ahead: Mapping[int, tuple[PageRange, ...]] = field(default_factory=dict)
 
     @classmethod
     def from_reports(cls, reports: Mapping[int, StepReport]) -> _Standing:
@@ -189,7 +192,8 @@ class _Standing:
         all_at = all(report.version == version for report in reports.values())
         attempts = frozenset(report.attempt for report in reports.values())
         layers = {rank: (report.layers[0], report.layers[1]) for rank, report in reports.items() if report.layers}
-        return cls(version, parts, all_at, all_at and not any(parts.values()), attempts, layers)
+        ahead = {rank: report.ahead for rank, report in reports.items() if report.ahead and report.version == version}
+        return cls(version, parts, all_at, all_at and not any(parts.values()), attempts, layers, ahead)
 
 
 @dataclass(frozen=True)
@@ -625,8 +629,7 @@ class ControllerProtocol:
         if not self._started or message.rank not in self.members:
             return []
         self._pending.damaged.setdefault(message.rank, set()).update(message.page_ranges)
-        if message.reason:  # its device failed and was brought back
-            self._pending.recovered.add(message.rank)
+        self._pending.recovered.add(message.rank)
         return self._begin(after=AT_ONCE)
 
     def report_received(self, message: StepReport) -> list[ProtocolAction]:
@@ -679,7 +682,17 @@ class ControllerProtocol:
         assert self._change is not None
         epoch, standing = self._change.epoch, _Standing.from_reports(self._change.reports)
         stops = self._why_stop(standing.version)
-        membership = self._next_membership(standing.version, joins=not stops)
+        # If members are lost, nobody left may have anything of a step; but what was sent may still arrive.
+        is_begun = not standing.is_between_steps or bool(self._pending.lost)
+        is_in_doubt = self._is_in_doubt(standing.version)
+        anew = is_in_doubt or self._begins_anew(standing, is_begun)
+        # What is saved, and a step that begins anew, need the state of the version: that after it is given up.
+        ahead = standing.ahead if stops or anew else {}
+        if ahead and (after := self._ahead_everywhere(standing.version)):
+            what = "nothing can be saved" if stops else "it cannot begin anew"
+            what = f"all workers that had applied step {standing.version + 1} are lost, and {what}: of {len(after)}"
+            return [Unrecoverable(after, f"{what} page ranges nothing but the state after it is left")]
+        membership = self._next_membership(standing.version, ahead, joins=not stops)
         # Promotions alone move no state: they say whether every page has a replica left.
         promoted = plan_reshard(self.layout, membership.replicas, lost=membership.removed)
         if lost := (*membership.without_replica, *promoted.lost):
@@ -687,15 +700,8 @@ class ControllerProtocol:
         if stops and not standing.version:
             return [Unrecoverable((), f"{stops}, and no step is applied yet")]
         placement = self._next_placement(epoch, membership)
-        # If members are lost, nobody left may have anything of a step; but what was sent may still arrive.
-        is_begun = not standing.is_between_steps or bool(self._pending.lost)
-        is_in_doubt = self._is_in_doubt(standing.version)
-        if anew := is_in_doubt or self._begins_anew(standing, is_begun):
+        if anew:
             self._attempt = epoch
-            if ahead := reconfiguration.ahead_everywhere(membership.replicas, self._change.reports):
-                step = standing.version + 1
-                what = f"all workers that had applied step {step} are lost, and it cannot begin anew: of {len(ahead)}"
-                return [Unrecoverable(ahead, f"{what} page ranges nothing but the state after it is left")]
         if is_in_doubt:
             self._repair = epoch
         kinds, reasons = reconfiguration.membership_changes(
@@ -756,23 +762,33 @@ class ControllerProtocol:
         least = max(1, self._policy.min_workers)
         return reconfiguration.why_too_few(staying, sorted(pending.leaving), least) or self._saving
 
-    def _next_membership(self, version: int, *, joins: bool) -> _Membership:
+    def _next_membership(self, version: int, ahead: Mapping[int, Collection[PageRange]], *, joins: bool) -> _Membership:
         """Decide which members go and which newcomers come.
 
         Args:
             version: the highest of any member.
+            ahead: rank -> page ranges of which it has state of the version after that, and gives it up.
             joins: False if the run stops: then no worker joins, and none leaves before it has written its state.
         """
         pending = self._pending
-        # State that was learned while replicas differed may be a wrong one's.
-        caught_up = set[int]() if self._is_in_doubt(version) else pending.caught_up - pending.lost.keys()
-        replicas, without = reconfiguration.good_replicas(self._replicas(), caught_up, pending.damaged)
+        given_up = {rank: {*pending.damaged.get(rank, ()), *ahead.get(rank, ())} for rank in {*pending.damaged, *ahead}}
+        replicas, without = reconfiguration.good_replicas(self._replicas(), self._caught_up(version), given_up)
         free = dispensable(replicas, pending.lost, pending.leaving if joins else ())
         leaving = {rank: pending.leaving[rank] for rank in free}
         newcomers = pending.newcomers if joins else []
         removed = {**pending.lost, **leaving}
-        is_unchanged = not removed and not newcomers and not pending.damaged
+        is_unchanged = not removed and not newcomers and not given_up
         return _Membership(replicas, without, leaving, newcomers, removed, is_unchanged)
+
+    def _caught_up(self, version: int) -> set[int]:
+        """The learners that have the state by now; what was learned while replicas differed may be a wrong one's."""
+        return set() if self._is_in_doubt(version) else self._pending.caught_up - self._pending.lost.keys()
+
+    def _ahead_everywhere(self, version: int) -> tuple[ReplicaSet, ...]:
+        """The page ranges of which all that is left is the state after the version of all members."""
+        assert self._change is not None
+        good, _ = reconfiguration.good_replicas(self._replicas(), self._caught_up(version), self._pending.damaged)
+        return reconfiguration.ahead_everywhere(good, self._change.reports)
 
     def _next_placement(self, epoch: int, membership: _Membership) -> Placement:
         """The placement on the new members, without replicas, before anything moves on purpose."""

@@ -539,8 +539,8 @@ class Reconfigure(Message, frozen=True):
         validate: the version whose validation losses the controller does not have, not yet or not any more; None if
             it has all. A run that resumes at a validated step validates it again.
         save: the run is about to stop: write the state of `version` and begin no other step.
-        recovered: members whose device failed and was brought back, which lost everything that they had of undecided
-            steps: the others send it again.
+        recovered: members that have given up state, or whose device failed and was brought back, which lost everything
+            that they had of undecided steps: the others send again what they had sent to them.
         attempt: of the steps after `version`: what was computed of them in older attempts counts no more.
         repair: the attempt before which replicas differed last: published parameters, and the state that learners have,
             may be a wrong replica's, and are given up as well. 0: they never did.

@@ -170,6 +170,12 @@ class ValueBuffer:
         self._versions = kept
         self._note_common_version()
 
+    def forget_beyond(self, version: int) -> None:
+        """Take the version away from all pages that are ahead of one; frozen pages are right at every version."""
+        ahead = self._versions > version
+        self._versions = np.where(ahead, np.where(self._frozen, version, _NO_VERSION), self._versions)
+        self._note_common_version()
+
     @property
     def versions(self) -> np.ndarray:
         """The version of each page, int64 [pages]; -1 for none. Read-only by convention."""

@@ -31,7 +31,6 @@ class DeviceRecovery:
         self._device = device
         self._complete_version = -1  # the version whose state is known to be complete in the device's memory
         self._void_epoch = -1  # configurations up to this epoch are planned with what is lost
-        self._recovered: frozenset[int] = frozenset()
 
     def begin_step(self, step: int, replica: StateReplica) -> None:
         """Wait for the device, so that an error of the update before shows here, and not as one of this step."""
@@ -40,14 +39,8 @@ class DeviceRecovery:
         self._complete_version = step - 1
 
     def accepts(self, message: m.Reconfigure) -> bool:
-        """True unless the configuration was planned with what this worker has lost since. Notes who lost what."""
-        self._recovered |= {*message.recovered}  # even if it is skipped: a later configuration does not name them again
+        """True unless the configuration was planned with what this worker has lost since."""
         return message.epoch > self._void_epoch
-
-    def pop_recovered(self) -> frozenset[int]:
-        """Members whose devices were recovered since the last call."""
-        recovered, self._recovered = self._recovered, frozenset()
-        return recovered
 
     def recover(self, error: RuntimeError, executor: Executor) -> m.Damaged | None:
         """Bring the device back and give up what cannot be trusted.

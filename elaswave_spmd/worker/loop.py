@@ -68,6 +68,7 @@ class Executor:
         self.replica = self.commit.replica
         self._steps = StepRunner(context, self.commit, self._values, self)
         self._next: Configuration | None = None  # has arrived and is not entered yet
+        self._recovered: set[int] = set()  # members that may not have what was sent to them any more
         self._prepare: m.Prepare | None = None  # a planned change that is answered between two steps
         self._validation_due: int | None = None  # the version to validate next
         self._last_step = context.job.steps  # or an earlier one, by a validation
@@ -299,10 +300,10 @@ class Executor:
         the step.
         """
         self.replica.background.finish()  # copies read and write the buffers that there are now
-        if (device_recovery := self._context.hooks.device_recovery) is not None:
-            for rank in device_recovery.pop_recovered() - {self.rank}:
-                # What was sent to a device that failed may not be there: as after a lost link, it is sent again.
-                self.commit.handle(rank, m.LinkClosed(self.rank, rank), None)
+        for rank in self._recovered - {self.rank}:
+            # What was sent to them may not be there any more: as after a lost link, it is sent again.
+            self.commit.handle(rank, m.LinkClosed(self.rank, rank), None)
+        self._recovered.clear()
         another = configuration.attempt > self._attempts.number
         if another:
             self._steps.forget_beyond(configuration.version)
@@ -465,6 +466,7 @@ class Executor:
 
     def _reconfigure(self, message: m.Reconfigure) -> None:
         """Note a new configuration; it is entered at the next wait, or after the action that runs."""
+        self._recovered.update(message.recovered)  # even if it is skipped: a later one does not name them again
         device_recovery = self._context.hooks.device_recovery
         if device_recovery is not None and not device_recovery.accepts(message):
             return

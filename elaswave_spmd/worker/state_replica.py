@@ -139,7 +139,8 @@ class StateReplica:
         """
         self.placement = placement
         self._sends_state_at = max(begun, self.protocol.version, highest_version)
-        self._written.clear()  # hashes by ranges that may be cut now; `compare` writes new ones
+        damaged = self.state.disown_damaged(self._written)
+        self._written.clear()  # hashes by ranges that may be cut now; `compare` writes new ones, of what is not damaged
         before = self._held
         self._loss_range = next((r.key for r in held if self.is_loss(r)), None)
         if self._loss_range is None:
@@ -158,6 +159,8 @@ class StateReplica:
         self._gradients_sent = {sent for sent in sure if (pages := self._held.get(sent[1])) and pages.reaches(sent[2])}
         self._split_gradients()
         self.state.rebind((r for r in held if not self.is_loss(r)), self._values)
+        still_held = [key for key in self._held if any(contains(whole, key) for whole in damaged)]
+        self._report_damaged(still_held, highest_version)
         self.parameters.enter_epoch(placement, replica_map)
         self._take_back_gradients(self.protocol.version + 1)  # sent below to whomever they concern now
         self.sums.enter_epoch(placement, replica_map, self.protocol.version)
@@ -434,8 +437,7 @@ class StateReplica:
         lr = self._job.learning_rate.at(step)
         divisor = decided.divisor * clip_divisor(decided.norm, self._job.clip) if decided.finite else 1.0
         gradients = self._gradients.pop(step, {})
-        if damaged := self.state.disown_damaged(self._written):
-            self._send(CONTROLLER, m.Damaged(self.rank, self.protocol.epoch, step, tuple(damaged)), None)
+        self._report_damaged(self.state.disown_damaged(self._written), step)
         for part in self.state:
             if self.state.is_frozen(part.pages.layer, part.pages.first):
                 continue  # there is no update of it that could be computed wrongly
@@ -460,6 +462,11 @@ class StateReplica:
         if decided.extension == m.GROUPED and self.parameters.grouped.serves:
             # All members know by the same votes: the sums of the next step go through the group, if it comes to it.
             self.parameters.grouped.exchanges.agree(step + 1)
+
+    def _report_damaged(self, damaged: Sequence[PageRange], step: int) -> None:
+        """Report page ranges whose state was given up, as it was not what this worker had written."""
+        if damaged:
+            self._send(CONTROLLER, m.Damaged(self.rank, self.protocol.epoch, step, tuple(damaged)), None)
 
     def compare(self, *, saves: bool = False) -> None:
         """Send hashes of the state, if this version is compared; the controller compares the replicas.
@@ -491,7 +498,10 @@ class StateReplica:
         self._gradients_sent = {sent for sent in self._gradients_sent if sent[0] <= self.protocol.version}
 
     def forget_beyond(self, version: int) -> None:
-        """Give up what was computed of the steps after a version; state, and what is on its way of it, stays."""
+        """Give up what was computed of the steps after a version, and the state after it; what is on its way stays."""
+        self.state.forget_beyond(version)
+        for values in self._values.values():
+            values.forget_beyond(version)
         self.reducer.drop_undecided()
         self.forget_checks()
         for step in [s for s in self._gradients if s > version]:
@@ -511,14 +521,17 @@ class StateReplica:
         version = self.protocol.version
         state = {part.pages.key: part for part in self.state}
         for key, pages in self._held.items():
-            if pages.primary != self.rank:
-                continue
+            part = state.get(key)  # none of the loss page
+            if pages.primary != self.rank or (part is not None and part.version == LEARNING):
+                continue  # given up as damaged since: it is not this worker that sends it
             learners = [rank for rank in sorted(pages.learners) if (key, rank) not in self._sent_state]
             if learners:
                 self._sent_state.update((key, learner) for learner in learners)
-                norms = np.array(self.protocol.norms_at(version, key), "<f4").tobytes()
-                message = m.PageState(version, *key, norms)
-                source = state[key] if key in state else self._loss_state()
+                # State that was learned from a primary which was ahead may be a step ahead of this worker.
+                at = version if part is None else part.version
+                norms = np.array(self.protocol.norms_at(at, key), "<f4").tobytes()
+                message = m.PageState(at, *key, norms)
+                source = self._loss_state() if part is None else part
                 self.background.add(send_state(self.state, source, message, learners, self._send), key)
                 if (gradient := self._gradients.get(version + 1, {}).get(key)) is not None:
                     self._relay_gradient(version + 1, pages, gradient, self.protocol.norms_at(version + 1, key))

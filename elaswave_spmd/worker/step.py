@@ -463,8 +463,9 @@ class StepRunner:
         reducer = self._replica.reducer
         mine = self._under_way if self._under_way is not None and self._under_way.number == step else None
         current = step == self._commit.version + 1
-        # A saved forward that is to serve for the input's gradient alone may be used up before the next configuration.
-        input_only = {u for u, left in self._work.items() if left.backward == INPUT_GRADIENT}
+        # A forward that is to serve for its output alone, or for the gradient of its input, may be used up before the
+        # next configuration.
+        not_kept = {u for u, left in self._work.items() if left.backward not in (FULL, WEIGHTS_ONLY)}
         if mine is not None:
             # The sums of some layers of a micro-batch in the middle of its backward may have been given up already.
             given_up = {self._microbatches.backward_of} if reducer.gives_up else set()
@@ -473,7 +474,7 @@ class StepRunner:
             step,
             tuple(sorted(mine.assigned)) if mine else (),
             tuple(sorted(mine.computed)) if mine else (),
-            tuple(sorted(self._microbatches.programs.forwarded - input_only)) if mine else (),
+            tuple(sorted(self._microbatches.programs.forwarded - not_kept)) if mine else (),
             self._boundaries.kept(ACTIVATION, step),
             self._boundaries.kept(GRADIENT, step),
             reducer.layer_sums() if current else {},

@@ -469,6 +469,8 @@ def judge(schedule: Schedule, cluster: SimulatedCluster, wanted: Outcome) -> tup
         if here != there:
             where = [i for i, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]]
             return "", f"other bits: {name}", f"at {where}, {len(here)} of {len(there)}"
+    if cluster.rejected:
+        return "", "a message of the product was refused", str(dict(cluster.rejected))
     return "bits", "", ""
 
 

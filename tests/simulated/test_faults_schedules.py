@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.faults import RECEIVER, SENDER, Fault, MessageFault
+from tests.cluster.faults import RECEIVER, SENDER, Fault, MessageFault, ThenFault
 from tests.cluster.link_breaks import RECONFIGURED, LinkBreak
 from tests.cluster.schedules import Schedule, run, run_many
 from tests.cluster.tiny import TinyRun
@@ -13,6 +13,21 @@ from tests.cluster.wires import Lateness
 CHUNK = 20  # of each kind; `make golden` runs 2,000 more
 # Failures that long searches have found, and that are mended: how the schedule ends, and the schedule.
 FAILED_ONCE = {
+    "state at the version of a checkpoint, for which nobody votes, was refused by the workers that were to learn it": (
+        "bits",
+        Schedule(
+            seed=0,
+            run=TinyRun(steps=6),
+            mesh="dp6",
+            checkpoint_every=2,
+            verify_rate=1.0,
+            faults=(
+                Fault(4, "kill", 0, "backward"),
+                ThenFault("kill", "mirror", 0),
+                ThenFault("kill", "any", 60),
+            ),
+        ),
+    ),
     "a learner of the loss page alone, which was a version behind, could not vote with the loss": (
         "lost",
         Schedule(

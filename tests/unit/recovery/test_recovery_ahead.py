@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.actions import ProtocolAction, Unrecoverable
+from elaswave_spmd.recovery.checks import CheckDraw
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
+from elaswave_spmd.recovery.messages import PartialStep, Ready, StepReport
 from elaswave_spmd.recovery.reconfiguration import ahead_everywhere
-from elaswave_spmd.sharding.replicas import ReplicaSet
+from elaswave_spmd.sharding.replica_placement import place_replicas
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaSet
+from tests.unit.recovery.controller_cases import LAYOUT, STEPS, placement, reconfigures, replicas_of
 
 
 def test_state_that_is_a_step_ahead_of_everybody_on_all_of_its_replicas() -> None:
@@ -22,3 +33,46 @@ def test_state_that_is_a_step_ahead_of_everybody_on_all_of_its_replicas() -> Non
     assert found(one, two) == [(0, 0, 2), (0, 2, 5)], "worker 3 is lost"
     assert found(one, two, m.StepReport(4, 3, 6)) == [(0, 0, 2)]
     assert found(one, two, m.StepReport(4, 3, 7)) == [], "worker 3 has applied the step: the others complete it"
+
+
+def mirrored(policy: Policy, checks: CheckDraw) -> ControllerProtocol:
+    """Four workers that have begun, with a mirror of each page."""
+    planned = placement(4, zero=1)
+    planned = replace(planned, replicas=place_replicas(LAYOUT, planned.state_sharding(1, 0)))
+    protocol = ControllerProtocol(planned, LAYOUT, STEPS, policy=policy, checks=checks)
+    for rank in range(4):
+        protocol.ready(Ready(rank, f"at {rank}"))
+    return protocol
+
+
+def holders(actions: Sequence[ProtocolAction], pages: PageRange) -> set[int]:
+    """The replicas of pages that the Reconfigure of some actions names."""
+    layer, first, stop = pages
+    rows = next(iter(reconfigures(actions).values())).replicas
+    within = (row for row in rows if row[0] == layer and row[1] <= first and stop <= row[2])
+    return {rank for row in within for rank in (row[3], *row[4])}
+
+
+@pytest.mark.parametrize("why", ["saved", "anew", "in part"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_state_that_is_ahead_of_what_is_saved_or_begins_anew_is_given_up(why: str, alone: bool) -> None:
+    """Worker 1 has learned it from a primary that is lost since: it is a step ahead of all who are left."""
+    policy = Policy(mirror_count=1, min_workers=4 if why == "saved" else 1)
+    protocol = mirrored(policy, CheckDraw(0, float(why == "anew")))
+    found = [pages for pages in replicas_of(protocol) if pages.replicas >= {1} and not pages.learners]
+    pages = next(pages for pages in found if len(pages.replicas) == 2)
+    (other,) = pages.replicas - {1}
+    lost = other if alone else next(rank for rank in (0, 2, 3) if rank != other)
+    protocol.lost(lost, "killed")
+    actions: list[ProtocolAction] = []
+    for rank in {0, 1, 2, 3} - {lost}:
+        ahead = (pages.key,) if rank == 1 else ()
+        actions = protocol.report_received(StepReport(1, rank, 6, (PartialStep(7),), ahead=ahead))
+    if why == "in part":
+        assert holders(actions, pages.key) >= {1}, "the others complete the step"
+    elif alone:
+        (end,) = actions
+        assert isinstance(end, Unrecoverable) and [lost.key for lost in end.lost] == [pages.key]
+        assert ("begin anew" if why == "anew" else "nothing can be saved") in end.reason
+    else:
+        assert holders(actions, pages.key) == {other}

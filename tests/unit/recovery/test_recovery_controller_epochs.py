@@ -372,7 +372,8 @@ def test_who_forgot_and_is_lost_before_the_place_is_not_named() -> None:
     assert {place.recovered for place in reconfigures(answer(protocol)).values()} == {()}
 
 
-def test_copies_that_are_damaged_are_no_reason_to_send_again() -> None:
+def test_who_gave_up_damaged_state_is_named_as_well() -> None:
+    """It may have learned that state, and be to learn it again from a worker that has sent it."""
     protocol = started(3)
     protocol.damaged(Damaged(1, 0, 1, ()))
-    assert {place.recovered for place in reconfigures(answer(protocol)).values()} == {()}
+    assert {place.recovered for place in reconfigures(answer(protocol)).values()} == {(1,)}
