@@ -338,6 +338,8 @@ class SimulatedCluster:
             return  # it has no link to this controller yet
         if isinstance(message, m.StepReport):
             check_report(self._workers[sender], message)
+        if isinstance(message, m.PageState):
+            self._check_state(sender, message)
         self.at_message(sender, message, SENDER, link)
         if self._is_broken(link):
             self.lost_with_links[type(message).__name__] += 1
@@ -349,6 +351,14 @@ class SimulatedCluster:
             self.note(sender, "->", message)
         if then := self.after_message(sender, message, SENDER):
             self.inject(sender, then, out=link)
+
+    def _check_state(self, sender: int, message: m.PageState) -> None:
+        """Asserts that state which is sent is of the version that the message says."""
+        executor, pages = self._workers[sender].executor, (message.layer, message.first, message.stop)
+        assert executor is not None
+        for part in executor.replica.state:
+            if part.pages.key == pages and not executor.replica.is_frozen(part.pages):
+                assert part.version == message.step, (sender, message, part.version, "is sent as another version")
 
     def at_message(self, rank: int, message: m.Message, side: str, link: Link | None = None) -> None:
         """Injects the fault that is due before a worker sends or receives a message; `link`: where it is sent."""

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import Tensor
 
+from elaswave_spmd.recovery import controller_protocol
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.reconfiguration import Stages, next_stages
 from elaswave_spmd.worker import state
-from tests.cluster.faults import AnyFault, Fault
+from tests.cluster.cluster import SimulatedCluster
+from tests.cluster.faults import AnyFault, Fault, ThenFault
 from tests.cluster.piecewise import PiecewiseCluster
 from tests.cluster.processes import LostStateError
-from tests.cluster.schedules import Schedule, cluster_of
+from tests.cluster.schedules import Schedule, cluster_of, judge, undisturbed
+from tests.cluster.tiny import TinyRun
 from tests.simulated.bits_cases import (
     MirroredCluster,
     Run,
@@ -106,3 +112,37 @@ def test_state_goes_before_the_gradients_of_the_next_step(block: int) -> None:
         assert isinstance(watched, Watched)
         sent += watched.sent
     assert sent["before"] > 40 and not sent["after"], sent
+
+
+class Behind(SimulatedCluster):
+    """Until a second worker is lost, the votes of those left for step 4 do not arrive: one alone applies it."""
+
+    survivors = frozenset({1, 2, 3})
+
+    def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
+        is_held = isinstance(message, m.Vote) and message.step == 4 and {sender, peer} <= self.survivors
+        if not (is_held and len(self._lost) < 2):
+            super().send(sender, peer, message, payload)
+
+
+@one_thread()
+def test_state_that_is_a_step_ahead_of_its_worker_is_passed_on_as_what_it_is() -> None:
+    """Worker 4 alone has applied step 4 when it has sent its state to worker 2, and is lost. Worker 2 is the primary of
+    these pages then, which the others have not reached, and another worker learns them from it.
+
+    Worker 2 takes the place of the lost one, so that it is between two steps.
+    """
+
+    def moved(stages: Stages, removed: Collection[int], *others: Any) -> Stages:
+        found = next_stages(stages, removed, *others)
+        swapped = {2: 3, 3: 2} if 4 in removed else {}
+        return tuple(tuple(swapped.get(rank, rank) for rank in members) for members in found)
+
+    faults = (Fault(4, "kill", 0, "backward", 1), ThenFault("kill", "ahead", 5000))
+    schedule = Schedule(0, TinyRun(steps=6), "stages4-1", 1, mirror_count=1, scatter=1, faults=faults)
+    wanted = undisturbed(schedule.run.key)
+    with mock.patch.object(controller_protocol, "next_stages", moved):
+        cluster = cluster_of(schedule, kind=Behind)
+        how, failure, detail = judge(schedule, cluster, wanted)
+    assert (how, failure) == ("bits", ""), detail
+    assert cluster.protocol.settled and not cluster.rejected
