@@ -210,7 +210,9 @@ class Parameters:
         self._protocol = protocol
         self._unsure = unsure
         self._filed: dict[m.Publish, Tensor] = {}
-        self._needs: dict[tuple[int, m.Need], None] = {}  # in the order in which they came, each once
+        # (sender, request) in the order in which they came, each once: to be answered, and answered at this version.
+        self._needs: dict[tuple[int, m.Need], None] = {}
+        self._answered: dict[tuple[int, m.Need], None] = {}
         self.layers: list[int] = []
         """The layers that are computed or held here."""
         self.grouped = grouped
@@ -243,6 +245,7 @@ class Parameters:
 
     def published(self, version: int, *, extension: str) -> None:
         """This worker is at a version now, and has published it."""
+        self._answered = {(sender, need): None for sender, need in self._answered if need.step >= version}
         self.answer()  # to workers that asked for this version before it was here
         if extension == GROUPED and not self.grouped.serves:
             # The group failed after the votes. A primary that did not know it yet has sent its pages through the group
@@ -259,8 +262,18 @@ class Parameters:
         if need.step < self._protocol.version:
             return  # the step after it is applied, so its sender has voted, and has all that it asked for
         reaches = sender not in self._unsure and self._context.channel.reaches(sender)
-        if not reaches or not self._publisher.answer(sender, need):
+        if reaches and self._publisher.answer(sender, need):
+            self._answered[sender, need] = None
+        else:
             self._needs[sender, need] = None
+
+    def link_lost(self, peer: int) -> None:
+        """A link has ended: what was answered over it may not have come, and is answered again.
+
+        Mostly the peer asks again, in the mesh epoch in which the link is made again. It does not if it had entered
+        that epoch before it asked.
+        """
+        self._needs |= {asked: None for asked in self._answered if asked[0] == peer}
 
     def answer(self) -> None:
         """Give the answers that could not be given before."""

@@ -262,6 +262,7 @@ class StateReplica:
                 self._state_received(sender, message, payload)
             case m.LinkClosed():  # what the peer may lack is sent again in the next configuration
                 self._unsure.add(message.peer)
+                self.parameters.link_lost(message.peer)
             case _:
                 raise AssertionError(f"worker {self.rank} got {message}")
 
