@@ -469,7 +469,7 @@ def judge(schedule: Schedule, cluster: SimulatedCluster, wanted: Outcome) -> tup
         if here != there:
             where = [i for i, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]]
             return "", f"other bits: {name}", f"at {where}, {len(here)} of {len(there)}"
-    if cluster.rejected:
+    if cluster.rejected and not schedule.paired:  # a pair refuses what follows on what it has lost
         return "", "a message of the product was refused", str(dict(cluster.rejected))
     return "bits", "", ""
 
