@@ -10,6 +10,7 @@ import contextlib
 import glob
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -252,7 +253,8 @@ def _find_parquet(path: str) -> tuple[Table, Table | None]:
     folder = Path(expanded).absolute()
     if folder.is_dir():
         return _of_splits(path, folder, [file for file in folder.rglob("*.parquet") if _is_data(file, folder)])
-    folder = Path(os.path.abspath(nearest_folder(expanded)))
+    before = os.path.dirname(re.split(r"[*?[]", expanded)[0])  # all that matches is in this folder
+    folder = Path(os.path.abspath(nearest_folder(before or ".")))
     return _of_splits(path, folder, map(Path, map(os.path.abspath, glob.glob(expanded, recursive=True))))
 
 

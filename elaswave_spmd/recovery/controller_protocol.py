@@ -120,11 +120,14 @@ class _Change:
     Args:
         after: as in Prepare.
         reports: rank -> its answer.
+        late: learners that have reported since their answer that they have all of their state: of which version it is,
+            that does not say.
     """
 
     epoch: int
     after: int
     reports: dict[int, StepReport] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -587,6 +590,8 @@ class ControllerProtocol:
             return []
         self._pending.caught_up.add(message.rank)
         if self._change is not None:
+            if message.rank in self._change.reports:
+                self._change.late.add(message.rank)
             return []  # the change under way makes replicas of those that have caught up by then
         learners = {rank for sets in self._replicas().values() for pages in sets for rank in pages.learners}
         return self._begin(after=self._next_boundary()) if learners <= self._pending.caught_up else []
@@ -688,6 +693,8 @@ class ControllerProtocol:
         anew = is_in_doubt or self._begins_anew(standing, is_begun)
         # What is saved, and a step that begins anew, need the state of the version: that after it is given up.
         ahead = standing.ahead if stops or anew else {}
+        if stops or anew:
+            self._pending.caught_up -= self._change.late
         if ahead and (after := self._ahead_everywhere(standing.version)):
             what = "nothing can be saved" if stops else "it cannot begin anew"
             what = f"all workers that had applied step {standing.version + 1} are lost, and {what}: of {len(after)}"

@@ -26,6 +26,7 @@ from elaswave_spmd.worker.context import Datasets, LocalModel, WorkerContext, Wo
 from elaswave_spmd.worker.initial_values import MadeValues, Row, digests
 from elaswave_spmd.worker.inputs import Example, Inputs, first_input, refuse_other_form, to_batch
 from elaswave_spmd.worker.loading import BackgroundLoader
+from elaswave_spmd.worker.model_check import refusing_mistakes
 from elaswave_spmd.worker.model_layout import has_constants
 from elaswave_spmd.worker.plan_run import RunPlan, begins_with_given_weights, model_of
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, program_args
@@ -129,8 +130,9 @@ def make_programs(
         dtype = plan.job.torch_dtype
         if settings.runtime.compile:
             programs = CompiledPrograms(**args, threads=settings.runtime.threads_per_worker, place=place)
-            modules = _Layers(plan)(range(len(layout.layers)))
-            programs.compile([*modules.values()], layout, _example(plan, model, train, place), dtype, compiled)
+            modules, example = _Layers(plan)(range(len(layout.layers))), _example(plan, model, train, place)
+            with refusing_mistakes(place):
+                programs.compile([*modules.values()], layout, example, dtype, compiled)
             return programs
         if not kind_of(settings).capabilities.compiles:
             return StagePrograms(**args)

@@ -69,6 +69,7 @@ class Executor:
         self._steps = StepRunner(context, self.commit, self._values, self)
         self._next: Configuration | None = None  # has arrived and is not entered yet
         self._recovered: set[int] = set()  # members that may not have what was sent to them any more
+        self._has_missed = False  # others may have entered a configuration that this worker did not
         self._prepare: m.Prepare | None = None  # a planned change that is answered between two steps
         self._validation_due: int | None = None  # the version to validate next
         self._last_step = context.job.steps  # or an earlier one, by a validation
@@ -331,7 +332,9 @@ class Executor:
         replica_map = self.placement.replica_map(self._context.model.layout, self._stages_of_interest())
         if self.direct is not None:  # first: what pairs have not brought goes before whatever is sent in this epoch
             self.direct.enter_epoch(self.placement, replica_map)
-        self.commit.enter_epoch(self.placement, replica_map, configuration.version, self._steps.step_under_way)
+        version, begun = configuration.version, self._steps.step_under_way
+        self.commit.enter_epoch(self.placement, replica_map, version, begun, has_missed=self._has_missed)
+        self._has_missed = False
         if repairs:
             self.replica.repair()
         self._steps.resume(configuration)
@@ -422,6 +425,7 @@ class Executor:
             case m.LinkClosed(peer=peer) if peer == CONTROLLER:
                 self.is_orphaned = True
             case m.Adopt():
+                self._has_missed = True  # perhaps: others may have been told more by the controller before
                 self._adopted()
             case m.Written(step=step):
                 if self._reports is not None:
@@ -469,12 +473,16 @@ class Executor:
         self._recovered.update(message.recovered)  # even if it is skipped: a later one does not name them again
         device_recovery = self._context.hooks.device_recovery
         if device_recovery is not None and not device_recovery.accepts(message):
+            self._has_missed = True
             return
         pending = self._next.epoch if self._next is not None else -1
         # Not entered here: this is called in the middle of an action, whose buffers `enter_epoch` would change.
         if message.epoch > pending and self.commit.protocol.accepts(message.epoch):
             self._context.hooks.members_changed(message)
+            self._has_missed = self._has_missed or self._next is not None
             self._next = Configuration.from_message(self._context.placement, message)
+        else:
+            self._has_missed = True
 
     # ---- waiting
 

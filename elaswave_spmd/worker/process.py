@@ -211,8 +211,7 @@ class WorkerProcess:
         data, compiled = open_datasets(plan), partial(beat, "compiling")
         self._loader = data.loader
         place = self._device.place
-        with refusing_mistakes(place):
-            programs = make_programs(plan, self._rank, place, self._frequency, compiled, data.train)
+        programs = make_programs(plan, self._rank, place, self._frequency, compiled, data.train)
         model = make_local_model(plan, programs)
         begins = spec.run.checkpoints.source is None
         rows = digests_of(plan, self._rank, model, begins=begins)

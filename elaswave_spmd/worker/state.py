@@ -221,11 +221,15 @@ class HeldState:
         parts = (part for part in self if part.version == version + 1)
         return tuple(sorted(p.pages.key for p in parts if not self.is_frozen(p.pages.layer, p.pages.first)))
 
-    def forget_beyond(self, version: int) -> None:
-        """Give up state that is ahead of a version: its step begins anew. Frozen pages are right at every version."""
-        for part in self:
-            if part.version > version:
-                part.version = version if self.is_frozen(part.pages.layer, part.pages.first) else LEARNING
+    def forget_beyond(self, version: int) -> frozenset[PageRange]:
+        """Give up state that is ahead of a version, whose step begins anew. Returns the page ranges that had it.
+
+        Frozen pages are right at every version.
+        """
+        ahead = [part for part in self if part.version > version]
+        for part in ahead:
+            part.version = version if self.is_frozen(part.pages.layer, part.pages.first) else LEARNING
+        return frozenset(part.pages.key for part in ahead if part.version == LEARNING)
 
     def compute_values(self, part: HeldRange) -> Tensor:
         """The parameters of a page range in the compute buffer, a view."""

@@ -126,7 +126,8 @@ class StateReplica:
         held: Sequence[ReplicaSet],
         highest_version: int,
         begun: int,
-        previous_epoch: int,
+        *,
+        has_missed: bool,
     ) -> None:
         """Become a member of a newer configuration, which the protocol has entered already.
 
@@ -135,21 +136,20 @@ class StateReplica:
             held: the page ranges that this worker is a replica or learner of: those of before, parts of them, or new.
             highest_version: of any member.
             begun: the last step that this worker has begun.
-            previous_epoch: the epoch that this worker was a member of before, or -1.
+            has_missed: others may have entered an epoch between this one and the one before.
         """
         self.placement = placement
         self._sends_state_at = max(begun, self.protocol.version, highest_version)
-        damaged = self.state.disown_damaged(self._written)
-        self._written.clear()  # hashes by ranges that may be cut now; `compare` writes new ones, of what is not damaged
+        self._written.clear()  # hashes by ranges that may be cut now; `compare` writes new ones
         before = self._held
         self._loss_range = next((r.key for r in held if self.is_loss(r)), None)
         if self._loss_range is None:
             self._loss_received = -1
         self._held = {r.key: r for r in held}
         self._since = {key: self._since_when(key, highest_version) for key in self._held}
-        if 0 <= previous_epoch < placement.mesh.epoch - 1:
-            # In an epoch that this worker missed, others may have ceased to hold or to learn pages, or to be primaries
-            # of them, and have given up what it had sent to them: they get it again.
+        if has_missed:
+            # In it they may have ceased to hold or to learn pages, or to be primaries of them, and have given up what
+            # this worker had sent to them: they get it again.
             others = (peer for peer in placement.mesh.members if peer != self.rank)
             self._unsure.update(peer for peer in others if self._context.channel.reaches(peer))
         learning = {(key, rank) for key, pages in self._held.items() for rank in pages.learners - self._unsure}
@@ -159,8 +159,6 @@ class StateReplica:
         self._gradients_sent = {sent for sent in sure if (pages := self._held.get(sent[1])) and pages.reaches(sent[2])}
         self._split_gradients()
         self.state.rebind((r for r in held if not self.is_loss(r)), self._values)
-        still_held = [key for key in self._held if any(contains(whole, key) for whole in damaged)]
-        self._report_damaged(still_held, highest_version)
         self.parameters.enter_epoch(placement, replica_map)
         self._take_back_gradients(self.protocol.version + 1)  # sent below to whomever they concern now
         self.sums.enter_epoch(placement, replica_map, self.protocol.version)
@@ -438,7 +436,8 @@ class StateReplica:
         lr = self._job.learning_rate.at(step)
         divisor = decided.divisor * clip_divisor(decided.norm, self._job.clip) if decided.finite else 1.0
         gradients = self._gradients.pop(step, {})
-        self._report_damaged(self.state.disown_damaged(self._written), step)
+        if damaged := self.state.disown_damaged(self._written):
+            self._send(CONTROLLER, m.Damaged(self.rank, self.protocol.epoch, step, tuple(damaged)), None)
         for part in self.state:
             if self.state.is_frozen(part.pages.layer, part.pages.first):
                 continue  # there is no update of it that could be computed wrongly
@@ -463,11 +462,6 @@ class StateReplica:
         if decided.extension == m.GROUPED and self.parameters.grouped.serves:
             # All members know by the same votes: the sums of the next step go through the group, if it comes to it.
             self.parameters.grouped.exchanges.agree(step + 1)
-
-    def _report_damaged(self, damaged: Sequence[PageRange], step: int) -> None:
-        """Report page ranges whose state was given up, as it was not what this worker had written."""
-        if damaged:
-            self._send(CONTROLLER, m.Damaged(self.rank, self.protocol.epoch, step, tuple(damaged)), None)
 
     def compare(self, *, saves: bool = False) -> None:
         """Send hashes of the state, if this version is compared; the controller compares the replicas.
@@ -499,8 +493,9 @@ class StateReplica:
         self._gradients_sent = {sent for sent in self._gradients_sent if sent[0] <= self.protocol.version}
 
     def forget_beyond(self, version: int) -> None:
-        """Give up what was computed of the steps after a version, and the state after it; what is on its way stays."""
-        self.state.forget_beyond(version)
+        """Give up what was computed of the steps after a version, and the state after it that is here."""
+        given_up = self.state.forget_beyond(version)
+        self._sent_state = {sent for sent in self._sent_state if sent[0] not in given_up}
         for values in self._values.values():
             values.forget_beyond(version)
         self.reducer.drop_undecided()

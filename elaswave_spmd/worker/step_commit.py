@@ -68,22 +68,30 @@ class StepCommit:
 
     # ---- configurations
 
-    def enter_epoch(self, placement: Placement, replica_map: ReplicaMap, highest_version: int, begun: int) -> None:
+    def enter_epoch(
+        self,
+        placement: Placement,
+        replica_map: ReplicaMap,
+        highest_version: int,
+        begun: int,
+        *,
+        has_missed: bool = False,
+    ) -> None:
         """Become a member of a newer configuration. No background copy is left from the one before.
 
         Args:
             replica_map: of the layers that this worker computes, or reads parameters of, and of all that it holds.
             highest_version: of any member.
             begun: the last step that this worker has begun.
+            has_missed: others may have entered an epoch between this one and the one before.
         """
         held = held_ranges(replica_map, self._context.rank)
         # The protocol first: the replica asks it for versions and for norms, cut as the new configuration cuts pages.
-        previous_epoch = self.protocol.epoch
         loss_range = next((r.key for r in held if self.replica.is_loss(r)), None)
         # Frozen pages have no gradients: the protocol, which waits for these, does not know them.
         trained = [pages for pages in held if not self.replica.is_frozen(pages)]
         self.protocol.enter_epoch(placement.mesh.epoch, placement.mesh.members, trained, loss_range, highest_version)
-        self.replica.enter_epoch(placement, replica_map, held, highest_version, begun, previous_epoch)
+        self.replica.enter_epoch(placement, replica_map, held, highest_version, begun, has_missed=has_missed)
 
     def resume(self) -> None:
         """Once everything else is in place: handle what came early for this configuration, and vote again in it.

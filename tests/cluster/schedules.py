@@ -421,6 +421,9 @@ def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended
         wanted = undisturbed(schedule.run.key)
         cluster = cluster_of(schedule, trace)
         how, failure, detail = judge(schedule, cluster, wanted)
+        # A pair refuses what follows on what it has lost.
+        if how == "bits" and cluster.rejected and not schedule.paired:
+            how, failure, detail = "", "a message of the product was refused", str(dict(cluster.rejected))
     except Exception as error:
         how, failure, detail = "", _classified(error), "".join(traceback.format_exception(error))
     finally:
@@ -469,8 +472,6 @@ def judge(schedule: Schedule, cluster: SimulatedCluster, wanted: Outcome) -> tup
         if here != there:
             where = [i for i, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]]
             return "", f"other bits: {name}", f"at {where}, {len(here)} of {len(there)}"
-    if cluster.rejected and not schedule.paired:  # a pair refuses what follows on what it has lost
-        return "", "a message of the product was refused", str(dict(cluster.rejected))
     return "bits", "", ""
 
 

@@ -576,8 +576,8 @@ def _links_lost_before_an_epoch_are_forgotten() -> Patches:
     """A worker takes what it sends as a mesh epoch begins for arrived, also on a link that is closed by then."""
     enter_epoch = StateReplica.enter_epoch
 
-    def _enter_epoch(self: StateReplica, *arguments: Any) -> None:
-        enter_epoch(self, *arguments)
+    def _enter_epoch(self: StateReplica, *arguments: Any, **options: Any) -> None:
+        enter_epoch(self, *arguments, **options)
         self._unsure.clear()
 
     return {(StateReplica, "enter_epoch"): _enter_epoch}
@@ -587,9 +587,8 @@ def _missed_epochs_change_nothing() -> Patches:
     """A worker that has missed a mesh epoch takes it that the others still have what it had sent to them before."""
     enter_epoch = StateReplica.enter_epoch
 
-    def _enter_epoch(self: StateReplica, placement: Placement, *arguments: Any) -> None:
-        *others, _ = arguments
-        enter_epoch(self, placement, *others, placement.mesh.epoch - 1)
+    def _enter_epoch(self: StateReplica, *arguments: Any, has_missed: bool) -> None:
+        enter_epoch(self, *arguments, has_missed=False)
 
     return {(StateReplica, "enter_epoch"): _enter_epoch}
 

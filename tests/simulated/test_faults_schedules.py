@@ -136,7 +136,7 @@ def test_steps_are_interrupted_between_the_two_parts_of_backwards(
     moving: bool, grouped: bool, checkpoints: bool, frozen: bool, miscompute: bool
 ) -> None:
     tally = run_many(
-        range(CHUNK),
+        range(10, 10 + CHUNK),  # of the first ten none with checks asks for weight gradients alone
         moving=moving,
         grouped=grouped,
         checkpoints=checkpoints,

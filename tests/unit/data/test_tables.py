@@ -123,6 +123,10 @@ def test_parquet_files_named_after_their_split(tmp_path: Path) -> None:
     for found in ("data/t*.parquet", "*/t*.parquet"):  # held-out rows are not trained on, however files are named
         both = prepare_data(spec("parquet", tmp_path / found), 10)
         assert (both.num_train_samples, both.num_validation_samples, both.sha256) == (3, 1, prepared.sha256)
+    write_parquet(tmp_path / "data" / "train" / "part.parquet", ids_table([range(40, 51)]))
+    beside = prepare_data(spec("parquet", tmp_path / "data" / "train*.parquet", validation_fraction=0), 10)
+    assert beside.num_train_samples == 3, "a folder of the name before the star is beside the point"
+    shutil.rmtree(tmp_path / "data" / "train")
     write_parquet(tmp_path / "data" / "more.parquet", ids_table([range(0, 5)]))
     with pytest.raises(DataError, match="has files of no split, test, train"):
         prepare_data(spec("parquet", tmp_path / "data"), 10)
