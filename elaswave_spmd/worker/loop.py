@@ -281,7 +281,7 @@ class Executor:
         if not self.commit.protocol.promise(prepare.epoch):
             return
         self._prepare = None
-        self._next = None  # an older epoch: it was overtaken, and some member may never have got its Reconfigure
+        self._skip_next()  # an older epoch: it was overtaken, and some member may never have got its Reconfigure
         self._steps.keep_all()
         # Two steps: a primary that has no micro-batches of its own can have sums of the step after the next already.
         found = (self._steps.partial_step(self.version + 1), self._steps.partial_step(self.version + 2))
@@ -479,10 +479,15 @@ class Executor:
         # Not entered here: this is called in the middle of an action, whose buffers `enter_epoch` would change.
         if message.epoch > pending and self.commit.protocol.accepts(message.epoch):
             self._context.hooks.members_changed(message)
-            self._has_missed = self._has_missed or self._next is not None
+            self._skip_next()
             self._next = Configuration.from_message(self._context.placement, message)
         else:
             self._has_missed = True
+
+    def _skip_next(self) -> None:
+        """Give up the configuration that has arrived and is not entered, if there is one; others may enter it."""
+        self._has_missed = self._has_missed or self._next is not None
+        self._next = None
 
     # ---- waiting
 
@@ -548,7 +553,7 @@ class Executor:
         if (damage := device_recovery.recover(error, self)) is None:
             return False
         self._failed_step = damage.step
-        self._next = None  # planned with what is lost
+        self._skip_next()  # planned with what is lost
         self._context.channel.send(CONTROLLER, damage)
         return True
 
