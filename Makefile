@@ -78,7 +78,7 @@ xla-environment: $(STAMP)
 # The tests on Ray, in .venv-ray, which sees the packages of .venv. Where it cannot be made, .venv skips them, with the reason.
 test-ray: $(STAMP)
 	python="$$($(BIN)/python tests/on_ray/environment.py)" || python=$(BIN)/python; \
-	  "$$python" -m pytest -n 2 --dist worksteal tests/on_ray -m ray $(TEST_ARGS)
+	  "$$python" -m pytest -n 3 --dist worksteal tests/on_ray -m ray $(TEST_ARGS)
 
 ray-environment: $(STAMP)
 	-$(BIN)/python tests/on_ray/environment.py
