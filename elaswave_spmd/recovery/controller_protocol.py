@@ -195,7 +195,7 @@ class _Standing:
         all_at = all(report.version == version for report in reports.values())
         attempts = frozenset(report.attempt for report in reports.values())
         layers = {rank: (report.layers[0], report.layers[1]) for rank, report in reports.items() if report.layers}
-        ahead = {rank: report.ahead for rank, report in reports.items() if report.ahead and report.version == version}
+        ahead = reconfiguration.ahead_of_all(reports)
         return cls(version, parts, all_at, all_at and not any(parts.values()), attempts, layers, ahead)
 
 

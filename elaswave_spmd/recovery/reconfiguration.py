@@ -171,6 +171,12 @@ def good_replicas(
     return found, alone
 
 
+def ahead_of_all(reports: Mapping[int, StepReport]) -> dict[int, tuple[PageRange, ...]]:
+    """Rank -> the trained page ranges of which it has the state of the version after the highest of any member."""
+    version = max(report.version for report in reports.values())
+    return {rank: report.ahead for rank, report in reports.items() if report.version == version and report.ahead}
+
+
 def ahead_everywhere(replicas: ReplicaMap, reports: Mapping[int, StepReport]) -> tuple[ReplicaSet, ...]:
     """The page ranges whose state is a step ahead of all members on each replica that is left.
 
@@ -180,8 +186,7 @@ def ahead_everywhere(replicas: ReplicaMap, reports: Mapping[int, StepReport]) ->
     Args:
         replicas: of the old epoch, with learners that have the state by now as replicas.
     """
-    version = max(report.version for report in reports.values())
-    ahead = {rank: report.ahead for rank, report in reports.items() if report.version == version and report.ahead}
+    ahead = ahead_of_all(reports)
     if not ahead:
         return ()
 

@@ -179,7 +179,7 @@ def check_model(
 
 @contextmanager
 def refusing_mistakes(place: torch.device) -> Iterator[None]:
-    """What the model's code raises inside is refused as bad input (`mistake_in_model`).
+    """Refuse as bad input what the model's code raises inside of this context (`mistake_in_model`).
 
     Args:
         place: where the model's code runs.

@@ -223,9 +223,9 @@ def test_workers_have_links_to_their_peers_alone(
 )
 def test_links_are_lost_between_living_workers(kinds: dict[str, bool]) -> None:
     """C11: nobody is lost by it, but for an end of one that is lost again."""
-    tally = run_many(range(CHUNK), links=True, **kinds)
+    tally = run_many(range(30), links=True, **kinds)
     assert tally.failures == {}
-    assert tally.lost_links > CHUNK // 2 and tally.ends["bits"] > CHUNK // 3
+    assert tally.lost_links > 30 and tally.ends["bits"] > 10
 
 
 def test_a_controller_that_comes_back_to_a_large_mesh_finds_everybody_linked_to_everybody() -> None:

@@ -72,7 +72,7 @@ def test_state_that_is_ahead_of_what_is_saved_or_begins_anew_is_given_up(why: st
         assert holders(actions, pages.key) >= {1}, "the others complete the step"
     elif alone:
         (end,) = actions
-        assert isinstance(end, Unrecoverable) and [lost.key for lost in end.lost] == [pages.key]
+        assert isinstance(end, Unrecoverable) and [gone.key for gone in end.lost] == [pages.key]
         assert ("begin anew" if why == "anew" else "nothing can be saved") in end.reason
     else:
         assert holders(actions, pages.key) == {other}

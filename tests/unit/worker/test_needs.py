@@ -24,7 +24,7 @@ class Answers:
 
 
 def parameters_of(answers: Answers, protocol: SimpleNamespace) -> Parameters:
-    """Those of a worker that only answers."""
+    """Return the parameters of a worker that only answers requests."""
     parameters, context = Parameters.__new__(Parameters), SimpleNamespace(channel=answers)
     vars(parameters).update(
         _protocol=protocol, _unsure=set(), _publisher=answers, _needs={}, _answered={}, _filed={}, _context=context
