@@ -27,7 +27,7 @@ class Digester:
     """
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self.device = device
         self._weights = torch.empty(0, dtype=torch.int64)
 
     def digest(self, value: Activation | None) -> bytes:
@@ -42,11 +42,11 @@ class Digester:
         columns = (bits[: rows * DIGEST_COLUMNS].view(rows, DIGEST_COLUMNS) * weights[:rows, None]).sum(0)
         if rest:
             columns[:rest] += bits[rows * DIGEST_COLUMNS :] * weights[rows]
-        return self._device.to_host(columns).numpy().tobytes()
+        return self.device.to_host(columns).numpy().tobytes()
 
     def _here(self, tensor: Tensor) -> Tensor:
         """The tensor; on the host, if it is an output of a compiled island, whose state is in host memory."""
-        return tensor if tensor.device.type == self._device.place.type else tensor.detach().cpu()
+        return tensor if tensor.device.type == self.device.place.type else tensor.detach().cpu()
 
     def _weights_of(self, rows: int) -> Tensor:
         """The weights of the first rows, int64 [rows]: odd, from the generator splitmix64."""
@@ -55,7 +55,7 @@ class Digester:
             state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             odd = (state ^ (state >> np.uint64(31))) | np.uint64(1)
-            self._weights = torch.from_numpy(odd.view(np.int64)).to(self._device.place)
+            self._weights = torch.from_numpy(odd.view(np.int64)).to(self.device.place)
         return self._weights[:rows]
 
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from elaswave_spmd.determinism.reduction_tree import Node, Reduction, maximal_nodes, parent_and_sibling
 from elaswave_spmd.recovery.messages import PartialSum
+from elaswave_spmd.runtime.devices import Device
+from elaswave_spmd.runtime.devices.sums import Term, Terms
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.worker.buffers import GradientBuffer, GradientPool
@@ -54,7 +56,7 @@ class GradientReducer:
     primary is computed again.
 
     Args:
-        place: the device on which sums lie, and where payloads come that are added to them.
+        device: on which sums lie, and where payloads come that are added to them.
         sharded: gradients are sharded: sums leave as soon as they are complete, and their buffers are not kept for
             longer than an exchange may still need them.
         add_in_place: autograd may add a micro-batch's gradient straight into its sibling's buffer (fp32 compute).
@@ -69,7 +71,7 @@ class GradientReducer:
         rank: int,
         layout: ModelLayout,
         num_microbatches: int,
-        place: torch.device,
+        device: Device,
         *,
         sharded: bool,
         add_in_place: bool,
@@ -79,7 +81,7 @@ class GradientReducer:
     ) -> None:
         self.rank = rank
         self.num_microbatches = num_microbatches
-        self._place = place
+        self._device = device
         self._layout = layout
         self._sharded = sharded
         self._add_in_place = add_in_place
@@ -219,7 +221,7 @@ class GradientReducer:
             alone: the micro-batch was another worker's, or is computed again: it is not added to others here.
             own_leaf: its gradient is looked at by itself before it is added.
         """
-        pool = self._pools.setdefault(layer, GradientPool(self._layout.layers[layer], self._place))
+        pool = self._pools.setdefault(layer, GradientPool(self._layout.layers[layer], self._device.place))
         leaf = (microbatch, microbatch + 1)
         if alone:
             self._leaf_alone = pool.acquire()
@@ -307,7 +309,7 @@ class GradientReducer:
             return
         if mine and self._sharded and len(self._routes[route.layer]) > 1:
             part = part.clone()  # keep this worker's part only, so that the whole buffer goes when it is sent
-        self._add(step, route.pages, route.layer, node, part, owned=mine)
+        self._add(step, route.pages, route.layer, [(node, Term(part, owned=mine))])
 
     # ---- the nodes of all workers, at the primary
 
@@ -329,17 +331,17 @@ class GradientReducer:
             first, stop = layout.span(a, b)
             whole = (a, b) == (message.first, message.stop)
             part = payload if whole else payload[first - start : stop - start]
-            self._add(message.step, pages, message.layer, (message.lo, message.hi), part, owned=False)
+            self._add(message.step, pages, message.layer, [((message.lo, message.hi), Term(part, owned=False))])
 
-    def _add(self, step: int, pages: ReplicaSet, use: int, node: Node, value: Tensor, *, owned: bool) -> None:
+    def _add(self, step: int, pages: ReplicaSet, use: int, nodes: Sequence[tuple[Node, Term]]) -> None:
         reductions = self._steps.setdefault(step, {})
         if pages.key not in reductions:
-            reductions[pages.key] = RangeReduction(self._uses[pages.key], self.num_microbatches)
+            reductions[pages.key] = RangeReduction(self._uses[pages.key], self.num_microbatches, self._device)
         reduction = reductions[pages.key]
         if reduction.done:
             return
         before = reduction.num_bytes
-        gradient = reduction.add(use, node, value, owned=owned)
+        gradient = reduction.add(use, nodes)
         self._count((reduction.num_bytes if gradient is None else 4 * gradient.numel()) - before)
         if gradient is not None:
             self._gradient_done(step, pages, gradient)
@@ -363,13 +365,16 @@ class GradientReducer:
             self._known_everywhere(layer_sum)
         if isinstance(exchange, GradientExchange):
             return plan.gradients(exchange, values)
-        parts = plan.parts(exchange, values)
-        for node, route, part in parts:
-            self._add(step, route.pages, route.layer, node, part, owned=False)
+        came: dict[Route, list[tuple[Node, Term]]] = {}
+        for node, route, part in plan.parts(exchange, values):
+            came.setdefault(route, []).append((node, Term(part, owned=False)))
+        for route, nodes in came.items():
+            self._add(step, route.pages, route.layer, nodes)
         reductions = self._steps.get(step, {})
-        for node, route, _ in parts:  # one that waits for others must not keep the memory of the whole exchange
+        for route, nodes in came.items():  # a sum that waits for others must not keep the memory of the whole exchange
             if (reduction := reductions.get(route.pages.key)) is not None:
-                reduction.own(route.layer, node)
+                for node, _ in nodes:
+                    reduction.own(route.layer, node)
         return []
 
     def _known_everywhere(self, layer_sum: LayerSum) -> None:
@@ -396,7 +401,7 @@ class GradientReducer:
         """The reduced gradient of primary pages came from a mirror: no node of it is needed any more."""
         if pages in self._uses:
             reduction = self._steps.setdefault(step, {}).setdefault(
-                pages, RangeReduction(self._uses[pages], self.num_microbatches)
+                pages, RangeReduction(self._uses[pages], self.num_microbatches, self._device)
             )
             reduction.finish()
 
@@ -500,53 +505,56 @@ class Tree:
     """One reduction tree at a primary: the nodes that it has, and their sums.
 
     Args:
-        sums: node -> fp32 [elements].
-        owned: nodes whose sums may be overwritten; others lie in memory that is still needed.
-        num_elements: of all sums.
+        device: on which the sums lie.
+        sums: node -> fp32 [elements]. Those that are not `owned` lie in memory that is still needed.
     """
 
+    device: Device
     reduction: Reduction
-    sums: dict[Node, Tensor] = field(default_factory=dict)
-    owned: set[Node] = field(default_factory=set)
-    num_elements: int = 0
+    sums: dict[Node, Term] = field(default_factory=dict)
 
-    def add(self, node: Node, value: Tensor, *, owned: bool) -> None:
-        """Add a node's sum, and do the additions that it allows; a node that is covered already is ignored."""
-        added = self.reduction.add(node)
-        if added is None:
-            return
-        for old in added.superseded:
-            del self.sums[old]
-        self.sums[node] = value
-        if owned:
-            self.owned.add(node)
-        for merge in added.merges:
-            left, right = self.sums.pop(merge.left), self.sums.pop(merge.right)
-            self.sums[merge.into] = add_sums(left, right, merge.left in self.owned, merge.right in self.owned)
-            self.owned -= {merge.left, merge.right}
-            self.owned.add(merge.into)
-        self.num_elements += value.numel() * (1 - len(added.superseded) - len(added.merges))
+    @property
+    def num_elements(self) -> int:
+        """Elements of all sums."""
+        return sum(term.values.numel() for term in self.sums.values())
+
+    def add(self, nodes: Iterable[tuple[Node, Term]]) -> None:
+        """Add the sums of nodes, and do the additions that they allow; nodes that are covered already are ignored."""
+        asked: dict[Node, Terms] = {}  # additions are made when all nodes are in: the device makes several at once
+        for node, term in nodes:
+            added = self.reduction.add(node)
+            if added is None:
+                continue
+            for old in added.superseded:
+                self._take(old, asked)
+            asked[node] = term
+            for merge in added.merges:
+                asked[merge.into] = self._take(merge.left, asked), self._take(merge.right, asked)
+        for node, terms in asked.items():
+            is_one = isinstance(terms, Term)
+            self.sums[node] = terms if is_one else Term(self.device.add_up(terms), owned=True)
+
+    def _take(self, node: Node, asked: dict[Node, Terms]) -> Terms:
+        return asked.pop(node) if node in asked else self.sums.pop(node)
 
     def own(self, node: Node) -> None:
         """Copy a node's sum to memory of its own, if it lies in memory of others."""
-        if node in self.sums and node not in self.owned:
-            self.sums[node] = self.sums[node].clone()
-            self.owned.add(node)
-
-
-def add_sums(left: Tensor, right: Tensor, left_owned: bool, right_owned: bool) -> Tensor:
-    """left + right, into one of them where it may be overwritten (addition commutes bit for bit)."""
-    if left_owned:
-        return left.add_(right)
-    return right.add_(left) if right_owned else left + right
+        if node in self.sums and not self.sums[node].owned:
+            self.sums[node] = Term(self.sums[node].values.clone(), owned=True)
 
 
 class RangeReduction:
-    """The trees of one page range at its primary: one per use of the parameters (two for a tie), in layer order."""
+    """The trees of one page range at its primary: one per use of the parameters (two for a tie), in layer order.
 
-    def __init__(self, uses: Sequence[int], num_microbatches: int) -> None:
-        self._trees = {use: Tree(Reduction(num_microbatches)) for use in sorted(uses)}
+    Args:
+        uses: the layers whose gradients are added up.
+        device: on which all sums lie.
+    """
+
+    def __init__(self, uses: Sequence[int], num_microbatches: int, device: Device) -> None:
+        self._trees = {use: Tree(device, Reduction(num_microbatches)) for use in sorted(uses)}
         self._root = (0, num_microbatches)
+        self._device = device
         self.done = False
 
     @property
@@ -554,19 +562,15 @@ class RangeReduction:
         """Bytes of the sums held."""
         return sum(4 * tree.num_elements for tree in self._trees.values())
 
-    def add(self, use: int, node: Node, value: Tensor, *, owned: bool) -> Tensor | None:
-        """Add a node's sum. Returns the reduced gradient when every use's tree has its root; None before and after."""
-        self._trees[use].add(node, value, owned=owned)
+    def add(self, use: int, nodes: Iterable[tuple[Node, Term]]) -> Tensor | None:
+        """Add sums of nodes. Returns the reduced gradient when every use's tree has its root; None before and after."""
+        self._trees[use].add(nodes)
         if self.done or not all(tree.reduction.done for tree in self._trees.values()):
             return None
         self.done = True
-        first, *rest = self._trees.values()
-        gradient, owned = first.sums.pop(self._root), self._root in first.owned
-        for tree in rest:
-            gradient = add_sums(gradient, tree.sums.pop(self._root), owned, self._root in tree.owned)
-            owned = True
+        roots: list[Terms] = [tree.sums.pop(self._root) for tree in self._trees.values()]
         self._trees.clear()
-        return gradient
+        return self._device.add_up(reduce(lambda left, right: (left, right), roots))
 
     def finish(self) -> None:
         """The reduced gradient is known: no sum is needed any more."""
@@ -585,15 +589,14 @@ class RangeReduction:
     def sums(self) -> Iterator[tuple[int, Node, Tensor]]:
         """(use, node, sum) of all sums held."""
         for use, tree in self._trees.items():
-            for node, value in tree.sums.items():
-                yield use, node, value
+            for node, term in tree.sums.items():
+                yield use, node, term.values
 
     def part(self, start: int, stop: int) -> RangeReduction:
         """The trees of elements [start, stop) alone, in the same memory."""
-        found = RangeReduction(tuple(self._trees), self._root[1])
+        found = RangeReduction(tuple(self._trees), self._root[1], self._device)
         found.done = self.done
         for use, tree in self._trees.items():
-            sums = {node: value[start:stop] for node, value in tree.sums.items()}
-            size = sum(value.numel() for value in sums.values())
-            found._trees[use] = Tree(Reduction(self._root[1], set(tree.reduction.held)), sums, set(tree.owned), size)
+            sums = {node: Term(term.values[start:stop], term.owned) for node, term in tree.sums.items()}
+            found._trees[use] = Tree(self._device, Reduction(self._root[1], set(tree.reduction.held)), sums)
         return found

@@ -83,7 +83,7 @@ class StateReplica:
             self.rank,
             self._layout,
             job.num_microbatches,
-            context.device.place,
+            context.device,
             sharded=bool(shardings.grads.axes),
             add_in_place=job.torch_dtype == torch.float32,
             send=self._send,

@@ -18,6 +18,7 @@ from elaswave_spmd.determinism.reduction_tree import Node, split
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.checks import CheckDraw
 from elaswave_spmd.recovery.sum_checks import are_drawn, checker_of, drawn_ranges, sums_of
+from elaswave_spmd.runtime.devices.sums import Term
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
@@ -147,7 +148,8 @@ class SumChecks:
     def _new_check(self, pages: ReplicaSet, before: _Check | None) -> _Check:
         """A check of pages with what came for it `before`, if the step was begun already. `gradient` follows."""
         if before is None:
-            return _Check(pages, RangeReduction(uses_of(self._layout, pages), self._placement.num_microbatches))
+            uses, device = uses_of(self._layout, pages), self._digester.device
+            return _Check(pages, RangeReduction(uses, self._placement.num_microbatches, device))
         return _Check(pages, before.reduction, added=before.added, is_settled=before.is_settled)
 
     def _drawn_routes(self, step: int, layer: int) -> tuple[Route, ...]:
@@ -253,7 +255,7 @@ class SumChecks:
                     return
         elif (key := self._step.keys.get(at)) is not None and not (check := self._step.checks[key]).reduction.done:
             node = (microbatch, microbatch + 1)
-            gradient = check.reduction.add(message.layer, node, payload, owned=False)
+            gradient = check.reduction.add(message.layer, [(node, Term(payload, owned=False))])
             del self._came[sender, message]
             if gradient is not None:
                 self.num_made += 1

@@ -96,3 +96,7 @@ def test_losses_are_those_of_the_cpu_within_rounding() -> None:
     found = python("-m", "tests.simulated.device_runs", f"{GPU} cpu gpt fp32 dp2_pp2 1")
     pairs = zip(found["losses"], found["beside"], strict=True)
     assert all(abs(float.fromhex(a) - float.fromhex(b)) < 1e-4 for a, b in pairs), found
+
+
+def test_a_sum_in_one_kernel_has_the_bits_of_additions_in_turn() -> None:
+    assert python("-W", "error:sums:UserWarning", "-m", "tests.simulated.device_sums", GPU) == []

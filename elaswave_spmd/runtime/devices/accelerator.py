@@ -12,6 +12,7 @@ from torch import Tensor
 
 from elaswave_spmd.runtime.devices.host import Copied
 from elaswave_spmd.runtime.devices.kind import DeviceKind, MemoryFigures, Remedy
+from elaswave_spmd.runtime.devices.sums import FusedSums, Terms, add_in_turn
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class AcceleratorDevice:
         place: the device of its tensors.
         api: torch's module for it (torch.cuda, torch_npu.npu, ...).
         faults: the fault calls of a kind that can be restarted.
+        sums: adds several tensors up in one kernel, where the kind has a way to make such kernels.
     """
 
     def __init__(
@@ -61,11 +63,13 @@ class AcceleratorDevice:
         place: torch.device,
         api: Any,
         faults: Faults | None = None,
+        sums: FusedSums | None = None,
     ) -> None:
         self.kind = kind
         self.place = place
         self._api = api
         self._faults = faults
+        self._sums = sums
         self._streams = kind.capabilities.streams
         self._pins = kind.capabilities.pinned_copies
         if self._streams:
@@ -107,6 +111,9 @@ class AcceleratorDevice:
             host.copy_(values, non_blocking=self._pins)
             values.record_stream(self._out)  # keeps the allocator from reusing their memory before the copy is done
             return Copying(host, self._out.record_event())
+
+    def add_up(self, terms: Terms) -> Tensor:
+        return add_in_turn(terms) if self._sums is None else self._sums.add_up(terms)
 
     def mark(self) -> Mark | float:
         if not self._streams:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.runtime.devices.kind import DeviceKind, MemoryFigures, Remedy
+from elaswave_spmd.runtime.devices.sums import Terms, add_in_turn
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ class HostDevice:
 
     def copy_to_host(self, values: Tensor) -> Copied:
         return Copied(values.detach().clone(memory_format=torch.contiguous_format))
+
+    def add_up(self, terms: Terms) -> Tensor:
+        return add_in_turn(terms)
 
     def mark(self) -> float:
         return perf_counter()

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from elaswave_spmd.runtime.devices.sums import Terms
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -217,6 +219,14 @@ class Device(Protocol):
 
     def copy_to_host(self, values: Tensor) -> HostCopy:
         """Start a copy to host memory, never `values` itself. The values must not change before the copy is done."""
+        ...
+
+    def add_up(self, terms: Terms) -> Tensor:
+        """A sum with the very additions that are asked for, by as few passes over memory as the device can.
+
+        Args:
+            terms: of one shape and dtype, contiguous, at `place`. Those that are `owned` may be overwritten.
+        """
         ...
 
     def mark(self) -> Any:

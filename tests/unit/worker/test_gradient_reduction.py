@@ -37,7 +37,7 @@ class Cluster:
                 rank,
                 layout,
                 placement.num_microbatches,
-                HOST.place,
+                HOST,
                 sharded=bool(placement.shardings.grads.axes),
                 add_in_place=in_place,
                 send=self._send,

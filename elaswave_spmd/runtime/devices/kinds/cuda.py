@@ -64,9 +64,11 @@ class Cuda:
 
     def open(self, index: int, island: Island) -> Device:
         import torch
+        from torch.cuda import jiterator
         from torch.utils import deterministic
 
         from elaswave_spmd.runtime.devices.accelerator import AcceleratorDevice
+        from elaswave_spmd.runtime.devices.sums import FusedSums
 
         torch.set_num_threads(island.threads)
         # The bits of a micro-batch must not depend on the worker that computes it, nor on the time.
@@ -80,7 +82,7 @@ class Cuda:
         # A backward runs in the training thread. By itself torch would hand every layer's to another thread and wait.
         torch.autograd.set_multithreading_enabled(False)
         place = torch.device("cuda", index % torch.cuda.device_count())
-        device = AcceleratorDevice(self, place, torch.cuda)
+        device = AcceleratorDevice(self, place, torch.cuda, sums=FusedSums(jiterator._create_jit_fn))
         _show_workspaces(place)
         return device
 
