@@ -16,7 +16,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from elaswave_spmd.conf.schema import EMULATED
+from elaswave_spmd.conf.schema import EMULATED, GROUP
 from elaswave_spmd.controller.admin_client import SOCKET
 from elaswave_spmd.controller.admin_server import Administration
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator, CheckpointSpec
@@ -167,6 +167,7 @@ class Controller:
             began_at=None if comeback is None else 0,
             # A controller that comes back has the addresses of all from any of them.
             widest=WIDEST if settings.timeouts.adopt is None else None,
+            tells_hosts=settings.runtime.collectives == GROUP,
         )
         if settings.runtime.device == EMULATED:
             self.protocol.split = split_of_emulated(plan)

@@ -264,6 +264,7 @@ class ControllerProtocol:
         assigner: decides which worker gets how many micro-batches after a change of members.
         checks: which micro-batches are checked; None: none.
         widest: members up to which each has a link to all others; None: on every mesh.
+        tells_hosts: workers are told who else is on their host (`runtime.collectives=group`).
     """
 
     def __init__(
@@ -279,6 +280,7 @@ class ControllerProtocol:
         checks: CheckDraw | None = None,
         began_at: int | None = None,
         widest: int | None = None,
+        tells_hosts: bool = False,
     ) -> None:
         self.began_at = version if began_at is None else began_at
         """The workers of this life of the run have computed nothing before this version."""
@@ -298,6 +300,7 @@ class ControllerProtocol:
         self._policy = policy or Policy()
         self._assigner = assigner or EvenAssigner()
         self._checks = checks or CheckDraw(0)
+        self._tells_hosts = tells_hosts
         self.widest = widest
         """Members up to which each has a link to all others; None: always."""
         self.peers: Peers | None = None
@@ -927,6 +930,7 @@ class ControllerProtocol:
             put_off=placed.put_off,
             in_flight=placed.in_flight,
             is_last=self._is_early_end(version),
+            tells_hosts=self._tells_hosts,
         )
 
     def limit(self, split: SplitBackward, limited: Assignment) -> Broadcast:

@@ -549,9 +549,10 @@ class Reconfigure(Message, frozen=True):
         in_flight: per stage, the most micro-batches that a worker may have between forward and backward; (): as
             `pipeline.in_flight_limits` has it.
         is_last: the run ends early, after `version`.
+        hosts: per stage, the number of each member's host: with `runtime.collectives=group`, and on several hosts only.
     """
 
-    NUM_OPTIONS = 7
+    NUM_OPTIONS = 8
 
     epoch: int
     stages: tuple[tuple[int, ...], ...]
@@ -570,6 +571,7 @@ class Reconfigure(Message, frozen=True):
     put_off: tuple[int, ...] = ()
     in_flight: tuple[int, ...] = ()
     is_last: bool = False
+    hosts: tuple[tuple[int, ...], ...] = ()
 
 
 class PackedReconfigure(Message, frozen=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elaswave_spmd.mesh.mesh import named_workers
+from elaswave_spmd.mesh.mesh import Mesh, named_workers
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.mesh.topology import Path
 from elaswave_spmd.recovery.messages import PartialStep, Recompute, Reconfigure, StepReport
@@ -218,11 +218,13 @@ def reconfigure_message(
     put_off: tuple[int, ...] = (),
     in_flight: tuple[int, ...] = (),
     is_last: bool = False,
+    tells_hosts: bool = False,
 ) -> Reconfigure:
     """The Reconfigure of an epoch; arguments as its fields.
 
     Args:
         as_planned: it is the first epoch, on the workers that it was planned for.
+        tells_hosts: workers want to know who else is on their host.
     """
     mesh = placement.mesh
     # In the planned first epoch every worker computes the same replica map from the settings, so that it need not be
@@ -248,7 +250,18 @@ def reconfigure_message(
         put_off=put_off,
         in_flight=in_flight,
         is_last=is_last,
+        hosts=_hosts_of(mesh) if tells_hosts else (),
     )
+
+
+def _hosts_of(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    """Per stage, the number of each member's host; () if all are on one."""
+    numbers: dict[Path, int] = {}
+    found = [
+        tuple(numbers.setdefault(path, len(numbers)) for path in mesh.topology.paths(members))
+        for members in mesh.stages
+    ]
+    return tuple(found) if len(numbers) > 1 else ()
 
 
 def partial_step_of(report: StepReport, step: int) -> PartialStep | None:

@@ -85,6 +85,11 @@ class Item:
     lo: int = 0
     hi: int = 0
 
+    def contains(self, other: Item) -> bool:
+        """True if another sum is a part of this one."""
+        same = self.kind == other.kind == SUM and self.use == other.use
+        return same and self.lo <= other.lo and other.hi <= self.hi and self != other
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -140,7 +145,7 @@ def find_wrong(claims: Iterable[Claim], again: Mapping[int, Mapping[Item, bytes]
     """The workers that have computed wrongly, as far as results tell; None if nothing differs.
 
     A worker is wrong whose second result is another than its first, and one that differs from most of the others. Sums
-    come first: who has added a wrong sum rightly is not wrong.
+    come first, and of these the ones of fewer micro-batches: who has added a wrong sum rightly is not wrong.
 
     Args:
         claims: the results as they were made first, by whoever had a part in them.
@@ -150,8 +155,11 @@ def find_wrong(claims: Iterable[Claim], again: Mapping[int, Mapping[Item, bytes]
     for claim in claims:
         claimed.setdefault(claim.item, []).append(claim)
     for kind in (SUM, REDUCED_GRADIENT, NORM):
-        items = sorted(item for item in claimed if item.kind == kind)
-        found = [finding for item in items if (finding := _find_in(item, claimed[item], again)) is not None]
+        found: list[Finding] = []
+        for item in sorted((item for item in claimed if item.kind == kind), key=lambda one: (one.hi - one.lo, one)):
+            if not any(item.contains(earlier.item) for earlier in found):
+                finding = _find_in(item, claimed[item], again)
+                found += [] if finding is None else [finding]
         if found:
             wrong = tuple(sorted({rank for finding in found for rank in finding.wrong}))
             first = next((finding for finding in found if finding.wrong), found[0])

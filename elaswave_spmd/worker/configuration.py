@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.mesh.topology import Topology
 from elaswave_spmd.recovery.messages import Limits as LimitsMessage
 from elaswave_spmd.recovery.messages import Recompute, Reconfigure
 from elaswave_spmd.scheduling.pipeline import in_flight_limits
@@ -66,12 +67,13 @@ class Configuration:
         """The configuration that the controller's message describes.
 
         Args:
-            first: the placement that the run began with: specs, topology and layers are the same in all epochs.
+            first: the placement that the run began with: specs and layers are the same in all epochs.
         """
         shape = first.mesh.shape
         # The devices inside a worker (tp, fsdp) are the same in every epoch: only workers come and go.
         tp, fsdp = shape.axis_size("tp"), shape.axis_size("fsdp")
-        mesh = Mesh(MeshShape.of_stages(map(len, message.stages), tp=tp, fsdp=fsdp), message.stages, message.epoch)
+        shape = MeshShape.of_stages(map(len, message.stages), tp=tp, fsdp=fsdp)
+        mesh = Mesh(shape, message.stages, message.epoch, _topology_of(message))
         placement = replace(
             first,
             mesh=mesh,
@@ -83,3 +85,11 @@ class Configuration:
         about = message.version, message.recovery_plan, message.validate, message.save, message.attempt, message.repair
         limits = frozenset(message.split_layers), message.put_off, message.in_flight
         return cls(placement, *about, *limits, message.is_last)
+
+
+def _topology_of(message: Reconfigure) -> Topology:
+    """The hosts of the members, if workers are told; else all count as on one."""
+    if not message.hosts:
+        return Topology(())
+    numbered = (zip(members, of, strict=True) for members, of in zip(message.stages, message.hosts, strict=True))
+    return Topology.of({rank: (f"host{number}",) for of_stage in numbered for rank, number in of_stage})

@@ -24,7 +24,7 @@ from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.worker.buffers import GradientBuffer, GradientPool
 from elaswave_spmd.worker.gradient_exchange import GradientExchange, ReducedPages
 from elaswave_spmd.worker.gradient_routes import Route, routes
-from elaswave_spmd.worker.sum_exchange import Exchange, LayerSum, StageExchanges
+from elaswave_spmd.worker.sum_exchange import Exchange, ExchangePlan, LayerSum, StageExchanges, SumExchange, Way
 
 
 class SumObserver(Protocol):
@@ -40,6 +40,10 @@ class SumObserver(Protocol):
 
     def summed(self, step: int, layer: int, node: Node, gradient: GradientBuffer) -> None:
         """A sum is complete on this worker."""
+        ...
+
+    def collected(self, step: int, route: Route, node: Node, value: Tensor) -> Tensor:
+        """A sum of this worker's host is complete, for a primary on another one. Returns what is sent to it."""
         ...
 
 
@@ -369,13 +373,29 @@ class GradientReducer:
         for node, route, part in plan.parts(exchange, values):
             came.setdefault(route, []).append((node, Term(part, owned=False)))
         for route, nodes in came.items():
-            self._add(step, route.pages, route.layer, nodes)
+            if route.pages.primary == self.rank:
+                self._add(step, route.pages, route.layer, nodes)
+        if exchange.way is Way.WITHIN_HOSTS:
+            self._collect(step, plan, exchange, came)
         reductions = self._steps.get(step, {})
         for route, nodes in came.items():  # a sum that waits for others must not keep the memory of the whole exchange
             if (reduction := reductions.get(route.pages.key)) is not None:
                 for node, _ in nodes:
                     reduction.own(route.layer, node)
         return []
+
+    def _collect(
+        self, step: int, plan: ExchangePlan, exchange: SumExchange, came: Mapping[Route, list[tuple[Node, Term]]]
+    ) -> None:
+        """Add up what this worker's host has for primaries on other hosts, as far as the tree allows."""
+        for route in plan.collects(exchange.layer):
+            own = self._exchanges.own_sums(exchange, route)
+            tree = Tree(self._device, Reduction(self.num_microbatches))
+            tree.add([*((node, Term(value, owned=False)) for node, value in own), *came.get(route, ())])
+            sums = {node: term.values for node, term in tree.sums.items()}
+            if self.observer is not None:
+                sums = {node: self.observer.collected(step, route, node, value) for node, value in sums.items()}
+            self._exchanges.collect(exchange, route, sums)
 
     def _known_everywhere(self, layer_sum: LayerSum) -> None:
         """A sum need not be kept any more, unless gradients are replicated, or a StepReport has named it."""

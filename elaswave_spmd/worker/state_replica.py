@@ -94,7 +94,8 @@ class StateReplica:
         self.reducer.send_copies = context.channel.copies_payloads
         self.reducer.step_decided(protocol.version)
         draw, digester = CheckDraw(job.seed, job.verify_rate), Digester(context.device)
-        self.sums = SumChecks(self.rank, self._layout, draw, digester, context.hooks, self._send)
+        collects = collectives is not None
+        self.sums = SumChecks(self.rank, self._layout, draw, digester, context.hooks, self._send, collects=collects)
         self.reducer.observer = self.sums
         self._sum_wishes: list[m.AddAgain] = []  # about a step that this worker has not begun
         self._unsure: set[int] = set()  # peers that may not have what was sent to them: a link was lost

@@ -31,6 +31,7 @@ from elaswave_spmd.worker.gradient_reduction import RangeReduction, first_page_o
 from elaswave_spmd.worker.gradient_routes import Route, routes
 from elaswave_spmd.worker.page_norms import page_norm_values
 from elaswave_spmd.worker.stage_boundary import Send
+from elaswave_spmd.worker.sum_exchange import sums_of_hosts
 
 Result = tuple[Tensor, bytes]
 """A reduced gradient, and the norm values of its pages."""
@@ -90,10 +91,19 @@ class SumChecks:
         digester: on the worker's device.
         hooks: faults are injected by them.
         send: to other workers and the controller.
+        collects: workers may add up sums of their host (`runtime.collectives=group`): these are told, too.
     """
 
     def __init__(
-        self, rank: int, layout: ModelLayout, draw: CheckDraw, digester: Digester, hooks: WorkerHooks, send: Send
+        self,
+        rank: int,
+        layout: ModelLayout,
+        draw: CheckDraw,
+        digester: Digester,
+        hooks: WorkerHooks,
+        send: Send,
+        *,
+        collects: bool = False,
     ) -> None:
         self._rank = rank
         self._layout = layout
@@ -101,13 +111,14 @@ class SumChecks:
         self._digester = digester
         self._hooks = hooks
         self._send = send
+        self._collects = collects
         self._placement: Placement
         self._replica_map: ReplicaMap = {}
         self._layers: range = range(0)
         self._decided = 0
         self._step = _Step()
         self._leaves: dict[tuple[PageRange, int], tuple[Route, Tensor]] = {}  # own gradients that were sent, and
-        self._sums: dict[tuple[PageRange, Node], tuple[Route, bytes]] = {}  # digests of own sums; by pages of the use
+        self._sums: dict[tuple[PageRange, Node], tuple[Route, bytes]] = {}  # digests of own sums, and of the host's
         self._came: dict[tuple[int, m.Addend], Tensor] = {}  # (sender, message) -> of this step and later ones
         self._again: dict[PageRange, _Again] = {}
         self.num_made = 0
@@ -206,6 +217,13 @@ class SumChecks:
                 digest = self._digester.digest(gradient.pages(route.first, route.stop))
                 self._sums[(layer, route.first, route.stop), node] = route, digest
         self._hooks.on_point(FaultPoint.SUM, step)
+
+    def collected(self, step: int, route: Route, node: Node, value: Tensor) -> Tensor:
+        """A sum of this worker's host is complete, for a primary on another one. Returns what is sent to it."""
+        value = self._hooks.computed(FaultPoint.SUM, step, value)
+        if step == self._step.number and route in self._step.routes.get(route.layer, ()):
+            self._sums[(route.layer, route.first, route.stop), node] = route, self._digester.digest(value)
+        return value
 
     def _give(self, receiver: int, message: m.Addend, part: Tensor) -> None:
         if receiver != self._rank:
@@ -332,6 +350,8 @@ class SumChecks:
         roots: list[Tensor] = []
         for use in uses:
             wanted = {node for _, node in sums_of(self._placement, use)}
+            if self._collects:
+                wanted |= sums_of_hosts(self._placement, use)
             leaves = [again.gradients[use, microbatch] for microbatch in range(number)]
             roots.append(self._sum(use, (0, number), leaves, wanted, rows))
         total = roots[0]

@@ -5,6 +5,12 @@ own stage by one all-to-all for each layer (with sharded gradients for each laye
 group only copies: a primary adds what comes to the same tree as sums that come over links. The reduced gradients that
 come of it go to the mirrors in the stage in the same way (gradient_exchange.py).
 
+Where a stage has several workers on a host, and several hosts, sums of a layer go in two exchanges if less crosses
+between hosts then: within hosts first, to primaries there and to collectors, which add up what their host has for a
+primary elsewhere (host_sums.py); then between hosts, from collectors to primaries. A worker's own sums stay with it
+until the second one is known to be everywhere. So the way back to links is the same: it sends its own sums again, and
+nobody needs a collector.
+
 All members of a stage issue the same exchanges in the same order, which the placement fixes. What is complete too early
 waits here, and no action waits for it. An exchange is issued only when the one `WINDOW` before it is complete on this
 worker. So whoever has completed an exchange knows that every member has completed the one `WINDOW` before it, and only
@@ -23,9 +29,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from fractions import Fraction
-from typing import ClassVar
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,6 +44,7 @@ from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap
 from elaswave_spmd.worker.buffers import GradientBuffer
 from elaswave_spmd.worker.gradient_exchange import GradientExchange, ReducedPages, mirrors_in
 from elaswave_spmd.worker.gradient_routes import Route, routes
+from elaswave_spmd.worker.host_sums import Hosts, NodesByWorker
 
 WINDOW = 2
 """Exchanges in progress at a time: one that is copied, and one that waits for the slowest member of the stage."""
@@ -54,20 +62,37 @@ LayerSum = tuple[int, Node]
 """The sum of a tree node of one layer."""
 
 
+class Way(Enum):
+    """The workers between which an exchange brings sums."""
+
+    DIRECT = "direct"
+    """From all members to all primaries."""
+    WITHIN_HOSTS = "within hosts"
+    """From all members to the primaries and collectors on their own host."""
+    BETWEEN_HOSTS = "between hosts"
+    """From collectors to primaries on other hosts: sums of what has come within hosts."""
+
+
 @dataclass(frozen=True)
 class SumExchange:
-    """One all-to-all: sums of one layer, from each member of the stage to all primaries in it.
+    """One all-to-all: sums of one layer.
 
     Args:
         layer: of the gradients.
         nodes: member -> the tree nodes whose sums it sends.
+        own: member -> the tree nodes that it has computed by itself, of which these are made; they are `nodes`, but for
+            an exchange between hosts.
     """
 
-    message: ClassVar[str] = "PartialSum"
-    """The kind of message that it stands for."""
-
     layer: int
-    nodes: Mapping[int, tuple[Node, ...]]
+    nodes: NodesByWorker
+    own: NodesByWorker
+    way: Way = Way.DIRECT
+
+    @property
+    def message(self) -> str:
+        """The kind of message that it stands for, and its way if it is one of two exchanges."""
+        return "PartialSum" if self.way is Way.DIRECT else f"PartialSum {self.way.value}"
 
 
 Exchange = SumExchange | GradientExchange
@@ -79,11 +104,20 @@ class Given:
 
     Args:
         sums: by tree node. Their buffers stay as they are meanwhile.
+        collected: what this worker has added up for primaries on other hosts: (tree node, first page) -> sum, by layer.
+            It is given up when it is sent.
         gradients: by page range. Others keep them until the step is decided.
     """
 
     sums: dict[LayerSum, GradientBuffer] = field(default_factory=dict)
+    collected: dict[int, dict[tuple[Node, int], Tensor]] = field(default_factory=dict)
     gradients: dict[PageRange, ReducedPages] = field(default_factory=dict)
+
+    def sum_of(self, exchange: SumExchange, node: Node, route: Route) -> Tensor:
+        """The part of a sum that goes along a route in an exchange."""
+        if exchange.way is Way.BETWEEN_HOSTS:
+            return self.collected[exchange.layer][node, route.first]
+        return self.sums[exchange.layer, node].pages(route.first, route.stop)
 
 
 @dataclass(frozen=True)
@@ -100,6 +134,7 @@ class ExchangePlan:
         members: of its stage, in the order of their ranks in the group.
         order: of the exchanges. Empty: nobody in the stage has anything to send to another.
         ways: layer -> primary in the stage -> the routes of the pages that it is sent.
+        hosts: of the members.
         layout: of the model.
     """
 
@@ -107,6 +142,7 @@ class ExchangePlan:
     members: tuple[int, ...]
     order: tuple[Exchange, ...]
     ways: Mapping[int, Mapping[int, tuple[Route, ...]]]
+    hosts: Hosts
     layout: ModelLayout
 
     @classmethod
@@ -119,16 +155,23 @@ class ExchangePlan:
         stage = placement.mesh.stage_of(rank)
         members, layers = placement.mesh.stages[stage], placement.layers_of_stage(stage)
         ways = {layer: _by_primary(routes(layout, replica_map, layer), members) for layer in layers}
-        mine = {m: placement.microbatches_of(m) for m in members}
-        nodes = {m: maximal_nodes(mine[m], placement.num_microbatches) for m in members}
-        rounds = _rounds(mine, nodes) if placement.shardings.grads.axes else [nodes]
-        sums = [SumExchange(layer, found) for found in rounds for layer in reversed(layers)]
-        sums = [exchange for exchange in sums if _has_any(exchange, ways[exchange.layer])]
+        hosts = Hosts.of(placement, stage)
+        sums = _in_two(
+            [
+                SumExchange(layer, found, found)
+                for found in rounds_of(placement, stage)
+                for layer in reversed(layers)
+                if _has_any(found, ways[layer])
+            ],
+            ways,
+            hosts,
+            placement.num_microbatches,
+        )
         behind = _gradients_behind(sums, layers, layout, replica_map, frozenset(members))
         order: list[Exchange] = [*behind.get(-1, ())]
         for at, exchange in enumerate(sums):
             order += [exchange, *behind.get(at, ())]
-        return cls(rank, members, tuple(order), ways, layout)
+        return cls(rank, members, tuple(order), ways, hosts, layout)
 
     def sizes(self, exchange: Exchange) -> tuple[list[int], list[int]]:
         """Elements that this worker sends to each member, and that it receives from each."""
@@ -142,12 +185,39 @@ class ExchangePlan:
             return 0
         if isinstance(exchange, GradientExchange):
             return exchange.size(self.layout.layers[exchange.layer], sender, receiver) or _PADDING
-        elements = sum(self._elements(route) for route in self.ways[exchange.layer].get(receiver, ()))
+        elements = sum(_elements(route, self.layout) for route in self.routes_between(exchange, sender, receiver))
         return len(exchange.nodes[sender]) * elements or _PADDING
 
-    def _elements(self, route: Route) -> int:
-        start, stop = self.layout.layers[route.layer].gradient_span(route.first, route.stop)
-        return stop - start
+    def routes_between(self, exchange: SumExchange, sender: int, receiver: int) -> tuple[Route, ...]:
+        """The routes of the pages whose sums go from one member to another one in an exchange."""
+        ways = self.ways[exchange.layer]
+        if exchange.way is Way.DIRECT:
+            return ways.get(receiver, ())
+        if exchange.way is Way.BETWEEN_HOSTS:
+            is_collector = self.hosts.collector(sender, receiver) == sender
+            return ways.get(receiver, ()) if is_collector and not self.hosts.share_one(sender, receiver) else ()
+        if not self.hosts.share_one(sender, receiver):
+            return ()
+        return (*ways.get(receiver, ()), *self._collected_by(receiver).get(exchange.layer, ()))
+
+    def collects(self, layer: int) -> tuple[Route, ...]:
+        """The routes of the pages on other hosts for which this worker adds up what its host has."""
+        return self._collected_by(self.rank).get(layer, ())
+
+    def _collected_by(self, collector: int) -> Mapping[int, tuple[Route, ...]]:
+        """Layer -> the routes of the pages on other hosts for which a worker adds up what its host has."""
+        if collector not in self._collected:
+            others = [m for m in self.members if not self.hosts.share_one(collector, m)]
+            primaries = [m for m in others if self.hosts.collector(collector, m) == collector]
+            self._collected[collector] = {
+                layer: tuple(route for primary in primaries for route in ways.get(primary, ()))
+                for layer, ways in self.ways.items()
+            }
+        return self._collected[collector]
+
+    @cached_property
+    def _collected(self) -> dict[int, Mapping[int, tuple[Route, ...]]]:
+        return {}  # by collector, filled on first use
 
     def pack(self, exchange: Exchange, given: Given, place: torch.device) -> Tensor:
         """The values that this worker sends: a copy, so that sums may be given up while the library still reads it."""
@@ -157,19 +227,19 @@ class ExchangePlan:
             packed = exchange.pack(self.rank, others, given.gradients)
             return torch.cat([part for member in others for part in packed.get(member, (padding,))])
         for member in others:
-            found = self.ways[exchange.layer].get(member, ())
-            mine = [given.sums[exchange.layer, node] for node in exchange.nodes[self.rank]]
-            parts += [buffer.pages(route.first, route.stop) for buffer in mine for route in found] or [padding]
+            found = self.routes_between(exchange, self.rank, member)
+            ids = [(node, route) for node in exchange.nodes[self.rank] for route in found]
+            parts += [given.sum_of(exchange, node, route) for node, route in ids] or [padding]
         return torch.cat(parts)
 
     def parts(self, exchange: SumExchange, values: Tensor) -> list[tuple[Node, Route, Tensor]]:
-        """The sums that have come, as (tree node, route, sum)."""
+        """The sums that have come, as (tree node, route, sum): for this worker's pages, or for others to collect."""
         found, at = [], 0
         for member in self.members:
             first = at
             for node in exchange.nodes[member] if member != self.rank else ():
-                for route in self.ways[exchange.layer].get(self.rank, ()):
-                    stop = at + self._elements(route)
+                for route in self.routes_between(exchange, member, self.rank):
+                    stop = at + _elements(route, self.layout)
                     found.append((node, route, values[at:stop]))
                     at = stop
             if member != self.rank and at == first:
@@ -182,6 +252,21 @@ class ExchangePlan:
         sizes = [self._size(exchange, member, self.rank) for member in self.members]
         came = dict(zip(self.members, values.split(sizes), strict=True))
         return exchange.unpack(self.layout.layers[exchange.layer], self.rank, came)
+
+
+def rounds_of(placement: Placement, stage: int) -> list[dict[int, tuple[Node, ...]]]:
+    """Worker -> the tree nodes that it sends of each layer, by round. Replicated gradients have one round."""
+    mine = {rank: placement.microbatches_of(rank) for rank in placement.mesh.stages[stage]}
+    nodes = {rank: maximal_nodes(found, placement.num_microbatches) for rank, found in mine.items()}
+    return _rounds(mine, nodes) if placement.shardings.grads.axes else [nodes]
+
+
+def sums_of_hosts(placement: Placement, layer: int) -> frozenset[Node]:
+    """The tree nodes that collectors may make of a layer's gradients."""
+    stage = placement.stage_of_layer(layer)
+    hosts, number = Hosts.of(placement, stage), placement.num_microbatches
+    made = (hosts.added_up(nodes, number) for nodes in rounds_of(placement, stage))
+    return frozenset(node for found in made for nodes in found.values() for node in nodes)
 
 
 def _rounds(
@@ -241,9 +326,55 @@ def _gradients_behind(
     return behind
 
 
-def _has_any(exchange: SumExchange, ways: Mapping[int, Sequence[Route]]) -> bool:
+def _has_any(nodes: NodesByWorker, ways: Mapping[int, Sequence[Route]]) -> bool:
     """True if some member has a sum for another one."""
-    return any(found and any(primary != member for primary in ways) for member, found in exchange.nodes.items())
+    return any(found and any(primary != member for primary in ways) for member, found in nodes.items())
+
+
+def _in_two(
+    sums: Sequence[SumExchange], ways: Mapping[int, Mapping[int, tuple[Route, ...]]], hosts: Hosts, number: int
+) -> list[SumExchange]:
+    """The exchanges of sums, each of them in two where less goes between hosts then.
+
+    The second one comes `LAG` exchanges later than it could, like an exchange of reduced gradients, and for its reason.
+
+    Args:
+        number: micro-batches of a step.
+    """
+    found, behind = list[SumExchange](), list[SumExchange]()
+    for exchange in sums:
+        added_up = hosts.added_up(exchange.nodes, number)
+        splits = _number_between(exchange.nodes, ways[exchange.layer], hosts, is_added_up=False)
+        joined = _number_between(added_up, ways[exchange.layer], hosts, is_added_up=True)
+        if joined < splits:
+            found.append(replace(exchange, way=Way.WITHIN_HOSTS))
+            behind.append(SumExchange(exchange.layer, added_up, exchange.own, Way.BETWEEN_HOSTS))
+        else:
+            found.append(exchange)
+        while len(behind) > LAG or (behind and found[-1].way is Way.DIRECT):
+            found.append(behind.pop(0))
+    return [*found, *behind]
+
+
+def _number_between(
+    nodes: NodesByWorker, ways: Mapping[int, tuple[Route, ...]], hosts: Hosts, *, is_added_up: bool
+) -> int:
+    """The pages, times sums, that go from one host to another.
+
+    Args:
+        is_added_up: `nodes` are those of the worker's host, and one worker of it sends them.
+    """
+    pages_of = {primary: sum(route.stop - route.first for route in found) for primary, found in ways.items()}
+    total, sent = sum(pages_of.values()), 0
+    for members in hosts.members:
+        others = total - sum(pages_of.get(rank, 0) for rank in members)
+        sent += others * sum(len(nodes[rank]) for rank in (members[:1] if is_added_up else members))
+    return sent
+
+
+def _elements(route: Route, layout: ModelLayout) -> int:
+    start, stop = layout.layers[route.layer].gradient_span(route.first, route.stop)
+    return stop - start
 
 
 class StageExchanges:
@@ -272,7 +403,7 @@ class StageExchanges:
         self.stop()
         self.plan = plan
         sums = (sent for sent in plan.order if isinstance(sent, SumExchange))
-        self._exchanged = frozenset(layer_sum for sent in sums for layer_sum in _sums(plan, sent))
+        self._exchanged = frozenset(layer_sum for sent in sums for layer_sum in _own_sums(plan, sent))
         gradients = (sent for sent in plan.order if isinstance(sent, GradientExchange))
         ranges = (pages for sent in gradients for pages in sent.sent_by(plan.rank))
         members = frozenset(plan.members)
@@ -323,7 +454,20 @@ class StageExchanges:
         assert self.plan is not None
         if isinstance(exchange, GradientExchange):
             return all(pages.key in self._given.gradients for pages in exchange.sent_by(self.plan.rank))
-        return all(layer_sum in self._given.sums for layer_sum in _sums(self.plan, exchange))
+        if exchange.way is not Way.BETWEEN_HOSTS:
+            return all(layer_sum in self._given.sums for layer_sum in _own_sums(self.plan, exchange))
+        found, nodes = self._given.collected.get(exchange.layer, {}), exchange.nodes[self.plan.rank]
+        return all((node, route.first) in found for route in self.plan.collects(exchange.layer) for node in nodes)
+
+    def collect(self, exchange: SumExchange, route: Route, sums: Mapping[Node, Tensor]) -> None:
+        """What this worker's host has for a primary on another one is added up, after an exchange within hosts."""
+        found = self._given.collected.setdefault(exchange.layer, {})
+        found |= {(node, route.first): value for node, value in sums.items()}
+
+    def own_sums(self, exchange: SumExchange, route: Route) -> list[tuple[Node, Tensor]]:
+        """The parts along a route of the sums that this worker has given to an exchange within hosts."""
+        assert self.plan is not None and exchange.way is Way.WITHIN_HOSTS
+        return [(node, self._given.sum_of(exchange, node, route)) for node in exchange.nodes[self.plan.rank]]
 
     @property
     def is_over(self) -> bool:
@@ -334,7 +478,12 @@ class StageExchanges:
         """The values that this worker sends in an exchange, which is issued now."""
         assert self.plan is not None
         self._issued += 1
-        return self.plan.pack(exchange, self._given, place)
+        values = self.plan.pack(exchange, self._given, place)
+        if isinstance(exchange, SumExchange) and exchange.way is Way.BETWEEN_HOSTS:
+            for route in self.plan.collects(exchange.layer):
+                for node in exchange.nodes[self.plan.rank]:
+                    del self._given.collected[exchange.layer][node, route.first]
+        return values
 
     def complete(self) -> list[LayerSum]:
         """The oldest exchange in progress is complete here. Returns own sums that are now known to be everywhere."""
@@ -351,7 +500,9 @@ class StageExchanges:
             for pages in exchange.sent_by(self.plan.rank):
                 del self._given.gradients[pages.key]
             return []
-        for layer_sum in (found := _sums(self.plan, exchange)):
+        if exchange.way is Way.WITHIN_HOSTS:  # primaries on other hosts have none of it yet
+            return []
+        for layer_sum in (found := _own_sums(self.plan, exchange)):
             del self._given.sums[layer_sum]
         return found
 
@@ -382,6 +533,6 @@ class StageExchanges:
         self._is_begun = False
 
 
-def _sums(plan: ExchangePlan, exchange: SumExchange) -> list[LayerSum]:
-    """The sums that a worker sends in an exchange."""
-    return [(exchange.layer, node) for node in exchange.nodes[plan.rank]]
+def _own_sums(plan: ExchangePlan, exchange: SumExchange) -> list[LayerSum]:
+    """The sums of its own micro-batches that a worker has a part in an exchange with, or in the one before it."""
+    return [(exchange.layer, node) for node in exchange.own[plan.rank]]

@@ -19,6 +19,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from elaswave_spmd.conf.schema import LINKS
 from elaswave_spmd.controller.events import (
     AgentBack,
     Event,
@@ -134,6 +135,9 @@ class SimulatedCluster:
             began, or has adopted the workers of the one before, and another one comes; for each of these numbers.
         breaks: links between living workers that are lost.
     """
+
+    collectives = LINKS
+    """What the settings say of process groups."""
 
     def __init__(
         self,
@@ -261,7 +265,8 @@ class SimulatedCluster:
     def _make_controller(self, comeback: Comeback | None) -> None:
         """A controller, which starts the workers of the placement, or adopts those that live."""
         checkpoint, arguments = self._checkpoint, (self._policy, self._starting.elastic, self._action)
-        plan = run_plan(self._job, self._healthy, self._description, *arguments, adopts=self._adopts)
+        how = {"adopts": self._adopts, "collectives": self.collectives}
+        plan = run_plan(self._job, self._healthy, self._description, *arguments, **how)
         self._io = SimulatedIO(self)
         spec = checkpoint_spec(plan, self._orders, checkpoint)
         if comeback is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elaswave_spmd.conf.schema import GROUP
 from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.processes import Worker
 
@@ -233,6 +234,8 @@ class GroupedCluster(SimulatedCluster):
     Args:
         failing: as for `Hub`; the others are those of `SimulatedCluster`.
     """
+
+    collectives = GROUP
 
     def __init__(self, *args: Any, failing: float = 0.01, seed: int = 0, **kwargs: Any) -> None:
         super().__init__(*args, seed=seed, **kwargs)

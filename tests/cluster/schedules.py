@@ -41,6 +41,7 @@ from tests.cluster.wires import PUT_OFF, Lateness
 
 MESHES = ("dp2", "dp3", "dp4", "pp2", "pp3", "dp2_pp2", "dp3_pp2", "stages3-2", "stages1-3")
 _WIDE = ("dp2_pp3", "dp3_pp3", "dp2_pp4", "stages2-3-2", "stages1-4-2", "stages2-1-3-2")
+_SPREAD = ("dp4", "dp5", "dp6", "dp4_pp2", "stages4-2", "stages1-5")
 _IN_STAGES = {"dp2": "pp2", "dp3": "pp3", "dp4": "dp2_pp2"}
 """Meshes of one stage -> those of several with as many workers."""
 
@@ -55,6 +56,7 @@ class Schedule:
         mesh, zero: the healthy mesh, and how state is sharded.
         mirror_count, scatter: of replicas.
         hosts: failure domains that the workers are spread over.
+        neighbours: workers of neighbouring ranks share a host; else hosts take turns.
         planned: pages, layers and micro-batches are where the product puts them on a new mesh; else at random.
         uneven: some workers and links are slow.
         faults: what happens.
@@ -92,6 +94,7 @@ class Schedule:
     widest: int = WIDEST
     deaths: tuple[int, ...] = ()
     breaks: tuple[LinkBreak, ...] = ()
+    neighbours: bool = False
 
     @classmethod
     def draw(
@@ -111,6 +114,7 @@ class Schedule:
         controllers: bool = False,
         paired: bool = False,
         links: bool = False,
+        spread: bool = False,
     ) -> Schedule:
         """The schedule of a seed. In some, links between living workers are lost, drawn from a stream of their own.
 
@@ -128,6 +132,7 @@ class Schedule:
             controllers: the same, and the controller dies up to three times, anywhere, and another one comes.
             paired: the same with process groups, and boundary tensors and state go through pairs.
             links: the same, and links are lost in each.
+            spread: the same with process groups, and stages have several workers on each of several hosts.
         """
         r = random.Random(seed)
         run = TinyRun(
@@ -145,6 +150,9 @@ class Schedule:
             mesh, run = random.Random(f"peers {seed}").choice(_WIDE), replace(run, blocks=2)
         if late:
             mesh = _IN_STAGES.get(mesh, mesh)
+        more_hosts = random.Random(f"spread {seed}")
+        if spread:
+            mesh, run = more_hosts.choice(_SPREAD), replace(run, microbatches=more_hosts.choice((4, 6, 8)))
         workers = sum(MeshShape.parse(mesh).stage_sizes)
         faults, longer = draw_faults(r, workers, run.steps)
         if moving:
@@ -160,9 +168,11 @@ class Schedule:
             planned=r.random() < 0.5,
             uneven=r.random() < 0.5,
             faults=tuple(map(silenced, draw_ahead(r, faults))) if silent else draw_ahead(r, faults),
-            grouped=grouped or paired,
+            grouped=grouped or paired or spread,
             paired=paired,
         )
+        if spread:
+            drawn = replace(drawn, hosts=more_hosts.choice((2, 2, 3)), neighbours=True)
         if starting:
             drawn = replace(drawn, starting=Starting.draw(random.Random(f"starting {seed}"), workers))
         if miscompute:
@@ -261,7 +271,9 @@ class Schedule:
         layout, shardings = self.run.description.layout, self.run.shardings.with_zero(self.zero)
         mesh = Mesh.initial(MeshShape.parse(self.mesh))
         if self.hosts > 1:
-            mesh = replace(mesh, topology=Topology.of({r: (f"host{r % self.hosts}",) for r in mesh.members}))
+            number = len(mesh.members)
+            host = {r: r * self.hosts // number if self.neighbours else r % self.hosts for r in mesh.members}
+            mesh = replace(mesh, topology=Topology.of({r: (f"host{of}",) for r, of in host.items()}))
         found = place(mesh, layout, shardings, self.run.microbatches)
         draw = random.Random(f"placement {self.seed}")
         if not self.planned:
@@ -554,13 +566,14 @@ def run_many(
     controllers: bool = False,
     paired: bool = False,
     links: bool = False,
+    spread: bool = False,
 ) -> Tally:
     """Runs the schedules of these seeds, in so many processes. Other arguments: see `Schedule.draw`."""
     tally = Tally()
     kinds = {"moving": moving, "grouped": grouped, "checkpoints": checkpoints, "silent": silent, "starting": starting}
     kinds |= {"frozen": frozen}
     kinds |= {"miscompute": miscompute, "late": late, "votes": votes, "peers": peers, "controllers": controllers}
-    kinds |= {"paired": paired, "links": links}
+    kinds |= {"paired": paired, "links": links, "spread": spread}
     run_seed = partial(_run_seed, kinds)
     if jobs == 1:
         for seed in seeds:
@@ -590,6 +603,7 @@ _KINDS = (
     "controllers",
     "paired",
     "links",
+    "spread",
 )
 
 
@@ -612,6 +626,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--votes", action="store_true", help="votes are passed on, in rounds")
     parser.add_argument("--peers", action="store_true", help="workers have links to some of the others only")
     parser.add_argument("--links", action="store_true", help="links between living workers are lost in each schedule")
+    parser.add_argument("--spread", action="store_true", help="stages with groups have workers on several hosts")
     parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and print everything")
     options = parser.parse_args(arguments)
     kind = {name: getattr(options, name) for name in _KINDS}

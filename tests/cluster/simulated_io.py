@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from elaswave_spmd.conf.schema import (
+    LINKS,
     ChaosSettings,
     CheckpointSettings,
     ElasticSettings,
     MeshSettings,
     MirrorSettings,
+    RuntimeSettings,
     Settings,
     Timeouts,
     VerifySettings,
@@ -96,6 +98,7 @@ def run_plan(
     action: str = "evict",
     *,
     adopts: bool = False,
+    collectives: str = LINKS,
 ) -> RunPlan:
     """The plan of a run in the simulated cluster, with settings that say the same.
 
@@ -103,6 +106,7 @@ def run_plan(
         adopts: controllers die, and the next one adopts the workers.
         elastic: what is replaced.
         action: what becomes of a worker that is wrong (verify.action).
+        collectives: as in `runtime.collectives`.
     """
     scatter = max(policy.mirror_scatter, policy.mirror_count) if policy.mirror_scatter else 0  # settings allow no less
     settings = Settings(
@@ -112,6 +116,7 @@ def run_plan(
         verify=VerifySettings(action=action),
         checkpoint=CheckpointSettings(every=job.checkpoint_every),
         timeouts=ADOPTING if adopts else TIMEOUTS,
+        runtime=RuntimeSettings(collectives=collectives),
         chaos=ChaosSettings(random=True),  # workers may ask for new ones
     )
     data = PreparedData("made up", "", 0, "", 2, job.seq_len, 1, 1, target="made up")

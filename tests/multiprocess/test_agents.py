@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -162,6 +163,34 @@ def test_workers_on_two_machines_have_the_bits_of_one(site: Site, tmp_path: Path
     assert_same_bits(site.here / "run", wanted)
     assert "rejected" not in read_summary(site.here / "run"), "nobody of the run is taken for a stranger"
     assert sorted(path.name for path in site.there.iterdir()) == ["cache", "text.txt"], "data prepared there, no run"
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_machines_add_up_sums_of_their_own_workers_first(site: Site, undisturbed: Path, loses: bool) -> None:
+    """Two workers on each of two machines, with process groups; one of them is lost while these serve."""
+    go, several = site.here / "go", ("runtime.collectives=group", "runtime.encryption=false", "runtime.local_workers=2")
+
+    def groups() -> list[dict[str, Any]]:
+        return [event for event in read_events(site.here / "run") if event["event"] == "group"]
+
+    for folder in (site.here, site.there):
+        model = patient_model.write(folder, go)
+    what = ("mesh=dp4", "sharding=zero2", "run.trace=true")
+    with site.run(*PATIENT, *several, *model, *what, options=("--name", "elsewhere", "--workers", "2")) as (run, agent):
+        run.wait_for_steps(2)
+        eventually(lambda: [event["serves"] for event in groups()] == [True], run.process)
+        run.wait_for_steps(groups()[0]["step"] + 2)  # sums go through it from its second step on
+        if loses:
+            os.kill(run.workers()[1], signal.SIGKILL)
+            eventually(lambda: len(groups()) >= 3 and groups()[-1]["serves"], run.process)
+        go.touch()
+        of_agent, of_run = end_of(agent), run.finish()
+    assert (of_run.code, of_agent.code) == (0, 0), (of_run, of_agent)
+    assert f"workers: 2 on {HOST}, 2 on elsewhere\n" in of_run.out
+    assert_same_bits(site.here / "run", undisturbed)
+    trace = json.loads((site.here / "run" / "trace.json").read_text())["traceEvents"]
+    names = {event["name"] for event in trace}
+    assert {f"PartialSum {way} hosts to the group" for way in ("within", "between")} <= names
 
 
 def test_a_device_on_another_machine_that_computes_wrongly_is_named_with_its_host(site: Site, tmp_path: Path) -> None:

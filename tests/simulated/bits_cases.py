@@ -14,6 +14,7 @@ import torch
 from elaswave_spmd.conf.schema import OptimGroup
 from elaswave_spmd.determinism import Keys
 from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.mesh.topology import Topology
 from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama, call_layer
 from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.scheduling.placement import Placement, place
@@ -154,9 +155,13 @@ def placement_of(run: Run, mesh: str, zero: int) -> Placement:
 
 
 @cache
-def mirrored_placement(run: Run, mesh: str, zero: int, mirror_count: int = 1) -> Placement:
-    """The placement of `placement_of`, with so many mirrors of each page."""
+def mirrored_placement(run: Run, mesh: str, zero: int, mirror_count: int = 1, hosts: int = 1) -> Placement:
+    """The placement of `placement_of`, with so many mirrors of each page. Neighbours share a host."""
     placement = placement_of(run, mesh, zero)
+    if hosts > 1:
+        members = placement.mesh.members
+        domains = {rank: (f"host{rank * hosts // len(members)}",) for rank in members}
+        placement = replace(placement, mesh=replace(placement.mesh, topology=Topology.of(domains)))
     replicas = place_replicas(description_of(run).layout, placement.state_sharding(mirror_count))
     return replace(placement, replicas=replicas)
 
@@ -167,6 +172,7 @@ class MirroredCluster(SimulatedCluster):
     Args:
         policy: with the number of mirrors of each page.
         verify_every, verify_rate: as in `Job`.
+        hosts: of the workers; neighbours share one.
         checkpoint_every, action, late: as for `SimulatedCluster`.
     """
 
@@ -185,11 +191,12 @@ class MirroredCluster(SimulatedCluster):
         checkpoint_every: int = 0,
         action: str = "evict",
         late: Lateness | None = None,
+        hosts: int = 1,
     ) -> None:
         policy = policy or Policy()
         super().__init__(
             replace(run.job(), verify_every=verify_every, verify_rate=verify_rate),
-            mirrored_placement(run, mesh, zero, policy.mirror_count),
+            mirrored_placement(run, mesh, zero, policy.mirror_count, hosts),
             description_of(run),
             lambda: meta_model(run.model),
             TRAIN,

@@ -51,7 +51,7 @@ from elaswave_spmd.worker.state import HeldState
 from elaswave_spmd.worker.state_replica import StateReplica
 from elaswave_spmd.worker.step import StepRunner
 from elaswave_spmd.worker.sum_checks import SumChecks
-from elaswave_spmd.worker.sum_exchange import Exchange, ExchangePlan, LayerSum, StageExchanges, SumExchange
+from elaswave_spmd.worker.sum_exchange import Exchange, ExchangePlan, LayerSum, StageExchanges, SumExchange, Way
 from elaswave_spmd.worker.waiting import Waits
 from tests.cluster import cluster
 from tests.cluster.schedules import Schedule, run, undisturbed
@@ -387,6 +387,23 @@ def _gives_up_at_its_own_end() -> Patches:
     return {(StageExchanges, "complete"): _complete}
 
 
+def _hosts_are_believed() -> Patches:
+    """A worker gives up its own sums when all have what was exchanged within hosts: its host will send them on."""
+    known_everywhere = StageExchanges._known_everywhere
+
+    def _known_everywhere(self: StageExchanges, exchange: Exchange) -> list[LayerSum]:
+        if not isinstance(exchange, SumExchange) or exchange.way is Way.DIRECT:
+            return known_everywhere(self, exchange)
+        if exchange.way is Way.BETWEEN_HOSTS or self.plan is None:
+            return []
+        given_up = [(exchange.layer, node) for node in exchange.own[self.plan.rank]]
+        for layer_sum in given_up:
+            del self._given.sums[layer_sum]
+        return given_up
+
+    return {(StageExchanges, "_known_everywhere"): _known_everywhere}
+
+
 def _failed_groups_are_believed() -> Patches:
     """What a group was given arrives, it is thought, also if the group fails within the epoch."""
     return {(GradientReducer, "send_returned"): lambda self: None}
@@ -636,6 +653,7 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "takes a gradient for sent that only this worker has exchanged": _gradients_are_known_at_once,
     "sends no gradient again when a group has failed": _failed_groups_have_brought_gradients,
     "sends no gradient again when the epoch of a group is over": _older_groups_have_brought_gradients,
+    "gives up its own sums when its host has them": _hosts_are_believed,
     "takes the next payload of a pair for that of any message": _any_payload_is_the_next,
     "sends no payload again when a pair has failed": _failed_pairs_are_believed,
     "sends no payload again when the epoch of a pair is over": _older_pairs_are_believed,
@@ -667,9 +685,9 @@ FROZEN = frozenset({"leaves frozen pages at the version at which they came"})
 
 MISSING = "sends nothing again when it has missed an epoch"
 """Schedules meet it seldom: those with `links` and `votes`."""
-LINKS = frozenset([*list(MUTANTS)[35:38], MISSING])
+LINKS = frozenset([*list(MUTANTS)[36:39], MISSING])
 """Mutants that show where links are lost between living workers: schedules with `links`."""
-LATE = frozenset([*list(MUTANTS)[10:14], *list(MUTANTS)[36:38]])
+LATE = frozenset([*list(MUTANTS)[10:14], *list(MUTANTS)[37:39]])
 """Mutants that show where steps are interrupted with weight gradients put off: schedules with `late`."""
 VOTING = frozenset([*list(MUTANTS)[14:16], MISSING])
 """Mutants that show where votes are passed on: schedules with `votes`."""
@@ -679,7 +697,9 @@ MOVING = frozenset({"answers before there is a link"})
 """Mutants that show where workers change their stage: schedules with `moving`."""
 GROUPED = frozenset(list(MUTANTS)[20:32])
 """Mutants that show where stages have process groups: schedules with `grouped`."""
-PAIRED = frozenset(list(MUTANTS)[32:35])
+SPREAD = frozenset(list(MUTANTS)[32:33])
+"""Mutants that show where a stage has several workers on each of several hosts: schedules with `spread`."""
+PAIRED = frozenset(list(MUTANTS)[33:36])
 """Mutants that show where workers have pairs: schedules with `paired`."""
 
 
@@ -697,6 +717,7 @@ def schedule_for(name: str, seed: int) -> Schedule:
         grouped=name in GROUPED,
         paired=name in PAIRED,
         links=name in LINKS,
+        spread=name in SPREAD,
     )
 
 

@@ -6,11 +6,16 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from elaswave_spmd.determinism.reduction_tree import Node
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.controller_protocol import Policy
-from elaswave_spmd.worker.sum_exchange import StageExchanges
+from elaswave_spmd.worker.gradient_reduction import GradientReducer
+from elaswave_spmd.worker.gradient_routes import Route
+from elaswave_spmd.worker.sum_checks import SumChecks
+from elaswave_spmd.worker.sum_exchange import Exchange, StageExchanges, SumExchange
 from tests.cluster.faults import SENDER, AnyFault, Fault, MessageFault
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.schedules import run_many
@@ -143,6 +148,85 @@ def test_mirrors_in_another_stage_get_reduced_gradients_over_links(zero: int) ->
 def test_a_worker_without_microbatches_takes_part_in_exchanges() -> None:
     cluster = train(Run(microbatches=3, steps=4), "dp4", 2, failing=0.0)
     assert cluster.hub.ended["exchanged"] > 0 == cluster.sums_by_link[4]
+
+
+# ---- stages with several workers on each of several hosts
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many exchanges of sums were complete on some worker, by their way."""
+    found, exchanged = Counter[str](), GradientReducer.exchanged
+
+    def _exchanged(self: GradientReducer, exchange: Exchange, values: Tensor) -> Any:
+        if isinstance(exchange, SumExchange):
+            found[exchange.way.value] += 1
+        return exchanged(self, exchange, values)
+
+    monkeypatch.setattr(GradientReducer, "exchanged", _exchanged)
+    return found
+
+
+@pytest.mark.parametrize("model", ["gpt", "gpt_tied"])
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize(("mesh", "hosts"), [("dp4", 2), ("dp6", 3), ("dp4_pp2", 4), ("dp4_pp2", 2)])
+@one_thread()
+def test_sums_are_added_up_on_a_host_first(mesh: str, hosts: int, zero: int, model: str, ways: Counter[str]) -> None:
+    run = Run(model=model, microbatches=12 if mesh == "dp6" else 8, steps=4)
+    cluster = train(run, mesh, zero, failing=0.0, seed=zero, hosts=hosts)
+    is_on_one = mesh == "dp4_pp2" and hosts == 2  # each stage has a host of its own
+    assert bool(ways["between hosts"]) != is_on_one and bool(ways["direct"]) == is_on_one
+    assert cluster.sums_by_link[4] == 0 or model == "gpt_tied"
+
+
+@pytest.mark.parametrize("point", ["backward", "reduce", "norm"])
+@pytest.mark.parametrize("kind", ["kill", "stop", "replace"])
+@pytest.mark.parametrize("zero", range(4))
+@one_thread()
+def test_a_worker_is_lost_while_hosts_exchange(
+    point: str, kind: str, zero: int, ways: Counter[str], returned: Counter[str]
+) -> None:
+    fault = Fault(4, kind, 1, point, count=2, turns=30)
+    cluster = train(Run(microbatches=8, steps=6), "dp4", zero, fault, failing=0.0, seed=zero, hosts=2)
+    assert cluster.result.epochs and ways["between hosts"] > 0 and returned["sums"]
+
+
+@one_thread()
+def test_links_take_over_from_exchanges_between_hosts(ways: Counter[str], returned: Counter[str]) -> None:
+    """Groups fail anywhere in the exchanges of a step, in the same mesh epoch."""
+    failed = 0
+    for seed in range(9):
+        run = Run(microbatches=8, steps=6)
+        cluster = train(run, "dp4", 1 + seed % 3, failing=0.004, seed=seed, hosts=2, uneven=bool(seed % 2))
+        assert not cluster.result.epochs
+        failed += bool(cluster.hub.ended["failed"] + cluster.hub.ended["refused"])
+    assert failed >= 5 and ways["between hosts"] > 50 and returned["sums"]
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@one_thread()
+def test_a_collector_that_adds_wrongly_is_found(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever sum of worker 1 is wrong, of its own micro-batches or of its host's: it is evicted, and nobody else."""
+    found, made, wrong = SumChecks.collected, Counter[str](), 0
+
+    def collected(self: SumChecks, step: int, route: Route, node: Node, value: Tensor) -> Tensor:
+        sent = found(self, step, route, node, value)
+        made["wrong"] += not torch.equal(sent, value)
+        return sent
+
+    monkeypatch.setattr(SumChecks, "collected", collected)
+    for count in range(1, 40):
+        fault, made["wrong"] = Fault(4, "miscompute", 1, "sum", count), 0
+        run = Run(microbatches=8, steps=6)
+        cluster = Grouped(run, "dp4", zero, faults=(fault,), failing=0.0, hosts=2, verify_rate=1.0)
+        trained = cluster.run()
+        assert outcome(trained) == expected(run)
+        lost = [rank for begun in trained.epochs for rank, kind in begun.kinds.items() if kind == "fail"]
+        assert lost == [1] * cluster.plan.num_injected, (count, made)
+        wrong += bool(made["wrong"])
+        if wrong == 3:
+            return
+    raise AssertionError("three of these are sums that it has collected")
 
 
 @one_thread()

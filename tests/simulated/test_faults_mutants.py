@@ -54,6 +54,7 @@ SEEDS: dict[str, tuple[int, ...]] = {
     "takes a gradient for sent that only this worker has exchanged": (45, 55, 118),
     "sends no gradient again when a group has failed": (20, 30, 32),
     "sends no gradient again when the epoch of a group is over": (152, 249),
+    "gives up its own sums when its host has them": (0, 22, 29),
     "takes the next payload of a pair for that of any message": (107, 162, 163),
     "sends no payload again when a pair has failed": (2, 6, 11),
     "sends no payload again when the epoch of a pair is over": (144,),

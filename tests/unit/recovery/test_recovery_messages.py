@@ -105,6 +105,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Validated(5),
     m.Validated(5, True),
     m.Reconfigure(5, ((0,),), (0, 4), ((5,),), {0: "a"}, (), 7, (), is_last=True),
+    m.Reconfigure(5, ((0, 2), (1,)), (0, 2, 4), ((2, 3), (5,)), {0: "a"}, (), 7, (), hosts=((0, 1), (0,))),
     m.PackedReconfigure(4, 300, bytes(8), b"packed"),
     m.PackedReconfigure(4, 300, bytes(8), b"packed", b"lines"),
     m.PeerAddresses(b"packed"),

@@ -111,6 +111,20 @@ def test_a_worker_that_is_neither_is_found_by_both() -> None:
     assert finding is not None and (finding.wrong, finding.item) == ((2,), Item(SUM, 0, 4, 5)), "not the primary"
 
 
+def test_who_has_added_a_wrong_sum_rightly_is_not_wrong() -> None:
+    """Worker 2 has added what workers 0 and 1 of its host had made, of which one is wrong."""
+    host, of_other_layer = Item(SUM, 0, 0, 4), Item(SUM, 1, 0, 4)
+    right = {**RIGHT_SUMS, host: B, of_other_layer: B}
+    found = [*claims(left=C, root=C), Claim(2, host, C), Claim(2, of_other_layer, B)]
+    finding = find_wrong(found, {0: right, 1: right})
+    assert finding is not None and (finding.item, finding.wrong) == (LEFT, (0,))
+    finding = find_wrong([*claims(root=C), Claim(2, host, C)], {0: right, 1: right})
+    assert finding is not None and (finding.item, finding.wrong) == (host, (2,))
+    found = [*claims(left=C, root=C), Claim(2, host, C), Claim(2, of_other_layer, C)]
+    finding = find_wrong(found, {0: right, 1: right})
+    assert finding is not None and finding.wrong == (0, 2), "a sum of another layer is another matter"
+
+
 def test_a_judge_that_is_wrong_itself_is_found() -> None:
     finding = find_wrong(claims(), {0: RIGHT_SUMS, 1: RIGHT_SUMS, 2: {**RIGHT_SUMS, ROOT: C}})
     assert finding is not None and finding.wrong == (2,)

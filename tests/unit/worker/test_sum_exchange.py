@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elaswave_spmd.determinism.reduction_tree import maximal_nodes
+from elaswave_spmd.mesh.topology import Topology
 from elaswave_spmd.recovery.messages import PartialSum
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ALIGNMENT, LOSS, LayerUse, ModelLayout, ParameterInfo, lay_out
@@ -23,7 +24,16 @@ from elaswave_spmd.sharding.replicas import PageRange, ReplicaSet
 from elaswave_spmd.worker.buffers import GradientBuffer
 from elaswave_spmd.worker.gradient_exchange import GradientExchange, ReducedPages
 from elaswave_spmd.worker.page_norms import page_norm_values
-from elaswave_spmd.worker.sum_exchange import WINDOW, Exchange, ExchangePlan, Given, StageExchanges, SumExchange
+from elaswave_spmd.worker.sum_exchange import (
+    WINDOW,
+    Exchange,
+    ExchangePlan,
+    Given,
+    StageExchanges,
+    SumExchange,
+    _elements,
+    sums_of_hosts,
+)
 from tests.unit.runtime.runtime_cases import HOST, placed, small_layout
 from tests.unit.worker.test_gradient_reduction import Cluster, placements, wanted_entry
 
@@ -34,10 +44,16 @@ def norms_of(layout: ModelLayout, pages: ReplicaSet, gradient: Tensor) -> list[f
     return [] if is_loss else page_norm_values(gradient, layout.page_size)
 
 
+def on_hosts(draw: st.DrawFn, placement: Placement) -> Placement:
+    """The same workers on up to three hosts."""
+    host = {rank: (f"host{draw(st.integers(0, 2))}",) for rank in placement.mesh.members}
+    return replace(placement, mesh=replace(placement.mesh, topology=Topology.of(host)))
+
+
 @st.composite
 def mirrored(draw: st.DrawFn, page_sizes: tuple[int, ...] = (64, 128)) -> tuple[ModelLayout, Placement]:
     """A placement with up to two mirrors of each page, in uneven ranges; some of them in other stages."""
-    layout, placement = small_layout(draw(st.sampled_from(page_sizes))), draw(placements())
+    layout, placement = small_layout(draw(st.sampled_from(page_sizes))), on_hosts(draw, draw(placements()))
     sharding = placement.state_sharding(draw(st.integers(0, 2)), draw(st.integers(0, 3)))
     return layout, replace(placement, replicas=place_replicas(layout, sharding))
 
@@ -66,7 +82,8 @@ class ExchangingCluster(Cluster):
         self.by_group = 0
         self.step = 0
         self.mirrored: dict[tuple[int, PageRange, int], tuple[Tensor, list[float], bool]] = {}
-        for rank, plan in plans_of(self.layout, self.placement).items():
+        self.plans = plans_of(self.layout, self.placement)
+        for rank, plan in self.plans.items():
             self.exchanges[rank].enter_epoch(plan)
 
     def run_step(self, step: int, leaves: dict[tuple[int, int], Tensor]) -> None:
@@ -116,7 +133,7 @@ class ExchangingCluster(Cluster):
         for peer in plan.members:
             if peer != rank:
                 exchange, values = self.issued[peer][number]
-                sent, _ = plans_of(self.layout, self.placement)[peer].sizes(exchange)
+                sent, _ = self.plans[peer].sizes(exchange)
                 parts.append(values.split(sent)[at])
         self.done[rank] += 1
         self.by_group += 1
@@ -170,6 +187,80 @@ def test_primaries_and_mirrors_have_the_gradient_of_the_tree_and_its_norms_also_
     assert len(cluster.mirrored) == 3 * sum(len(run.mirrors) for run in runs)
 
 
+@st.composite
+def on_large_hosts(draw: st.DrawFn) -> tuple[ModelLayout, Placement]:
+    """Up to nine workers of a stage on two or three hosts, with few micro-batches each, in any order of hosts."""
+    size, number = draw(st.integers(4, 9)), draw(st.integers(4, 20))
+    points = sorted(draw(st.lists(st.integers(0, number), min_size=size - 1, max_size=size - 1)))
+    even = tuple(number // size + (at < number % size) for at in range(size))
+    counts = tuple(b - a for a, b in zip([0, *points], [*points, number], strict=True))
+    placement = placed((size,), (0, 3), (draw(st.sampled_from([even, counts])),), draw(st.integers(1, 3)))
+    return small_layout(draw(st.sampled_from([64, 128]))), on_hosts(draw, placement)
+
+
+@settings(deadline=None, max_examples=100)
+@given(case=on_large_hosts(), seed=st.integers(0, 2**32), fails=st.booleans())
+def test_sums_that_cross_between_hosts_once_are_those_of_the_tree(
+    case: tuple[ModelLayout, Placement], seed: int, fails: bool
+) -> None:
+    (layout, placement), generator = case, torch.Generator().manual_seed(seed)
+    cluster = ExchangingCluster(layout, placement, random.Random(seed), in_place=True, fails=fails)
+    runs = [run for of_layer in placement.replica_map(layout).values() for run in of_layer]
+    for step in (1, 2):
+        leaves = {
+            (layer.index, microbatch): torch.randn(layer.num_gradient_elements, generator=generator)
+            for layer in layout.layers
+            for microbatch in range(placement.num_microbatches)
+        }
+        cluster.run_step(step, leaves)
+        for run in runs:
+            wanted = wanted_entry(layout, run, leaves, placement.num_microbatches)
+            assert torch.equal(cluster.entries[step, run], wanted), (step, run)
+        assert not any(len(exchanges._given.collected.get(0, ())) for exchanges in cluster.exchanges.values())
+
+
+def crossing(plans: dict[int, ExchangePlan], hosts: dict[int, str]) -> int:
+    """Elements of sums that go from one host to another, without padding."""
+    return sum(
+        len(exchange.nodes[sender]) * sum(_elements(r, plan.layout) for r in plan.routes_between(exchange, sender, to))
+        for sender, plan in plans.items()
+        for exchange in sums_of(plan)
+        for to in plan.members
+        if hosts[sender] != hosts[to]
+    )
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_sums_of_a_host_cross_to_another_one_once(zero: int) -> None:
+    """Two hosts of four workers with two micro-batches each: a fourth of what goes from worker to worker."""
+    layout, placement = small_layout(), placed((8,), (0, 3), ((2,) * 8,), zero)
+    hosts = {rank: f"host{rank // 4}" for rank in range(8)}
+    spread = replace(placement.mesh, topology=Topology.of({rank: (host,) for rank, host in hosts.items()}))
+    direct, in_two = plans_of(layout, placement), plans_of(layout, replace(placement, mesh=spread))
+    assert crossing(direct, hosts) == 4 * crossing(in_two, hosts) > 0
+    # Two micro-batches of a worker are one sum where gradients are replicated, and two in as many rounds where not.
+    assert [(exchange.layer, exchange.way.name) for exchange in sums_of(in_two[0])] == [
+        (2, "WITHIN_HOSTS"),
+        (1, "WITHIN_HOSTS"),
+        (2, "BETWEEN_HOSTS"),
+        (0, "WITHIN_HOSTS"),
+        (1, "BETWEEN_HOSTS"),
+        *([] if zero == 1 else [(2, "WITHIN_HOSTS"), (0, "BETWEEN_HOSTS"), (1, "WITHIN_HOSTS"), (2, "BETWEEN_HOSTS")]),
+        *([] if zero == 1 else [(0, "WITHIN_HOSTS"), (1, "BETWEEN_HOSTS")]),
+        (0, "BETWEEN_HOSTS"),
+    ]
+    wanted = {(0, 8), (8, 16)} if zero == 1 else {(0, 4), (4, 8), (8, 12), (12, 16)}
+    assert sums_of_hosts(replace(placement, mesh=spread), 0) == wanted
+
+
+def test_where_hosts_have_a_worker_each_sums_go_directly() -> None:
+    layout, placement = small_layout(), placed((3,), (0, 3), ((2, 2, 2),), 2)
+    spread = replace(placement.mesh, topology=Topology.of({rank: (f"host{rank}",) for rank in range(3)}))
+    for mesh in (placement.mesh, spread):
+        plan = plans_of(layout, replace(placement, mesh=mesh))[0]
+        assert {exchange.way.name for exchange in sums_of(plan)} == {"DIRECT"}
+
+
 def is_exchanged(placement: Placement, pages: ReplicaSet, mirror: int) -> bool:
     """True if primary and mirror belong to the stage that computes the layer."""
     members = placement.mesh.stages[placement.stage_of_layer(pages.layer)]
@@ -186,7 +277,7 @@ def test_nothing_that_the_group_brings_is_sent_over_links() -> None:
             cluster.flying.append((peer, message, payload)),
         )
     cluster.run_step(1, {(n.index, u): torch.ones(n.num_gradient_elements) for n in layout.layers for u in range(8)})
-    assert cluster.by_group == sum(len(plan.order) for plan in plans_of(layout, placement).values()) > 0
+    assert cluster.by_group == sum(len(plan.order) for plan in cluster.plans.values()) > 0
     # The last layer reads a parameter of the first one, which belongs to another stage.
     assert {(message.layer, peer in (0, 1)) for peer, message in by_links} == {(2, True)}
 

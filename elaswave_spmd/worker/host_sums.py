@@ -1,0 +1,80 @@
+"""Sums of one host's workers, which are added up on the host before they cross to others (`runtime.collectives=group`).
+
+A primary on another host is then sent one sum for the micro-batches of a whole host, where these are nodes of the tree,
+in place of one from each of its workers. The additions are those of the tree all the same: a worker of the host, the
+*collector* of that primary's pages, makes some of them in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+from elaswave_spmd.determinism.reduction_tree import Node, maximal_nodes
+from elaswave_spmd.scheduling.placement import Placement
+
+NodesByWorker = Mapping[int, tuple[Node, ...]]
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The workers of a stage by host.
+
+    Args:
+        members: of each host, in the order of the stage.
+        computing: those that have micro-batches.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    computing: frozenset[int]
+
+    @classmethod
+    def of(cls, placement: Placement, stage: int) -> Hosts:
+        """The hosts of a stage: two workers are on one host if all of their failure domains are the same."""
+        found: dict[object, tuple[int, ...]] = {}
+        members, topology = placement.mesh.stages[stage], placement.mesh.topology
+        for rank, path in zip(members, topology.paths(members), strict=True):
+            found[path] = (*found.get(path, ()), rank)
+        counts = zip(members, placement.microbatch_counts[stage], strict=True)
+        return cls(tuple(found.values()), frozenset(rank for rank, count in counts if count))
+
+    def share_one(self, one: int, other: int) -> bool:
+        """True if two workers are on the same host."""
+        return self._host_of[one] == self._host_of[other]
+
+    def collector(self, sender: int, primary: int) -> int | None:
+        """The worker on the host of a sender that adds up what this host has for a primary on another one.
+
+        It is one that has micro-batches, so that it is among those that are asked when a check finds a sum wrong; None
+        if no worker of the host has any. A host's workers share the primaries of each other host among themselves.
+        """
+        candidates = self._candidates[self._host_of[sender]]
+        at = self._position[primary] % len(candidates) if candidates else 0
+        return candidates[at] if candidates else None
+
+    def added_up(self, nodes: NodesByWorker, num_microbatches: int) -> dict[int, tuple[Node, ...]]:
+        """Worker -> the tree nodes of its host, as far as the tree allows to add up those of the host's workers.
+
+        Args:
+            nodes: worker -> tree nodes that it can complete by itself.
+        """
+        found = dict[int, tuple[Node, ...]]()
+        for members in self.members:
+            mine = chain.from_iterable(range(*node) for rank in members for node in nodes[rank])
+            found |= dict.fromkeys(members, maximal_nodes(mine, num_microbatches))
+        return found
+
+    @cached_property
+    def _host_of(self) -> dict[int, int]:
+        return {rank: host for host, members in enumerate(self.members) for rank in members}
+
+    @cached_property
+    def _position(self) -> dict[int, int]:
+        """Worker -> its place among the workers of its host."""
+        return {rank: at for members in self.members for at, rank in enumerate(members)}
+
+    @cached_property
+    def _candidates(self) -> list[tuple[int, ...]]:
+        return [tuple(rank for rank in members if rank in self.computing) for members in self.members]
