@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from elaswave_spmd.recovery.messages import Recompute, Reconfigure, StepReport
 from elaswave_spmd.recovery.vote_exchange import WIDEST, pairs_of
-from elaswave_spmd.scheduling.placement import Placement, workers_of_microbatches
+from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import ReplicaMap, ranges_of
 
@@ -326,9 +326,7 @@ def _shared(placement: Placement, related: Sequence[set[int]], guests: Sequence[
 
 def _runners(placement: Placement, columns: npt.NDArray[np.int64]) -> Runners:
     """The worker of each micro-batch on each stage: by the lines of a plan, in columns, and else as placed."""
-    per_stage = zip(placement.mesh.stages, placement.microbatch_counts, strict=True)
-    order = placement.microbatch_order
-    found = np.array([workers_of_microbatches(members, counts, order) for members, counts in per_stage], np.int64)
+    found = np.array([placement.workers_of_microbatches(stage) for stage in range(placement.num_stages)], np.int64)
     stages, microbatches, workers = columns
     found[stages, microbatches] = workers
     return found

@@ -7,7 +7,7 @@ small.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, islice
@@ -26,6 +26,9 @@ from elaswave_spmd.sharding.replicas import ReplicaMap
 CONTIGUOUS, TIME_MAJOR = "contiguous", "time-major"
 """The two orders in which the micro-batches of a stage are assigned to its workers; see `workers_of_microbatches`."""
 
+Hosts = Sequence[Sequence[int]]
+"""Positions of a stage's workers, by host."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -39,6 +42,8 @@ class Placement:
             add up to num_microbatches.
         shardings: which of parameters, gradients and optimizer state are sharded over dp.
         replicas: the replicas of all pages; None: those of a new mesh.
+        deals_by_host: in time-major order micro-batches are dealt to hosts in blocks that are nodes of the reduction
+            tree, for workers that add up the gradients of their host (`runtime.collectives=group`).
     """
 
     mesh: Mesh
@@ -47,6 +52,7 @@ class Placement:
     microbatch_counts: tuple[tuple[int, ...], ...]
     shardings: Shardings
     replicas: ReplicaMap | None = field(default=None, hash=False, compare=True)
+    deals_by_host: bool = False
 
     def __post_init__(self) -> None:
         cuts, stages = self.layer_cuts, self.mesh.stages
@@ -73,25 +79,36 @@ class Placement:
     def stage_of_layer(self, layer: int) -> int:
         return next(s for s in range(self.num_stages) if layer < self.layer_cuts[s + 1])
 
-    def _workers_of_microbatches(self, stage: int) -> tuple[int, ...]:
+    def workers_of_microbatches(self, stage: int) -> tuple[int, ...]:
+        """The worker of every micro-batch of a stage, by micro-batch."""
         if stage not in self._workers:
             self._workers[stage] = workers_of_microbatches(
-                self.mesh.stages[stage], self.microbatch_counts[stage], self.microbatch_order
+                self.mesh.stages[stage], self.microbatch_counts[stage], self.microbatch_order, self._hosts_of(stage)
             )
         return self._workers[stage]
+
+    def _hosts_of(self, stage: int) -> Hosts:
+        """The positions of a stage's workers by host, if micro-batches are dealt by host; else ()."""
+        if not self.deals_by_host or self.microbatch_order == CONTIGUOUS:
+            return ()
+        found: dict[object, tuple[int, ...]] = {}
+        for position, path in enumerate(self.mesh.topology.paths(self.mesh.stages[stage])):
+            found[path] = (*found.get(path, ()), position)
+        return tuple(found.values()) if len(found) > 1 else ()
 
     @cached_property
     def _workers(self) -> dict[int, tuple[int, ...]]:
         return {}  # by stage, filled on first use
 
     def worker_of_microbatch(self, stage: int, microbatch: int) -> int:
-        return self._workers_of_microbatches(stage)[microbatch]
+        return self.workers_of_microbatches(stage)[microbatch]
 
     def microbatches_of(self, rank: int) -> tuple[int, ...]:
         """The micro-batches of one worker, ascending."""
         stage, position = self.mesh.coordinate(rank)
         if stage not in self._microbatches:
-            self._microbatches[stage] = microbatches_of_workers(self.microbatch_counts[stage], self.microbatch_order)
+            counts, hosts = self.microbatch_counts[stage], self._hosts_of(stage)
+            self._microbatches[stage] = microbatches_of_workers(counts, self.microbatch_order, hosts)
         return tuple(self._microbatches[stage][position])
 
     @cached_property
@@ -128,27 +145,51 @@ class Placement:
         return "\n".join(lines)
 
 
-def workers_of_microbatches(members: Sequence[int], counts: Sequence[int], order: str) -> tuple[int, ...]:
+def workers_of_microbatches(
+    members: Sequence[int], counts: Sequence[int], order: str, hosts: Hosts = ()
+) -> tuple[int, ...]:
     """The worker of every micro-batch of a stage, by micro-batch.
 
     CONTIGUOUS: the first counts[0] micro-batches go to the first member, and so on. TIME_MAJOR: each member gets one
     micro-batch in turn, round after round, until it has its count.
+
+    Args:
+        hosts: in time-major order: positions of members by host, if hosts get blocks; (): they get none.
     """
+    if hosts:
+        return tuple(members[position] for position in _dealt_by_host(counts, hosts))
     if order == CONTIGUOUS:
         return tuple(m for m, count in zip(members, counts, strict=True) for _ in range(count))
     rounds = range(max(counts, default=0))
     return tuple(m for r in rounds for m, count in zip(members, counts, strict=True) if r < count)
 
 
-def microbatches_of_workers(counts: Sequence[int], order: str) -> Sequence[Sequence[int]]:
+def _dealt_by_host(counts: Sequence[int], hosts: Hosts) -> Iterator[int]:
+    """The position of the worker of every micro-batch, where each host in turn gets a block of them.
+
+    A block is a node of the reduction tree: as many micro-batches as the largest host has workers, rounded down to a
+    power of two. A host's workers get those of its blocks in turn. What is left of hosts in the end, less than a block
+    of each, is dealt one by one.
+    """
+    block = 1 << (max(map(len, hosts)).bit_length() - 1)
+    numbers = range(len(hosts))
+    totals = [sum(counts[position] for position in host) for host in hosts]
+    takers = [iter(workers_of_microbatches(host, [counts[p] for p in host], TIME_MAJOR)) for host in hosts]
+    for host in workers_of_microbatches(numbers, [total // block for total in totals], TIME_MAJOR):
+        yield from islice(takers[host], block)
+    for host in workers_of_microbatches(numbers, [total % block for total in totals], TIME_MAJOR):
+        yield next(takers[host])
+
+
+def microbatches_of_workers(counts: Sequence[int], order: str, hosts: Hosts = ()) -> Sequence[Sequence[int]]:
     """The micro-batches of every worker of a stage, by position: the inverse of `workers_of_microbatches`."""
     if order == CONTIGUOUS:
         return [range(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)]
     total, width = sum(counts), len(counts)
-    if tuple(counts) == even_counts(total, width):  # a closed form: the general case is slow at 10,000 workers
+    if not hosts and tuple(counts) == even_counts(total, width):  # the general case is slow at 10,000 workers
         return [range(position, total, width) for position in range(width)]
     found: list[list[int]] = [[] for _ in counts]
-    for microbatch, position in enumerate(workers_of_microbatches(range(width), counts, order)):
+    for microbatch, position in enumerate(workers_of_microbatches(range(width), counts, order, hosts)):
         found[position].append(microbatch)
     return found
 

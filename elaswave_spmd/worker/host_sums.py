@@ -48,7 +48,7 @@ class Hosts:
         """The worker on the host of a sender that adds up what this host has for a primary on another one.
 
         It is one that has micro-batches, so that it is among those that are asked when a check finds a sum wrong; None
-        if no worker of the host has any. A host's workers share the primaries of each other host among themselves.
+        if no worker of the host has any. A host's workers share the primaries of all other hosts among themselves.
         """
         candidates = self._candidates[self._host_of[sender]]
         at = self._position[primary] % len(candidates) if candidates else 0
@@ -72,8 +72,8 @@ class Hosts:
 
     @cached_property
     def _position(self) -> dict[int, int]:
-        """Worker -> its place among the workers of its host."""
-        return {rank: at for members in self.members for at, rank in enumerate(members)}
+        """Worker -> its place among all workers, host by host."""
+        return {rank: at for at, rank in enumerate(chain.from_iterable(self.members))}
 
     @cached_property
     def _candidates(self) -> list[tuple[int, ...]]:

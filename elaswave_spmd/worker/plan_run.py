@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from elaswave_spmd.conf.schema import EMULATED, Settings
+from elaswave_spmd.conf.schema import EMULATED, GROUP, Settings
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import ConfigError, DataError, ModelError, SpecError
 from elaswave_spmd.mesh import ISLAND_AXES, Mesh, Topology
@@ -142,6 +142,7 @@ def plan_run(
     placement = place(
         Mesh.initial(settings.mesh.shape, topology), layout, shardings, job.num_microbatches, layer_costs=layer_costs
     )
+    placement = replace(placement, deals_by_host=settings.runtime.collectives == GROUP)
     if settings.elastic.enabled and settings.mirror.count:
         sharding = placement.state_sharding(settings.mirror.count, settings.mirror.scatter)
         replicas = place_replicas(layout, sharding, least_pages=least_pages(layout))

@@ -274,7 +274,7 @@ class Schedule:
             number = len(mesh.members)
             host = {r: r * self.hosts // number if self.neighbours else r % self.hosts for r in mesh.members}
             mesh = replace(mesh, topology=Topology.of({r: (f"host{of}",) for r, of in host.items()}))
-        found = place(mesh, layout, shardings, self.run.microbatches)
+        found = replace(place(mesh, layout, shardings, self.run.microbatches), deals_by_host=self.grouped)
         draw = random.Random(f"placement {self.seed}")
         if not self.planned:
             found = replace(found, **_drawn_work(draw, found, len(layout.layers)))

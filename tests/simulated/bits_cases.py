@@ -161,7 +161,8 @@ def mirrored_placement(run: Run, mesh: str, zero: int, mirror_count: int = 1, ho
     if hosts > 1:
         members = placement.mesh.members
         domains = {rank: (f"host{rank * hosts // len(members)}",) for rank in members}
-        placement = replace(placement, mesh=replace(placement.mesh, topology=Topology.of(domains)))
+        spread = replace(placement.mesh, topology=Topology.of(domains))
+        placement = replace(placement, mesh=spread, deals_by_host=True)
     replicas = place_replicas(description_of(run).layout, placement.state_sharding(mirror_count))
     return replace(placement, replicas=replicas)
 

@@ -97,6 +97,43 @@ def test_check_refuses_an_action_twice():
         pipeline.check({0: actions("0F0 0F0")}, 1)
 
 
+@st.composite
+def on_hosts(draw: st.DrawFn) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
+    """The micro-batches of each worker of a stage, and the positions of workers by host, in any order."""
+    counts = draw(st.lists(st.integers(0, 9), min_size=2, max_size=12))
+    host = [draw(st.integers(0, 3)) for _ in counts]
+    order = dict.fromkeys(host)
+    return counts, tuple(tuple(at for at, of in enumerate(host) if of == one) for one in order)
+
+
+@given(on_hosts())
+def test_hosts_are_dealt_blocks_that_are_tree_nodes(case: tuple[list[int], tuple[tuple[int, ...], ...]]) -> None:
+    counts, hosts = case
+    found = microbatches_of_workers(tuple(counts), "time-major", hosts)
+    assert [len(mine) for mine in found] == counts and all(list(mine) == sorted(mine) for mine in found)
+    positions = workers_of_microbatches(range(len(counts)), counts, "time-major", hosts)
+    assert all(positions[u] == position for position, mine in enumerate(found) for u in mine)
+    block = max(size for size in (1, 2, 4, 8, 16) if size <= max(map(len, hosts)))
+    host_of = {position: number for number, host in enumerate(hosts) for position in host}
+    whole = sum(sum(counts[position] for position in host) // block for host in hosts)
+    for first in range(0, whole * block, block):
+        assert len({host_of[positions[u]] for u in range(first, first + block)}) == 1
+    assert len(positions) - whole * block < block * len(hosts)
+
+
+@pytest.mark.parametrize("each", [1, 3])
+def test_on_even_hosts_of_neighbours_blocks_are_what_turns_are(each: int) -> None:
+    hosts = ((0, 1, 2, 3), (4, 5, 6, 7))
+    dealt = workers_of_microbatches(range(8), [each] * 8, "time-major", hosts)
+    assert dealt == workers_of_microbatches(range(8), [each] * 8, "time-major")
+
+
+def test_one_host_with_a_worker_less_leaves_the_blocks_of_the_others() -> None:
+    """Seven workers have eight micro-batches in turn; the eighth of each block is the next one of the first worker."""
+    dealt = workers_of_microbatches("abcdefgh", [4, 4, 4, 3, 3, 3, 3], "time-major", ((0, 1, 2), (3, 4, 5, 6)))
+    assert "".join(dealt) == "abcadefgbcabdefgcabcdefg"
+
+
 def test_the_two_orders_of_microbatches():
     assert workers_of_microbatches([7, 8, 9], [2, 1, 1], "contiguous") == (7, 7, 8, 9)
     assert workers_of_microbatches([7, 8, 9], [2, 1, 1], "time-major") == (7, 8, 9, 7)
