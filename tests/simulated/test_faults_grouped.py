@@ -167,11 +167,11 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("model", ["gpt", "gpt_tied"])
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize(("mesh", "hosts"), [("dp4", 2), ("dp6", 3), ("dp4_pp2", 4), ("dp4_pp2", 2)])
 @one_thread()
-def test_sums_are_added_up_on_a_host_first(mesh: str, hosts: int, zero: int, model: str, ways: Counter[str]) -> None:
+def test_sums_are_added_up_on_a_host_first(mesh: str, hosts: int, zero: int, ways: Counter[str]) -> None:
+    model = "gpt_tied" if zero in (1, 2) else "gpt"
     run = Run(model=model, microbatches=12 if mesh == "dp6" else 8, steps=4)
     cluster = train(run, mesh, zero, failing=0.0, seed=zero, hosts=hosts)
     is_on_one = mesh == "dp4_pp2" and hosts == 2  # each stage has a host of its own
@@ -180,8 +180,9 @@ def test_sums_are_added_up_on_a_host_first(mesh: str, hosts: int, zero: int, mod
 
 
 @pytest.mark.parametrize("point", ["backward", "reduce", "norm"])
-@pytest.mark.parametrize("kind", ["kill", "stop", "replace"])
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize(
+    ("kind", "zero"), [("kill", 0), ("stop", 1), ("replace", 1), ("kill", 2), ("stop", 2), ("kill", 3)]
+)
 @one_thread()
 def test_a_worker_is_lost_while_hosts_exchange(
     point: str, kind: str, zero: int, ways: Counter[str], returned: Counter[str]
