@@ -146,7 +146,8 @@ class _Pending:
             device failed and was brought back: they are sent everything again.
         relinked: ends of a link that is made again -> reason.
         is_suspect: two workers have computed different results of the step under way.
-        repairs: replicas differ. Those that are wrong are lost or damaged; what the others got from them is given up.
+        repairs: replicas differ, or one is not what its worker had written. Those that are wrong are lost or damaged;
+            what the others got from them is given up.
     """
 
     lost: dict[int, str] = field(default_factory=dict)
@@ -630,9 +631,13 @@ class ControllerProtocol:
         return self._begin(after=AT_ONCE) if wrong else []
 
     def damaged(self, message: Damaged) -> list[ProtocolAction]:
-        """A member has given up its state of some pages: other replicas take over, and it is sent the state again."""
+        """A member has given up its state of some pages: other replicas take over, and it is sent the state again.
+
+        If it was not what that member had written, what it has computed from it and sent is given up as well (H5).
+        """
         if not self._started or message.rank not in self.members:
             return []
+        self._pending.repairs |= bool(message.page_ranges) and not message.reason
         self._pending.damaged.setdefault(message.rank, set()).update(message.page_ranges)
         self._pending.recovered.add(message.rank)
         return self._begin(after=AT_ONCE)
