@@ -73,6 +73,7 @@ class Policy:
             (Job.compares_at). What a worker has published before that, and is lost, is not believed.
         ends_at: whether the run ends after the step that was validated. A function of the validations until then, asked
             once for each.
+        reads_masters: workers compute with their state, or send it, where it lies (Job.reads_masters).
     """
 
     mirror_count: int = 1
@@ -80,6 +81,7 @@ class Policy:
     min_workers: int = 1
     compares_at: Callable[[int], bool] = lambda _: False
     ends_at: Callable[[ValidationDone], bool] = lambda _: False
+    reads_masters: bool = False
 
 
 class MicrobatchAssigner(Protocol):
@@ -748,6 +750,10 @@ class ControllerProtocol:
         """True if what was computed of the step under way is given up, and the step begins anew (V5)."""
         # A member that never entered the epoch in which an attempt began has what is given up, and reports it.
         is_behind_attempt = bool(standing.attempts - {self._attempt}) and self._attempt > 0
+        # What the lost have computed may come of damage that they had not found yet: they look before they vote (H4).
+        is_unsound = self._policy.reads_masters and self._policy.compares_at(standing.version)
+        if is_unsound and is_begun and self._pending.lost:
+            return True
         return is_behind_attempt or begins_anew(
             self._checks.rate, is_begun=is_begun, is_suspect=self._pending.is_suspect
         )

@@ -331,7 +331,7 @@ class HeldState:
         return values.are_at(pages.first, pages.stop, version) or values.are_kept(pages.first, pages.stop)
 
     def fingerprints(self) -> dict[PageRange, bytes]:
-        """Page range -> hash of its state, of those that have state: what it is held to until it changes (`damaged`)."""
+        """Page range -> hash of its state, of those that have state. They are held to it from now on (`damaged`)."""
         for part in self:
             if part.version != LEARNING and part.written is None:
                 part.written = self._hashes(part.rows)
@@ -346,15 +346,10 @@ class HeldState:
         """The page ranges whose state is no longer what this worker wrote, as after a fault of its memory."""
         return [part for part in self if part.written is not None and part.written != self._hashes(part.rows)]
 
-    def damaged_parameters(self, among: Callable[[ReplicaSet], bool] | None = None) -> list[HeldRange]:
-        """Those whose parameters are not, whatever has become of the optimizer's state: a third of the work.
-
-        Args:
-            among: only these; None: those that this worker computes with where they lie, in a compute buffer.
-        """
-        wanted = among or self._in_compute_buffer
-        looked_at = [part for part in self if part.written is not None and wanted(part.pages)]
-        return [part for part in looked_at if part.written.master != self._hash(part.master).digest()]
+    def damaged_parameters(self, among: Callable[[ReplicaSet], bool]) -> list[HeldRange]:
+        """Those of some page ranges whose parameters are not. The optimizer's state, mostly twice as much, counts not."""
+        known = [(part, part.written) for part in self if part.written is not None and among(part.pages)]
+        return [part for part, written in known if written.master != self._hash(part.master).digest()]
 
     def is_as_written(self, part: HeldRange, copied: Tensor) -> bool:
         """True if a copy of a page range's state (`copy_state`) has what this worker wrote; also if it is not known."""
@@ -383,7 +378,7 @@ class HeldState:
         """Damage the state of a trained page range, as failing memory would (fault injection).
 
         Args:
-            kinds: of state: MASTER (the parameters), or the optimizer's by name; (): all of the optimizer's.
+            kinds: of state: MASTER (the parameters), or the optimizer's by name; (): all of these.
             draw: of the page range, the kind and the element; None: the first ones.
         """
         trained = [part for part in self if not self.is_frozen(part.pages.layer, part.pages.first)]
@@ -391,7 +386,7 @@ class HeldState:
             values
             for part in trained
             for kind, values in {MASTER: part.master, **part.optimizer_state}.items()
-            if (kind in kinds if kinds else kind != MASTER)
+            if kind in kinds or not kinds
         ]
         if found:  # a worker that has just come may hold nothing
             values = found[0] if draw is None else draw.choice(found)

@@ -98,9 +98,7 @@ class StateReplica:
         self.reducer.observer = self.sums
         self._sum_wishes: list[m.AddAgain] = []  # about a step that this worker has not begun
         self._unsure: set[int] = set()  # peers that may not have what was sent to them: a link was lost
-        self.parameters = Parameters(
-            context, values, self.state, protocol, self._unsure, grouped, self._may_answer
-        )
+        self.parameters = Parameters(context, values, self.state, protocol, self._unsure, grouped, self._may_answer)
         self.background = BackgroundCopies()
         """Copies of state that is sent and received, done in small pieces whenever this worker waits."""
         self._gradients: dict[int, dict[PageRange, Tensor]] = {}  # step -> reduced gradients that are here
@@ -144,7 +142,7 @@ class StateReplica:
         self._sends_state_at = max(begun, self.protocol.version, highest_version)
         # Before ranges are cut, and hashed anew, and before anything of them is sent: what has changed since this
         # worker reported is not taken for written.
-        self._look(self.state.damaged)
+        self.look()
         is_hashed = self.state.is_hashed
         before = self._held
         self._loss_range = next((r.key for r in held if self.is_loss(r)), None)
@@ -498,8 +496,15 @@ class StateReplica:
             leaves: the state itself is about to leave this worker: all of it is looked at, not the parameters alone.
         """
         state = self.state
-        found = self._find(state.damaged if leaves else lambda: state.damaged_parameters())
+        found = self._find(state.damaged if leaves else lambda: state.damaged_parameters(self._reads))
         return not (found or self._is_in_doubt)
+
+    def _reads(self, pages: ReplicaSet) -> bool:
+        """True if this worker computes with the master of these pages where it lies, or others are sent it from there.
+
+        In bf16 neither: all of that is a copy, made before the master was hashed.
+        """
+        return self._job.reads_masters and (pages.primary == self.rank or pages.layer in self._values)
 
     def _may_answer(self, need: m.Need) -> bool:
         """True if the parameters that are asked for are here as they were written, if they are here."""
@@ -516,7 +521,7 @@ class StateReplica:
         return bool(damaged())
 
     def look(self) -> None:
-        """Before a StepReport: give up what is damaged, and report it, so that nobody plans with it."""
+        """At a change of the mesh: give up what is damaged, and report it, so that nobody plans with it (H5)."""
         self._look(self.state.damaged)
 
     def _look(self, damaged: Callable[[], list[HeldRange]]) -> bool:
@@ -614,7 +619,9 @@ class StateReplica:
             self.report_caught_up()
             return
         hashed = self._job.compares_at(message.step)
-        self.background.add(receive_state(self.state, message, payload, self.protocol, self.report_caught_up, hashed=hashed))
+        self.background.add(
+            receive_state(self.state, message, payload, self.protocol, self.report_caught_up, hashed=hashed)
+        )
 
     def learns_from(self, sender: int, key: PageRange) -> bool:
         """True if this worker learns a page range, and the sender is its primary."""

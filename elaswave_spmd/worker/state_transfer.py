@@ -65,7 +65,5 @@ def receive_state(
 
     # A frozen page is current at every version, however old the message is.
     version = max(message.step, protocol.version) if frozen else message.step
-    yield from state.receive(
-        message.layer, message.first, message.stop, version, payload, received, hashed=hashed
-    )
+    yield from state.receive(message.layer, message.first, message.stop, version, payload, received, hashed=hashed)
     done()

@@ -845,9 +845,9 @@ class SimulatedCluster:
         if kind in ("join", "replace"):
             self._io.events.append(Received(m.SpawnRequest(rank, 1), (), rank))
         if kind == "corrupt" and (executor := self._workers[rank].executor) is not None:
-            executor.replica.state.flip_a_bit()
+            executor.replica.state.flip_a_bit(executor.replica.state.optimizer.state_names)
         if kind == "flip" and (executor := self._workers[rank].executor) is not None:
-            executor.replica.state.flip_a_bit((MASTER,), random.Random(f"flip {rank} {self.plan.num_injected}"))
+            executor.replica.state.flip_a_bit((MASTER,), random.Random(f"{rank} {fault}"))
         if kind == "rebalance":
             self._notices.append((later, MoveDue()))
         if kind == "pause":
