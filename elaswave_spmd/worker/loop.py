@@ -62,6 +62,7 @@ class Executor:
         context = replace(context, channel=channel)
         self._context = context
         self._saved = saved
+        self._began = first.version if first.epoch == 0 else None
         self._bounds = message_bounds(context.job, context.model.layout, pairs=self.direct is not None)
         self._values: dict[int, ValueBuffer] = {}
         self.commit = StepCommit(context, self._values, first)
@@ -372,7 +373,7 @@ class Executor:
         """Why a message cannot be right, so that nothing acts on it; empty if it can."""
         if sender in (self.rank, CONTROLLER):  # the end of a link, noticed here; or trusted
             return ""
-        at = WorkerPosition(self.version, self.configuration.epoch, self.commit.protocol.voters)
+        at = WorkerPosition(self.version, self.configuration.epoch, self.commit.protocol.voters, self._began)
         if why := refused_by_worker(self._bounds, message, sender, num_elements, at):
             return why
         is_crossing = isinstance(message, m.Activation | m.ActivationGradient)
