@@ -347,7 +347,7 @@ class HeldState:
         return [part for part in self if part.written is not None and part.written != self._hashes(part.rows)]
 
     def damaged_parameters(self, among: Callable[[ReplicaSet], bool]) -> list[HeldRange]:
-        """Those of some page ranges whose parameters are not. The optimizer's state, mostly twice as much, counts not."""
+        """Those of some page ranges whose parameters are not. The optimizer's state, mostly twice as much, is left."""
         known = [(part, part.written) for part in self if part.written is not None and among(part.pages)]
         return [part for part, written in known if written.master != self._hash(part.master).digest()]
 
