@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.actions import Broadcast
 from elaswave_spmd.recovery.checks import CheckDraw
 from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.recovery.messages import PartialStep, Recompute, Reconfigure, StepReport
 from elaswave_spmd.recovery.partial_step import FULL
 from elaswave_spmd.worker.attempts import AttemptChannel, Attempts
 from elaswave_spmd.worker.channel import Incoming
-from tests.unit.recovery.controller_cases import answer, reconfigures, started
+from tests.unit.recovery.controller_cases import answer, prepares, reconfigures, started
 
 HELD = PartialStep(4, assigned=(0, 1, 2), computed=(0,))
 
@@ -182,7 +181,7 @@ def test_state_that_is_not_what_was_written_begins_a_repair(in_a_change: bool) -
     if in_a_change:
         protocol.relink(frozenset({2, 3}), "their link is lost")
     effects = protocol.damaged(m.Damaged(1, 0, 4, ((0, 0, 1),)))
-    assert [action.message.after for action in effects if isinstance(action, Broadcast)] == [m.AT_ONCE]
+    assert {prepare.after for prepare in prepares(effects).values()} == {m.AT_ONCE}
     epoch = 1 + in_a_change
     place = reconfigures(answer(protocol, 3, HELD))[0]
     assert (place.epoch, place.attempt, place.repair, place.recovery_plan) == (epoch, epoch, epoch, None)
