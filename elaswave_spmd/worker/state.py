@@ -31,7 +31,7 @@ LEARNING = -1
 """The version of a page range whose state has not come yet."""
 
 MASTER = "master"
-"""The kind of state that the parameters are."""
+"""The kind of state that is not the optimizer's: the fp32 master parameters."""
 
 
 @dataclass(frozen=True)
