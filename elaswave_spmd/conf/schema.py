@@ -746,8 +746,9 @@ class ChaosEvent(Section, group="chaos.events"):
     """An injected fault: once, at the first attempt of `step`, when a worker reaches `point` of it.
 
     `kind`: `kill`, `stop` and `term` are the signals SIGKILL, SIGSTOP and SIGTERM (a graceful leave) to the worker's
-    process. `exit`: the process ends; `raise`: an exception; `corrupt`: a bit of its state flips. `join`: a new worker
-    is asked for at that moment. `miscompute`: one bit of one element of what the worker's device computes at `point` is
+    process. `exit`: the process ends; `raise`: an exception; `corrupt`: a bit of its state flips, of
+    the parameters or of the optimizer's state, as `chaos.seed` draws it. `join`: a new worker is asked for at that
+    moment. `miscompute`: one bit of one element of what the worker's device computes at `point` is
     wrong: of a layer's output (forward), of the gradient of a layer's input (backward), of a micro-batch's weight
     gradient (reduce), of the sum of a worker's micro-batches (sum), of a reduced gradient (norm) or of an update
     (apply). `input` and `weights` are in the two parts of a split backward, which stages after the first have: the

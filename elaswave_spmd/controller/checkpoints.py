@@ -20,7 +20,8 @@ from elaswave_spmd.recovery.messages import ShardWritten
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo
 from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint
-from elaswave_spmd.worker.checkpoint_writer import MASTER, CheckpointOrders
+from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
+from elaswave_spmd.worker.state import MASTER
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan

@@ -160,6 +160,7 @@ class Controller:
                 settings.elastic.min_workers,
                 plan.job.compares_at,
                 self._ends_at,
+                plan.job.reads_masters,
             ),
             version=checkpoints.step,
             assigner=measured,

@@ -1,7 +1,7 @@
 """The comparison of replicas on the controller, and what follows if they differ (`mirror.verify_every`).
 
 A version that is compared is used by the step after it, but nobody votes for that step before all replicas are known to
-be the same (docs/protocol.md, H1 to H4). So a wrong replica is found before anything that came of it is committed.
+be the same (docs/protocol.md, H1 to H5). So a wrong replica is found before anything that came of it is committed.
 """
 
 from __future__ import annotations

@@ -251,9 +251,15 @@ class MessageBounds:
             return PLACE
         if self.num_elements(pages, STATE, trained=True) is None:  # frozen: a master alone, and never a gradient
             return "" if num_elements == wanted and not message.norms else SIZE
-        # None of a version that all members began with, for which nobody votes: 0, or that of a checkpoint.
+        # None of a version that all members began with, for which nobody votes: 0, or that of a checkpoint. Who is of
+        # the first mesh knows which that is (`refused_by_worker`).
         norms = (0, 4 * (message.stop - message.first)) if message.step else (0,)
         return "" if num_elements == self.state_tensors * wanted and len(message.norms) in norms else SIZE
+
+    def lacks_norms(self, message: m.PageState) -> bool:
+        """True for state of trained pages that comes without the norms of the step that made it."""
+        pages = message.layer, message.first, message.stop
+        return not message.norms and self.num_elements(pages, STATE, trained=True) is not None
 
 
 # ---- at a worker
@@ -265,11 +271,13 @@ class WorkerPosition:
 
     Args:
         voters: at each level.
+        began: the version that all members of the first mesh began with; None: the worker came later, and knows not.
     """
 
     version: int
     epoch: int
     voters: Sequence[Collection[int]]
+    began: int | None = None
 
 
 def not_for_workers(message: m.AnyMessage, sender: int, *, me: int, controller: int) -> str:
@@ -303,8 +311,12 @@ def refused_by_worker(
         case _:
             if not 0 <= getattr(message, "attempt", 0) <= at.epoch + _EPOCHS_AHEAD:
                 return EPOCH
-            good = bounds.has_step(message.step, at.version)
-            return bounds.refused_payload(message, num_elements) if good else STEP
+            if not bounds.has_step(message.step, at.version):
+                return STEP
+            lacks_norms = isinstance(message, m.PageState) and bounds.lacks_norms(message)
+            if lacks_norms and at.began not in (None, message.step):
+                return SIZE  # a step has been voted for since: whoever has its state has its norms
+            return bounds.refused_payload(message, num_elements)
 
 
 def _refused_of_pair(

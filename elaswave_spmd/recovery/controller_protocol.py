@@ -73,6 +73,7 @@ class Policy:
             (Job.compares_at). What a worker has published before that, and is lost, is not believed.
         ends_at: whether the run ends after the step that was validated. A function of the validations until then, asked
             once for each.
+        reads_masters: workers compute with their state, or send it, where it lies (Job.reads_masters).
     """
 
     mirror_count: int = 1
@@ -80,6 +81,7 @@ class Policy:
     min_workers: int = 1
     compares_at: Callable[[int], bool] = lambda _: False
     ends_at: Callable[[ValidationDone], bool] = lambda _: False
+    reads_masters: bool = False
 
 
 class MicrobatchAssigner(Protocol):
@@ -146,7 +148,8 @@ class _Pending:
             device failed and was brought back: they are sent everything again.
         relinked: ends of a link that is made again -> reason.
         is_suspect: two workers have computed different results of the step under way.
-        repairs: replicas differ. Those that are wrong are lost or damaged; what the others got from them is given up.
+        repairs: replicas differ, or one is not what its worker had written. Those that are wrong are lost or damaged;
+            what the others got from them is given up.
     """
 
     lost: dict[int, str] = field(default_factory=dict)
@@ -633,9 +636,13 @@ class ControllerProtocol:
         return self._begin(after=AT_ONCE) if wrong else []
 
     def damaged(self, message: Damaged) -> list[ProtocolAction]:
-        """A member has given up its state of some pages: other replicas take over, and it is sent the state again."""
+        """A member has given up its state of some pages: other replicas take over, and it is sent the state again.
+
+        If it was not what that member had written, what it has computed from it and sent is given up as well (H5).
+        """
         if not self._started or message.rank not in self.members:
             return []
+        self._pending.repairs |= bool(message.page_ranges) and not message.reason
         self._pending.damaged.setdefault(message.rank, set()).update(message.page_ranges)
         self._pending.recovered.add(message.rank)
         return self._begin(after=AT_ONCE)
@@ -746,6 +753,10 @@ class ControllerProtocol:
         """True if what was computed of the step under way is given up, and the step begins anew (V5)."""
         # A member that never entered the epoch in which an attempt began has what is given up, and reports it.
         is_behind_attempt = bool(standing.attempts - {self._attempt}) and self._attempt > 0
+        # What the lost have computed may come of damage that they had not found yet: they look before they vote (H4).
+        is_unsound = self._policy.reads_masters and self._policy.compares_at(standing.version)
+        if is_unsound and is_begun and self._pending.lost:
+            return True
         return is_behind_attempt or begins_anew(
             self._checks.rate, is_begun=is_begun, is_suspect=self._pending.is_suspect
         )

@@ -1,7 +1,7 @@
 """Comparison of replicas by hashes of their state: which differ, and which of them are wrong (`mirror.verify_every`).
 
 All replicas of a page apply the same gradients to the same state, so their bits are equal unless memory or a device is
-at fault. A worker checks by itself that its state is still what it had written (HeldState.disown_damaged); this finds
+at fault. A worker checks by itself that its state is still what it had written (HeldState.damaged); this finds
 the other case, in which a worker computed something else than the others. Pure: no message is sent here.
 """
 

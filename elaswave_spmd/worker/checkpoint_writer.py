@@ -32,11 +32,8 @@ from elaswave_spmd.runtime.devices import Device, HostCopy
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
-from elaswave_spmd.worker.state import LEARNING
+from elaswave_spmd.worker.state import LEARNING, MASTER
 from elaswave_spmd.worker.state_replica import StateReplica
-
-MASTER = "master"
-"""The kind of state that is not the optimizer's: the fp32 master parameters."""
 
 _NICE = 10
 """How far the priority of the writing thread is lowered, so that hashing does not slow training down."""

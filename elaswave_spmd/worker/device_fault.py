@@ -79,7 +79,7 @@ class DeviceRecovery:
         tensors = [values.flat for values in executor.values.values()]
         tensors += [t for part in executor.replica.state for t in (part.master, *part.optimizer_state.values())]
         self._device.reuse(t for t in tensors if t.untyped_storage().nbytes())  # dropped parameters have no memory
-        return executor.replica.state.disown_all()
+        return executor.replica.state.disown(executor.replica.state)
 
 
 def _has_constants(executor: Executor) -> bool:

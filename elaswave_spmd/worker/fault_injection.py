@@ -70,7 +70,7 @@ class FaultInjector:
         self._come_to(step, members)
         for rank, event in [d for d in self._due if d[0] == self._rank and d[1].point in (point.value, ANY)]:
             self._due.remove((rank, event))
-            self._inject(event, state)
+            self._inject(event, step, state)
 
     def computed(self, point: FaultPoint, step: int, members: tuple[int, ...], result: Tensor) -> Tensor:
         """The result that the worker goes on with in place of its device's at a point: mostly the same."""
@@ -113,7 +113,7 @@ class FaultInjector:
         kind = draw.choice(("kill", "stop", "term", "join") if len(members) > 2 else ("join",))
         return [ChaosEvent(step, kind, draw.choice(members), draw.choice([p.value for p in DRAWN]))]
 
-    def _inject(self, event: ChaosEvent, state: HeldState) -> None:
+    def _inject(self, event: ChaosEvent, step: int, state: HeldState) -> None:
         # Real signals, to this very process: nothing in the product knows that the fault is injected.
         if event.kind in _LOSSES:
             self._before_loss()
@@ -126,4 +126,4 @@ class FaultInjector:
         elif event.kind == "join":
             self._links.send(CONTROLLER, m.encode(m.SpawnRequest(self._rank, 1)))
         elif event.kind == "corrupt":
-            state.flip_a_bit()
+            state.flip_a_bit(draw=random.Random(f"corrupt {self._settings.seed} {step} {self._rank}"))

@@ -62,6 +62,7 @@ class Executor:
         context = replace(context, channel=channel)
         self._context = context
         self._saved = saved
+        self._began = first.version if first.epoch == 0 else None
         self._bounds = message_bounds(context.job, context.model.layout, pairs=self.direct is not None)
         self._values: dict[int, ValueBuffer] = {}
         self.commit = StepCommit(context, self._values, first)
@@ -166,7 +167,8 @@ class Executor:
     def _save(self) -> None:
         """Send hashes of the state, if replicas are compared, and have it written: the run is about to stop."""
         self.replica.compare(saves=True)
-        self._context.hooks.save(self.replica)
+        if self.replica.is_sound(leaves=True):  # else another mesh epoch follows, in which others write it
+            self._context.hooks.save(self.replica)
 
     def _initialize_or_restore(self) -> None:
         """Fill the state of the first mesh. A worker that joins later is sent its state by the others."""
@@ -246,6 +248,8 @@ class Executor:
         if self._weights_sent >= epoch:
             return
         self._weights_sent = epoch
+        if not self.replica.is_sound(leaves=True):
+            return  # another mesh epoch follows, in which others send it
         channel = self._context.channel
         for part in self.replica.state:
             if part.pages.primary == self.rank:
@@ -283,6 +287,7 @@ class Executor:
         self._prepare = None
         self._skip_next()  # an older epoch: it was overtaken, and some member may never have got its Reconfigure
         self._steps.keep_all()
+        self.replica.look()
         # Two steps: a primary that has no micro-batches of its own can have sums of the step after the next already.
         found = (self._steps.partial_step(self.version + 1), self._steps.partial_step(self.version + 2))
         partial_steps = tuple(part for part in found if part != m.PartialStep(part.step))
@@ -368,7 +373,7 @@ class Executor:
         """Why a message cannot be right, so that nothing acts on it; empty if it can."""
         if sender in (self.rank, CONTROLLER):  # the end of a link, noticed here; or trusted
             return ""
-        at = WorkerPosition(self.version, self.configuration.epoch, self.commit.protocol.voters)
+        at = WorkerPosition(self.version, self.configuration.epoch, self.commit.protocol.voters, self._began)
         if why := refused_by_worker(self._bounds, message, sender, num_elements, at):
             return why
         is_crossing = isinstance(message, m.Activation | m.ActivationGradient)

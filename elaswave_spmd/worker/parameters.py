@@ -193,6 +193,7 @@ class Parameters:
         protocol: knows the version.
         unsure: peers that may not get what is sent to them before the next configuration; changed by the replica.
         grouped: what goes through the process group of the worker's stage, if it has one.
+        may_answer: True unless the parameters that are asked for are not what this worker has written.
     """
 
     def __init__(
@@ -203,6 +204,7 @@ class Parameters:
         protocol: WorkerProtocol,
         unsure: Set[int],
         grouped: StageCollectives | NoCollectives,
+        may_answer: Callable[[Need], bool],
     ) -> None:
         self._context = context
         self._values = values
@@ -216,6 +218,7 @@ class Parameters:
         self.layers: list[int] = []
         """The layers that are computed or held here."""
         self.grouped = grouped
+        self._may_answer = may_answer
 
     def enter_epoch(self, placement: Placement, replica_map: ReplicaMap) -> None:
         """Publish to the readers of a newer configuration.
@@ -257,12 +260,13 @@ class Parameters:
         """A worker asks for pages.
 
         If they are not here yet, at this version or in this epoch, the answer is given later: the worker may have
-        entered the next epoch first, in which a lost link is made again, or the first one to it is made.
+        entered the next epoch first, in which a lost link is made again, or the first one to it is made. So it is if
+        they are damaged: in the epoch that follows they are asked for again.
         """
         if need.step < self._protocol.version:
             return  # the step after it is applied, so its sender has voted, and has all that it asked for
         reaches = sender not in self._unsure and self._context.channel.reaches(sender)
-        if reaches and self._publisher.answer(sender, need):
+        if reaches and self._may_answer(need) and self._publisher.answer(sender, need):
             self._answered[sender, need] = None
         else:
             self._needs[sender, need] = None

@@ -90,6 +90,11 @@ class Job:
         return DTYPES[self.dtype]
 
     @property
+    def reads_masters(self) -> bool:
+        """True if workers compute with the masters where they lie, or send parameters from there: both are fp32."""
+        return self.torch_dtype == torch.float32
+
+    @property
     def validates(self) -> bool:
         """True if the run validates at all."""
         return self.validate_every > 0 and self.num_validation_microbatches > 0

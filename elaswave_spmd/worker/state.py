@@ -10,8 +10,9 @@ elsewhere it lies in a buffer of its own.
 from __future__ import annotations
 
 import hashlib
+import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,17 @@ Saved = Callable[[PageRange, str], Tensor]
 LEARNING = -1
 """The version of a page range whose state has not come yet."""
 
+MASTER = "master"
+"""The kind of state that is not the optimizer's: the fp32 master parameters."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Hashes of a page range as it was written: of its parameters alone, and of all its state."""
+
+    master: bytes
+    state: bytes
+
 
 @dataclass
 class HeldRange:
@@ -39,6 +51,7 @@ class HeldRange:
         start, stop: its elements of the layer.
         master: fp32 [stop - start], may be a slice of a compute buffer.
         optimizer_state: kind of state -> fp32 [stop - start]; empty if the pages are frozen.
+        written: hashes of the state as it was written at `version`; None: they were not made.
     """
 
     pages: ReplicaSet
@@ -47,13 +60,24 @@ class HeldRange:
     master: Tensor
     optimizer_state: dict[str, Tensor]
     version: int = LEARNING
+    written: Written | None = None
+
+    @property
+    def rows(self) -> list[Tensor]:
+        """All state, in the order in which it is sent and hashed: the master, then each optimizer state."""
+        return [self.master, *self.optimizer_state.values()]
+
+    def at(self, version: int) -> None:
+        """The state is of another version from now on, and is not hashed yet; or it is given up (LEARNING)."""
+        self.version, self.written = version, None
 
     def part(self, pages: ReplicaSet, layout: LayerLayout) -> HeldRange:
         """The same memory, as a page range that lies inside this one."""
         start, stop = layout.span(pages.first, pages.stop)
         a, b = start - self.start, stop - self.start
         states = {name: values[a:b] for name, values in self.optimizer_state.items()}
-        return HeldRange(pages, start, stop, self.master[a:b], states, self.version)
+        written = self.written if pages.key == self.pages.key else None
+        return HeldRange(pages, start, stop, self.master[a:b], states, self.version, written)
 
 
 @dataclass(frozen=True)
@@ -158,16 +182,16 @@ class HeldState:
                     part.master[first - part.start : stop - part.start].copy_(values)
             if (average := part.optimizer_state.get(AVERAGE)) is not None:
                 average.copy_(part.master)
-            part.version = 0
+            part.at(0)
         for layer in self.layers:
             self.to_compute(layer)
 
     def restore(self, saved: Saved, version: int) -> None:
         """Fill all page ranges from a checkpoint."""
         for part in self:
-            for kind, target in {"master": part.master, **part.optimizer_state}.items():
+            for kind, target in {MASTER: part.master, **part.optimizer_state}.items():
                 target.copy_(saved(part.pages.key, kind))
-            part.version = version
+            part.at(version)
         for layer in self.layers:
             self.to_compute(layer)
 
@@ -213,7 +237,7 @@ class HeldState:
             # The state of a learner may be a step ahead of the learner, or not here yet.
             assert part.version in (LEARNING, step - 1, step), (part.pages, part.version, step)
             if part.version == step - 1:
-                part.version = step
+                part.at(step)
         self.to_compute(layer)
 
     def ahead_of(self, version: int) -> tuple[PageRange, ...]:
@@ -228,7 +252,7 @@ class HeldState:
         """
         ahead = [part for part in self if part.version > version]
         for part in ahead:
-            part.version = version if self.is_frozen(part.pages.layer, part.pages.first) else LEARNING
+            part.at(version if self.is_frozen(part.pages.layer, part.pages.first) else LEARNING)
         return frozenset(part.pages.key for part in ahead if part.version == LEARNING)
 
     def compute_values(self, part: HeldRange) -> Tensor:
@@ -256,20 +280,28 @@ class HeldState:
         Args:
             into: of `state_size(part)` elements.
         """
-        rows = [part.master, *part.optimizer_state.values()]
-        return _copy_in_pieces(zip(into.view(len(rows), -1), rows, strict=True))
+        return _copy_in_pieces(zip(into.view(len(part.rows), -1), part.rows, strict=True))
 
     def state_size(self, part: HeldRange) -> int:
         """Number of elements of the state of a page range."""
         return (1 + len(part.optimizer_state)) * (part.stop - part.start)
 
     def receive(
-        self, layer: int, first: int, stop: int, version: int, payload: Tensor, received: Callable[[ReplicaSet], None]
+        self,
+        layer: int,
+        first: int,
+        stop: int,
+        version: int,
+        payload: Tensor,
+        received: Callable[[ReplicaSet], None],
+        *,
+        hashed: bool = False,
     ) -> Iterator[None]:
         """Copies in the state of pages [first, stop), laid out as `copy_state` does it, in pieces.
 
         Args:
             received: called with each page range that was waiting for it, when its state is complete.
+            hashed: the state is held to what has come, from now on (`damaged`).
         """
         start, end = self._layout.layers[layer].span(first, stop)
         rows = payload.view(-1, end - start)
@@ -279,14 +311,15 @@ class HeldState:
                 continue
             a, b = part.start - start, part.stop - start
             in_buffer = self._in_compute_buffer(part.pages)
-            targets = [part.master, *part.optimizer_state.values()]
-            pairs = [(target, row[a:b]) for target, row in zip(targets, rows, strict=True)]
+            pairs = [(target, row[a:b]) for target, row in zip(part.rows, rows, strict=True)]
             yield from _copy_in_pieces(pairs[in_buffer:])
             # In fp32 the master is the compute buffer itself. Where another primary has published these pages at this
             # version already, the bits are there, and must not be written again: a saved forward may refer to them.
             if in_buffer and not self._is_there(part, version):
                 part.master.copy_(rows[0, a:b])
-            part.version = version
+            part.at(version)
+            if hashed:
+                part.written = self._hashes([row for _, row in pairs])
             received(part.pages)
             found = True
         if found:
@@ -298,40 +331,67 @@ class HeldState:
         return values.are_at(pages.first, pages.stop, version) or values.are_kept(pages.first, pages.stop)
 
     def fingerprints(self) -> dict[PageRange, bytes]:
-        """Page range -> hash of its state, of those that have state."""
-        return {part.pages.key: self._fingerprint(part) for part in self if part.version != LEARNING}
-
-    def disown_damaged(self, written: Mapping[PageRange, bytes]) -> list[PageRange]:
-        """Give up page ranges whose state is no longer what this worker wrote, as after a fault of its memory.
-
-        Returns:
-            These ranges; another replica sends their state.
-        """
-        damaged = []
+        """Page range -> hash of its state, of those that have state. They are held to it from now on (`damaged`)."""
         for part in self:
-            hashed = written.get(part.pages.key)  # a hash costs about as much as the update
-            if hashed is not None and part.version != LEARNING and hashed != self._fingerprint(part):
-                part.version = LEARNING
-                damaged.append(part.pages.key)
-        return damaged
+            if part.version != LEARNING and part.written is None:
+                part.written = self._hashes(part.rows)
+        return {part.pages.key: part.written.state for part in self if part.written is not None}
 
-    def _fingerprint(self, part: HeldRange) -> bytes:
-        found = hashlib.blake2b(digest_size=8)
-        for values in (part.master, *part.optimizer_state.values()):
-            found.update(self._device.to_host(values).numpy().data)
-        return found.digest()
+    @property
+    def is_hashed(self) -> bool:
+        """True if any state is held to what was written."""
+        return any(part.written is not None for part in self)
 
-    def disown_all(self) -> list[PageRange]:
-        """Give up the state of all page ranges; other replicas send it. Returns those that had state."""
-        had = [part for part in self if part.version != LEARNING]
+    def damaged(self) -> list[HeldRange]:
+        """The page ranges whose state is no longer what this worker wrote, as after a fault of its memory."""
+        return [part for part in self if part.written is not None and part.written != self._hashes(part.rows)]
+
+    def damaged_parameters(self, among: Callable[[ReplicaSet], bool]) -> list[HeldRange]:
+        """Those of some page ranges whose parameters are not. The optimizer's state, mostly twice as much, is left."""
+        known = [(part, part.written) for part in self if part.written is not None and among(part.pages)]
+        return [part for part, written in known if written.master != self._hash(part.master).digest()]
+
+    def is_as_written(self, part: HeldRange, copied: Tensor) -> bool:
+        """True if a copy of a page range's state (`copy_state`) has what this worker wrote; also if it is not known."""
+        return part.written is None or part.written.state == self._hash(copied).digest()
+
+    def _hashes(self, rows: Sequence[Tensor]) -> Written:
+        found = self._hash(rows[0])  # of all state it costs about as much as the update
+        of_master = found.digest()
+        for values in rows[1:]:
+            self._hash(values, found)
+        return Written(of_master, found.digest())
+
+    def _hash(self, values: Tensor, into: hashlib.blake2b | None = None) -> hashlib.blake2b:
+        found = hashlib.blake2b(digest_size=8) if into is None else into
+        found.update(self._device.to_host(values).numpy().data)
+        return found
+
+    def disown(self, parts: Iterable[HeldRange]) -> list[PageRange]:
+        """Give up the state of page ranges; other replicas send it. Returns those that had state."""
+        had = [part for part in parts if part.version != LEARNING]
         for part in had:
-            part.version = LEARNING
+            part.at(LEARNING)
         return [part.pages.key for part in had]
 
-    def flip_a_bit(self) -> None:
-        """Damage the optimizer state of the first trained page range, as failing memory would (fault injection)."""
-        part = next(part for part in self if part.optimizer_state)
-        next(iter(part.optimizer_state.values())).view(torch.int32)[0] ^= 1 << 20
+    def flip_a_bit(self, kinds: Collection[str] = (), draw: random.Random | None = None) -> None:
+        """Damage the state of a trained page range, as failing memory would (fault injection).
+
+        Args:
+            kinds: of state: MASTER (the parameters), or the optimizer's by name; (): all of these.
+            draw: of the page range, the kind and the element; None: the first ones.
+        """
+        trained = [part for part in self if not self.is_frozen(part.pages.layer, part.pages.first)]
+        found = [
+            values
+            for part in trained
+            for kind, values in {MASTER: part.master, **part.optimizer_state}.items()
+            if kind in kinds or not kinds
+        ]
+        if found:  # a worker that has just come may hold nothing
+            values = found[0] if draw is None else draw.choice(found)
+            # By `data`, so that autograd does not know it either.
+            values.data.view(torch.int32)[0 if draw is None else draw.randrange(len(values))] ^= 1 << 20
 
     def num_bytes(self, rank: int) -> dict[str, int]:
         """Bytes of `master` (part of a compute buffer or not) and `optimizer` state that this worker is the primary of.

@@ -7,7 +7,7 @@ have replicas and learners like others, and no gradients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ from elaswave_spmd.worker.page_norms import page_norm_values
 from elaswave_spmd.worker.parameters import Parameters
 from elaswave_spmd.worker.programs.eager import mixed_weights
 from elaswave_spmd.worker.stage_collectives import NoCollectives, StageCollectives
-from elaswave_spmd.worker.state import LEARNING, BackgroundCopies, HeldState, Saved, contains, cut
+from elaswave_spmd.worker.state import LEARNING, BackgroundCopies, HeldRange, HeldState, Saved, contains, cut
 from elaswave_spmd.worker.state_transfer import receive_state, send_state
 from elaswave_spmd.worker.sum_checks import SumChecks
 
@@ -99,7 +99,7 @@ class StateReplica:
         self.reducer.observer = self.sums
         self._sum_wishes: list[m.AddAgain] = []  # about a step that this worker has not begun
         self._unsure: set[int] = set()  # peers that may not have what was sent to them: a link was lost
-        self.parameters = Parameters(context, values, self.state, protocol, self._unsure, grouped)
+        self.parameters = Parameters(context, values, self.state, protocol, self._unsure, grouped, self._may_answer)
         self.background = BackgroundCopies()
         """Copies of state that is sent and received, done in small pieces whenever this worker waits."""
         self._gradients: dict[int, dict[PageRange, Tensor]] = {}  # step -> reduced gradients that are here
@@ -108,7 +108,7 @@ class StateReplica:
         self._sent_state: set[tuple[PageRange, int]] = set()  # (pages, learner) whose state was sent
         self._sends_state_at = 0  # the version whose state learners are sent in this epoch: between two steps
         self._early: dict[tuple[int, m.Message], Tensor] = {}  # for pages that this worker does not hold yet
-        self._written: dict[PageRange, bytes] = {}  # hashes of the state when it was written last
+        self._is_in_doubt = False  # what was computed here since the version may come of damaged parameters
         self._compared = -1, -1  # the mesh epoch and the version whose hashes were sent last
         self._reported_epoch = -1  # in which it was reported last that nothing is left to learn
         self._held: dict[PageRange, ReplicaSet] = {}
@@ -141,7 +141,10 @@ class StateReplica:
         """
         self.placement = placement
         self._sends_state_at = max(begun, self.protocol.version, highest_version)
-        self._written.clear()  # hashes by ranges that may be cut now; `compare` writes new ones
+        # Before ranges are cut, and hashed anew, and before anything of them is sent: what has changed since this
+        # worker reported is not taken for written.
+        self.look()
+        is_hashed = self.state.is_hashed
         before = self._held
         self._loss_range = next((r.key for r in held if self.is_loss(r)), None)
         if self._loss_range is None:
@@ -160,6 +163,8 @@ class StateReplica:
         self._gradients_sent = {sent for sent in sure if (pages := self._held.get(sent[1])) and pages.reaches(sent[2])}
         self._split_gradients()
         self.state.rebind((r for r in held if not self.is_loss(r)), self._values)
+        if is_hashed:
+            self.state.fingerprints()
         self.parameters.enter_epoch(placement, replica_map)
         self._take_back_gradients(self.protocol.version + 1)  # sent below to whomever they concern now
         self.sums.enter_epoch(placement, replica_map, self.protocol.version)
@@ -184,7 +189,7 @@ class StateReplica:
         """
         for part in self.state:
             if self.rank not in part.pages.replicas:
-                part.version = LEARNING
+                part.at(LEARNING)
         for values in self._values.values():
             values.keep_only(())
         self.parameters.forget_filed()
@@ -437,8 +442,7 @@ class StateReplica:
         lr = self._job.learning_rate.at(step)
         divisor = decided.divisor * clip_divisor(decided.norm, self._job.clip) if decided.finite else 1.0
         gradients = self._gradients.pop(step, {})
-        if damaged := self.state.disown_damaged(self._written):
-            self._send(CONTROLLER, m.Damaged(self.rank, self.protocol.epoch, step, tuple(damaged)), None)
+        self._give_up(self.state.damaged(), step)
         for part in self.state:
             if self.state.is_frozen(part.pages.layer, part.pages.first):
                 continue  # there is no update of it that could be computed wrongly
@@ -467,7 +471,7 @@ class StateReplica:
     def compare(self, *, saves: bool = False) -> None:
         """Send hashes of the state, if this version is compared; the controller compares the replicas.
 
-        They are also what the next update holds the state to: it is to be as it was written.
+        They are also what the state is held to until the next update: it is to be as it was written.
 
         Args:
             saves: the run stops with its state at this version, which is compared as well.
@@ -476,12 +480,62 @@ class StateReplica:
         if self._compared == (self.protocol.epoch, version):
             return
         is_due = self._job.compares_at(version) or (saves and self._job.compares_at(0))
-        self._written = self.state.fingerprints() if is_due else {}
+        written = self.state.fingerprints() if is_due else {}
         mine = {part.pages.key for part in self.state if part.version == version}
         if is_due and any(part.pages.key in mine or self.rank in part.pages.learners for part in self.state):
-            rows = tuple((*key, digest) for key, digest in sorted(self._written.items()) if key in mine)
+            rows = tuple((*key, digest) for key, digest in sorted(written.items()) if key in mine)
             self._compared = self.protocol.epoch, version
             self._send(CONTROLLER, m.Fingerprints(self.rank, self.protocol.epoch, version, rows), None)
+
+    def is_sound(self, *, leaves: bool = False) -> bool:
+        """True if what this worker has computed since its version comes of parameters as they were written.
+
+        Else it counts for nothing: the state is given up and reported, and the step begins anew in the mesh epoch that
+        follows (H5). Once a StepReport has gone out that waits until the epoch is entered which was planned with it.
+
+        Args:
+            leaves: the state itself is about to leave this worker: all of it is looked at, not the parameters alone.
+        """
+        state = self.state
+        found = self._find(state.damaged if leaves else lambda: state.damaged_parameters(self._reads))
+        return not (found or self._is_in_doubt)
+
+    def _reads(self, pages: ReplicaSet) -> bool:
+        """True if this worker computes with the master of these pages where it lies, or others are sent it from there.
+
+        In bf16 neither: all of that is a copy, made before the master was hashed.
+        """
+        return self._job.reads_masters and (pages.primary == self.rank or pages.layer in self._values)
+
+    def _may_answer(self, need: m.Need) -> bool:
+        """True if the parameters that are asked for are here as they were written, if they are here."""
+
+        def asked(pages: ReplicaSet) -> bool:
+            return pages.layer == need.layer and pages.first < need.stop and need.first < pages.stop
+
+        return not self._find(lambda: self.state.damaged_parameters(asked))
+
+    def _find(self, damaged: Callable[[], list[HeldRange]]) -> bool:
+        """Look for damage, and report it unless a StepReport has gone out. Returns True if there is any."""
+        if self.protocol.promised <= self.protocol.epoch:
+            return self._look(damaged)
+        return bool(damaged())
+
+    def look(self) -> None:
+        """At a change of the mesh: give up what is damaged, and report it, so that nobody plans with it (H5)."""
+        self._look(self.state.damaged)
+
+    def _look(self, damaged: Callable[[], list[HeldRange]]) -> bool:
+        """Give up and report damage in the middle of a step: what was computed from it counts no more."""
+        found = self.state.is_hashed and self._give_up(damaged(), min(self.protocol.version + 1, self._job.steps))
+        self._is_in_doubt |= found
+        return found
+
+    def _give_up(self, damaged: list[HeldRange], step: int) -> bool:
+        """Give up state that is not what this worker had written, and report it. Returns False if there is none."""
+        if lost := self.state.disown(damaged):
+            self._send(CONTROLLER, m.Damaged(self.rank, self.protocol.epoch, step, tuple(lost)), None)
+        return bool(lost)
 
     def drop_undecided(self) -> None:
         """Give up everything that was computed, here or elsewhere, of steps that are not decided."""
@@ -495,6 +549,7 @@ class StateReplica:
 
     def forget_beyond(self, version: int) -> None:
         """Give up what was computed of the steps after a version, and the state after it that is here."""
+        self._is_in_doubt = False
         given_up = self.state.forget_beyond(version)
         self._sent_state = {sent for sent in self._sent_state if sent[0] not in given_up}
         for values in self._values.values():
@@ -564,7 +619,10 @@ class StateReplica:
             self._loss_received = max(message.step, self._loss_received)
             self.report_caught_up()
             return
-        self.background.add(receive_state(self.state, message, payload, self.protocol, self.report_caught_up))
+        hashed = self._job.compares_at(message.step)
+        self.background.add(
+            receive_state(self.state, message, payload, self.protocol, self.report_caught_up, hashed=hashed)
+        )
 
     def learns_from(self, sender: int, key: PageRange) -> bool:
         """True if this worker learns a page range, and the sender is its primary."""

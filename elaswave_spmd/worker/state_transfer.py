@@ -12,7 +12,7 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.worker_protocol import WorkerProtocol
 from elaswave_spmd.sharding.replicas import ReplicaSet
 from elaswave_spmd.worker.stage_boundary import Send
-from elaswave_spmd.worker.state import HeldRange, HeldState
+from elaswave_spmd.worker.state import LEARNING, HeldRange, HeldState
 
 
 def send_state(
@@ -31,16 +31,27 @@ def send_state(
         # One copy for all learners. The training thread makes it piece by piece while it waits (BackgroundCopies).
         payload = torch.empty(state.state_size(source), device=source.master.device)
         yield from state.copy_state(source, payload)
+        if source.version == LEARNING or not state.is_as_written(source, payload):
+            return  # it is damaged: this worker gives it up, if it has not yet, and others send it
     for learner in learners:
         send(learner, message, payload)
 
 
 def receive_state(
-    state: HeldState, message: m.PageState, payload: Tensor, protocol: WorkerProtocol, done: Callable[[], None]
+    state: HeldState,
+    message: m.PageState,
+    payload: Tensor,
+    protocol: WorkerProtocol,
+    done: Callable[[], None],
+    *,
+    hashed: bool = False,
 ) -> Iterator[None]:
     """Copy in what `send_state` has sent, for the ranges that wait for it. One item per piece.
 
     The protocol gets the norms that came with it: a learner which becomes the primary votes with them.
+
+    Args:
+        hashed: the state is held to what has come, from now on.
     """
     frozen = state.is_frozen(message.layer, message.first)
     norms = np.frombuffer(message.norms, "<f4").tolist()  # one per page; none of a frozen one
@@ -54,5 +65,5 @@ def receive_state(
 
     # A frozen page is current at every version, however old the message is.
     version = max(message.step, protocol.version) if frozen else message.step
-    yield from state.receive(message.layer, message.first, message.stop, version, payload, received)
+    yield from state.receive(message.layer, message.first, message.stop, version, payload, received, hashed=hashed)
     done()

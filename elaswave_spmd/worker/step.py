@@ -154,6 +154,7 @@ class StepRunner:
         yield from self._until_checked(step)
         yield from self._until_compared(step - 1)
         self._microbatches.report_data_wait(step)
+        yield from self._until_sound(step)
         # From here on others may decide the step: with the votes of all members, each applies it for itself.
         self._commit.vote(step)
         yield from self._until_applied(step)
@@ -366,6 +367,11 @@ class StepRunner:
             compared = lambda: self.is_compared(version)  # noqa: E731
             yield from self._waiting.until(compared, "the comparison of replicas at step", version)
 
+    def _until_sound(self, step: int) -> Waits:
+        """Wait for another attempt of the step if it was computed from parameters that have changed in this memory."""
+        if not self._replica.is_sound():
+            yield from self._waiting.until(lambda: False, "the mesh epoch after damage of memory in step", step)
+
     # ---- waiting
 
     def _before_step(self, step: int) -> Waits:
@@ -427,6 +433,7 @@ class StepRunner:
                     scores.append([float(one) for one in tensors_of(x)])
         finally:
             self._microbatches.programs.set_training(True)
+        yield from self._until_sound(version)
         if microbatches:
             form = self._microbatches.programs.scored
             self._context.channel.send(CONTROLLER, _validation(version, self._context.rank, microbatches, scores, form))

@@ -70,6 +70,7 @@ from elaswave_spmd.worker.model_layout import ModelDescription
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, program_args
 from elaswave_spmd.worker.spec import Job
 from elaswave_spmd.worker.stage_collectives import StageGroup
+from elaswave_spmd.worker.state import MASTER
 from tests.cluster.failing_device import DEVICE_FAULT, FailingDevice
 from tests.cluster.faults import LOSSES, RECEIVER, SENDER, AnyFault, Link, MessageFault, Plan
 from tests.cluster.kept_checkpoints import RUN_DIR, KeptCheckpoint, KeptCheckpoints
@@ -204,6 +205,7 @@ class SimulatedCluster:
         self._lost: list[int] = []  # killed, or evicted by the controller
         self._absent: list[int] = []  # gone, or stopped
         self._window: list[int] = []  # lost, or with wrong state, since every page had all its mirrors
+        self._damaged: set[int] = set()  # workers that have given up state
         self._paused = 0  # the controller does nothing before this turn
         self._applied: dict[int, int] = {}
         self._leaving: set[int] = set()
@@ -231,6 +233,7 @@ class SimulatedCluster:
         """A controller, for a run that begins or goes on from a checkpoint. It starts the workers of the placement."""
         for table in (self._workers, self._lost, self._absent, self._window, self._notices):
             table.clear()
+        self._damaged.clear()
         self._ended.clear()
         self._were_members.clear()
         self.is_settled = True
@@ -599,6 +602,9 @@ class SimulatedCluster:
         self.heard.append(message)
         if isinstance(message, m.StepReport):
             self.result.num_put_off += sum(len(part.put_off) for part in message.partial_steps)
+        if isinstance(message, m.Damaged) and not message.reason:  # until it has learned it again
+            self._window.append(message.rank)
+            self._damaged.add(message.rank)
         if isinstance(message, m.Adopted):
             self._applied[message.rank] = message.version
         if isinstance(message, m.Applied):
@@ -630,7 +636,8 @@ class SimulatedCluster:
         """The controller has found that state is lost, or that too few workers are left."""
         if self._end is None:
             left = len({*self.protocol.members} - {*self._lost, *self._leaving})
-            losses = len({*self._window}) if not {*self._window}.isdisjoint(self._lost) else 0
+            has_losses = not {*self._window}.isdisjoint({*self._lost, *self._damaged})
+            losses = len({*self._window}) if has_losses else 0
             self._end = LostStateError(action, losses, self._mirrored, left)
 
     def noted(self, kind: str, fields: dict[str, object]) -> None:
@@ -843,7 +850,9 @@ class SimulatedCluster:
         if kind in ("join", "replace"):
             self._io.events.append(Received(m.SpawnRequest(rank, 1), (), rank))
         if kind == "corrupt" and (executor := self._workers[rank].executor) is not None:
-            executor.replica.state.flip_a_bit()
+            executor.replica.state.flip_a_bit(executor.replica.state.optimizer.state_names)
+        if kind == "flip" and (executor := self._workers[rank].executor) is not None:
+            executor.replica.state.flip_a_bit((MASTER,), random.Random(f"{rank} {fault}"))
         if kind == "rebalance":
             self._notices.append((later, MoveDue()))
         if kind == "pause":

@@ -12,7 +12,7 @@ from elaswave_spmd.worker.fault_points import FaultPoint
 
 KINDS = (
     *("kill", "stop", "term", "join", "replace", "pause", "corrupt", "rebalance", "device", "unlink", "silent"),
-    "miscompute",
+    *("miscompute", "flip"),
 )
 LOSSES = ("kill", "replace", "stop", "silent")
 """Kinds that take a worker, and the state that it holds, away without notice."""
@@ -29,12 +29,13 @@ class Fault:
         step: the step that is under way.
         kind: kill (the process is gone), stop (it stands still and comes back later), term (it asks to leave), join
             (one more worker comes), replace (kill, and a new worker comes), pause (the controller stands still),
-            corrupt (a bit of its optimizer state flips), rebalance (micro-batches, layers and workers go elsewhere,
-            drawn), device (its device fails, and is reset), silent (a stop, and its heartbeats do not arrive any more:
-            it is taken for lost and goes on all the same, as on a machine that the controller cannot reach), miscompute
-            (a bit of what it computes there is wrong: forward, backward, reduce, sum, norm or apply). unlink (the link
-            that a message is sent on is lost, with what is on it, and both ends live) happens at messages only, on the
-            side of the sender.
+            corrupt (a bit of its optimizer state flips), flip (a bit of its parameters does), rebalance
+            (micro-batches, layers and workers go elsewhere, drawn), device (its device fails, and is
+            reset), silent (a stop, and its heartbeats do not arrive any more: it is taken for lost and goes
+            on all the same, as on a machine that the controller cannot reach), miscompute (a bit of what it
+            computes there is wrong: forward, backward, reduce, sum, norm or apply). unlink (the link that a
+            message is sent on is lost, with what is on it, and both ends live) happens at messages only, on
+            the side of the sender.
         rank: the worker that it happens to; of a join or a pause: the worker whose passing of the point begins it.
         point: a FaultPoint by name.
         count: at which passage of this point in this step it happens, from 1.

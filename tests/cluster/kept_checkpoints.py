@@ -13,8 +13,7 @@ from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
 from elaswave_spmd.run_dir.manifest import Manifest
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange
-from elaswave_spmd.worker.checkpoint_writer import MASTER
-from elaswave_spmd.worker.state import HeldRange, Saved
+from elaswave_spmd.worker.state import MASTER, HeldRange, Saved
 
 RUN_DIR = Path("simulated")
 

@@ -29,19 +29,30 @@ from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
 from tests.cluster.cluster import SimulatedCluster
-from tests.cluster.faults import LOSSES, RECEIVER, SENDER, AnyFault, Cell, Fault
+from tests.cluster.faults import LOSSES, RECEIVER, SENDER, AnyFault, Cell, Fault, MessageFault
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.link_breaks import SHARE, LinkBreak, draw_breaks
 from tests.cluster.paired import PairedCluster
 from tests.cluster.processes import LostStateError, Trained
 from tests.cluster.starting import Starting
-from tests.cluster.stories import MESSAGES, draw_ahead, draw_counts, draw_faults, draw_moves, happens, silenced
+from tests.cluster.stories import (
+    MESSAGES,
+    TO_CONTROLLER,
+    draw_ahead,
+    draw_counts,
+    draw_faults,
+    draw_moves,
+    happens,
+    silenced,
+)
 from tests.cluster.tiny import TRAIN, VALIDATION, TinyRun
 from tests.cluster.wires import PUT_OFF, Lateness
 
 MESHES = ("dp2", "dp3", "dp4", "pp2", "pp3", "dp2_pp2", "dp3_pp2", "stages3-2", "stages1-3")
 _WIDE = ("dp2_pp3", "dp3_pp3", "dp2_pp4", "stages2-3-2", "stages1-4-2", "stages2-1-3-2")
 _SPREAD = ("dp4", "dp5", "dp6", "dp4_pp2", "stages4-2", "stages1-5")
+_BEFORE_AN_UPDATE = ("forward", "backward", "reduce", "norm", "apply")
+"""Points of a step at which state is what the update before it has written."""
 _IN_STAGES = {"dp2": "pp2", "dp3": "pp3", "dp4": "dp2_pp2"}
 """Meshes of one stage -> those of several with as many workers."""
 
@@ -115,6 +126,7 @@ class Schedule:
         paired: bool = False,
         links: bool = False,
         spread: bool = False,
+        flips: bool = False,
     ) -> Schedule:
         """The schedule of a seed. In some, links between living workers are lost, drawn from a stream of their own.
 
@@ -133,6 +145,7 @@ class Schedule:
             paired: the same with process groups, and boundary tensors and state go through pairs.
             links: the same, and links are lost in each.
             spread: the same with process groups, and stages have several workers on each of several hosts.
+            flips: the same, and replicas are compared while bits of workers' state flip.
         """
         r = random.Random(seed)
         run = TinyRun(
@@ -177,6 +190,8 @@ class Schedule:
             drawn = replace(drawn, starting=Starting.draw(random.Random(f"starting {seed}"), workers))
         if miscompute:
             drawn = drawn._with_miscomputes(random.Random(f"miscompute {seed}"), workers)
+        if flips:
+            drawn = drawn._with_flips(random.Random(f"flips {seed}"), workers)
         if late:
             drawn = drawn._late(random.Random(f"late {seed}"))
         if controllers and not drawn.verify_every:  # the settings refuse the two together
@@ -244,6 +259,20 @@ class Schedule:
             action=action,
             faults=(wrong, *kept),
         )
+
+    def _with_flips(self, draw: random.Random, workers: int) -> Schedule:
+        """Bits flip in memory, in the middle of steps and of changes of the mesh."""
+        flips: list[AnyFault] = []
+        for _ in range(draw.choice((1, 1, 2))):
+            kind, count = draw.choice(("flip", "flip", "corrupt")), draw.randint(1, 6)
+            if draw.random() < 0.6:
+                step, point = draw.randint(1, self.run.steps), draw.choice(_BEFORE_AN_UPDATE)
+                flips.append(Fault(step, kind, draw.randrange(workers), point, count))
+                continue
+            message = draw.choice(("Prepare", "StepReport", "Reconfigure", "PageState", "Need"))
+            side = SENDER if message in TO_CONTROLLER else RECEIVER
+            flips.append(MessageFault(kind, message, side, draw.random() < 0.5, count))
+        return replace(self, verify_every=1, faults=(*flips, *self.faults))
 
     def _late(self, draw: random.Random) -> Schedule:
         """The same with late messages of the controller, and losses in the middle of steps with more micro-batches."""
@@ -567,13 +596,14 @@ def run_many(
     paired: bool = False,
     links: bool = False,
     spread: bool = False,
+    flips: bool = False,
 ) -> Tally:
     """Runs the schedules of these seeds, in so many processes. Other arguments: see `Schedule.draw`."""
     tally = Tally()
     kinds = {"moving": moving, "grouped": grouped, "checkpoints": checkpoints, "silent": silent, "starting": starting}
     kinds |= {"frozen": frozen}
     kinds |= {"miscompute": miscompute, "late": late, "votes": votes, "peers": peers, "controllers": controllers}
-    kinds |= {"paired": paired, "links": links, "spread": spread}
+    kinds |= {"paired": paired, "links": links, "spread": spread, "flips": flips}
     run_seed = partial(_run_seed, kinds)
     if jobs == 1:
         for seed in seeds:
@@ -604,6 +634,7 @@ _KINDS = (
     "paired",
     "links",
     "spread",
+    "flips",
 )
 
 
@@ -627,6 +658,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", action="store_true", help="workers have links to some of the others only")
     parser.add_argument("--links", action="store_true", help="links between living workers are lost in each schedule")
     parser.add_argument("--spread", action="store_true", help="stages with groups have workers on several hosts")
+    parser.add_argument("--flips", action="store_true", help="bits of workers' state flip, and replicas are compared")
     parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and print everything")
     options = parser.parse_args(arguments)
     kind = {name: getattr(options, name) for name in _KINDS}

@@ -55,10 +55,11 @@ from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint
 from elaswave_spmd.runtime.processes.launcher import Machine
 from elaswave_spmd.runtime.processes.stop_signals import signal_name
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.worker.checkpoint_writer import MASTER, CheckpointOrders
+from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from elaswave_spmd.worker.model_layout import ModelDescription
 from elaswave_spmd.worker.plan_run import RunPlan, _unmeasured  # pyright: ignore[reportPrivateUsage]
 from elaswave_spmd.worker.spec import Job
+from elaswave_spmd.worker.state import MASTER
 from tests.cluster.kept_checkpoints import RUN_DIR, KeptCheckpoint
 from tests.cluster.processes import domain_of
 

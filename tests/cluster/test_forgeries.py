@@ -278,6 +278,14 @@ def test_reports_of_layers_that_no_stage_can_have_are_refused(layers: tuple[int,
     assert by_controller(report, SENDER, None) == admission.PLACE
 
 
+@pytest.mark.parametrize(("began", "why"), [(3, ""), (None, ""), (0, admission.SIZE), (2, admission.SIZE)])
+def test_state_without_norms_is_of_the_version_that_the_run_began_with(began: int | None, why: str) -> None:
+    """A worker of the first mesh knows which that is. One that came later does not, and neither does a controller."""
+    at = replace(AT_WORKER, began=began)
+    assert refused_by_worker(BOUNDS, m.PageState(3, *PAGES, b""), SENDER, 3 * ELEMENTS, at) == why
+    assert refused_by_worker(BOUNDS, m.PageState(3, *PAGES, b"1234"), SENDER, 3 * ELEMENTS, at) == ""
+
+
 def test_without_pairs_nobody_takes_their_messages() -> None:
     bounds = message_bounds(RUN.job(), RUN.description.layout)
     for message in (m.PairSent(2, 1, 0, b"", True), m.PairReceived(1), m.PairLost(2, SENDER, 0)):

@@ -23,6 +23,7 @@ from elaswave_spmd.recovery.actions import RemoveMember
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.messages import (
     AT_ONCE,
+    Damaged,
     LinkClosed,
     Message,
     PairSent,
@@ -620,6 +621,31 @@ def _reports_are_of_the_newest_layers() -> Patches:
     return {(ControllerProtocol, "report_received"): _report_received}
 
 
+def _changes_of_the_mesh_hash_anew() -> Patches:
+    """At a change of the mesh state is hashed anew, whatever has become of it since it was written."""
+
+    def look(self: StateReplica) -> None:
+        for part in self.state:
+            part.written = None
+
+    return {(StateReplica, "look"): look}
+
+
+def _votes_unlooked() -> Patches:
+    """A worker votes for what it has computed without a look at the parameters that it has computed it from."""
+    return {(StateReplica, "is_sound"): lambda self, **how: True}
+
+
+def _damage_taints_nothing() -> Patches:
+    """What a worker has computed from damaged state, and sent, is kept by the others."""
+    damaged = ControllerProtocol.damaged
+
+    def _damaged(self: ControllerProtocol, message: Damaged) -> list[Any]:
+        return damaged(self, msgspec.structs.replace(message, reason="damage of memory"))
+
+    return {(ControllerProtocol, "damaged"): _damaged}
+
+
 MUTANTS: dict[str, Callable[[], Patches]] = {
     "updates in an epoch after its Prepare was answered": _applies_after_prepare,
     "takes a StepReport for an answer to every later Prepare": _reuses_a_report,
@@ -661,6 +687,9 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "sends nothing again when a link was lost before its epoch was entered": _links_lost_before_an_epoch_are_forgotten,
     "takes what was run through older layers for the new ones": _reports_are_of_the_newest_layers,
     "sends nothing again when it has missed an epoch": _missed_epochs_change_nothing,
+    "takes for written what has changed before a change of the mesh": _changes_of_the_mesh_hash_anew,
+    "votes without a look at what it has computed with": _votes_unlooked,
+    "keeps what was computed from damaged parameters": _damage_taints_nothing,
     "sends no replicas to a first mesh that was not planned": _first_replicas_unsent,
     "waits for workers that were lost while they started": _waits_for_the_lost,
     "gives a place to a spare that was lost": _spares_that_are_gone,
@@ -687,6 +716,8 @@ MISSING = "sends nothing again when it has missed an epoch"
 """Schedules meet it seldom: those with `links` and `votes`."""
 LINKS = frozenset([*list(MUTANTS)[36:39], MISSING])
 """Mutants that show where links are lost between living workers: schedules with `links`."""
+FLIPS = frozenset(list(MUTANTS)[40:43])
+"""Mutants that show where bits flip in memory: schedules with `flips`."""
 LATE = frozenset([*list(MUTANTS)[10:14], *list(MUTANTS)[37:39]])
 """Mutants that show where steps are interrupted with weight gradients put off: schedules with `late`."""
 VOTING = frozenset([*list(MUTANTS)[14:16], MISSING])
@@ -718,6 +749,7 @@ def schedule_for(name: str, seed: int) -> Schedule:
         paired=name in PAIRED,
         links=name in LINKS,
         spread=name in SPREAD,
+        flips=name in FLIPS,
     )
 
 

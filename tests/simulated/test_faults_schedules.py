@@ -228,6 +228,18 @@ def test_links_are_lost_between_living_workers(kinds: dict[str, bool]) -> None:
     assert tally.lost_links > 30 and tally.ends["bits"] > 10
 
 
+@pytest.mark.parametrize(
+    "kinds",
+    [{}, {"grouped": True}, {"moving": True, "late": True}, {"checkpoints": True}, {"silent": True, "peers": True}],
+    ids=lambda kinds: ", ".join(kinds) or "plain",
+)
+def test_bits_flip_in_memory(kinds: dict[str, bool]) -> None:
+    """H5: no bit of the run is another one, or state is lost that nobody else had."""
+    tally = run_many(range(CHUNK), flips=True, **kinds)
+    assert tally.failures == {}
+    assert tally.ends["bits"] > CHUNK // 2
+
+
 def test_a_controller_that_comes_back_to_a_large_mesh_finds_everybody_linked_to_everybody() -> None:
     """It has the addresses of all members from any of them."""
     tally = run_many(range(CHUNK), peers=True, controllers=True)

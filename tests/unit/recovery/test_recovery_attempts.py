@@ -15,7 +15,7 @@ from elaswave_spmd.recovery.messages import PartialStep, Recompute, Reconfigure,
 from elaswave_spmd.recovery.partial_step import FULL
 from elaswave_spmd.worker.attempts import AttemptChannel, Attempts
 from elaswave_spmd.worker.channel import Incoming
-from tests.unit.recovery.controller_cases import answer, reconfigures, started
+from tests.unit.recovery.controller_cases import answer, prepares, reconfigures, started
 
 HELD = PartialStep(4, assigned=(0, 1, 2), computed=(0,))
 
@@ -162,6 +162,31 @@ def test_a_loss_before_the_comparison_is_a_repair(agreed: int, repair: int) -> N
     protocol.lost(1, "killed")
     place = reconfigures(answer(protocol, 3, HELD))[0]
     assert (place.attempt, place.repair) == (repair, repair)
+
+
+@pytest.mark.parametrize(("reads", "agreed", "anew"), [(True, 3, True), (False, 3, False), (True, 2, True)])
+def test_a_loss_where_state_is_computed_with_where_it_lies(reads: bool, agreed: int, anew: bool) -> None:
+    """The lost worker may have computed from damaged parameters: without a repair, as it has sent none of these."""
+    protocol = started(2, 2, policy=Policy(compares_at=lambda version: True, reads_masters=reads))
+    protocol.agreed = agreed
+    protocol.lost(1, "killed")
+    place = reconfigures(answer(protocol, 3, HELD))[0]
+    assert (place.attempt, place.repair) == (int(anew), int(agreed < 3))
+
+
+@pytest.mark.parametrize("in_a_change", [False, True])
+def test_state_that_is_not_what_was_written_begins_a_repair(in_a_change: bool) -> None:
+    """Reported before the StepReport, or when the new epoch is entered; the step begins anew, whoever has them."""
+    protocol = started(4)
+    if in_a_change:
+        protocol.relink(frozenset({2, 3}), "their link is lost")
+    effects = protocol.damaged(m.Damaged(1, 0, 4, ((0, 0, 1),)))
+    assert {prepare.after for prepare in prepares(effects).values()} == {m.AT_ONCE}
+    epoch = 1 + in_a_change
+    place = reconfigures(answer(protocol, 3, HELD))[0]
+    assert (place.epoch, place.attempt, place.repair, place.recovery_plan) == (epoch, epoch, epoch, None)
+    protocol.damaged(m.Damaged(1, epoch, 4, ((0, 0, 1),), "UCE ERROR"))
+    assert reconfigures(answer(protocol, 3, HELD))[0].repair == epoch, "a device that has failed has sent nothing wrong"
 
 
 def test_what_is_sent_carries_the_attempt_and_without_one_nothing() -> None:

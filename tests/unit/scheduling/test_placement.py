@@ -129,7 +129,7 @@ def test_on_even_hosts_of_neighbours_blocks_are_what_turns_are(each: int) -> Non
 
 
 def test_one_host_with_a_worker_less_leaves_the_blocks_of_the_others() -> None:
-    """Seven workers have eight micro-batches in turn; the eighth of each block is the next one of the first worker."""
+    """Three workers have blocks of four in turn; the fourth of each block is the next one of the first of them."""
     dealt = workers_of_microbatches("abcdefgh", [4, 4, 4, 3, 3, 3, 3], "time-major", ((0, 1, 2), (3, 4, 5, 6)))
     assert "".join(dealt) == "abcadefgbcabdefgcabcdefg"
 

@@ -25,6 +25,7 @@ def learner_of(*ranges: PageRange) -> StateReplica:
         state=state,
         protocol=SimpleNamespace(version=4),
         background=BackgroundCopies(),
+        _job=SimpleNamespace(compares_at=lambda version: False),
     )
     return replica
 

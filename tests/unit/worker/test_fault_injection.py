@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -75,3 +76,14 @@ def test_what_cannot_be_injected_is_refused(event: dict[str, Any], where: str) -
     with pytest.raises(ConfigError) as caught:
         ChaosSettings(events=(event,))  # type: ignore[arg-type]
     assert where in str(caught.value)
+
+
+def test_a_bit_of_state_flips_as_the_seed_has_it() -> None:
+    drawn = list[float]()
+    state = cast(Any, SimpleNamespace(flip_a_bit=lambda *, draw: drawn.append(draw.random())))
+    for seed in (1, 1, 2):
+        worker = injector(1, ChaosEvent(3, "corrupt", 1, "forward"), seed=seed)
+        for step in (2, 3, 3, 4):
+            worker.visit(FaultPoint.FORWARD, step, (0, 1, 2), state)
+    first, again, other = drawn
+    assert first == again != other

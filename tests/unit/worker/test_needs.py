@@ -29,6 +29,7 @@ def parameters_of(answers: Answers, protocol: SimpleNamespace) -> Parameters:
     vars(parameters).update(
         _protocol=protocol, _unsure=set(), _publisher=answers, _needs={}, _answered={}, _filed={}, _context=context
     )
+    parameters._may_answer = lambda need: True
     parameters.grouped = SimpleNamespace(serves=False)  # pyright: ignore[reportAttributeAccessIssue]
     return parameters
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
+
 import numpy as np
 import pytest
 import torch
@@ -167,3 +170,68 @@ def test_bytes_of_mirrors_are_counted_apart() -> None:
     assert (
         sum(c["optimizer"] for c in counted) == 8 * total and sum(c["mirror_optimizer"] for c in counted) == 16 * total
     )
+
+
+# ---- damage of memory
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_state_is_held_to_what_was_written_until_the_next_update(separate: bool) -> None:
+    state = states(2, 1, separate=separate, dtype=torch.float32)[0]
+    assert not state.is_hashed and state.damaged() == []
+    hashes = state.fingerprints()
+    assert state.is_hashed and state.damaged() == [] and state.fingerprints() == hashes
+    first, *others = list(state)
+    next(iter(first.optimizer_state.values())).view(torch.int32)[3] ^= 1
+    assert state.damaged() == [first] and state.damaged_parameters(lambda pages: True) == []
+    others[0].master.view(torch.int32)[0] ^= 1 << 31
+    assert state.damaged() == [first, others[0]] and state.damaged_parameters(lambda pages: True) == [others[0]]
+    assert state.damaged_parameters(lambda pages: pages.key == first.pages.key) == []
+    assert state.fingerprints() == hashes, "what was written, not what is there"
+    assert state.disown(state.damaged()) == [first.pages.key, others[0].pages.key]
+    assert state.damaged() == [] and set(state.fingerprints()) == set(hashes) - {first.pages.key, others[0].pages.key}
+    update(state, 1, 1.0)
+    assert not state.is_hashed
+
+
+def test_a_range_that_is_cut_is_hashed_anew_and_one_that_is_not_is_held_to_its_hash() -> None:
+    state = states(1, 0, separate=True, dtype=torch.float32)[0]
+    hashes = state.fingerprints()
+    whole = max(state, key=lambda part: part.pages.num_pages).pages
+    middle = whole.first + 1
+    cut = [ReplicaSet(whole.layer, a, b, 0, whole.replicas) for a, b in ((whole.first, middle), (middle, whole.stop))]
+    state.rebind([*(part.pages for part in state if part.pages != whole), *cut], {})
+    assert {part.pages.key for part in state if part.written is None} == {pages.key for pages in cut}
+    found = state.fingerprints()
+    assert {key: found[key] for key in hashes.keys() & found.keys()} == {
+        key: hashes[key] for key in hashes if key != whole.key
+    }
+    assert all(pages.key in found for pages in cut)
+
+
+def test_state_that_has_come_is_held_to_what_has_come() -> None:
+    """Its master may be in the compute buffer already, as published: another bit there is damage."""
+    first, second = (states(1, 0, separate=False, dtype=torch.float32)[0] for _ in range(2))
+    part, learned = next(iter(first)), next(iter(second))
+    payload = torch.empty(first.state_size(part))
+    deque(first.copy_state(part, payload), maxlen=0)
+    second.disown([learned])
+    learned.master.data.view(torch.int32)[1] ^= 1 << 5
+    deque(second.receive(*part.pages.key, 0, payload, lambda pages: None, hashed=True), maxlen=0)
+    assert second.damaged() == [learned] and first.is_as_written(part, payload)
+    assert first.fingerprints()[part.pages.key] == second.fingerprints()[part.pages.key]
+    payload[0] += 1
+    assert not first.is_as_written(part, payload)
+
+
+def test_a_bit_flips_in_parameters_or_in_the_state_of_the_optimizer() -> None:
+    damaged = set[str]()
+    for seed in range(20):
+        state = states(1, 0, separate=False, dtype=torch.float32)[0]
+        state.fingerprints()
+        state.flip_a_bit(draw=random.Random(seed))
+        (part,) = state.damaged()
+        damaged.add("master" if state.damaged_parameters(lambda pages: True) else "optimizer")
+        assert not state.is_frozen(part.pages.layer, part.pages.first)
+    assert damaged == {"master", "optimizer"}
+    states(1, 0, separate=False, dtype=torch.float32)[0].flip_a_bit(("a kind that there is not",))

@@ -150,3 +150,23 @@ def test_the_loss_page_is_sent_as_it_is() -> None:
     message = m.PageState(1, 2, 5, 6, b"")
     assert not list(send_state(state, loss, message, [3], lambda *what: sent.append(what)))
     assert sent == [(3, message, loss)]
+
+
+def test_state_that_is_not_what_was_written_is_not_sent() -> None:
+    state = states(1, 0, separate=True, dtype=torch.float32)[0]
+    part, sent = next(iter(state)), list[int]()
+    message = m.PageState(0, *part.pages.key, b"")
+
+    def send() -> None:
+        copies = BackgroundCopies()
+        copies.add(send_state(state, part, message, (1, 2), lambda learner, *_: sent.append(learner)))
+        copies.finish()
+
+    state.fingerprints()
+    send()
+    assert sent == [1, 2]
+    part.master.view(torch.int32)[1] ^= 1 << 7
+    send()
+    state.disown([part])
+    send()
+    assert sent == [1, 2]
