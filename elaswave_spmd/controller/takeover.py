@@ -281,7 +281,11 @@ class Takeover:
         return "its process ended while there was no controller"
 
     def _with_domains(self, placement: Placement) -> Placement:
-        """The placement with the machine of each worker, which only controllers know, where there are several."""
+        """The placement with the machine of each worker, which only controllers know, where there are several.
+
+        Machines that are missing count as one. No worker deals micro-batches by host then (`Placement.deals_by_host`):
+        the settings refuse process groups where controllers come back.
+        """
         if not self._comeback.has_agents:
             return placement
         here, hosts = (socket.gethostname(),), self._gathered.hosts

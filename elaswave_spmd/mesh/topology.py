@@ -82,6 +82,17 @@ class Topology:
         paths = [*map(self._path_of.get, ranks)]
         return [self.path(rank) if path is None else path for rank, path in zip(ranks, paths, strict=True)]
 
+    def by_host(self, ranks: Collection[int]) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host: those with the same domains, in the order in which hosts and ranks come.
+
+        Raises:
+            MeshError: as `paths`.
+        """
+        found: dict[Path, list[int]] = {}
+        for rank, path in zip(ranks, self.paths(ranks), strict=True):
+            found.setdefault(path, []).append(rank)
+        return tuple(map(tuple, found.values()))
+
     def distance(self, a: int, b: int) -> int:
         """Levels to climb to a common domain: 0 on one host, 1 on two hosts of one rack, 2 in two racks."""
         path_a, path_b = self.path(a), self.path(b)

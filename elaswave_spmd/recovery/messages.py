@@ -733,7 +733,7 @@ class AddedUp(Message, frozen=True):
 
     Args:
         again: they were made now, all of them, by one of `AddAgain.ranks`; else those that it had made before.
-        sums: digests of its sums of micro-batches.
+        sums: digests of its sums of micro-batches, and of those that it has collected on its host for other hosts.
         results: of the reduced gradient, from the primary, and with `again`; else none.
     """
 

@@ -440,8 +440,8 @@ def _backward_levels(survey: _Survey, missing: Sequence[Iterable[int]]) -> list[
 def _assign(survey: _Survey, stage: int, microbatches: Collection[int], busy: Iterable[int]) -> dict[int, int]:
     """Assign micro-batches of a stage to workers: each to its first claimer, the others so that all get as many lines.
 
-    Unclaimed micro-batches are assigned as the placement does it, so that neighbours in the tree stay together where it
-    is contiguous.
+    Unclaimed micro-batches are assigned in the placement's order, so that neighbours in the tree stay together where it
+    is contiguous. Hosts do not count here.
 
     Args:
         busy: a rank for each line that the stage has already.

@@ -26,7 +26,7 @@ from elaswave_spmd.sharding.replicas import ReplicaMap
 CONTIGUOUS, TIME_MAJOR = "contiguous", "time-major"
 """The two orders in which the micro-batches of a stage are assigned to its workers; see `workers_of_microbatches`."""
 
-Hosts = Sequence[Sequence[int]]
+ByHost = Sequence[Sequence[int]]
 """Positions of a stage's workers, by host."""
 
 
@@ -87,14 +87,13 @@ class Placement:
             )
         return self._workers[stage]
 
-    def _hosts_of(self, stage: int) -> Hosts:
+    def _hosts_of(self, stage: int) -> ByHost:
         """The positions of a stage's workers by host, if micro-batches are dealt by host; else ()."""
         if not self.deals_by_host or self.microbatch_order == CONTIGUOUS:
             return ()
-        found: dict[object, tuple[int, ...]] = {}
-        for position, path in enumerate(self.mesh.topology.paths(self.mesh.stages[stage])):
-            found[path] = (*found.get(path, ()), position)
-        return tuple(found.values()) if len(found) > 1 else ()
+        members = self.mesh.stages[stage]
+        positions, hosts = {rank: at for at, rank in enumerate(members)}, self.mesh.topology.by_host(members)
+        return tuple(tuple(positions[rank] for rank in host) for host in hosts) if len(hosts) > 1 else ()
 
     @cached_property
     def _workers(self) -> dict[int, tuple[int, ...]]:
@@ -146,7 +145,7 @@ class Placement:
 
 
 def workers_of_microbatches(
-    members: Sequence[int], counts: Sequence[int], order: str, hosts: Hosts = ()
+    members: Sequence[int], counts: Sequence[int], order: str, hosts: ByHost = ()
 ) -> tuple[int, ...]:
     """The worker of every micro-batch of a stage, by micro-batch.
 
@@ -164,7 +163,7 @@ def workers_of_microbatches(
     return tuple(m for r in rounds for m, count in zip(members, counts, strict=True) if r < count)
 
 
-def _dealt_by_host(counts: Sequence[int], hosts: Hosts) -> Iterator[int]:
+def _dealt_by_host(counts: Sequence[int], hosts: ByHost) -> Iterator[int]:
     """The position of the worker of every micro-batch, where each host in turn gets a block of them.
 
     A block is a node of the reduction tree: as many micro-batches as the largest host has workers, rounded down to a
@@ -181,7 +180,7 @@ def _dealt_by_host(counts: Sequence[int], hosts: Hosts) -> Iterator[int]:
         yield next(takers[host])
 
 
-def microbatches_of_workers(counts: Sequence[int], order: str, hosts: Hosts = ()) -> Sequence[Sequence[int]]:
+def microbatches_of_workers(counts: Sequence[int], order: str, hosts: ByHost = ()) -> Sequence[Sequence[int]]:
     """The micro-batches of every worker of a stage, by position: the inverse of `workers_of_microbatches`."""
     if order == CONTIGUOUS:
         return [range(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)]

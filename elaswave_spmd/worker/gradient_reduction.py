@@ -378,7 +378,8 @@ class GradientReducer:
         if exchange.way is Way.WITHIN_HOSTS:
             self._collect(step, plan, exchange, came)
         reductions = self._steps.get(step, {})
-        for route, nodes in came.items():  # a sum that waits for others must not keep the memory of the whole exchange
+        # A sum that waits for others must not keep the memory of the whole exchange.
+        for route, nodes in came.items():
             if (reduction := reductions.get(route.pages.key)) is not None:
                 for node, _ in nodes:
                     reduction.own(route.layer, node)
@@ -390,11 +391,17 @@ class GradientReducer:
         """Add up what this worker's host has for primaries on other hosts, as far as the tree allows."""
         for route in plan.collects(exchange.layer):
             own = self._exchanges.own_sums(exchange, route)
+            nodes = [*((node, Term(value, owned=False)) for node, value in own), *came.get(route, ())]
             tree = Tree(self._device, Reduction(self.num_microbatches))
-            tree.add([*((node, Term(value, owned=False)) for node, value in own), *came.get(route, ())])
-            sums = {node: term.values for node, term in tree.sums.items()}
-            if self.observer is not None:
-                sums = {node: self.observer.collected(step, route, node, value) for node, value in sums.items()}
+            tree.add(nodes)
+            sums = dict[Node, Tensor]()
+            for node in [*tree.sums]:
+                if node in {given for given, _ in nodes}:  # it only passes through: whoever has made it answers for it
+                    tree.own(node)  # and it must not keep the memory of the whole exchange
+                    sums[node] = tree.sums[node].values
+                else:
+                    value = tree.sums[node].values
+                    sums[node] = self.observer.collected(step, route, node, value) if self.observer else value
             self._exchanges.collect(exchange, route, sums)
 
     def _known_everywhere(self, layer_sum: LayerSum) -> None:
@@ -486,8 +493,9 @@ class GradientReducer:
         """Bytes of gradients kept within a step, at the peak.
 
         Replicated gradients: the full-size buffers of all open nodes. Sharded: the sums of this worker's own pages, and
-        whole layer sums that were given to the group and may be missing somewhere yet; on top comes one layer's buffer
-        at a time, on its way from the layer's backward to the primaries.
+        whole layer sums that were given to the group and may be missing somewhere yet. On top come one layer's buffer
+        at a time, on its way from the layer's backward to the primaries, and shares of up to two layers that are
+        collected on a host for other hosts.
         """
         return self._peak_sum_bytes if self._sharded else sum(pool.num_bytes for pool in self._pools.values())
 

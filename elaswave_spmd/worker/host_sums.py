@@ -33,12 +33,10 @@ class Hosts:
     @classmethod
     def of(cls, placement: Placement, stage: int) -> Hosts:
         """The hosts of a stage: two workers are on one host if all of their failure domains are the same."""
-        found: dict[object, tuple[int, ...]] = {}
-        members, topology = placement.mesh.stages[stage], placement.mesh.topology
-        for rank, path in zip(members, topology.paths(members), strict=True):
-            found[path] = (*found.get(path, ()), rank)
+        members = placement.mesh.stages[stage]
         counts = zip(members, placement.microbatch_counts[stage], strict=True)
-        return cls(tuple(found.values()), frozenset(rank for rank, count in counts if count))
+        computing = frozenset(rank for rank, count in counts if count)
+        return cls(placement.mesh.topology.by_host(members), computing)
 
     def share_one(self, one: int, other: int) -> bool:
         """True if two workers are on the same host."""

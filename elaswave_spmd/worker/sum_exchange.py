@@ -124,7 +124,8 @@ class Given:
 class ExchangePlan:
     """The exchanges of a step that runs as it is placed: a pure function of the placement, alike on all members.
 
-    Layers come in the order of a backward. Replicated gradients have one exchange for each layer, with all sums of it.
+    Layers come in the order of a backward. Replicated gradients have one exchange for each layer, with all sums of it;
+    or two, within and between hosts, of which the second comes `LAG` exchanges later: W(2), W(1), B(2), W(0), B(1).
     Sharded ones have rounds (`_rounds`), in each of which a member sends about one sum of each layer, since it is to
     keep no more of them. The reduced gradients of a layer come `LAG` exchanges of sums after the last one with sums
     that they are made of: S(2), S(1), G(2), S(0), G(1), G(0), and where there are rounds, in the last one.

@@ -230,6 +230,29 @@ def test_a_collector_that_adds_wrongly_is_found(zero: int, monkeypatch: pytest.M
     raise AssertionError("three of these are sums that it has collected")
 
 
+@pytest.mark.parametrize(("mesh", "microbatches", "zero", "rank"), [("dp4", 10, 1, 3), ("dp6", 14, 2, 2)])
+@one_thread()
+def test_a_collector_does_not_answer_for_what_it_passes_on(mesh: str, microbatches: int, zero: int, rank: int) -> None:
+    """Some sums of a host's workers are merged with no other, and leave the host as they were made."""
+    run, injected = Run(microbatches=microbatches, steps=6), 0
+    for count in (1, 2, 3, 7):
+        fault = Fault(4, "miscompute", rank, "sum", count)
+        cluster = Grouped(run, mesh, zero, faults=(fault,), failing=0.0, hosts=2, verify_rate=1.0)
+        trained = cluster.run()
+        assert outcome(trained) == expected(run)
+        lost = [who for begun in trained.epochs for who, kind in begun.kinds.items() if kind == "fail"]
+        assert lost in ([], [rank]), count  # a bit of padding, or one too small to be seen, is none
+        injected += len(lost)
+    assert injected >= 2
+
+
+@pytest.mark.parametrize("miscompute", [False, True])
+def test_no_schedule_with_several_hosts_changes_a_bit_or_gets_stuck(miscompute: bool) -> None:
+    tally = run_many(range(CHUNK // 2), spread=True, miscompute=miscompute)
+    assert tally.failures == {}
+    assert tally.injected > CHUNK // 2 and tally.ends["bits"] > CHUNK // 4
+
+
 @one_thread()
 def test_a_primary_whose_state_is_damaged_has_nothing_to_publish() -> None:
     cluster = train(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 
@@ -91,6 +92,8 @@ class FusedSums:
             if name not in self._kernels:
                 self._kernels[name] = self._compiled(_text(name, terms))
             return Term(self._kernels[name](*values), owned=True)
+        except torch.OutOfMemoryError:  # of one moment; additions in place may need none
+            return _added(terms)
         except RuntimeError as error:  # if the device is at fault, so it is in the additions that follow
             self._works = False
             warnings.warn(f"sums are added one by one, as no kernel can be made for them: {error}", stacklevel=2)

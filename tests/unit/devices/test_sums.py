@@ -89,6 +89,25 @@ def test_kernels_take_as_many_terms_as_torch_allows() -> None:
     assert len(compiler.runs) == 9, "two terms are added as ever"
 
 
+def test_without_memory_for_a_kernel_one_sum_is_made_in_turn() -> None:
+    class Full(Compiler):
+        def __call__(self, text: str) -> Callable[..., Tensor]:
+            kernel = super().__call__(text)
+
+            def run(*values: Tensor) -> Tensor:
+                if not self.runs:
+                    self.runs.append(0)
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                return kernel(*values)
+
+            return run
+
+    compiler = Full()
+    sums = FusedSums(compiler)
+    assert [sums.add_up(in_halves(4)).tolist() for _ in range(2)] == [[6.0] * 3] * 2
+    assert compiler.runs == [0, 4]
+
+
 def test_where_no_kernel_can_be_made_additions_are_made_in_turn_after_one_warning() -> None:
     def fails(text: str) -> Callable[..., Tensor]:
         raise RuntimeError("nvrtc: no such library")

@@ -120,6 +120,8 @@ def test_who_has_added_a_wrong_sum_rightly_is_not_wrong() -> None:
     assert finding is not None and (finding.item, finding.wrong) == (LEFT, (0,))
     finding = find_wrong([*claims(root=C), Claim(2, host, C)], {0: right, 1: right})
     assert finding is not None and (finding.item, finding.wrong) == (host, (2,))
+    finding = find_wrong([*claims(root=C), Claim(2, host, C)], {0: right, 1: right, 2: {**right, host: C}})
+    assert finding is not None and finding.wrong == (2,), "two of three"
     found = [*claims(left=C, root=C), Claim(2, host, C), Claim(2, of_other_layer, C)]
     finding = find_wrong(found, {0: right, 1: right})
     assert finding is not None and finding.wrong == (0, 2), "a sum of another layer is another matter"

@@ -130,8 +130,8 @@ def test_on_even_hosts_of_neighbours_blocks_are_what_turns_are(each: int) -> Non
 
 def test_one_host_with_a_worker_less_leaves_the_blocks_of_the_others() -> None:
     """Three workers have blocks of four in turn; the fourth of each block is the next one of the first of them."""
-    dealt = workers_of_microbatches("abcdefgh", [4, 4, 4, 3, 3, 3, 3], "time-major", ((0, 1, 2), (3, 4, 5, 6)))
-    assert "".join(dealt) == "abcadefgbcabdefgcabcdefg"
+    dealt = workers_of_microbatches(range(7), [4, 4, 4, 3, 3, 3, 3], "time-major", ((0, 1, 2), (3, 4, 5, 6)))
+    assert dealt == (0, 1, 2, 0, 3, 4, 5, 6, 1, 2, 0, 1, 3, 4, 5, 6, 2, 0, 1, 2, 3, 4, 5, 6)
 
 
 def test_the_two_orders_of_microbatches():
