@@ -368,7 +368,8 @@ class RuntimeSettings(Section, group="runtime"):
     whose bits depend on more than the micro-batch is refused.
 
     `collectives`: while a stage has a process group of the device's library (NCCL, HCCL; gloo on the CPU), partial
-    sums, reduced gradients and new parameters go through it, and over links otherwise. The bits are the same.
+    sums, reduced gradients and new parameters go through it, and over links otherwise. On several machines the sums of
+    a machine's workers are added up there first. The bits are the same.
 
     `pairs`: with `collectives=group`, boundary tensors and state that is moved or copied to new replicas go from device
     to device through groups of two workers, and over links otherwise. The bits are the same.
