@@ -394,14 +394,13 @@ class GradientReducer:
             nodes = [*((node, Term(value, owned=False)) for node, value in own), *came.get(route, ())]
             tree = Tree(self._device, Reduction(self.num_microbatches))
             tree.add(nodes)
-            sums = dict[Node, Tensor]()
-            for node in [*tree.sums]:
-                if node in {given for given, _ in nodes}:  # it only passes through: whoever has made it answers for it
-                    tree.own(node)  # and it must not keep the memory of the whole exchange
-                    sums[node] = tree.sums[node].values
-                else:
-                    value = tree.sums[node].values
-                    sums[node] = self.observer.collected(step, route, node, value) if self.observer else value
+            passed = {node for node, _ in nodes} & tree.sums.keys()
+            for node in passed:  # they must not keep the memory of the whole exchange
+                tree.own(node)
+            sums = {node: term.values for node, term in tree.sums.items()}
+            if self.observer is not None:  # whoever has made a sum that only passes through answers for it
+                made = [node for node in sums if node not in passed]
+                sums |= {node: self.observer.collected(step, route, node, sums[node]) for node in made}
             self._exchanges.collect(exchange, route, sums)
 
     def _known_everywhere(self, layer_sum: LayerSum) -> None:
