@@ -256,12 +256,9 @@ def reconfigure_message(
 
 def _hosts_of(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     """Per stage, the number of each member's host; () if all are on one."""
-    numbers: dict[Path, int] = {}
-    found = [
-        tuple(numbers.setdefault(path, len(numbers)) for path in mesh.topology.paths(members))
-        for members in mesh.stages
-    ]
-    return tuple(found) if len(numbers) > 1 else ()
+    hosts = mesh.topology.by_host(mesh.members)
+    numbers = {rank: number for number, members in enumerate(hosts) for rank in members}
+    return tuple(tuple(numbers[rank] for rank in members) for members in mesh.stages) if len(hosts) > 1 else ()
 
 
 def partial_step_of(report: StepReport, step: int) -> PartialStep | None:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
 from functools import cached_property
@@ -157,17 +157,7 @@ class ExchangePlan:
         members, layers = placement.mesh.stages[stage], placement.layers_of_stage(stage)
         ways = {layer: _by_primary(routes(layout, replica_map, layer), members) for layer in layers}
         hosts = Hosts.of(placement, stage)
-        sums = _in_two(
-            [
-                SumExchange(layer, found, found)
-                for found in rounds_of(placement, stage)
-                for layer in reversed(layers)
-                if _has_any(found, ways[layer])
-            ],
-            ways,
-            hosts,
-            placement.num_microbatches,
-        )
+        sums = _exchanges_of_sums(rounds_of(placement, stage), layers, ways, hosts, placement.num_microbatches)
         behind = _gradients_behind(sums, layers, layout, replica_map, frozenset(members))
         order: list[Exchange] = [*behind.get(-1, ())]
         for at, exchange in enumerate(sums):
@@ -332,45 +322,45 @@ def _has_any(nodes: NodesByWorker, ways: Mapping[int, Sequence[Route]]) -> bool:
     return any(found and any(primary != member for primary in ways) for member, found in nodes.items())
 
 
-def _in_two(
-    sums: Sequence[SumExchange], ways: Mapping[int, Mapping[int, tuple[Route, ...]]], hosts: Hosts, number: int
+def _exchanges_of_sums(
+    rounds: Sequence[NodesByWorker],
+    layers: range,
+    ways: Mapping[int, Mapping[int, tuple[Route, ...]]],
+    hosts: Hosts,
+    num_microbatches: int,
 ) -> list[SumExchange]:
-    """The exchanges of sums, each of them in two where less goes between hosts then.
+    """The exchanges of sums in their order, each of them in two where less goes between hosts then.
 
     The second one comes `LAG` exchanges later than it could, like an exchange of reduced gradients, and for its reason.
-
-    Args:
-        number: micro-batches of a step.
     """
     found, behind = list[SumExchange](), list[SumExchange]()
-    for exchange in sums:
-        added_up = hosts.added_up(exchange.nodes, number)
-        splits = _number_between(exchange.nodes, ways[exchange.layer], hosts, is_added_up=False)
-        joined = _number_between(added_up, ways[exchange.layer], hosts, is_added_up=True)
-        if joined < splits:
-            found.append(replace(exchange, way=Way.WITHIN_HOSTS))
-            behind.append(SumExchange(exchange.layer, added_up, exchange.own, Way.BETWEEN_HOSTS))
-        else:
-            found.append(exchange)
-        while len(behind) > LAG or (behind and found[-1].way is Way.DIRECT):
-            found.append(behind.pop(0))
+    for nodes in rounds:
+        added_up = hosts.added_up(nodes, num_microbatches)
+        single = [sum(len(nodes[rank]) for rank in members) for members in hosts.members]
+        joined = [len(added_up[members[0]]) for members in hosts.members]
+        for layer in reversed(layers):
+            if not _has_any(nodes, ways[layer]):
+                continue
+            if _pages_between(joined, ways[layer], hosts) < _pages_between(single, ways[layer], hosts):
+                found.append(SumExchange(layer, nodes, nodes, Way.WITHIN_HOSTS))
+                behind.append(SumExchange(layer, added_up, nodes, Way.BETWEEN_HOSTS))
+            else:
+                found.append(SumExchange(layer, nodes, nodes))
+            while len(behind) > LAG or (behind and found[-1].way is Way.DIRECT):
+                found.append(behind.pop(0))
     return [*found, *behind]
 
 
-def _number_between(
-    nodes: NodesByWorker, ways: Mapping[int, tuple[Route, ...]], hosts: Hosts, *, is_added_up: bool
-) -> int:
-    """The pages, times sums, that go from one host to another.
+def _pages_between(sums: Sequence[int], ways: Mapping[int, tuple[Route, ...]], hosts: Hosts) -> int:
+    """The pages of one layer that go from host to host, each as often as it has sums.
 
     Args:
-        is_added_up: `nodes` are those of the worker's host, and one worker of it sends them.
+        sums: of each host, that go to every primary elsewhere.
     """
     pages_of = {primary: sum(route.stop - route.first for route in found) for primary, found in ways.items()}
-    total, sent = sum(pages_of.values()), 0
-    for members in hosts.members:
-        others = total - sum(pages_of.get(rank, 0) for rank in members)
-        sent += others * sum(len(nodes[rank]) for rank in (members[:1] if is_added_up else members))
-    return sent
+    total = sum(pages_of.values())
+    own = (sum(pages_of.get(rank, 0) for rank in members) for members in hosts.members)
+    return sum(number * (total - pages) for number, pages in zip(sums, own, strict=True))
 
 
 def _elements(route: Route, layout: ModelLayout) -> int:

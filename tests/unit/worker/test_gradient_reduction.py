@@ -126,6 +126,17 @@ def placements(draw: st.DrawFn) -> Placement:
     return placed(stages, cuts, tuple(counts), draw(st.integers(0, 3)))
 
 
+def drawn_leaves(
+    layout: ModelLayout, placement: Placement, generator: torch.Generator
+) -> dict[tuple[int, int], Tensor]:
+    """(layer, micro-batch) -> its gradient, drawn."""
+    return {
+        (layer.index, microbatch): torch.randn(layer.num_gradient_elements, generator=generator)
+        for layer in layout.layers
+        for microbatch in range(placement.num_microbatches)
+    }
+
+
 @settings(deadline=None, max_examples=150)
 @given(
     placement=placements(),
@@ -141,11 +152,7 @@ def test_every_entry_is_the_tree_whatever_arrives_when(
     cluster = Cluster(layout, placement, random.Random(seed), in_place=in_place, copies=copies)
     runs = [run for of_layer in placement.replica_map(layout).values() for run in of_layer]
     for step in (1, 2, 3):  # buffers are used again
-        leaves = {
-            (layer.index, microbatch): torch.randn(layer.num_gradient_elements, generator=generator)
-            for layer in layout.layers
-            for microbatch in range(placement.num_microbatches)
-        }
+        leaves = drawn_leaves(layout, placement, generator)
         cluster.run_step(step, leaves)
         for run in runs:
             wanted = wanted_entry(layout, run, leaves, placement.num_microbatches)

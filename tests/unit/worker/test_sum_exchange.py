@@ -35,7 +35,7 @@ from elaswave_spmd.worker.sum_exchange import (
     sums_of_hosts,
 )
 from tests.unit.runtime.runtime_cases import HOST, placed, small_layout
-from tests.unit.worker.test_gradient_reduction import Cluster, placements, wanted_entry
+from tests.unit.worker.test_gradient_reduction import Cluster, drawn_leaves, placements, wanted_entry
 
 
 def norms_of(layout: ModelLayout, pages: ReplicaSet, gradient: Tensor) -> list[float]:
@@ -170,11 +170,7 @@ def test_primaries_and_mirrors_have_the_gradient_of_the_tree_and_its_norms_also_
     cluster = ExchangingCluster(layout, placement, random.Random(seed), in_place=in_place, copies=copies, fails=fails)
     runs = [run for of_layer in placement.replica_map(layout).values() for run in of_layer]
     for step in (1, 2, 3):  # buffers are used again
-        leaves = {
-            (layer.index, microbatch): torch.randn(layer.num_gradient_elements, generator=generator)
-            for layer in layout.layers
-            for microbatch in range(placement.num_microbatches)
-        }
+        leaves = drawn_leaves(layout, placement, generator)
         cluster.run_step(step, leaves)
         for run in runs:
             wanted = wanted_entry(layout, run, leaves, placement.num_microbatches)
@@ -207,11 +203,7 @@ def test_sums_that_cross_between_hosts_once_are_those_of_the_tree(
     cluster = ExchangingCluster(layout, placement, random.Random(seed), in_place=True, fails=fails)
     runs = [run for of_layer in placement.replica_map(layout).values() for run in of_layer]
     for step in (1, 2):
-        leaves = {
-            (layer.index, microbatch): torch.randn(layer.num_gradient_elements, generator=generator)
-            for layer in layout.layers
-            for microbatch in range(placement.num_microbatches)
-        }
+        leaves = drawn_leaves(layout, placement, generator)
         cluster.run_step(step, leaves)
         for run in runs:
             wanted = wanted_entry(layout, run, leaves, placement.num_microbatches)
