@@ -40,6 +40,7 @@ _PAUSE_S = 0.1  # after a failed accept
 _TICK_S = 0.1  # between two looks at the time that clients have
 _MOST_CLIENTS = 256  # at once; further ones wait in the socket's queue
 _LONGEST = 1 << 16  # bytes of a request
+_UNREADY = f".{SOCKET}"  # the socket's name until it can be connected to, by its user alone
 
 
 class Administration:
@@ -332,10 +333,11 @@ class ControlSocket:
             undo.callback(os.close, self._folder)
             self._server = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(SOCKET, dir_fd=self._folder)
-            self._server.bind(f"/proc/self/fd/{self._folder}/{SOCKET}")  # admin_client.socket_address has the reason
-            os.chmod(SOCKET, 0o600, dir_fd=self._folder)  # before `listen`: until then nobody can connect
+                os.unlink(_UNREADY, dir_fd=self._folder)
+            self._server.bind(f"/proc/self/fd/{self._folder}/{_UNREADY}")  # admin_client.socket_address has the reason
+            os.chmod(_UNREADY, 0o600, dir_fd=self._folder)  # before `listen`: until then nobody can connect
             self._server.listen(_MOST_CLIENTS)
+            os.rename(_UNREADY, SOCKET, src_dir_fd=self._folder, dst_dir_fd=self._folder)
             self._server.setblocking(False)
             self._woken, self._wakes = socket.socketpair()
             for end in (self._woken, self._wakes):
