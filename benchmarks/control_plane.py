@@ -6,6 +6,7 @@ The controller is the product's own, with its protocol, failure detector, log an
 the protocol. Made up are the workers, whose messages are encoded beforehand, and the links: what is sent is counted and
 goes nowhere. So the time is that of one thread that decodes and decides, without sockets. In a second of a run with a
 step a second a worker sends a report of the step, what it has measured, and heartbeats: ten, and fewer on many workers.
+Those of eight workers come together, from the agent of their machine.
 
 A loss comes in the middle of a step: every survivor reports micro-batches that it has computed, and its partial sums.
 Then the learners catch up and become replicas, which is a second change of the mesh. What the planner takes of both
@@ -33,7 +34,7 @@ from benchmarks.harness import Result, parser, say
 from elaswave_spmd.conf.schema import MeshSettings, ModelSettings, PageSettings, Settings, TrainSettings
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.events import AgentOrder, Event, ManifestWritten, Received, Rejected, Tick, WorkerEnded
-from elaswave_spmd.controller.io import Spawned
+from elaswave_spmd.controller.io import Spawned, heartbeats_in
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.planning import PlanRequest
 from elaswave_spmd.controller.resume import ResumePoint
@@ -48,6 +49,7 @@ from elaswave_spmd.run_dir import RunDir, RunObserver
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo
 from elaswave_spmd.run_dir.display import PlainDisplay
 from elaswave_spmd.run_dir.manifest import Manifest
+from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.launcher import Machine
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.split_backward import SplitBackward
@@ -60,6 +62,7 @@ SIZES = (100, 1_000, 10_000)
 VOTERS = (100_000,)
 """Sizes beyond those at which only a worker's votes are counted: they depend on nothing but the number of members."""
 _STAGES, _LAYERS, _MICROBATCHES = 10, 18, 2  # layers besides embedding and head; micro-batches of a worker
+_ON_A_HOST = 8
 _STEPS = 10_000_000  # of the run, of which it does few
 
 
@@ -296,9 +299,23 @@ class MadeUpRun:
         members = self.placement.mesh.members
         self.bytes_to_controller = 0
         each = round(1 / self.plan.settings.timeouts.heartbeat_of(len(members)))
-        beats = [(rank, m.Heartbeat(rank, n, True, "forward")) for n in range(each) for rank in members]
-        self.beats.append((yield from self._play(beats, 1.0)))
+        hosts = [members[i : i + _ON_A_HOST] for i in range(0, len(members), _ON_A_HOST)]
+        self.beats.append((yield from self._beat([host for _ in range(each) for host in hosts])))
         self.reports.append((yield from self._step()))
+
+    def _beat(self, hosts: Sequence[Sequence[int]]) -> Generator[Event, None, float]:
+        """Heartbeats of these workers, at even distances in a second. Returns the controller's seconds for them."""
+        messages = [[(rank, m.encode(m.Heartbeat(rank, 1, True, "forward"))) for rank in host] for host in hosts]
+        self.bytes_to_controller += sum(len(am.encode(am.Beats(tuple(beats)))) for beats in messages)
+        self.io.pace = 1.0 / len(messages)
+        began = thread_time()
+        for beats in messages:
+            event, refused = heartbeats_in(beats)
+            assert event is not None and not refused
+            yield event
+        took = thread_time() - began
+        self.io.pace = 0.0
+        return took
 
     def _step(self) -> Generator[Event, None, float]:
         self._version += 1

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.conf.schema import Settings, endpoint
-from elaswave_spmd.controller.agent_workers import AgentWorkers
+from elaswave_spmd.controller.agent_workers import AgentWorkers, relay_path
 from elaswave_spmd.controller.moved import take_note
 from elaswave_spmd.controller.startup import data_spec, start_fork_server
 from elaswave_spmd.data import PreparedData, prepare_data
@@ -38,6 +38,7 @@ from elaswave_spmd.errors import ConfigError, DataError, RunError, UserError
 from elaswave_spmd.mesh.mesh import named_workers
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
 from elaswave_spmd.runtime.processes import agent_messages as am
+from elaswave_spmd.runtime.processes.beat_relay import BeatRelay
 from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError, NotStartedError
 from elaswave_spmd.runtime.processes.rendezvous import (
@@ -396,6 +397,7 @@ class Agent:
         self._fork_server = fork_server
         self._scratch = scratch
         self._workers = workers
+        self._relay: BeatRelay | None = None
         self._refused: dict[str, int] = {}
         self._terms = terms or StopSignals(())
         self._drain_s = drain_s
@@ -429,6 +431,8 @@ class Agent:
         hello = am.Hello(FORMAT_VERSION, self._links.address, offer.name, offer.capacity, version, before)
         first = self._workers.offered(hello, self._scratch.path, time.monotonic())
         self._send(first)
+        if isinstance(first, am.Back):
+            self._start_relay()
         what = f"places for {offer.capacity} workers of the run at {offer.rendezvous}"
         if isinstance(first, am.Back):
             what = f"a controller is at {offer.rendezvous} again, and may adopt {len(first.workers)} workers"
@@ -474,6 +478,9 @@ class Agent:
             self._send(am.AgentFailed(am.Problem.from_error(error, _report(error))))
             self._wait_for_stop()
             raise
+        finally:
+            if self._relay is not None:
+                self._relay.close()
 
     def _serve_orders(self) -> None:
         """Turn until the run is over."""
@@ -615,6 +622,8 @@ class Agent:
                     self._workers.ranks.discard(rank)
                     print(f"worker {rank} could not be started: {error}", flush=True)
                     self._send(am.WorkerExited(rank, 0, 1, None, str(error)))
+            case am.BeatsHeard() if self._relay is not None:
+                self._relay.answered()
             case am.Settled():
                 self._workers.settled()
             case am.Signal(rank, number):
@@ -689,6 +698,17 @@ class Agent:
         self._workers.own["data"] = dataclasses.replace(ours, attributes=theirs.attributes).to_dict()
         self._fork_server.ready()
         self._fork_server.set_orphan_grace(grace_s)
+        self._workers.beat_s = settings.timeouts.heartbeat_of(num_workers)
+        self._start_relay()
+
+    def _start_relay(self) -> None:
+        """Send on the heartbeats of the workers here. Without room for a socket each of them sends its own."""
+        if self._relay is not None or self._workers.beat_s is None:
+            return
+        path = relay_path(self._scratch.path)
+        with contextlib.suppress(OSError):
+            self._relay = BeatRelay(path, self._workers.beat_s, lambda beats: self._send(am.Beats(tuple(beats))))
+        self._workers.relays = self._relay is not None
 
     def _restart_fork_server(self, start: WorkerStart, orphan_grace_s: float) -> None:
         """Start the fork server again with the variables and modules of the run's device, if that has any.
@@ -709,6 +729,8 @@ class Agent:
         """
         for exited in exits:
             self._workers.ended(exited.rank)
+            if self._relay is not None:
+                self._relay.forget(exited.rank)
             if self._is_leaving and not are_stopped and exited.code != 0:
                 self._failed[exited.rank] = exited
             self._send(am.WorkerExited(exited.rank, exited.pid, exited.code, exited.signal))

@@ -16,6 +16,11 @@ from elaswave_spmd.runtime.processes.adoption import read_address
 _GRACE_S = 20.0  # until the run's own is known
 
 
+def relay_path(directory: str) -> str:
+    """Where the relay of their heartbeats listens, in the directory of the sockets."""
+    return f"{directory}/beats"
+
+
 class AgentWorkers:
     """The workers of one run on this machine, whatever controllers the run has. For the agent's thread.
 
@@ -25,6 +30,8 @@ class AgentWorkers:
     Attributes:
         ranks: of the workers whose end has not been reported.
         adopt_s: for how long they wait for another controller (`timeouts.adopt`); None: they end with theirs.
+        beat_s: from one message with their heartbeats to the next, once the run is known.
+        relays: their heartbeats go by this machine's agent, in each specification from now on.
         grace_s: for which they are waited for when they have to end.
     """
 
@@ -32,6 +39,8 @@ class AgentWorkers:
         self.own = own
         self.ranks: set[int] = set()
         self.adopt_s: float | None = None
+        self.beat_s: float | None = None
+        self.relays = False
         self.grace_s = _GRACE_S
         self._ended: set[int] = set()  # all that have ended here
         self._unheard: set[int] = set()  # those of them that no controller has made good
@@ -60,8 +69,11 @@ class AgentWorkers:
             directory: of the sockets on this machine.
         """
         changed = {**spec, **self.own, "directory": directory}
-        if self.adopt_s is not None:
-            changed["options"] = {**spec["options"], "has_agent": True}
+        options: dict[str, Any] = {"has_agent": True} if self.adopt_s is not None else {}
+        if self.relays:
+            options["beats"] = relay_path(directory)
+        if options:
+            changed["options"] = {**spec["options"], **options}
         return changed
 
     def started(self, rank: int, spec: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from elaswave_spmd.conf.schema import MeshSettings
 from elaswave_spmd.controller.planning import Planned, PlanRequest
 from elaswave_spmd.errors import RunError, UserError
 from elaswave_spmd.recovery import actions as protocol_actions
-from elaswave_spmd.recovery.messages import AnyMessage
+from elaswave_spmd.recovery.messages import AnyMessage, Heartbeat
 from elaswave_spmd.recovery.reconfiguration import Goal
 from elaswave_spmd.run_dir.manifest import Manifest
 from elaswave_spmd.runtime.processes.agents import AgentBack, AgentCame, AgentGone, AgentNotice, AgentReady
@@ -37,6 +37,13 @@ class Received:
     message: AnyMessage
     payloads: tuple[memoryview, ...]
     sender: int
+
+
+@dataclass(frozen=True, slots=True)
+class BeatsReceived:
+    """Heartbeats that agents have sent on, each of another worker or of another period."""
+
+    beats: tuple[Heartbeat, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +128,7 @@ class Tick:
 
 Event: TypeAlias = (
     Received
+    | BeatsReceived
     | WorkerEnded
     | LinkEnded
     | Request

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -28,6 +28,7 @@ from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.events import (
     AdmitAgent,
     AgentOrder,
+    BeatsReceived,
     CheckpointFound,
     DoubtAgent,
     DrainAgent,
@@ -50,8 +51,8 @@ from elaswave_spmd.controller.planning import PlanRequest, PlanThread
 from elaswave_spmd.controller.resume import Comeback
 from elaswave_spmd.errors import CheckpointError, ConfigError, RunError, UserError
 from elaswave_spmd.mesh.topology import Path as DomainPath
-from elaswave_spmd.recovery.admission import UNREADABLE
-from elaswave_spmd.recovery.messages import Adopt, Prepare, decode, encode
+from elaswave_spmd.recovery.admission import DIRECTION, UNREADABLE, refused_heartbeat
+from elaswave_spmd.recovery.messages import Adopt, Heartbeat, Prepare, decode, encode
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path
 from elaswave_spmd.run_dir.checkpoints import load_newest_good, prune, unfinished_shards, write_manifest
 from elaswave_spmd.run_dir.directory import EVENTS, METRICS
@@ -313,7 +314,7 @@ class ProcessIO:
             if left <= 0:
                 return Tick()  # before the mailbox: a flood of messages must not keep the detector from its deadlines
             item = self._mailbox.get(min(left, _POLL_S))
-            self._ready += [*self._asked(), *self._ended_after_words(), *self._rejections()]
+            self._ready += [*self._asked(), *self._ended_after_words(), *self._beats(), *self._rejections()]
             if item is not None and (event := self._event_of(item)) is not None:
                 return event
             if (written := self._writer.next_result()) is not None:
@@ -504,6 +505,15 @@ class ProcessIO:
             (lost if is_lost else ended).append(WorkerEnded(exited.rank, str(exited), now, exited))
         return [*lost, *back, *found, *ended, *(event for event in news if not isinstance(event, AgentBack))]
 
+    def _beats(self) -> list[BeatsReceived]:
+        """Heartbeats that agents have sent on since the last call; what is none is counted."""
+        if self._agents is None or not (found := self._agents.take_beats()):
+            return []
+        event, refused = heartbeats_in(found)
+        for why in refused:
+            self._links.reject(why)
+        return [event] if event is not None else []
+
     def _event_of(self, item: Item) -> Event | None:
         """The event that an item of the mailbox is; None if it is none, and has only woken the thread."""
         match item:
@@ -540,6 +550,25 @@ class ProcessIO:
         """Called in the death watch's thread, at the instant of the death: a deque and a wake-up, nothing else."""
         self._deaths.append(WorkerEnded(rank, "its process ended", time.monotonic()))
         self._mailbox.interrupt("a process ended")
+
+
+def heartbeats_in(sent_on: Iterable[tuple[int, bytes]]) -> tuple[BeatsReceived | None, list[str]]:
+    """The heartbeats in what agents have sent on, (rank, encoded message); and why the others are refused."""
+    beats: list[Heartbeat] = []
+    refused: list[str] = []
+    for rank, header in sent_on:
+        try:
+            beat = decode(header)
+        except msgspec.MsgspecError:
+            refused.append(UNREADABLE)
+            continue
+        if not isinstance(beat, Heartbeat):
+            refused.append(DIRECTION)
+        elif why := refused_heartbeat(beat, rank):
+            refused.append(why)
+        else:
+            beats.append(beat)
+    return BeatsReceived(tuple(beats)) if beats else None, refused
 
 
 def _peer_of(item: Item) -> int | None:

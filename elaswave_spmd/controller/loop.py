@@ -30,6 +30,7 @@ from elaswave_spmd.controller.events import (
     AgentGone,
     AgentNotice,
     AgentReady,
+    BeatsReceived,
     Connect,
     DoubtAgent,
     DrainAgent,
@@ -342,6 +343,8 @@ class Controller:
         match event:
             case Received(message):
                 return self._decide_message(message, now)
+            case BeatsReceived(beats):
+                return [action for beat in beats for action in self._heard(beat, now)]
             case WorkerEnded():
                 return self._failures.worker_ended(event)
             case LinkEnded(peer):
@@ -379,8 +382,7 @@ class Controller:
         match message:
             # First those that a large mesh sends thousands of: each class before the right one takes its time.
             case m.Heartbeat():
-                self._supervision.heartbeat(message, now)
-                return failures.heartbeat(message.rank, now)
+                return self._heard(message, now)
             case m.Applied():
                 return protocol.applied(message)
             case m.Measured():
@@ -445,6 +447,10 @@ class Controller:
             case _:
                 raise AssertionError(f"the controller got {message}")
         return []
+
+    def _heard(self, beat: m.Heartbeat, now: float) -> list[Action]:
+        self._supervision.heartbeat(beat, now)
+        return self._failures.heartbeat(beat.rank, now)
 
     def _tick(self, now: float) -> Iterable[Action]:
         """Deadlines: workers that hang or do not start, a last checkpoint. Workers that are started by now."""

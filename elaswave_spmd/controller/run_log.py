@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from elaswave_spmd.controller.backward_trial import SPLIT_BACKWARD
-from elaswave_spmd.controller.events import Action, CameBack, Event, Received, Record, Rejected, WriteCosts
+from elaswave_spmd.controller.events import (
+    Action,
+    BeatsReceived,
+    CameBack,
+    Event,
+    Received,
+    Record,
+    Rejected,
+    WriteCosts,
+)
 from elaswave_spmd.controller.model_checks import MODEL_CHECK
 from elaswave_spmd.controller.rejections import RejectionLog
 from elaswave_spmd.controller.resume import ResumePoint, run_info
@@ -395,13 +404,15 @@ class RunLog:
         self.observer.on_news()
         if isinstance(event, Rejected):
             self._rejections.counted(event.process, event.counts, now)
+        if isinstance(event, BeatsReceived):
+            for beat in event.beats:
+                self._heard(beat, now)
         if not isinstance(event, Received):
             self._rejections.tick(now)
             return
         match event.message:
-            case m.Heartbeat(rank=rank, rejected=rejected):
-                if rejected:
-                    self._rejections.counted(f"worker {rank}", dict(rejected), now)
+            case m.Heartbeat() as message:
+                self._heard(message, now)
             case m.StepReport():
                 self._epochs.answered(now)
             case m.Applied() as message:
@@ -425,6 +436,10 @@ class RunLog:
                 self._record.finished[message.rank] = message
                 if message.rejected:
                     self._rejections.counted(f"worker {message.rank}", dict(message.rejected), now)
+
+    def _heard(self, beat: m.Heartbeat, now: float) -> None:
+        if beat.rejected:
+            self._rejections.counted(f"worker {beat.rank}", dict(beat.rejected), now)
 
     def action(self, action: Action, now: float) -> None:
         """The controller has carried out an action.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from elaswave_spmd.controller.events import (
     Action,
     AdoptWorker,
     AgentBack,
+    BeatsReceived,
     CameBack,
     End,
     Event,
@@ -130,7 +131,7 @@ class Takeover:
         """True if an event has nothing to do with it, and is to be decided about afterwards."""
         if isinstance(event, Received):
             return not isinstance(event.message, m.Adopted | m.Heartbeat)
-        return not isinstance(event, WorkerEnded | AgentBack | Tick)
+        return not isinstance(event, WorkerEnded | AgentBack | BeatsReceived | Tick)
 
     def start(self, now: float) -> list[Action]:
         """Ask all workers that live."""
@@ -151,8 +152,9 @@ class Takeover:
                     self._members = None
                     self._supervision.watch(answer.rank, now)
             case Received(message=m.Heartbeat() as beat):
-                if beat.rank in gathered.answers:
-                    self._supervision.heartbeat(beat, now)
+                self._heard([beat], now)
+            case BeatsReceived(beats):
+                self._heard(beats, now)
             case WorkerEnded(rank, exited=RemoteExited(reason=reason)) if reason:
                 gathered.doubted.add(rank)
             case WorkerEnded(rank):
@@ -185,6 +187,11 @@ class Takeover:
         gathered.hosts.update(dict.fromkeys(event.made, event.host))
         gathered.seconds = max(gathered.seconds, event.seconds)
         return self._ask(event.workers.difference(gathered.answers))
+
+    def _heard(self, beats: Iterable[m.Heartbeat], now: float) -> None:
+        for beat in beats:
+            if beat.rank in self._gathered.answers:
+                self._supervision.heartbeat(beat, now)
 
     def _ended(self, rank: int) -> None:
         """A worker has ended, whatever it had answered."""

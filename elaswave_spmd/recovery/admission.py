@@ -390,6 +390,13 @@ def refused_by_controller(
     return _refused_report(bounds, message, num_elements, at)
 
 
+def refused_heartbeat(message: m.Heartbeat, sender: int) -> str:
+    """Why the controller refuses a heartbeat, also one that the sender's agent has sent on; empty if it does not."""
+    if message.rank != sender:
+        return SENDER
+    return "" if len(message.action) <= LONGEST_TEXT and _are_counts(message.rejected) else SIZE
+
+
 def _refused_report(
     bounds: MessageBounds, message: m.AnyMessage, num_elements: int | None, at: ControllerPosition
 ) -> str:
@@ -399,8 +406,8 @@ def _refused_report(
             return SIZE
     match message:
         # First those that a large mesh sends thousands of: each class before the right one takes its time.
-        case m.Heartbeat(rejected=rejected):
-            return "" if _are_counts(rejected) else SIZE
+        case m.Heartbeat():
+            return refused_heartbeat(message, message.rank)
         case m.Applied(step=step):
             return "" if step >= 1 and bounds.has_step(step, at.version) else STEP
         case m.Measured():

@@ -1,6 +1,7 @@
 """A worker's heartbeats: a thread that reports the progress of the training thread to the controller at fixed times.
 
-On many workers they come less often, so that the controller can hear all of them.
+On many workers they come less often, so that the controller can hear all of them. Those of an agent's machine go to the
+controller together, as long as the agent answers (runtime/processes/beat_relay.py).
 
 The controller tells three cases apart by them: a dead process sends no heartbeat, a process whose
 training thread hangs sends heartbeats without progress, and one that waits for another worker says so.
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 from elaswave_spmd.conf.schema import Timeouts
 from elaswave_spmd.recovery.messages import Heartbeat, encode
+from elaswave_spmd.runtime.processes.beat_relay import RelayClient
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 
 
@@ -30,7 +32,7 @@ class Progress:
 
 
 class HeartbeatSender:
-    """Sends a `Heartbeat` over the link to the controller: one at once, then one in each period.
+    """Sends a `Heartbeat` to the controller: one at once, then one in each period.
 
     The thread starts with the constructor and ends when the link to the controller is closed, or by `stop`.
 
@@ -39,16 +41,25 @@ class HeartbeatSender:
         links: this worker's.
         progress: is read for each heartbeat.
         timeouts: have the period, which depends on the number of workers.
+        relay: of the worker's agent, which sends them on; None: they go over the link to the controller.
         outlives_link: the thread goes on when the link is closed: another controller may take this worker over.
     """
 
     def __init__(
-        self, rank: int, links: Links, progress: Progress, timeouts: Timeouts, *, outlives_link: bool = False
+        self,
+        rank: int,
+        links: Links,
+        progress: Progress,
+        timeouts: Timeouts,
+        relay: RelayClient | None = None,
+        *,
+        outlives_link: bool = False,
     ) -> None:
         self._rank = rank
         self._links = links
         self._progress = progress
         self._timeouts = timeouts
+        self._relay = relay
         self._outlives_link = outlives_link
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"heartbeat-{rank}", daemon=True)
@@ -63,6 +74,14 @@ class HeartbeatSender:
         now = self._progress
         while True:
             beat = Heartbeat(self._rank, now.count, now.waiting, now.action, tuple(self._links.rejected.items()))
-            is_heard = self._links.send(CONTROLLER, encode(beat)) or self._outlives_link
-            if not is_heard or self._stopping.wait(self._timeouts.heartbeat_of(now.num_workers)):
+            is_linked = self._send(encode(beat))
+            if not (is_linked or self._outlives_link):
                 return
+            if self._stopping.wait(self._timeouts.heartbeat_of(now.num_workers)):
+                return
+
+    def _send(self, beat: bytes) -> bool:
+        """Send a heartbeat by the relay, or over the link where that does not answer. True if the link is open."""
+        if self._relay is not None and self._relay.send(beat):
+            return self._links.reaches(CONTROLLER)
+        return self._links.send(CONTROLLER, beat)

@@ -31,6 +31,7 @@ from elaswave_spmd.runtime.devices.process_group import group_of
 from elaswave_spmd.runtime.devices.selection import kind_of
 from elaswave_spmd.runtime.processes import death_watch
 from elaswave_spmd.runtime.processes.adoption import write_address
+from elaswave_spmd.runtime.processes.beat_relay import RelayClient
 from elaswave_spmd.runtime.processes.malloc_tuning import keep_freed_memory
 from elaswave_spmd.runtime.transport.link_probe import LinkProbe
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
@@ -158,6 +159,15 @@ class WorkerProcess:
         )
         return pairs if self._trace is None else TracedPairs(pairs, self._trace)
 
+    def _open_relay(self) -> RelayClient | None:
+        """The way of heartbeats by this worker's agent; None without an agent, and where no socket can be made."""
+        if (path := self._spec.run.options.beats) is None:
+            return None
+        try:
+            return RelayClient(self._rank, path)
+        except OSError:  # no room in the directory of the sockets: they go to the controller
+            return None
+
     # ---- from the first link to the end
 
     def run(self) -> None:
@@ -172,7 +182,8 @@ class WorkerProcess:
         timeouts = self._settings.timeouts
         outlives = timeouts.adopt is not None
         self._progress.num_workers = plan.placement.mesh.num_workers
-        HeartbeatSender(self._rank, self._links, self._progress, timeouts, outlives_link=outlives)
+        relay = self._open_relay()
+        HeartbeatSender(self._rank, self._links, self._progress, timeouts, relay, outlives_link=outlives)
         first, early = self._until_member(plan)
         channel = SocketChannel(
             self._links,

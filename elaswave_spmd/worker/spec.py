@@ -167,6 +167,8 @@ class OptionSpec:
         generation: of the controller that starts the worker, if it is not the first one (`timeouts.adopt`).
         has_agent: an agent starts the worker, and holds its life pipe: the end of that is the agent's, not the
             controller's. The agent says so, with `timeouts.adopt`.
+        beats: socket of the relay of the worker's agent, for heartbeats (runtime/processes/beat_relay.py). The agent
+            says so.
     """
 
     profile: str | None = None
@@ -175,6 +177,7 @@ class OptionSpec:
     groups: str | None = None
     generation: int | None = None
     has_agent: bool | None = None
+    beats: str | None = None
 
 
 @dataclass(frozen=True)

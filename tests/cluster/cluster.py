@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from elaswave_spmd.conf.schema import LINKS
 from elaswave_spmd.controller.events import (
     AgentBack,
+    BeatsReceived,
     Event,
     MoveRequested,
     Received,
@@ -113,7 +114,7 @@ def bytes_of(payload: Tensor) -> memoryview:
 
 
 def is_heartbeat(event: Event | MoveDue) -> bool:
-    return isinstance(event, Received) and isinstance(event.message, m.Heartbeat)
+    return isinstance(event, BeatsReceived) or (isinstance(event, Received) and isinstance(event.message, m.Heartbeat))
 
 
 class SimulatedCluster:
@@ -475,9 +476,23 @@ class SimulatedCluster:
                 event = dataclasses.replace(event, workers=event.workers & self._workers.keys())
             self._io.events.append(event)
         if self.turn % HEARTBEAT_TURNS == 0:
-            for rank, worker in self._workers.items():
-                if not worker.stopped_for and not worker.silent:
-                    self._io.events.append(Received(m.Heartbeat(rank, 0, True), (), rank))
+            self._io.events += self._heartbeats()
+
+    def _heartbeats(self) -> list[Event]:
+        """A heartbeat of each worker that can send one; those of a machine with an agent come together."""
+        beats = [
+            m.Heartbeat(rank, 0, True)
+            for rank, worker in self._workers.items()
+            if not worker.stopped_for and not worker.silent
+        ]
+        if len({path for _, path in self.first_mesh.topology.domains}) < 2:
+            return [Received(beat, (), beat.rank) for beat in beats]
+        of_hosts: dict[tuple[str, ...] | None, list[m.Heartbeat]] = {}
+        for beat in beats:
+            of_hosts.setdefault(domain_of(self.first_mesh, beat.rank), []).append(beat)
+        here = of_hosts.pop(domain_of(self.first_mesh, 0), [])
+        direct = [Received(beat, (), beat.rank) for beat in here]
+        return [*direct, *(BeatsReceived(tuple(of_one)) for of_one in of_hosts.values())]
 
     # ---- a controller that dies, and the next one
 

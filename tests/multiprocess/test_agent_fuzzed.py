@@ -37,10 +37,12 @@ ORDERS = (
     am.Spawn(1, {"rank": 1}),
     am.Signal(1, 9),
     am.ReportExits(),
+    am.BeatsHeard(),
     am.Stop(1.0),
 )
 BACK = am.Back(am.Hello(2, "tcp://127.0.0.1:1", "b", 2, "2.0"), "run", 1, {1: "tcp://127.0.0.1:2"}, (2,), (3,), 1.5)
-REPORTS = (am.Prepared(), am.ExitsReported(), am.Refusals({"a": 1}), am.WorkerExited(1, 2, None, 9), BACK)
+BEATS = am.Beats(((1, b"x"),))
+REPORTS = (am.Prepared(), am.ExitsReported(), am.Refusals({"a": 1}), BEATS, am.WorkerExited(1, 2, None, 9), BACK)
 
 
 @dataclass

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import queue
 import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
 from elaswave_spmd.conf.schema import Timeouts
 from elaswave_spmd.recovery.messages import Heartbeat, decode
+from elaswave_spmd.runtime.processes.beat_relay import RelayClient
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, socket_directory
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 from elaswave_spmd.worker.heartbeat import HeartbeatSender, Progress
@@ -86,9 +89,35 @@ def test_they_come_less_often_on_many_workers(scene: Scene) -> None:
     sender.stop()
 
 
-def test_they_end_with_the_link(scene: Scene) -> None:
-    sender = HeartbeatSender(RANK, scene.worker, Progress(), OFTEN)
-    scene.beat()
+@pytest.mark.parametrize("is_relayed", [False, True])
+def test_they_end_with_the_link(scene: Scene, is_relayed: bool) -> None:
+    relay = cast(RelayClient, Relay(answers=True)) if is_relayed else None
+    sender = HeartbeatSender(RANK, scene.worker, Progress(), OFTEN, relay)
+    if relay is None:
+        scene.beat()
     scene.worker.drop(CONTROLLER)
     sender._thread.join(PATIENCE_S)
     assert not sender._thread.is_alive()
+
+
+def test_they_go_by_a_relay_that_answers_and_to_the_controller_as_well_when_it_does_not(scene: Scene) -> None:
+    relay = Relay(answers=True)
+    sender = HeartbeatSender(RANK, scene.worker, Progress(), OFTEN, cast(RelayClient, relay))
+    beats = [relay.beats.get(timeout=PATIENCE_S) for _ in range(3)]
+    assert [decode(beat) for beat in beats] == [Heartbeat(RANK, 0, False, "")] * 3
+    assert len(scene.mailbox) == 0
+    relay.answers = False
+    assert scene.beat() == Heartbeat(RANK, 0, False, "")
+    sender.stop()
+
+
+class Relay:
+    """The worker's end of a relay that answers, or does not."""
+
+    def __init__(self, *, answers: bool) -> None:
+        self.answers = answers
+        self.beats: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def send(self, beat: bytes) -> bool:
+        self.beats.put(beat)
+        return self.answers

@@ -118,6 +118,12 @@ class Refusals(AgentMessage, frozen=True):
     counts: dict[str, int]
 
 
+class Beats(AgentMessage, frozen=True):
+    """The newest heartbeats of the agent's workers: (rank, the worker's encoded message). Answered by BeatsHeard."""
+
+    beats: tuple[tuple[int, bytes], ...]
+
+
 class AgentFailed(AgentMessage, frozen=True):
     """The agent ends; its workers have ended."""
 
@@ -201,6 +207,10 @@ class ReportExits(AgentMessage, frozen=True):
     """Report what was refused, and all workers that have ended, then answer ExitsReported."""
 
 
+class BeatsHeard(AgentMessage, frozen=True):
+    """Beats have come. The agent sends the next ones only then."""
+
+
 class Stop(AgentMessage, frozen=True):
     """End all workers (SIGTERM, after `grace_s` seconds SIGKILL), report their exits, and end."""
 
@@ -215,6 +225,7 @@ AnyAgentMessage: TypeAlias = (
     | WorkerExited
     | ExitsReported
     | Refusals
+    | Beats
     | AgentFailed
     | Refused
     | JoinAgain
@@ -226,6 +237,7 @@ AnyAgentMessage: TypeAlias = (
     | Spawn
     | Signal
     | ReportExits
+    | BeatsHeard
     | Stop
 )
 

@@ -227,6 +227,7 @@ class Agents:
         self._news: list[AgentNews] = []
         self._refused: list[str] = []
         self._exits: list[Exited] = []
+        self._beats: list[tuple[int, bytes]] = []
         self._refusals: dict[int, Counter[str]] = {}  # peer -> what it has refused
         self._reported: set[int] = set()  # peers that have answered `request_exits`
         self._problem: Exception | None = None
@@ -255,6 +256,11 @@ class Agents:
         """The news of agents since the last call, beside the ends of their workers."""
         news, self._news = self._news, []
         return news
+
+    def take_beats(self) -> list[tuple[int, bytes]]:
+        """The heartbeats that agents have sent on since the last call: (rank, the worker's encoded message)."""
+        beats, self._beats = self._beats, []
+        return beats
 
     @property
     def rejected(self) -> Mapping[str, int]:
@@ -488,6 +494,9 @@ class Agents:
                 self._lose(agent, "it was asked to end by SIGTERM")
             case am.Refusals(counts):
                 self._refusals[agent.peer] = Counter(counts)
+            case am.Beats(beats) if agent.ranks.issuperset(rank for rank, _ in beats):
+                self._beats += beats
+                self._send(agent, am.BeatsHeard())
             case am.ExitsReported():
                 self._reported.add(agent.peer)
             case am.WorkerExited(rank, pid, code, number, why_not) if rank in agent.ranks:

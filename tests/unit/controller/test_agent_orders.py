@@ -27,6 +27,7 @@ REPORTS = (
     am.WorkerExited(1, 2, None, 9),
     am.ExitsReported(),
     am.Refusals({"a": 1}),
+    am.Beats(((1, b"x"), (2, b"y"))),
     am.AgentFailed(am.Problem("DataError", "x", {"rule": "y"})),
 )
 ORDERS = (
@@ -37,6 +38,7 @@ ORDERS = (
     am.Settled(),
     am.Spawn(1, {}),
     am.Signal(1, 9),
+    am.BeatsHeard(),
     am.Stop(1.0),
 )
 

@@ -45,6 +45,12 @@ def test_a_specification_has_what_is_this_machines_and_says_who_holds_the_life_p
     assert workers_of().specification(SPEC, "/here") == {**off, "options": {"generation": 2, "has_agent": True}}
 
 
+def test_a_specification_says_where_heartbeats_are_gathered_if_they_are() -> None:
+    workers = workers_of(adopt_s=None)
+    workers.relays = True
+    assert workers.specification(SPEC, "/here")["options"] == {"generation": 2, "beats": "/here/beats"}
+
+
 def test_an_agent_that_has_lost_no_controller_says_hello() -> None:
     assert workers_of(1).offered(HELLO, "/nowhere", 5.0) == HELLO
 

@@ -8,9 +8,11 @@ from typing import cast
 
 import pytest
 
-from elaswave_spmd.controller.events import ExitsReported, LinkEnded, Received, Tick, WorkerEnded
+from elaswave_spmd.controller.events import BeatsReceived, ExitsReported, LinkEnded, Received, Tick, WorkerEnded
 from elaswave_spmd.controller.io import ProcessIO
+from elaswave_spmd.recovery import admission
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.runtime.processes.agents import Agents
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
 from elaswave_spmd.runtime.transport.links import Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed
@@ -53,6 +55,19 @@ def test_nor_does_it_come_after_all_ends_are_reported(io: ProcessIO) -> None:
     io.report_exits()
     events = [io.next_event(io.now() + 100.0) for _ in range(5)]
     assert [type(event) for event in events] == [Received, Received, LinkEnded, WorkerEnded, ExitsReported]
+
+
+def test_what_agents_send_on_is_heartbeats_or_counted(io: ProcessIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    beat, refused = m.Heartbeat(3, 17, False, "forward"), list[str]()
+    good = [(3, m.encode(beat)), (4, m.encode(m.Heartbeat(4, 1, True)))]
+    bad = [b"\xc1", m.encode(FAILED), m.encode(HEARTBEAT), m.encode(m.Heartbeat(5, 1, True, "x" * 5000))]
+    given = [good + [(5, header) for header in bad], [(5, bad[0])], []]
+    agents = SimpleNamespace(take_beats=lambda: given.pop(0))
+    monkeypatch.setattr(ProcessIO, "_agents", cast(Agents, agents))
+    io._links = cast(Links, SimpleNamespace(reject=refused.append))
+    assert io._beats() == [BeatsReceived((beat, m.Heartbeat(4, 1, True)))]
+    assert refused == [admission.UNREADABLE, admission.DIRECTION, admission.SENDER, admission.SIZE]
+    assert not io._beats() and not io._beats()
 
 
 def test_a_tick_is_due_whatever_waits_in_the_mailbox(io: ProcessIO) -> None:

@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections import deque
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
-from elaswave_spmd.controller.events import AdoptWorker, AgentBack, AgentCame, Kill, Received, Tick, WorkerEnded
+from elaswave_spmd.controller.events import (
+    AdoptWorker,
+    AgentBack,
+    AgentCame,
+    BeatsReceived,
+    Kill,
+    Received,
+    Tick,
+    WorkerEnded,
+)
 from elaswave_spmd.controller.io import ProcessIO
 from elaswave_spmd.controller.resume import Comeback
 from elaswave_spmd.controller.takeover import Takeover
@@ -117,6 +127,18 @@ def test_members_that_are_known_to_have_ended_are_not_waited_for() -> None:
     world.answer(0, 1, 2)
     world.happens(WorkerEnded(3, "it has ended", 1.0))
     assert world.over
+
+
+def test_heartbeats_that_an_agent_sends_on_are_heard_of_those_that_have_answered() -> None:
+    world, heard = World(), list[int]()
+    world.takeover._supervision = cast(
+        Any, SimpleNamespace(heartbeat=lambda beat, _: heard.append(beat.rank), watch=Mock())
+    )
+    world.back(2, 3)
+    world.answer(2)
+    world.happens(BeatsReceived((m.Heartbeat(2, 1, True), m.Heartbeat(3, 1, True))))
+    world.happens(Received(m.Heartbeat(2, 2, True), (), 2))
+    assert heard == [2, 2] and not world.over
 
 
 def test_agents_that_join_are_for_later() -> None:

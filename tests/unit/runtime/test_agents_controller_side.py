@@ -310,6 +310,24 @@ def test_an_agent_that_is_given_up_is_told_and_its_workers_are_lost(agents: Agen
     assert not agents.poll() and not agents.take_news()
 
 
+def test_heartbeats_that_an_agent_sends_on_are_answered_and_are_those_of_its_own_workers(
+    agents: Agents, remote: Make
+) -> None:
+    _, there = prepared(agents, remote)
+    for rank in (5, 6):
+        agents.spawn(next(iter(agents)), rank, {})
+        there.receive()
+    there.send(am.Beats(((5, b"x"), (6, b"y"))))
+    there.send(am.Beats(((5, b"x"), (0, b"of another machine"))))
+    there.send(am.WorkerExited(5, 7, None, 9))
+    there.send(am.Beats(((6, b"z"),)))
+    assert len(some_exits(agents)) == 1
+    settle(agents, lambda: len(agents._beats) == 3)
+    assert agents.take_beats() == [(5, b"x"), (6, b"y"), (6, b"z")] and not agents.take_beats()
+    assert [there.receive(), there.receive()] == [am.BeatsHeard(), am.BeatsHeard()]
+    assert agents.rejected == {am.UNEXPECTED: 1}
+
+
 def test_a_worker_that_its_agent_could_not_start_is_told_with_the_cause(agents: Agents, remote: Make) -> None:
     _, there = prepared(agents, remote)
     agents.spawn(next(iter(agents)), 5, {})
@@ -474,7 +492,7 @@ def test_messages_that_are_none_are_counted_and_end_nothing(agents: Agents, remo
     _, there = prepared(agents, remote)
     wrong = [
         *(b"", b"\xc1", b"\x91\xa5Hello", b"\xff" * 100, b"\x94\xa8Prepared" + b"\x91" * 5000),
-        *map(am.encode, (am.Stop(1.0), am.Spawn(3, {}), am.WorkerExited(77, 1, None, 9))),
+        *map(am.encode, (am.Stop(1.0), am.Spawn(3, {}), am.WorkerExited(77, 1, None, 9), am.Beats(((77, b"x"),)))),
         am.encode(am.Hello(FORMAT_VERSION, there.links.address, "b", 0, "")),
     ]
     for header in wrong:
