@@ -450,10 +450,10 @@ class FailureHandler:
             if not was_linked:
                 self._protocol.missed(frozenset(ends))
 
-    def heartbeat(self, rank: int, now: float) -> list[Action]:
+    def heartbeat(self, rank: int, now: float, *, is_relayed: bool) -> list[Action]:
         """A worker lives. If it has lost a link, to a worker that lives as well, the link is made again, once."""
         actions: list[Action] = []
-        for verdict in self._links.heartbeat(rank, now):
+        for verdict in self._links.heartbeat(rank, now, is_relayed=is_relayed):
             if verdict.lost is None:
                 actions += self._protocol.relink(verdict.ends, verdict.reason)
             elif not self._policy.survives:

@@ -344,7 +344,7 @@ class Controller:
             case Received(message):
                 return self._decide_message(message, now)
             case BeatsReceived(beats):
-                return [action for beat in beats for action in self._heard(beat, now)]
+                return [action for beat in beats for action in self._heard(beat, now, is_relayed=True)]
             case WorkerEnded():
                 return self._failures.worker_ended(event)
             case LinkEnded(peer):
@@ -382,7 +382,7 @@ class Controller:
         match message:
             # First those that a large mesh sends thousands of: each class before the right one takes its time.
             case m.Heartbeat():
-                return self._heard(message, now)
+                return self._heard(message, now, is_relayed=False)
             case m.Applied():
                 return protocol.applied(message)
             case m.Measured():
@@ -448,9 +448,9 @@ class Controller:
                 raise AssertionError(f"the controller got {message}")
         return []
 
-    def _heard(self, beat: m.Heartbeat, now: float) -> list[Action]:
+    def _heard(self, beat: m.Heartbeat, now: float, *, is_relayed: bool) -> list[Action]:
         self._supervision.heartbeat(beat, now)
-        return self._failures.heartbeat(beat.rank, now)
+        return self._failures.heartbeat(beat.rank, now, is_relayed=is_relayed)
 
     def _tick(self, now: float) -> Iterable[Action]:
         """Deadlines: workers that hang or do not start, a last checkpoint. Workers that are started by now."""

@@ -236,7 +236,22 @@ class Liveness:
 
 
 _FORGOTTEN_S = 600.0  # after which a link that was made again, and is in use, is like any other
-_PROOF = 2  # heartbeats that show that a worker lives: the first may have been sent just before its death
+# Heartbeats that show that a worker lives, by the way on which they come. The first may have been sent just before its
+# death; so may be the second one that an agent sends on, which has one on its way and one to follow.
+_PROOF, _RELAYED_PROOF = 2, 3
+
+
+@dataclass
+class _Heard:
+    """The heartbeats of an end of a lost link since then."""
+
+    direct: int = 0
+    relayed: int = 0
+
+    @property
+    def lives(self) -> bool:
+        # Not added up: a worker whose agent does not answer sends the same heartbeat on both ways.
+        return self.direct >= _PROOF or self.relayed >= _RELAYED_PROOF
 
 
 @dataclass(frozen=True)
@@ -276,7 +291,7 @@ class BrokenLinks:
     """
 
     def __init__(self) -> None:
-        self._beats: dict[frozenset[int], dict[int, int]] = {}  # ends of a lost link -> heartbeats since, by end
+        self._heard: dict[frozenset[int], dict[int, _Heard]] = {}  # by ends of a lost link, and end
         self._reported: dict[frozenset[int], set[tuple[int, ...]]] = {}  # and its directions that were reported
         self._linked_again: dict[tuple[int, ...], float] = {}  # direction -> when it was made again
 
@@ -287,29 +302,34 @@ class BrokenLinks:
             was_linked: False if there was none, and what was to be sent on it is lost.
         """
         assert ends and len(set(ends)) == len(ends) <= 2, ends
-        self._beats.setdefault(frozenset(ends), dict.fromkeys(ends, 0))
+        self._heard.setdefault(frozenset(ends), {rank: _Heard() for rank in ends})
         self._reported.setdefault(frozenset(ends), set()).update([ends] if was_linked else [])
 
     def forget(self, rank: int) -> None:
         """A worker is lost, or was let go: its links end with it."""
-        for ends in [ends for ends in self._beats if rank in ends]:
-            del self._beats[ends], self._reported[ends]
+        for ends in [ends for ends in self._heard if rank in ends]:
+            del self._heard[ends], self._reported[ends]
 
     def committed(self, now: float) -> None:
         """A step was committed, over links that were made again too."""
         if self._linked_again:
             self._linked_again = {way: at for way, at in self._linked_again.items() if now - at < _FORGOTTEN_S}
 
-    def heartbeat(self, rank: int, now: float) -> list[Verdict]:
-        """A worker lives. Returns the verdicts on its lost links of which both ends are known to live by now."""
-        if not self._beats:
+    def heartbeat(self, rank: int, now: float, *, is_relayed: bool = False) -> list[Verdict]:
+        """A heartbeat has come. Returns the verdicts on lost links of which both ends are known to live by now.
+
+        Args:
+            is_relayed: its agent has sent it on.
+        """
+        if not self._heard:
             return []
         found = []
-        for ends, beats in list(self._beats.items()):
-            if rank in beats:
-                beats[rank] += 1
-                if min(beats.values()) >= _PROOF:
-                    del self._beats[ends]
+        for ends, heard in list(self._heard.items()):
+            if rank in heard:
+                heard[rank].direct += not is_relayed
+                heard[rank].relayed += is_relayed
+                if all(end.lives for end in heard.values()):
+                    del self._heard[ends]
                     found.append(self._judge(ends, now))
         return found
 

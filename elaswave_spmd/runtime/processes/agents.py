@@ -494,9 +494,12 @@ class Agents:
                 self._lose(agent, "it was asked to end by SIGTERM")
             case am.Refusals(counts):
                 self._refusals[agent.peer] = Counter(counts)
-            case am.Beats(beats) if agent.ranks.issuperset(rank for rank, _ in beats):
-                self._beats += beats
+            case am.Beats(beats):
                 self._send(agent, am.BeatsHeard())
+                own = [beat for beat in beats if beat[0] in agent.ranks]
+                self._beats += own
+                if len(own) < len(beats):
+                    self._links.reject(am.UNEXPECTED)
             case am.ExitsReported():
                 self._reported.add(agent.peer)
             case am.WorkerExited(rank, pid, code, number, why_not) if rank in agent.ranks:

@@ -133,7 +133,7 @@ class World:
 
     def live(self, *ranks: int) -> None:
         for rank in (*ranks, *ranks):
-            self.do(self.losses.heartbeat(rank, self.now))
+            self.do(self.losses.heartbeat(rank, self.now, is_relayed=False))
 
     def exits(self, rank: int, code: int | None = None, signal: int | None = None) -> None:
         exited = Exited(rank, 70 + rank, code, signal)

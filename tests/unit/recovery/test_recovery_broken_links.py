@@ -33,6 +33,16 @@ def test_a_report_counts_when_both_ends_have_shown_that_they_live() -> None:
     assert [v.ends for v in beats(links, 1)] == [frozenset((0, 1))]
 
 
+def test_of_heartbeats_that_an_agent_sends_on_one_more_counts_and_the_same_on_two_ways_is_one() -> None:
+    links = BrokenLinks()
+    links.closed(0, 1)
+    beats(links, 0, 0)
+    relayed = [links.heartbeat(1, 0.0, is_relayed=True) for _ in range(2)]
+    assert relayed == [[], []], "one was on its way, and one followed it"
+    assert beats(links, 1) == [], "a copy of one of them, perhaps"
+    assert [v.ends for v in links.heartbeat(1, 0.0, is_relayed=True)] == [frozenset((0, 1))]
+
+
 def test_a_link_that_ends_with_a_process_is_none_that_was_lost() -> None:
     links = BrokenLinks()
     links.closed(0, 1)
@@ -136,11 +146,15 @@ def test_a_link_has_two_ends() -> None:
             BrokenLinks().closed(*ends)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["closed", "beat", "forget"]), st.integers(0, 3), st.integers(0, 3))))
-def test_nobody_is_judged_without_two_heartbeats_of_each_end(story: list[tuple[str, int, int]]) -> None:
+def lives(rank: int, seen: list[tuple[str, int]]) -> bool:
+    return seen.count(("beat", rank)) >= 2 or seen.count(("relayed", rank)) >= 3
+
+
+@given(st.lists(st.tuples(st.sampled_from(["closed", "beat", "relayed", "forget"]), st.integers(0, 3), st.integers(0, 3))))
+def test_nobody_is_judged_without_the_heartbeats_of_each_end(story: list[tuple[str, int, int]]) -> None:
     """Against the whole history."""
     links = BrokenLinks()
-    reported: dict[frozenset[int], list[int]] = {}
+    reported: dict[frozenset[int], list[tuple[str, int]]] = {}
     directions: dict[frozenset[int], set[tuple[int, int]]] = {}
     judged: set[tuple[int, int]] = set()
     for what, a, b in story:
@@ -152,13 +166,13 @@ def test_nobody_is_judged_without_two_heartbeats_of_each_end(story: list[tuple[s
             links.forget(a)
             reported = {ends: seen for ends, seen in reported.items() if a not in ends}
             directions = {ends: found for ends, found in directions.items() if a not in ends}
-        elif what == "beat":
+        elif what in ("beat", "relayed"):
             for seen in reported.values():
-                seen.append(a)
-            for verdict in links.heartbeat(a, 0.0):
+                seen.append((what, a))
+            for verdict in links.heartbeat(a, 0.0, is_relayed=what == "relayed"):
                 seen = reported.pop(verdict.ends)
-                assert all(seen.count(rank) >= 2 for rank in verdict.ends)
+                assert all(lives(rank, seen) for rank in verdict.ends)
                 found = directions.pop(verdict.ends)
                 assert verdict.lost == (max(verdict.ends) if found & judged else None)
                 judged |= found
-            assert not any(all(seen.count(rank) >= 2 for rank in ends) for ends, seen in reported.items())
+            assert not any(all(lives(rank, seen) for rank in ends) for ends, seen in reported.items())
