@@ -7,7 +7,7 @@ have replicas and learners like others, and no gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -491,14 +491,14 @@ class StateReplica:
         """True if what this worker has computed since its version comes of parameters as they were written.
 
         Else it counts for nothing: the state is given up and reported, and the step begins anew in the mesh epoch that
-        follows (H5). Once a StepReport has gone out that waits until the epoch is entered which was planned with it.
+        follows (H5).
 
         Args:
             leaves: the state itself is about to leave this worker: all of it is looked at, not the parameters alone.
         """
-        state = self.state
-        found = self._find(state.damaged if leaves else lambda: state.damaged_parameters(self._reads))
-        return not (found or self._is_in_doubt)
+        damaged = self.state.damaged() if leaves else self.state.damaged_parameters(self._reads)
+        self._doubt(damaged, waits=True)
+        return not (damaged or self._is_in_doubt)
 
     def _reads(self, pages: ReplicaSet) -> bool:
         """True if this worker computes with the master of these pages where it lies, or others are sent it from there.
@@ -513,23 +513,23 @@ class StateReplica:
         def asked(pages: ReplicaSet) -> bool:
             return pages.layer == need.layer and pages.first < need.stop and need.first < pages.stop
 
-        return not self._find(lambda: self.state.damaged_parameters(asked))
-
-    def _find(self, damaged: Callable[[], list[HeldRange]]) -> bool:
-        """Look for damage, and report it unless a StepReport has gone out. Returns True if there is any."""
-        if self.protocol.promised <= self.protocol.epoch:
-            return self._look(damaged)
-        return bool(damaged())
+        damaged = self.state.damaged_parameters(asked)
+        self._doubt(damaged, waits=True)
+        return not damaged
 
     def look(self) -> None:
         """At a change of the mesh: give up what is damaged, and report it, so that nobody plans with it (H5)."""
-        self._look(self.state.damaged)
+        self._doubt(self.state.damaged(), waits=False)
 
-    def _look(self, damaged: Callable[[], list[HeldRange]]) -> bool:
-        """Give up and report damage in the middle of a step: what was computed from it counts no more."""
-        found = self.state.is_hashed and self._give_up(damaged(), min(self.protocol.version + 1, self._job.steps))
-        self._is_in_doubt |= found
-        return found
+    def _doubt(self, damaged: list[HeldRange], *, waits: bool) -> None:
+        """Give up and report damage in the middle of a step: what was computed from it counts no more.
+
+        Args:
+            waits: not while the mesh epoch is awaited for which this worker has reported. It looks again then.
+        """
+        is_reported = self.protocol.promised > self.protocol.epoch
+        if not (waits and is_reported):
+            self._is_in_doubt |= self._give_up(damaged, min(self.protocol.version + 1, self._job.steps))
 
     def _give_up(self, damaged: list[HeldRange], step: int) -> bool:
         """Give up state that is not what this worker had written, and report it. Returns False if there is none."""
