@@ -150,7 +150,9 @@ def lives(rank: int, seen: list[tuple[str, int]]) -> bool:
     return seen.count(("beat", rank)) >= 2 or seen.count(("relayed", rank)) >= 3
 
 
-@given(st.lists(st.tuples(st.sampled_from(["closed", "beat", "relayed", "forget"]), st.integers(0, 3), st.integers(0, 3))))
+@given(
+    st.lists(st.tuples(st.sampled_from(["closed", "beat", "relayed", "forget"]), st.integers(0, 3), st.integers(0, 3)))
+)
 def test_nobody_is_judged_without_the_heartbeats_of_each_end(story: list[tuple[str, int, int]]) -> None:
     """Against the whole history."""
     links = BrokenLinks()
