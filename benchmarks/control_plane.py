@@ -6,7 +6,7 @@ The controller is the product's own, with its protocol, failure detector, log an
 the protocol. Made up are the workers, whose messages are encoded beforehand, and the links: what is sent is counted and
 goes nowhere. So the time is that of one thread that decodes and decides, without sockets. In a second of a run with a
 step a second a worker sends a report of the step, what it has measured, and heartbeats: ten, and fewer on many workers.
-Those of eight workers come together, from the agent of their machine.
+Those of four workers come together, from an agent with eight, which sends on what has come twice in their period.
 
 A loss comes in the middle of a step: every survivor reports micro-batches that it has computed, and its partial sums.
 Then the learners catch up and become replicas, which is a second change of the mesh. What the planner takes of both
@@ -299,18 +299,24 @@ class MadeUpRun:
         members = self.placement.mesh.members
         self.bytes_to_controller = 0
         each = round(1 / self.plan.settings.timeouts.heartbeat_of(len(members)))
-        hosts = [members[i : i + _ON_A_HOST] for i in range(0, len(members), _ON_A_HOST)]
+        # Twice in a period an agent sends on what has come.
+        hosts = [members[i : i + _ON_A_HOST // 2] for i in range(0, len(members), _ON_A_HOST // 2)]
         self.beats.append((yield from self._beat([host for _ in range(each) for host in hosts])))
         self.reports.append((yield from self._step()))
 
     def _beat(self, hosts: Sequence[Sequence[int]]) -> Generator[Event, None, float]:
         """Heartbeats of these workers, at even distances in a second. Returns the controller's seconds for them."""
-        messages = [[(rank, m.encode(m.Heartbeat(rank, 1, True, "forward"))) for rank in host] for host in hosts]
-        self.bytes_to_controller += sum(len(am.encode(am.Beats(tuple(beats)))) for beats in messages)
+        messages = [
+            am.encode(am.Beats(tuple((rank, m.encode(m.Heartbeat(rank, 1, True, "forward"))) for rank in host)))
+            for host in hosts
+        ]
+        self.bytes_to_controller += sum(map(len, messages))
         self.io.pace = 1.0 / len(messages)
         began = thread_time()
-        for beats in messages:
-            event, refused = heartbeats_in(beats)
+        for header in messages:
+            message = am.decode(header)
+            assert isinstance(message, am.Beats) and am.encode(am.BeatsHeard())  # the answer
+            event, refused = heartbeats_in(message.beats)
             assert event is not None and not refused
             yield event
         took = thread_time() - began

@@ -332,8 +332,9 @@ class ControlSocket:
             self._folder = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             undo.callback(os.close, self._folder)
             self._server = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(_UNREADY, dir_fd=self._folder)
+            for name in (SOCKET, _UNREADY):  # of a run that has died
+                self._remove(name)
+                undo.callback(self._remove, name)
             self._server.bind(f"/proc/self/fd/{self._folder}/{_UNREADY}")  # admin_client.socket_address has the reason
             os.chmod(_UNREADY, 0o600, dir_fd=self._folder)  # before `listen`: until then nobody can connect
             self._server.listen(_MOST_CLIENTS)
@@ -353,12 +354,16 @@ class ControlSocket:
             return
         self._closing.set()
         with contextlib.suppress(OSError):
-            os.unlink(SOCKET, dir_fd=self._folder)
+            self._remove(SOCKET)
         self._wake()
         self._thread.join(2 * _CLIENT_S)
         for end in (self._server, self._woken, self._wakes):
             end.close()
         os.close(self._folder)
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._folder)
 
     def _wake(self) -> None:
         """Have the thread look at the answers. Any thread; never blocks."""

@@ -8,8 +8,9 @@ workers (`timeouts.adopt`), they wait for it first, and the agent offers them to
 place or where a note says (moved.py). At SIGTERM its workers leave the run first, and by a deadline it ends in any
 case.
 
-The agent is no relay: its workers have links of their own to the controller and to all others. It exists because only a
-process of a machine can start and kill processes there, and be the first to see how they end.
+Of what its workers send it relays their heartbeats alone, which on a large run are more than the controller could hear
+one by one (runtime/processes/beat_relay.py): they have links of their own to the controller and to all others. It
+exists because only a process of a machine can start and kill processes there, and be the first to see how they end.
 """
 
 from __future__ import annotations
@@ -431,13 +432,13 @@ class Agent:
         hello = am.Hello(FORMAT_VERSION, self._links.address, offer.name, offer.capacity, version, before)
         first = self._workers.offered(hello, self._scratch.path, time.monotonic())
         self._send(first)
-        if isinstance(first, am.Back):
-            self._start_relay()
         what = f"places for {offer.capacity} workers of the run at {offer.rendezvous}"
         if isinstance(first, am.Back):
             what = f"a controller is at {offer.rendezvous} again, and may adopt {len(first.workers)} workers"
         print(f"agent on {offer.name}: {what}", flush=True)
         try:
+            if isinstance(first, am.Back):
+                self._start_relay()
             self._serve_orders()
         except _LeavesError:
             self._fork_server.stop(0.0)
@@ -479,8 +480,7 @@ class Agent:
             self._wait_for_stop()
             raise
         finally:
-            if self._relay is not None:
-                self._relay.close()
+            self._end_relay()
 
     def _serve_orders(self) -> None:
         """Turn until the run is over."""
@@ -698,17 +698,20 @@ class Agent:
         self._workers.own["data"] = dataclasses.replace(ours, attributes=theirs.attributes).to_dict()
         self._fork_server.ready()
         self._fork_server.set_orphan_grace(grace_s)
-        self._workers.beat_s = settings.timeouts.heartbeat_of(num_workers)
         self._start_relay()
 
     def _start_relay(self) -> None:
-        """Send on the heartbeats of the workers here. Without room for a socket each of them sends its own."""
-        if self._relay is not None or self._workers.beat_s is None:
-            return
-        path = relay_path(self._scratch.path)
-        with contextlib.suppress(OSError):
-            self._relay = BeatRelay(path, self._workers.beat_s, lambda beats: self._send(am.Beats(tuple(beats))))
+        """Send on the heartbeats of the workers here. Where that cannot be had each of them sends its own."""
+        self._end_relay()
+        path, ranks = relay_path(self._scratch.path), self._workers.ranks
+        with contextlib.suppress(OSError, RuntimeError):
+            self._relay = BeatRelay(path, ranks, lambda beats: self._send(am.Beats(tuple(beats))))
         self._workers.relays = self._relay is not None
+
+    def _end_relay(self) -> None:
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
 
     def _restart_fork_server(self, start: WorkerStart, orphan_grace_s: float) -> None:
         """Start the fork server again with the variables and modules of the run's device, if that has any.

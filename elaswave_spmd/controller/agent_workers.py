@@ -30,7 +30,6 @@ class AgentWorkers:
     Attributes:
         ranks: of the workers whose end has not been reported.
         adopt_s: for how long they wait for another controller (`timeouts.adopt`); None: they end with theirs.
-        beat_s: from one message with their heartbeats to the next, once the run is known.
         relays: their heartbeats go by this machine's agent, in each specification from now on.
         grace_s: for which they are waited for when they have to end.
     """
@@ -39,7 +38,6 @@ class AgentWorkers:
         self.own = own
         self.ranks: set[int] = set()
         self.adopt_s: float | None = None
-        self.beat_s: float | None = None
         self.relays = False
         self.grace_s = _GRACE_S
         self._ended: set[int] = set()  # all that have ended here

@@ -41,7 +41,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class BeatsReceived:
-    """Heartbeats that agents have sent on, each of another worker or of another period."""
+    """Heartbeats that agents have sent on, in the order in which they came."""
 
     beats: tuple[Heartbeat, ...]
 

@@ -314,7 +314,7 @@ class ProcessIO:
             if left <= 0:
                 return Tick()  # before the mailbox: a flood of messages must not keep the detector from its deadlines
             item = self._mailbox.get(min(left, _POLL_S))
-            self._ready += [*self._asked(), *self._ended_after_words(), *self._beats(), *self._rejections()]
+            self._ready += [*self._asked(), *self._ended_after_words(), *self._rejections()]
             if item is not None and (event := self._event_of(item)) is not None:
                 return event
             if (written := self._writer.next_result()) is not None:
@@ -475,15 +475,16 @@ class ProcessIO:
         both, and the end alone would not tell the user of the exception, nor of the steps that were done before. What
         others have said comes after the ends, which may be the cause of it.
         """
-        if not (ended := self._ended()):
-            return []
+        ended, beats = self._ended(), self._beats()
+        if not ended:
+            return [*beats]
         ranks = {event.rank for event in ended if isinstance(event, WorkerEnded)}
         before: list[Event] = []
         after: list[Event] = []
         for item in self._mailbox.take_all():
             if (event := self._event_of(item)) is not None:
                 (before if _peer_of(item) in ranks else after).append(event)
-        return [*before, *ended, *after]
+        return [*beats, *before, *ended, *after]
 
     def _ended(self) -> list[WorkerEnded | AgentNews]:
         """Ends of processes that were noticed since the last call, and news of agents."""

@@ -344,7 +344,11 @@ class Controller:
             case Received(message):
                 return self._decide_message(message, now)
             case BeatsReceived(beats):
-                return [action for beat in beats for action in self._heard(beat, now, is_relayed=True)]
+                actions: list[Action] = []
+                for beat in beats:
+                    if not self._failures.is_ending:  # by what the one before has shown
+                        actions += self._heard(beat, now, is_relayed=True)
+                return actions
             case WorkerEnded():
                 return self._failures.worker_ended(event)
             case LinkEnded(peer):

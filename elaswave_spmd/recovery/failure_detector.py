@@ -147,11 +147,13 @@ class Liveness:
             if (starting := self._starting.get(rank)) is not None and not waiting:  # it has compiled something
                 starting.since = self._clock
             return
-        if worker.progress is not None and progress != worker.progress:
-            if progress > worker.progress:
-                self._num_actions += progress - worker.progress
-                if worker.busy_since is not None:
-                    self._busy_seconds += self._clock - worker.busy_since
+        worker.heard = self._clock
+        if worker.progress is not None and progress < worker.progress:
+            return  # sent on by an agent, later than a newer one came
+        if worker.progress is not None and progress > worker.progress:
+            self._num_actions += progress - worker.progress
+            if worker.busy_since is not None:
+                self._busy_seconds += self._clock - worker.busy_since
             worker.finished = True
             worker.busy_since = None
         if waiting:
@@ -160,7 +162,6 @@ class Liveness:
             worker.busy_since = self._clock
         worker.progress = progress
         worker.action = action
-        worker.heard = self._clock
 
     def tick(self, dt: float, free_to_leave: Collection[int] | None = None) -> list[Suspect]:
         """`dt` seconds have passed since the last tick, and all heartbeats that came before now were handed in.

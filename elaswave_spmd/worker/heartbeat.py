@@ -74,14 +74,19 @@ class HeartbeatSender:
         now = self._progress
         while True:
             beat = Heartbeat(self._rank, now.count, now.waiting, now.action, tuple(self._links.rejected.items()))
-            is_linked = self._send(encode(beat))
-            if not (is_linked or self._outlives_link):
-                return
-            if self._stopping.wait(self._timeouts.heartbeat_of(now.num_workers)):
+            period_s = self._timeouts.heartbeat_of(now.num_workers)
+            is_linked = self._send(encode(beat), period_s)
+            if not (is_linked or self._outlives_link) or self._stopping.wait(period_s):
                 return
 
-    def _send(self, beat: bytes) -> bool:
-        """Send a heartbeat by the relay, or over the link where that does not answer. True if the link is open."""
-        if self._relay is not None and self._relay.send(beat):
-            return self._links.reaches(CONTROLLER)
-        return self._links.send(CONTROLLER, beat)
+    def _send(self, beat: bytes, period_s: float) -> bool:
+        """Send a heartbeat by the relay, or over the link where that does not answer. True if the link is open.
+
+        A worker that the controller does not hear is to be found by its silence. So nothing goes by the relay while the
+        link is closed, or what was sent over it is not acknowledged.
+        """
+        links = self._links
+        is_heard = links.reaches(CONTROLLER) and links.unacknowledged_s(CONTROLLER) < self._timeouts.suspect / 2
+        if self._relay is not None and is_heard and self._relay.send(beat, period_s):
+            return True
+        return links.send(CONTROLLER, beat)

@@ -17,7 +17,7 @@ from elaswave_spmd.runtime.processes.beat_relay import RelayClient
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, socket_directory
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 from elaswave_spmd.worker.heartbeat import HeartbeatSender, Progress
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, eventually
 
 RANK = 5
 _LONG = Timeouts(suspect=4e3, status=5e3, progress=6e3, start=7e3, join=7e3, leave=7e3)
@@ -100,6 +100,31 @@ def test_they_end_with_the_link(scene: Scene, is_relayed: bool) -> None:
     assert not sender._thread.is_alive()
 
 
+@pytest.mark.parametrize("how", ["closed", "silent"])
+def test_a_worker_whose_link_has_failed_is_silent_though_its_agent_would_send_on_what_it_says(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Else all would wait for what it has to say, for as long as another controller may come."""
+    relay = Relay(answers=True)
+    sender = HeartbeatSender(RANK, scene.worker, Progress(), OFTEN, cast(RelayClient, relay), outlives_link=True)
+    relay.beats.get(timeout=PATIENCE_S)
+    if how == "closed":
+        scene.worker.drop(CONTROLLER)
+    else:
+        monkeypatch.setattr(scene.worker, "unacknowledged_s", lambda _: OFTEN.suspect / 2)
+        scene.beat()  # it takes the link again, on which nothing would come through
+
+    def is_quiet() -> bool:
+        while not relay.beats.empty():
+            relay.beats.get()
+        sender._stopping.wait(20 * OFTEN.heartbeat)
+        return relay.beats.empty()
+
+    eventually(is_quiet)
+    assert sender._thread.is_alive()
+    sender.stop()
+
+
 def test_they_go_by_a_relay_that_answers_and_to_the_controller_as_well_when_it_does_not(scene: Scene) -> None:
     relay = Relay(answers=True)
     sender = HeartbeatSender(RANK, scene.worker, Progress(), OFTEN, cast(RelayClient, relay))
@@ -118,6 +143,7 @@ class Relay:
         self.answers = answers
         self.beats: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
-    def send(self, beat: bytes) -> bool:
+    def send(self, beat: bytes, period_s: float) -> bool:
+        assert period_s == OFTEN.heartbeat
         self.beats.put(beat)
         return self.answers

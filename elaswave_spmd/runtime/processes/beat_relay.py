@@ -1,10 +1,10 @@
-"""Heartbeats of the workers of an agent's machine: the agent gathers them, and sends one message in each period.
+"""Heartbeats of the workers of an agent's machine: the agent gathers them, and sends on what has come in one message.
 
-    worker's thread --datagram--> BeatRelay --Beats, once a period--> controller
+    worker's thread --datagram--> BeatRelay --Beats--> controller
          RelayClient <--an answer-- BeatRelay <--BeatsHeard-- controller
 
 The controller of a large run hears machines, not workers. An agent that stands still costs nobody anything: a worker
-whose heartbeats are not answered sends them to the controller itself.
+whose heartbeat has had no answer sends the next one to the controller itself.
 """
 
 from __future__ import annotations
@@ -16,43 +16,46 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
-_RANK = struct.Struct("<q")  # of the sender, in front of its heartbeat
-_LONGEST = 1 << 16  # bytes of a datagram; a heartbeat has some hundreds
-_UNANSWERED = 2  # heartbeats without an answer, when a worker goes to the controller itself
+_HEAD = struct.Struct("<qd")  # in front of a heartbeat: its sender's rank, and the seconds until the sender's next one
+_LONGEST = 8192  # bytes of a datagram; a heartbeat has some hundreds
+_MOST_AT_ONCE = 1000  # datagrams that are read before it is looked whether a message is due
+_LONGEST_S = 10.0  # between two messages, whatever workers say
 _ANSWER = b"\1"
 
 
 class BeatRelay:
-    """The agent's end: a thread that sends on the newest heartbeat of each worker, once in each period.
+    """The agent's end: a thread that sends on the newest heartbeat of each worker, twice in a worker's period.
 
-    One message is on its way at a time: to a controller that is stopped nothing piles up, whose connection the kernel
-    would end.
+    So a heartbeat is answered before its sender's next one is due. One message is on its way at a time: to a controller
+    that is stopped nothing piles up, whose connection the kernel would end.
 
     Args:
         path: of its socket, in a private directory. What lies there is replaced.
-        period_s: from one message to the next.
+        ranks: of the workers that live here, at any time; what comes in the name of others is dropped.
         send: sends (rank, heartbeat) of those that were heard since the last call. Called by the thread.
 
     Raises:
-        OSError: the socket cannot be made.
+        OSError, RuntimeError: the socket cannot be made, or no thread can be started.
     """
 
-    def __init__(self, path: str, period_s: float, send: Callable[[Sequence[tuple[int, bytes]]], object]) -> None:
+    def __init__(self, path: str, ranks: Container[int], send: Callable[[Sequence[tuple[int, bytes]]], object]) -> None:
         self._path = path
-        self._period_s = period_s
+        self._ranks = ranks
         self._send = send
-        self._lock = threading.Lock()  # guards the next three
+        self._lock = threading.Lock()  # guards the next two
         self._newest: dict[int, bytes] = {}
         self._in_flight: tuple[int, ...] = ()  # ranks whose heartbeats the controller has not answered
-        self._gone = set[int]()
+        self._period_s = 0.0  # the shortest that a worker has said since the last message
         with contextlib.ExitStack() as undo:
             self._socket = undo.enter_context(_bound_socket(path))
             self._woken, self._closes = socket.socketpair()
+            undo.enter_context(self._woken)
+            undo.enter_context(self._closes)
+            self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
+            self._thread.start()
             undo.pop_all()
-        self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
-        self._thread.start()
 
     def answered(self) -> None:
         """The controller has heard what was sent last."""
@@ -63,9 +66,8 @@ class BeatRelay:
                 self._socket.sendto(_ANSWER, _address(self._path, rank))
 
     def forget(self, rank: int) -> None:
-        """The worker has ended. Nothing of it is sent on once this has returned."""
+        """The worker has ended, and is none of `ranks` any more. Once this has returned nothing of it is sent on."""
         with self._lock:
-            self._gone.add(rank)
             self._newest.pop(rank, None)
         with contextlib.suppress(OSError):
             os.unlink(_address(self._path, rank))
@@ -82,31 +84,34 @@ class BeatRelay:
     def _run(self) -> None:
         due = time.monotonic()
         while True:
-            readable, *_ = select.select([self._socket, self._woken], [], [], max(0.0, due - time.monotonic()))
+            wait_s = max(0.0, due - time.monotonic()) if self._newest else None
+            readable, *_ = select.select([self._socket, self._woken], [], [], wait_s)
             if self._woken in readable:
                 return
-            if readable:
-                self._receive()
-            if time.monotonic() >= due:
+            self._receive()
+            if self._newest and time.monotonic() >= due:
+                due = time.monotonic() + min(self._period_s / 2, _LONGEST_S)
                 self._send_on()
-                due = time.monotonic() + self._period_s
 
     def _receive(self) -> None:
-        """File one datagram. No flood of them keeps the thread from its period."""
-        try:
-            data = self._socket.recv(_LONGEST)
-        except BlockingIOError:
+        """File what has come, the newest of each worker. No flood keeps the thread from its other duties."""
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(_MOST_AT_ONCE):
+                self._file(self._socket.recv(_LONGEST + 1))
+
+    def _file(self, data: bytes) -> None:
+        if not _HEAD.size < len(data) <= _LONGEST:
             return
-        if len(data) <= _RANK.size:
-            return  # none of a worker
-        (rank,) = _RANK.unpack_from(data)
+        rank, period_s = _HEAD.unpack_from(data)
         with self._lock:
-            if rank not in self._gone:
-                self._newest[rank] = data[_RANK.size :]
+            if rank not in self._ranks or not period_s > 0:
+                return
+            self._period_s = min(self._period_s, period_s) if self._newest else period_s
+            self._newest[rank] = data[_HEAD.size :]
 
     def _send_on(self) -> None:
         with self._lock:  # also while it is sent: what comes from `forget` on must not overtake it
-            if self._newest and not self._in_flight:
+            if not self._in_flight:
                 newest, self._newest = self._newest, {}
                 self._in_flight = tuple(newest)
                 self._send([*newest.items()])
@@ -123,27 +128,33 @@ class RelayClient:
     """
 
     def __init__(self, rank: int, path: str) -> None:
-        self._head = _RANK.pack(rank)
+        self._rank = rank
         self._path = path
-        self._unanswered = _UNANSWERED  # nothing is known of the relay yet
         self._socket = _bound_socket(_address(path, rank))
 
-    def send(self, beat: bytes) -> bool:
+    def send(self, beat: bytes, period_s: float) -> bool:
         """Hand a heartbeat to the relay. Never waits.
 
+        Args:
+            period_s: until the next one.
+
         Returns:
-            False if the relay does not answer: then the heartbeat is to be sent to the controller as well.
+            False if the one before was not answered: then this one is to be sent to the controller as well.
         """
-        with contextlib.suppress(BlockingIOError):
-            while self._socket.recv(len(_ANSWER)):
-                self._unanswered = 0
-        is_heard = self._unanswered < _UNANSWERED
-        self._unanswered += 1
+        was_answered = self._take_answers()
         try:
-            self._socket.sendto(self._head + beat, self._path)
+            self._socket.sendto(_HEAD.pack(self._rank, period_s) + beat, self._path)
         except OSError:  # its queue is full, or it is not there
             return False
-        return is_heard
+        return was_answered
+
+    def _take_answers(self) -> bool:
+        """True if any answer has come since the last call."""
+        found = False
+        with contextlib.suppress(BlockingIOError):
+            while self._socket.recv(len(_ANSWER)):
+                found = True
+        return found
 
     def close(self) -> None:
         """Close the socket; the relay removes its name."""

@@ -322,7 +322,7 @@ class Links:
         life_fd: read end of a pipe whose write end only the controller holds; its end files `ControllerLost`.
         silence_s: of tcp: a link to a worker is closed if it is not connected within so long, or if nothing of what was
             sent over it has been acknowledged for so long; None: both may take any time. The controller's is not
-            looked at: who is cut off from the controller is given up there.
+            looked at: who is cut off from the controller is given up there (`unacknowledged_s`).
 
     Raises:
         ConfigError: unknown transport, a directory that is missing, not private or has too long a path, or an address
@@ -475,6 +475,15 @@ class Links:
         """True if the link to `peer` is open."""
         link = self._links.get(peer)
         return link is not None and link.open is not None
+
+    def unacknowledged_s(self, peer: int) -> float:
+        """Seconds for which the machine of a peer has acknowledged nothing of what was sent to it over TCP.
+
+        0 if nothing waits, and where the link is not of TCP. For one thread, of peers that are no workers.
+        """
+        link = self._links.get(peer)
+        fd = None if link is None else link.fd
+        return 0.0 if link is None or fd is None else link.silence.seconds(fd, time.monotonic())
 
     def _miss(self, peer: int) -> None:
         """Something is to be sent to a member that there is no link to: file that, once, like the end of a link."""

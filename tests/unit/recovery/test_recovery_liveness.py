@@ -46,6 +46,19 @@ def test_a_heartbeat_does_not_clear_a_suspect() -> None:
     assert set(liveness._workers) == {3} and all(liveness.tick(BEAT) == [] for _ in range(50))
 
 
+def test_a_heartbeat_that_comes_after_a_newer_one_shows_life_and_no_progress() -> None:
+    """An agent that was slow sends it on, after its worker has sent the newer one itself."""
+    liveness, in_order = watching(3), watching(3)
+    for count in range(1, 40):
+        for each in (liveness, in_order):
+            each.heartbeat(3, count, False, "forward")
+        liveness.heartbeat(3, count - 1, True, "forward of before")
+        assert not liveness.tick(BEAT) and not in_order.tick(BEAT)
+        assert liveness._workers == in_order._workers
+    assert liveness._usual_limit() == in_order._usual_limit() > 0
+    assert ticks_until_suspect(liveness, rank=3, progress=0, waiting=True)[1].reason.startswith("no progress")
+
+
 def test_the_forgotten_and_the_unknown_are_never_suspect() -> None:
     liveness = watching(1, 2)
     liveness.forget(1)
