@@ -18,7 +18,7 @@ from elaswave_spmd.runtime.transport.credentials import RunToken, credentials_fr
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Mailbox, PeerClosed
 from elaswave_spmd.runtime.transport.tcp_silence import Silence
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, eventually
 
 SILENCE_S = 0.5
 """After which a link ends that cannot be connected."""
@@ -108,6 +108,7 @@ def test_a_link_on_which_nothing_is_acknowledged_ends(cut_off: tuple[int, int]) 
         sender.stdin.write("\n")
         sender.stdin.flush()
         assert sender.stdout.readline() == f"{PeerClosed(1)}\n"
+        assert sender.stdout.readline() == "silent\n", "the controller's, which stays"
         network.set_way(*cut_off, Way())
 
 
@@ -120,12 +121,17 @@ def _end_of_a_link(role: str, credentials: str, host: str, address: str = "") ->
         print(f"{LISTENS}{links.address}", flush=True)
         sys.stdin.read()
     else:
-        links.connect(1, address)
-        assert not links.wait_connected([1], PATIENCE_S)
+        for peer in (1, CONTROLLER):
+            links.connect(peer, address)
+        assert not links.wait_connected([1, CONTROLLER], PATIENCE_S)
+        eventually(lambda: links.unacknowledged_s(CONTROLLER) == 0.0)
         print("up", flush=True)
         sys.stdin.readline()
-        links.send(1, b"is lost")
+        for peer in (1, CONTROLLER):
+            links.send(peer, b"is lost")
         print(mailbox.get(PATIENCE_S), flush=True)
+        eventually(lambda: links.unacknowledged_s(CONTROLLER) >= SILENT_S)
+        print("silent", flush=True)
     links.close()
 
 
