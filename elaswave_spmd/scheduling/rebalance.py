@@ -78,6 +78,7 @@ _MOST_SHIFTS = 16  # of cuts, by one layer each
 
 # Meshes up to these numbers of workers.
 _SEARCHED_WORKERS = 64  # all is tried: cuts shifted by a layer, workers parked or left out
+_FEW_WORKERS = 16  # two of them are left out as well
 _TIMED_WORKERS = 256  # even groupings into all numbers of stages are timed
 
 # Groupings of the workers into other stages.
@@ -267,9 +268,28 @@ def reassign_microbatches(
     """
     speeds = [costs.speeds_of(members) for members in stages]
     starts = first_microbatches(stages, old.stages, old.microbatch_counts)
-    return candidate_assignments(
+    found = candidate_assignments(
         num_microbatches, speeds, microbatch_order=old.microbatch_order, starts=starts, align=align
     )
+    if num_microbatches == old.num_microbatches and (kept := _kept_places(stages, old.stages)) is not None:
+        # Newcomers need not get any: else a step could take longer with one worker more.
+        as_before = with_parked(old.microbatch_counts, kept, speeds, old.microbatch_order)
+        found = tuple({each.counts: each for each in (*found, as_before)}.values())
+    return found
+
+
+def _kept_places(stages: Sequence[Sequence[int]], old: Sequence[Sequence[int]]) -> list[np.ndarray] | None:
+    """Per stage, int64: where in it the workers are that it had; None if one is gone, or they are in another order."""
+    if len(stages) != len(old) or any(len(mine) < len(were) for mine, were in zip(stages, old, strict=True)):
+        return None
+    found: list[np.ndarray] = []
+    for mine, were in zip(stages, old, strict=True):
+        known = set(were)
+        at = [i for i, rank in enumerate(mine) if rank in known]
+        if [mine[i] for i in at] != [*were]:
+            return None
+        found.append(np.array(at, np.int64))
+    return found
 
 
 @dataclass(frozen=True)
@@ -440,41 +460,56 @@ class _Planner:
     def without_slowest(
         self, grouping: _Grouping, stage_counts: Collection[int] | None, total: float
     ) -> list[tuple[_Grouping, Candidate]]:
-        """On small meshes, groupings of all workers but the slowest, which is parked in its stage, or in the last.
+        """On small meshes, groupings of all workers but the slowest, which is parked in any stage; also of all but two.
 
-        So a plan is seldom faster when a worker is lost: what would be planned then is among these.
+        So a plan is seldom faster when a worker is lost: what would be planned then is among these. Where it is parked
+        matters, as it gets the reduced gradients of its stage.
 
         Args:
             total: as for `regrouped`.
         """
-        number = sum(map(len, grouping.stages))
-        if not 2 < number <= _SEARCHED_WORKERS:
-            return []
-        # Of stages that are not empty without it; of equal workers one of the largest stage.
-        homes = [
-            (self.costs.speed(rank), -len(members), -rank)
-            for members in grouping.stages
-            for rank in members
-            if len(members) > 1
-        ]
-        if not homes:
-            return []
-        idle = -min(homes)[2]
-        home = next(s for s, members in enumerate(grouping.stages) if idle in members)
-        fewer = self.grouping_of(tuple(tuple(rank for rank in members if rank != idle) for members in grouping.stages))
-        found = self.regrouped(fewer, stage_counts, total)
-        with suppress(PlanError):  # fewer workers have room for less
-            found.append((fewer, self.recut(fewer, 0.0)))
-        found.sort(key=lambda each: self.total(each[1]))
-        return [self.with_idle_worker(theirs, one, idle, home) for theirs, one in found[:_MOST_REFINED]]
+        left, idle = grouping.stages, list[int]()
+        found: list[tuple[_Grouping, Candidate]] = []
+        for most in (_SEARCHED_WORKERS, _FEW_WORKERS):
+            slowest = self.slowest_of(left)
+            if slowest is None or not 2 < sum(map(len, left)) <= most:
+                break
+            idle.append(slowest)
+            left = tuple(tuple(rank for rank in members if rank != slowest) for members in left)
+            best = self.best_of(self.grouping_of(left), stage_counts, total)
+            found += [
+                self.with_idle_workers(theirs, one, idle, home)
+                for theirs, one in best
+                for home in range(len(one.assignment.stages))
+            ]
+        return found
 
-    def with_idle_worker(
-        self, grouping: _Grouping, found: Candidate, idle: int, home: int
+    def slowest_of(self, stages: Stages) -> int | None:
+        """The slowest worker of the stages that are not empty without it; of equal ones one of the largest stage."""
+        able = [
+            (self.costs.speed(rank), -len(members), -rank) for members in stages if len(members) > 1 for rank in members
+        ]
+        return -min(able)[2] if able else None
+
+    def best_of(
+        self, grouping: _Grouping, stage_counts: Collection[int] | None, total: float
+    ) -> list[tuple[_Grouping, Candidate]]:
+        """The best groupings of these workers alone, as far as they might be better than `total`, or than none."""
+        found: list[tuple[_Grouping, Candidate]] = []
+        with suppress(PlanError):  # fewer workers have room for less
+            found.append((grouping, self.recut(grouping, 0.0)))
+            total = max(total, self.total(found[0][1]))
+        found = [*self.regrouped(grouping, stage_counts, total), *found]
+        return sorted(found, key=lambda each: self.total(each[1]))[:_MOST_REFINED]
+
+    def with_idle_workers(
+        self, grouping: _Grouping, found: Candidate, idle: Sequence[int], home: int
     ) -> tuple[_Grouping, Candidate]:
-        """The same candidate with one worker more, which has no micro-batches."""
+        """The same candidate with some workers more, in one of its stages, which have no micro-batches."""
         stages, order = found.assignment.stages, found.assignment.microbatch_order
-        at = min(home, len(stages) - 1)
-        theirs = self.grouping_of(tuple((*members, idle) if s == at else members for s, members in enumerate(stages)))
+        theirs = self.grouping_of(
+            tuple((*members, *idle) if s == home else members for s, members in enumerate(stages))
+        )
         speeds = [self.costs.speeds_of(members) for members in theirs.stages]
         active = [np.arange(len(members)) for members in stages]
         counts = with_parked(found.assignment.microbatch_counts, active, speeds, order)

@@ -11,21 +11,21 @@ from benchmarks.monotone_plans import TOLERANCE, measure
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches, fastest, level_assignments
 from elaswave_spmd.scheduling.pipeline import in_flight_limits
-from elaswave_spmd.scheduling.rebalance import plan_change
+from elaswave_spmd.scheduling.rebalance import plan_change, reassign_microbatches
 from elaswave_spmd.scheduling.step_time import EXACT, PART, Assignment, step_time
 from elaswave_spmd.simulator import Change, healthy, llama
 from elaswave_spmd.simulator.engine import FREE, execute
 from elaswave_spmd.simulator.work import Work
 from tests.unit.scheduling.planning_cases import costs_of, placed, stages_of
 
-WAS_FASTER = (53, 63, 106, 142, 151, 218, 324)
+WAS_FASTER = (106, 142, 151, 218, 324, 489, 1908)
 """Clusters whose planned step became up to 12 % faster when a worker was taken away, while the search was narrower."""
 
 WAS_SLOWER = (211,)
 """Clusters whose planned step had become up to 10 % slower when a worker was added."""
 
 
-@pytest.mark.parametrize("seed", (*range(4), *WAS_FASTER, *WAS_SLOWER))
+@pytest.mark.parametrize("seed", (*range(1, 4), *WAS_FASTER, *WAS_SLOWER))
 def test_a_worker_less_is_never_faster_and_a_worker_more_never_slower(seed):
     found = measure(seed)
     assert found is not None
@@ -72,6 +72,16 @@ def test_workers_are_parked_where_that_is_faster_and_work_again_when_it_is_not()
     settled = replace(placement, mesh=stages, microbatch_counts=parked.assignment.microbatch_counts)
     joined = plan_change(settled, costs, 0, stages=((0, 1, 2, 18, 19), *placement.mesh.stages[1:]), stage_counts=()).now
     assert joined.assignment.microbatch_counts == ((7, 7, 6, 6, 6),) * 4
+
+
+def test_newcomers_need_not_get_any_microbatches():
+    """Else all stages might be cut at other places, for a worker that helps none of them."""
+    old = Assignment(stages_of([3, 2]), (0, 1, 2), ((3, 2, 1), (3, 3)))
+    costs = costs_of([1.0, 1.0])
+    joined = [each.counts for each in reassign_microbatches(old, 6, ((0, 9, 1, 2), (3, 4)), costs, 0.0)]
+    assert joined[-1] == ((3, 0, 2, 1), (3, 3)) and joined.count(joined[-1]) == 1
+    for stages in (((0, 1), (3, 4)), ((1, 0, 2), (3, 4)), ((0, 1, 2, 3, 4),)):
+        assert ((3, 2, 1), (3, 3)) not in [each.counts for each in reassign_microbatches(old, 6, stages, costs, 0.0)]
 
 
 @pytest.mark.parametrize("order", ["contiguous", "time-major"])
