@@ -136,6 +136,7 @@ class SimulatedCluster:
         deaths: the controller is killed at its n-th act (something that it sends, decides or writes down) since it
             began, or has adopted the workers of the one before, and another one comes; for each of these numbers.
         breaks: links between living workers that are lost.
+        relays: all machines but the first have agents, which send on the heartbeats of their workers.
     """
 
     collectives = LINKS
@@ -163,8 +164,11 @@ class SimulatedCluster:
         widest: int = WIDEST,
         deaths: Sequence[int] = (),
         breaks: Sequence[LinkBreak] = (),
+        relays: bool = False,
     ) -> None:
         self.link_breaks = LinkBreaks(breaks, seed)
+        self._relays, self._seed = relays, seed
+        self._gathered: dict[tuple[str, ...], dict[int, m.Heartbeat]] = {}  # by machine: what its agent has not sent on
         self._deaths, self._adopts = list(deaths), bool(deaths)
         self._acts: int | None = None  # of the controller, since its first mesh; None: before it
         self._generation = FIRST
@@ -479,20 +483,31 @@ class SimulatedCluster:
             self._io.events += self._heartbeats()
 
     def _heartbeats(self) -> list[Event]:
-        """A heartbeat of each worker that can send one; those of a machine with an agent come together."""
+        """A heartbeat of each worker that can send one, by the agent of its machine where agents send them on."""
         beats = [
             m.Heartbeat(rank, 0, True)
             for rank, worker in self._workers.items()
             if not worker.stopped_for and not worker.silent
         ]
-        if len({path for _, path in self.first_mesh.topology.domains}) < 2:
+        if not self._relays:
             return [Received(beat, (), beat.rank) for beat in beats]
-        of_hosts: dict[tuple[str, ...] | None, list[m.Heartbeat]] = {}
+        here, found = domain_of(self.first_mesh, 0), list[Event]()
         for beat in beats:
-            of_hosts.setdefault(domain_of(self.first_mesh, beat.rank), []).append(beat)
-        here = of_hosts.pop(domain_of(self.first_mesh, 0), [])
-        direct = [Received(beat, (), beat.rank) for beat in here]
-        return [*direct, *(BeatsReceived(tuple(of_one)) for of_one in of_hosts.values())]
+            domain = domain_of(self.first_mesh, beat.rank)
+            if domain is None or domain == here:
+                found.append(Received(beat, (), beat.rank))
+            else:
+                self._gathered.setdefault(domain, {})[beat.rank] = beat
+        draw = random.Random(f"relay {self._seed} {self.turn}")
+        for domain, gathered in self._gathered.items():
+            if draw.random() < 0.3:  # the agent is slow: it sends them on later, and some workers go to the controller
+                found += [
+                    Received(beat, (), beat.rank) for beat in beats if beat.rank in gathered and draw.random() < 0.5
+                ]
+            else:
+                found.append(BeatsReceived(tuple(gathered.values())))
+                self._gathered[domain] = {}
+        return found
 
     # ---- a controller that dies, and the next one
 

@@ -82,6 +82,7 @@ class Schedule:
         widest: members up to which all vote to all; on larger meshes votes are passed on.
         deaths: acts of controllers that are their last, as in SimulatedCluster.
         breaks: links between living workers that are lost.
+        relayed: agents of all hosts but the first send on the heartbeats of their workers.
     """
 
     seed: int
@@ -106,6 +107,7 @@ class Schedule:
     deaths: tuple[int, ...] = ()
     breaks: tuple[LinkBreak, ...] = ()
     neighbours: bool = False
+    relayed: bool = False
 
     @classmethod
     def draw(
@@ -127,6 +129,7 @@ class Schedule:
         links: bool = False,
         spread: bool = False,
         flips: bool = False,
+        relayed: bool = False,
     ) -> Schedule:
         """The schedule of a seed. In some, links between living workers are lost, drawn from a stream of their own.
 
@@ -146,6 +149,7 @@ class Schedule:
             links: the same, and links are lost in each.
             spread: the same with process groups, and stages have several workers on each of several hosts.
             flips: the same, and replicas are compared while bits of workers' state flip.
+            relayed: the same on several hosts, whose agents send on heartbeats, now and then late.
         """
         r = random.Random(seed)
         run = TinyRun(
@@ -186,6 +190,8 @@ class Schedule:
         )
         if spread:
             drawn = replace(drawn, hosts=more_hosts.choice((2, 2, 3)), neighbours=True)
+        if relayed:
+            drawn = replace(drawn, hosts=max(2, drawn.hosts), relayed=True)
         if starting:
             drawn = replace(drawn, starting=Starting.draw(random.Random(f"starting {seed}"), workers))
         if miscompute:
@@ -395,6 +401,7 @@ def cluster_of(
     cluster = kind or (PairedCluster if schedule.paired else GroupedCluster if schedule.grouped else SimulatedCluster)
     options: dict[str, Any] = {"deaths": schedule.deaths} if schedule.deaths else {}
     options |= {"breaks": schedule.breaks} if schedule.breaks else {}
+    options |= {"relays": True} if schedule.relayed else {}
     return cluster(
         replace(run.job(), verify_rate=schedule.verify_rate, verify_every=schedule.verify_every),
         schedule.placement,
@@ -597,13 +604,14 @@ def run_many(
     links: bool = False,
     spread: bool = False,
     flips: bool = False,
+    relayed: bool = False,
 ) -> Tally:
     """Runs the schedules of these seeds, in so many processes. Other arguments: see `Schedule.draw`."""
     tally = Tally()
     kinds = {"moving": moving, "grouped": grouped, "checkpoints": checkpoints, "silent": silent, "starting": starting}
     kinds |= {"frozen": frozen}
     kinds |= {"miscompute": miscompute, "late": late, "votes": votes, "peers": peers, "controllers": controllers}
-    kinds |= {"paired": paired, "links": links, "spread": spread, "flips": flips}
+    kinds |= {"paired": paired, "links": links, "spread": spread, "flips": flips, "relayed": relayed}
     run_seed = partial(_run_seed, kinds)
     if jobs == 1:
         for seed in seeds:
@@ -635,6 +643,7 @@ _KINDS = (
     "links",
     "spread",
     "flips",
+    "relayed",
 )
 
 
@@ -659,6 +668,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--links", action="store_true", help="links between living workers are lost in each schedule")
     parser.add_argument("--spread", action="store_true", help="stages with groups have workers on several hosts")
     parser.add_argument("--flips", action="store_true", help="bits of workers' state flip, and replicas are compared")
+    parser.add_argument("--relayed", action="store_true", help="agents of several hosts send on heartbeats")
     parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and print everything")
     options = parser.parse_args(arguments)
     kind = {name: getattr(options, name) for name in _KINDS}

@@ -218,6 +218,8 @@ def test_workers_have_links_to_their_peers_alone(
         {"votes": True, "late": True},
         {"controllers": True, "starting": True},
         {"silent": True, "frozen": True},
+        {"relayed": True},
+        {"relayed": True, "moving": True},
     ],
     ids=lambda kinds: ", ".join(kinds) or "plain",
 )
