@@ -18,14 +18,14 @@ from elaswave_spmd.simulator.engine import FREE, execute
 from elaswave_spmd.simulator.work import Work
 from tests.unit.scheduling.planning_cases import costs_of, placed, stages_of
 
-WAS_FASTER = (106, 142, 151, 218, 324, 489, 1908)
+WAS_FASTER = (53, 63, 106, 142, 151, 218, 324, 489, 1908)
 """Clusters whose planned step became up to 12 % faster when a worker was taken away, while the search was narrower."""
 
 WAS_SLOWER = (211,)
 """Clusters whose planned step had become up to 10 % slower when a worker was added."""
 
 
-@pytest.mark.parametrize("seed", (*range(1, 4), *WAS_FASTER, *WAS_SLOWER))
+@pytest.mark.parametrize("seed", (*range(4), *WAS_FASTER, *WAS_SLOWER))
 def test_a_worker_less_is_never_faster_and_a_worker_more_never_slower(seed):
     found = measure(seed)
     assert found is not None
