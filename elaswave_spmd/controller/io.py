@@ -473,7 +473,8 @@ class ProcessIO:
 
         A worker that fails says why before its process ends. A controller that does not get to read for a moment finds
         both, and the end alone would not tell the user of the exception, nor of the steps that were done before. What
-        others have said comes after the ends, which may be the cause of it.
+        others have said comes after the ends, which may be the cause of it. Heartbeats that agents have sent on come
+        first.
         """
         ended, beats = self._ended(), self._beats()
         if not ended:

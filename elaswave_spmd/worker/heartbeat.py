@@ -80,13 +80,15 @@ class HeartbeatSender:
                 return
 
     def _send(self, beat: bytes, period_s: float) -> bool:
-        """Send a heartbeat by the relay, or over the link where that does not answer. True if the link is open.
+        """Send a heartbeat by the relay, or over the link where that does not answer. True if the link is open."""
+        if self._relay is not None and self._link_works() and self._relay.send(beat, period_s):
+            return True
+        return self._links.send(CONTROLLER, beat)
 
-        A worker that the controller does not hear is to be found by its silence. So nothing goes by the relay while the
-        link is closed, or what was sent over it is not acknowledged.
+    def _link_works(self) -> bool:
+        """True if the link to the controller is open, and what was sent over it is acknowledged.
+
+        Else nothing goes by the relay: a worker that the controller does not hear is to be found by its silence.
         """
         links = self._links
-        is_heard = links.reaches(CONTROLLER) and links.unacknowledged_s(CONTROLLER) < self._timeouts.suspect / 2
-        if self._relay is not None and is_heard and self._relay.send(beat, period_s):
-            return True
-        return links.send(CONTROLLER, beat)
+        return links.reaches(CONTROLLER) and links.unacknowledged_s(CONTROLLER) < self._timeouts.suspect / 2
