@@ -287,10 +287,14 @@ class MadeUpRun:
         """Messages of workers, at even distances in so many seconds. Returns the controller's seconds for them."""
         encoded = [(rank, m.encode(message)) for rank, message in messages]
         self.bytes_to_controller += sum(len(header) for _, header in encoded)
-        self.io.pace = seconds / max(1, len(encoded))
+        events = (Received(m.decode(header), (), rank) for rank, header in encoded)
+        return (yield from self._timed(events, len(encoded), seconds))
+
+    def _timed(self, events: Iterable[Event], number: int, seconds: float) -> Generator[Event, None, float]:
+        """So many events, at even distances in so many seconds. Returns the controller's seconds for them."""
+        self.io.pace = seconds / max(1, number)
         began = thread_time()
-        for rank, header in encoded:
-            yield Received(m.decode(header), (), rank)
+        yield from events
         took = thread_time() - began
         self.io.pace = 0.0
         return took
@@ -311,17 +315,16 @@ class MadeUpRun:
             for host in hosts
         ]
         self.bytes_to_controller += sum(map(len, messages))
-        self.io.pace = 1.0 / len(messages)
-        began = thread_time()
-        for header in messages:
-            message = am.decode(header)
-            assert isinstance(message, am.Beats) and am.encode(am.BeatsHeard())  # the answer
-            event, refused = heartbeats_in(message.beats)
-            assert event is not None and not refused
-            yield event
-        took = thread_time() - began
-        self.io.pace = 0.0
-        return took
+
+        def received() -> Iterator[Event]:
+            for header in messages:
+                message = am.decode(header)
+                assert isinstance(message, am.Beats) and am.encode(am.BeatsHeard())  # the answer
+                event, refused = heartbeats_in(message.beats)
+                assert event is not None and not refused
+                yield event
+
+        return (yield from self._timed(received(), len(messages), 1.0))
 
     def _step(self) -> Generator[Event, None, float]:
         self._version += 1
