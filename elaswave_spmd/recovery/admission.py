@@ -401,13 +401,13 @@ def _refused_report(
     bounds: MessageBounds, message: m.AnyMessage, num_elements: int | None, at: ControllerPosition
 ) -> str:
     """Why the controller refuses the content of a report."""
+    if isinstance(message, m.Heartbeat):
+        return refused_heartbeat(message, message.rank)
     for name in _TEXTS_OF[type(message)]:
         if len(getattr(message, name)) > LONGEST_TEXT:
             return SIZE
     match message:
         # First those that a large mesh sends thousands of: each class before the right one takes its time.
-        case m.Heartbeat():
-            return refused_heartbeat(message, message.rank)
         case m.Applied(step=step):
             return "" if step >= 1 and bounds.has_step(step, at.version) else STEP
         case m.Measured():

@@ -78,7 +78,7 @@ _MOST_SHIFTS = 16  # of cuts, by one layer each
 
 # Meshes up to these numbers of workers.
 _SEARCHED_WORKERS = 64  # all is tried: cuts shifted by a layer, workers parked or left out
-_FEW_WORKERS = 16  # two of them are left out as well
+_FEW_WORKERS = 16  # where so few are left without the slowest, another one is left out as well
 _TIMED_WORKERS = 256  # even groupings into all numbers of stages are timed
 
 # Groupings of the workers into other stages.
