@@ -10,7 +10,9 @@ and what variables of the environment mean to libraries while they are imported.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -21,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -207,6 +210,8 @@ def serve(connection: socket.socket) -> None:
     """The life of the server: forks for each request, and tells how each child ends, until nobody sends any request."""
     for name in IMPORTED:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # commands share these objects' memory as long as no collector writes to it
     living: dict[int, tuple[int, int]] = {}  # descriptor of a child -> its process id, and where its end is told
     while True:
         ready = select.select([connection, *living], [], [])[0]
@@ -230,14 +235,34 @@ def serve(connection: socket.socket) -> None:
                 os.close(told)
             _become(words, folder, environment, outputs)
             _tell(status, f"started {os.getpid()}")
-            if words[0] == "-m":
-                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(words[0], run_name="__main__")
+            _run(words)
             return
         for output in outputs:
             os.close(output)
         living[os.pidfd_open(child)] = child, status
+
+
+def _run(words: Sequence[str]) -> None:
+    """Runs `python WORDS`, and ends this process; returns, or raises, where the interpreter has to say how it ended."""
+    code: object = None
+    try:
+        if words[0] == "-m":
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+        if not isinstance(code, int | None):
+            raise
+    # What the interpreter does at its end, but for taking apart all modules: that copies the memory that they lie in.
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # nobody reads it any more, of which the interpreter makes an exit code of its own
+        sys.exit(code)
+    os._exit(code or 0)
 
 
 def _tell(status: int, line: str) -> None:
