@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_spmd.cli import FIRST_LINE
-from tests.multiprocess.real_runs import train_in_new_interpreter, write_text
+from tests.multiprocess.real_runs import train, write_text
 from tests.waiting import PATIENCE_S
 from tests.xla.xla_runs import NEEDS_XLA, SMALL
 
@@ -65,6 +65,6 @@ def test_other_clients_are_not_disturbed_by_it(installed: Path) -> None:
 def test_without_the_plugin_a_run_is_refused_before_any_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "NPU")
     write_text(tmp_path)
-    done = train_in_new_interpreter(tmp_path, *SMALL, "mesh=dp2")
+    done = train(tmp_path, *SMALL, "mesh=dp2")
     assert (done.code, done.out) == (2, f"{FIRST_LINE}\n") and "a PJRT plugin for PJRT_DEVICE=NPU" in done.err
     assert not (tmp_path / "run").exists()

@@ -13,7 +13,7 @@ from elaswave_spmd.cli import FIRST_LINE
 from elaswave_spmd.run_dir import read_events, read_metrics
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from tests import sample_models
-from tests.multiprocess.real_runs import eventually, launch, train_in_new_interpreter, write_text
+from tests.multiprocess.real_runs import eventually, launch, train, write_text
 from tests.xla.xla_runs import LAYERS, NEEDS_XLA, SMALL, STEPS, XlaRun, chaos, run
 
 pytestmark = NEEDS_XLA
@@ -43,7 +43,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> XlaRun:
 
 def test_losses_are_those_of_the_cpu(undisturbed: XlaRun, tmp_path: Path) -> None:
     write_text(tmp_path)
-    done = train_in_new_interpreter(tmp_path, *SMALL, "runtime.device=cpu", "train.steps=5", "optim.schedule=constant")
+    done = train(tmp_path, *SMALL, "runtime.device=cpu", "train.steps=5", "optim.schedule=constant")
     assert done.code == 0, done.err
     xla = run(tmp_path / "xla", "mesh.tp=2", "train.steps=5", "optim.schedule=constant")
     cpu = [line.loss for line in read_metrics(tmp_path / "run")]
@@ -54,7 +54,7 @@ def test_losses_are_those_of_the_cpu(undisturbed: XlaRun, tmp_path: Path) -> Non
 def test_the_mlp_has_the_losses_of_the_cpu(tmp_path: Path) -> None:
     write_text(tmp_path)
     same = "model.target=mlp", "train.steps=3", "optim.schedule=constant"
-    done = train_in_new_interpreter(tmp_path, *SMALL, "runtime.device=cpu", *same)
+    done = train(tmp_path, *SMALL, "runtime.device=cpu", *same)
     assert done.code == 0, done.err
     xla = run(tmp_path / "xla", "mesh.tp=2", *same)
     cpu = [line.loss for line in read_metrics(tmp_path / "run")]
@@ -106,7 +106,7 @@ def test_frozen_parameters_have_the_losses_of_the_cpu_and_equal_bits(tmp_path: P
     """The first stage is frozen, with a tie that the last layer reads: no backward there, also after a kill."""
     alone = run(tmp_path / "alone", *FROZEN)
     write_text(tmp_path)
-    done = train_in_new_interpreter(tmp_path, *SMALL, *FROZEN, "runtime.device=cpu")
+    done = train(tmp_path, *SMALL, *FROZEN, "runtime.device=cpu")
     assert done.code == 0, done.err
     cpu = [line.loss for line in read_metrics(tmp_path / "run")]
     assert len(cpu) == STEPS and all(abs(a - b) < 1e-4 for a, b in zip(cpu, alone.losses, strict=True))
@@ -135,7 +135,7 @@ def test_a_joiner_has_compiled_before_it_is_promoted(tmp_path: Path) -> None:
     (tmp_path / "joined").mkdir()
     write_text(tmp_path / "joined")
     arguments = ["mesh.tp=2", "train.steps=1000000", *endless, chaos("step: 2, kind: join")]
-    with launch(tmp_path / "joined", *SMALL, *arguments, in_new_interpreter=True) as launched:
+    with launch(tmp_path / "joined", *SMALL, *arguments) as launched:
         events = tmp_path / "joined" / "run" / "events.jsonl"
         eventually(lambda: events.exists() and '"join"' in events.read_text(), launched.process)
         joined_after = next(e["after_step"] for e in read_events(events.parent) if e["event"] == "join")
@@ -179,7 +179,7 @@ def test_variables_that_contradict_are_refused(
 ) -> None:
     monkeypatch.setenv(variable, value)
     write_text(tmp_path)
-    with launch(tmp_path, *SMALL, "mesh=dp2", "mesh.tp=2", in_new_interpreter=True) as launched:
+    with launch(tmp_path, *SMALL, "mesh=dp2", "mesh.tp=2") as launched:
         done = launched.finish()
     assert (done.code, done.out) == (2, f"{FIRST_LINE}\n") and variable in done.err and "Traceback" not in done.err
     assert not (tmp_path / "run").exists()
@@ -194,7 +194,7 @@ def test_variables_that_contradict_are_refused(
 )
 def test_islands_that_a_model_does_not_fit_are_refused(arguments: list[str], telling: str, tmp_path: Path) -> None:
     write_text(tmp_path)
-    done = train_in_new_interpreter(tmp_path, *SMALL, *arguments)
+    done = train(tmp_path, *SMALL, *arguments)
     assert done.code == 2 and telling in done.err and "Traceback" not in done.err
     assert not (tmp_path / "run").exists()
 
@@ -202,7 +202,7 @@ def test_islands_that_a_model_does_not_fit_are_refused(arguments: list[str], tel
 def test_a_layer_with_an_operator_that_xla_lacks_is_told(tmp_path: Path) -> None:
     write_text(tmp_path)
     (tmp_path / "unfolds.py").write_text(UNFOLDS)
-    done = train_in_new_interpreter(tmp_path, *SMALL, "model.target=unfolds.Unfolds")
+    done = train(tmp_path, *SMALL, "model.target=unfolds.Unfolds")
     assert done.code == 2 and "aten::unfold" in done.err and "layer block0" in done.err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()  # the check of the model says so before the first step
 
@@ -211,7 +211,7 @@ def test_another_size_of_islands_or_number_of_threads_is_not_resumed(tmp_path: P
     first = run(tmp_path, "mesh.tp=2", "train.steps=6", "train.validate_every=0", "checkpoint.every=3")
     assert first.summary["steps"] == 6
     for other in ("mesh.tp=1", "runtime.threads_per_worker=2"):
-        done = train_in_new_interpreter(tmp_path, "train.resume=run", "run.dir=again", other)
+        done = train(tmp_path, "train.resume=run", "run.dir=again", other)
         assert done.code == 2 and "saved" in done.err, done.err
 
 
@@ -234,7 +234,7 @@ def test_tuples_between_layers_have_the_losses_of_the_cpu_and_equal_bits(tmp_pat
     words = ("model.target=tests.tuple_models.Skips",)
     alone = run(tmp_path / "alone", *words)
     write_text(tmp_path)
-    done = train_in_new_interpreter(tmp_path, *SMALL, *words, "runtime.device=cpu")
+    done = train(tmp_path, *SMALL, *words, "runtime.device=cpu")
     assert done.code == 0, done.err
     cpu = [line.loss for line in read_metrics(tmp_path / "run")]
     assert len(cpu) == STEPS and all(abs(a - b) < 1e-4 for a, b in zip(cpu, alone.losses, strict=True))
@@ -249,7 +249,7 @@ def test_terms_of_the_loss_have_equal_bits_on_islands(tmp_path: Path) -> None:
     words = ("model.target=tests.tuple_models.Mixture",)
     alone = run(tmp_path / "alone", *words)
     write_text(tmp_path)
-    done = train_in_new_interpreter(tmp_path, *SMALL, *words, "runtime.device=cpu")
+    done = train(tmp_path, *SMALL, *words, "runtime.device=cpu")
     assert done.code == 0, done.err
     cpu = [line.loss for line in read_metrics(tmp_path / "run")]
     assert len(cpu) == STEPS and all(abs(a - b) < 1e-3 for a, b in zip(cpu, alone.losses, strict=True))
@@ -270,7 +270,7 @@ def test_samples_of_any_kind_have_the_same_bits_after_a_kill(tmp_path: Path) -> 
         folder = tmp_path / name
         folder.mkdir()
         shutil.copy(sample_models.__file__, folder / "sample_models.py")
-        done = train_in_new_interpreter(folder, *words, *more)
+        done = train(folder, *words, *more)
         assert done.code == 0, done.err
         found.append(XlaRun.of(done, folder / "run"))
     one, two = found

@@ -12,7 +12,7 @@ import pytest
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from elaswave_spmd.runtime.devices import ThisMachine, device_of
 from tests.faults.fault_runs import Bits, Changes, chaos
-from tests.multiprocess.real_runs import Done, train_in_new_interpreter, write_text
+from tests.multiprocess.real_runs import Done, train, write_text
 from tests.waiting import PATIENCE_S
 
 LACKS = device_of("xla").missing(ThisMachine())
@@ -67,7 +67,7 @@ def run(folder: Path, *arguments: str, timeout: float = PATIENCE_S) -> XlaRun:
     """Trains to the end; later arguments count before the ones here."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder)
-    done = train_in_new_interpreter(folder, *SMALL, *arguments, timeout=timeout)
+    done = train(folder, *SMALL, *arguments, timeout=timeout)
     assert done.code == 0, done.err
     return XlaRun.of(done, folder / "run")
 
