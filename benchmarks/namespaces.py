@@ -39,6 +39,10 @@ class Hosts:
     def __len__(self) -> int:
         return len(self._pids)
 
+    def process(self, number: int) -> int:
+        """The id of a process in the namespaces of a host, which lives as long as the host does."""
+        return self._pids[number]
+
     def command(self, number: int, *words: str, folder: Path | None = None) -> list[str]:
         """The words that run a command on a host, in a folder. The process is the command's own."""
         user = ["--user", "--preserve-credentials"] if self._in_user_namespace else []

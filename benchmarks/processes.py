@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 _MARK = "ELASWAVE_BENCHMARK"
 _PATIENCE_S = 180.0
@@ -34,11 +35,23 @@ def stop_on_signals() -> None:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
+class Process(Protocol):
+    """What is needed of `subprocess.Popen`."""
+
+    pid: int
+    returncode: int | Any
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int, /) -> None: ...
+    def kill(self) -> None: ...
+
+
 @dataclass
 class Program:
     """A running program. `log`: the file of its output."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     log: Path
     mark: str
 
@@ -74,13 +87,18 @@ class Program:
         return sorted((pid for pid, parent in parents.items() if parent in fork_servers), key=start_order)
 
 
+def environment_of(directory: Path, mark: str) -> dict[str, str]:
+    """The environment of a program whose temporary files go to `directory`."""
+    name, _, value = mark.partition("=")
+    own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(directory), "XDG_RUNTIME_DIR": str(directory), name: value}
+    return {**os.environ, **own}
+
+
 @contextlib.contextmanager
 def program(command: Sequence[str], directory: Path, environment: Mapping[str, str] | None = None) -> Iterator[Program]:
     """Starts a program, and ends all its processes at exit. Its temporary files go to `directory`, too."""
     directory.mkdir(parents=True, exist_ok=True)
     log, mark = directory / "output", f"{_MARK}={secrets.token_hex(8)}"
-    own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(directory), "XDG_RUNTIME_DIR": str(directory)}
-    own[_MARK] = mark.partition("=")[2]
     process = None
     try:
         with log.open("wb") as output:
@@ -89,7 +107,7 @@ def program(command: Sequence[str], directory: Path, environment: Mapping[str, s
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **own, **(environment or {})},
+                env={**environment_of(directory, mark), **(environment or {})},
                 start_new_session=True,
             )
         yield Program(process, log, mark)

@@ -9,19 +9,19 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.namespaces import Hosts, host_name, hosts
-from benchmarks.processes import Program, new_directory, processes_with, program
+from benchmarks.processes import Program, end_marked, environment_of, new_directory, processes_with, program
 from benchmarks.soak_checks import Event
 from benchmarks.soak_runs import Watch
 from tests.multiprocess import patient_model
-from tests.multiprocess.real_runs import SMALL, TRAIN, train, write_text
+from tests.multiprocess.real_runs import SMALL, TRAIN, train, train_server, write_text
 from tests.multiprocess.test_agents import assert_same_bits
+from tests.multiprocess.train_server import new_mark
 from tests.waiting import PATIENCE_S, eventually
 
 # Until it is let go, a run of so many steps takes five minutes, as long as a test waits for anything.
@@ -82,20 +82,19 @@ class RunOnHosts:
         """Start the controller on node0, and agents with options on these hosts, which the run waits for."""
         several = [f"runtime.rendezvous={host_name(0)}:{PORT}", f"runtime.agents={len(agents)}"]
         several += ["runtime.local_workers=2", "runtime.transport=tcp", f"runtime.token_file={self._token}"]
-        self.run = self._program(0, self.home(0), sys.executable, str(TRAIN), *STEPS, *self.model, *several, *words)
+        self.run = self._python(0, str(TRAIN), *STEPS, *self.model, *several, *words)
         for number in agents:
             self.start_agent(number, *options)
 
     def resume(self) -> None:
         """Start a controller again that has ended, on node0."""
         self._ended.append(self.run)
-        self.run = self._program(0, self.home(0), sys.executable, str(TRAIN), f"train.resume={self.run_dir}")
+        self.run = self._python(0, str(TRAIN), f"train.resume={self.run_dir}")
 
     def start_agent(self, number: int, *options: str) -> None:
         """Start an agent on a host."""
-        agent = [sys.executable, "-m", "elaswave_spmd", "agent", f"{host_name(0)}:{PORT}"]
-        agent += ["--token-file", str(self._token), "--workers", "2", *options]
-        self.adopt_agent(number, self._program(number, self.home(number), *agent))
+        agent = ["-m", "elaswave_spmd", "agent", f"{host_name(0)}:{PORT}", "--token-file", str(self._token)]
+        self.adopt_agent(number, self._python(number, *agent, "--workers", "2", *options))
 
     def adopt_agent(self, number: int, agent: Program) -> None:
         """An agent was started on a host; one that was there before has ended."""
@@ -105,12 +104,19 @@ class RunOnHosts:
 
     def start_shell(self, number: int, text: str, environment: Mapping[str, str]) -> Program:
         """Start a shell's commands on a host, in the folder of node0."""
-        return self._program(number, self.home(0), "bash", "-euo", "pipefail", "-c", text, environment=environment)
+        command = self.network.command(number, "bash", "-euo", "pipefail", "-c", text, folder=self.home(0))
+        return self._stack.enter_context(program(command, self._new_folder(), environment))
 
-    def _program(self, number: int, folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> Program:
-        command = self.network.command(number, *words, folder=folder)
+    def _python(self, number: int, *words: str) -> Program:
+        """Start `python WORDS` on a host, in its own folder: a fork of the train server (see there)."""
+        return self._stack.enter_context(
+            _forked(words, self.home(number), self.network.process(number), self._new_folder())
+        )
+
+    def _new_folder(self) -> Path:
+        """A folder for what a program prints, and for its temporary files."""
         self._num_programs += 1
-        return self._stack.enter_context(program(command, self.folder / f"p{self._num_programs}", environment))
+        return self.folder / f"p{self._num_programs}"
 
     def wait(self, condition: Any) -> None:
         """Wait until the condition holds, while the run goes on."""
@@ -156,6 +162,20 @@ class RunOnHosts:
         assert_same_bits(self.run_dir, wanted)
         left = [path for path in self.folder.rglob("elaswave-*") if path.is_dir()]
         assert not left, f"sockets left behind: {left}"
+
+
+@contextmanager
+def _forked(words: Sequence[str], folder: Path, host: int, directory: Path) -> Iterator[Program]:
+    """As `program`, for `python WORDS` in the namespaces of a process, in a folder."""
+    directory.mkdir()
+    log, mark = directory / "output", new_mark()
+    try:
+        with log.open("wb") as output:
+            environment = environment_of(directory, mark)
+            process = train_server().start(words, folder, environment, output=output.fileno(), host=host)
+        yield Program(process, log, mark)
+    finally:
+        end_marked(mark)
 
 
 @contextmanager

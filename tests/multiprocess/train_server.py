@@ -44,6 +44,7 @@ IMPORTED = (
     *PRELOAD,
 )
 _MARK = "ELASWAVE_TEST"
+_NAMESPACES, _USER_NAMESPACE = 0x40000000 | 0x00020000 | 0x04000000, 0x10000000  # net, mnt, uts; linux/sched.h
 _MOST = 1 << 20  # bytes of a request
 
 
@@ -114,11 +115,11 @@ class ForkedCommand:
         out, err = (b"".join(read).decode().replace("\r\n", "\n").replace("\r", "\n") for read in self._read)
         return out, err
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, sig: int) -> None:
         """Sends the command a signal, if it lives."""
         if self.poll() is None:
             try:
-                os.kill(self.pid, number)
+                os.kill(self.pid, sig)
             except ProcessLookupError:  # it has just ended
                 self.wait()
 
@@ -168,7 +169,14 @@ class TrainServer:
         self.pid = self._process.pid
 
     def start(
-        self, words: Sequence[str], folder: Path, environment: Mapping[str, str], *, merged: bool = False
+        self,
+        words: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        *,
+        merged: bool = False,
+        output: int | None = None,
+        host: int | None = None,
     ) -> ForkedCommand:
         """Starts `python WORDS` in a folder, in a session of its own, without any input.
 
@@ -176,14 +184,16 @@ class TrainServer:
             words: a script and its arguments, or -m, a module and its arguments.
             environment: has a mark of the command's own (`new_mark`).
             merged: stdout and stderr are one, as in a terminal: what was written to either is what stdout has.
+            output: a descriptor to which both are written; then the command has none to read here.
+            host: id of a process in other namespaces (benchmarks/namespaces.py): the command is in these, too.
         """
         environment = {name: value for name, value in environment.items() if name != "PYTHONWARNINGS"}
         assert len(environment[_MARK]) == len(self.mark.partition("=")[2]), "the mark is written over the server's"
-        request = json.dumps([list(words), str(folder), environment])
-        pipes = [os.pipe() for _ in range(2 if merged else 3)]
-        status, out, *err = [theirs for _, theirs in pipes]
+        request = json.dumps([list(words), str(folder), environment, host])
+        pipes = [os.pipe() for _ in range(1 if output is not None else 2 if merged else 3)]
+        status, *outputs = [*(theirs for _, theirs in pipes), *(() if output is None else (output,))]
         try:
-            socket.send_fds(self._socket, [request.encode()], [status, out, *(err or [out])])
+            socket.send_fds(self._socket, [request.encode()], [status, outputs[0], outputs[-1]])
         except OSError as error:
             for ours, _ in pipes:
                 os.close(ours)
@@ -192,8 +202,9 @@ class TrainServer:
             for _, theirs in pipes:
                 os.close(theirs)
         files = [os.fdopen(ours, encoding="utf-8") for ours, _ in pipes]
+        stdout, stderr, *_ = [*files[1:], None, None]
         try:
-            return ForkedCommand(words, files[0], files[1], None if merged else files[2])
+            return ForkedCommand(words, files[0], stdout, stderr)
         except AssertionError:
             for file in files:
                 file.close()
@@ -226,13 +237,15 @@ def serve(connection: socket.socket) -> None:
         if not request:
             return
         status, *outputs = given
-        words, folder, environment = json.loads(request)
+        words, folder, environment, host = json.loads(request)
         child = os.fork()
         if child == 0:
             connection.close()
             for descriptor, (_, told) in living.items():
                 os.close(descriptor)
                 os.close(told)
+            if host is not None:
+                _enter(host)
             _become(words, folder, environment, outputs)
             _tell(status, f"started {os.getpid()}")
             _run(words)
@@ -270,6 +283,16 @@ def _tell(status: int, line: str) -> None:
     with suppress(BrokenPipeError):
         os.write(status, f"{line}\n".encode())
     os.close(status)
+
+
+def _enter(host: int) -> None:
+    """Goes to the namespaces of a process, as nsenter does."""
+    users = [os.stat(f"/proc/{process}/ns/user").st_ino for process in ("self", host)]
+    kinds = _NAMESPACES | (_USER_NAMESPACE if users[0] != users[1] else 0)
+    descriptor = os.pidfd_open(host)
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, kinds):
+        raise OSError(ctypes.get_errno(), f"the namespaces of process {host} cannot be entered")
+    os.close(descriptor)
 
 
 def _become(words: Sequence[str], folder: str, environment: dict[str, str], outputs: Sequence[int]) -> None:

@@ -41,11 +41,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> XlaRun:
     return run(tmp_path_factory.mktemp("undisturbed"), "mesh.tp=2")
 
 
-def test_losses_are_those_of_the_cpu(undisturbed: XlaRun, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def optimized(tmp_path_factory: pytest.TempPathFactory) -> XlaRun:
+    """The same, as users' devices compute."""
+    return run(tmp_path_factory.mktemp("optimized"), "mesh.tp=2", optimized=True)
+
+
+def test_losses_are_those_of_the_cpu(tmp_path: Path) -> None:
     write_text(tmp_path)
     done = train(tmp_path, *SMALL, "runtime.device=cpu", "train.steps=5", "optim.schedule=constant")
     assert done.code == 0, done.err
-    xla = run(tmp_path / "xla", "mesh.tp=2", "train.steps=5", "optim.schedule=constant")
+    xla = run(tmp_path / "xla", "mesh.tp=2", "train.steps=5", "optim.schedule=constant", optimized=True)
     cpu = [line.loss for line in read_metrics(tmp_path / "run")]
     assert len(cpu) == 5 and all(abs(a - b) < 1e-5 for a, b in zip(cpu, xla.losses, strict=True))
     assert cpu != list(xla.losses), "it ran on the CPU"
@@ -75,9 +81,9 @@ def test_checkpointing_and_zero3_change_no_bit(undisturbed: XlaRun, tmp_path: Pa
     found.assert_nothing_compiled_in_training(2)
 
 
-def test_a_kill_on_dp2_pp2_changes_no_bit_and_compiles_nothing(undisturbed: XlaRun, tmp_path: Path) -> None:
-    found = run(tmp_path, "mesh=dp2_pp2", "mesh.tp=2", chaos("step: 8, kind: kill, rank: 1"))
-    assert found.changes.ranks("fail") == [[1]] and found.bits == undisturbed.bits
+def test_a_kill_on_dp2_pp2_changes_no_bit_and_compiles_nothing(optimized: XlaRun, tmp_path: Path) -> None:
+    found = run(tmp_path, "mesh=dp2_pp2", "mesh.tp=2", chaos("step: 8, kind: kill, rank: 1"), optimized=True)
+    assert found.changes.ranks("fail") == [[1]] and found.bits == optimized.bits
     found.assert_nothing_compiled_in_training(4)
 
 
@@ -146,7 +152,7 @@ def test_a_joiner_has_compiled_before_it_is_promoted(tmp_path: Path) -> None:
     assert [e["event"] for e in all_events if e["event"] in ("compile", "join")] == ["compile", "compile", "join"]
     assert not [e for e in all_events if e["event"] == "recompile"]
     found = [(line.loss_hex, line.grad_norm_hex) for line in read_metrics(events.parent)][: joined_after + 5]
-    reference = run(tmp_path / "reference", "mesh.tp=2", f"train.steps={joined_after + 5}", *endless)
+    reference = run(tmp_path / "reference", "mesh.tp=2", f"train.steps={joined_after + 5}", *endless, optimized=True)
     assert found == list(zip(reference.bits.loss_hex, reference.bits.grad_norm_hex, strict=True))
 
 

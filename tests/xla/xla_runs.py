@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from elaswave_spmd.runtime.devices import ThisMachine, device_of
 from tests.faults.fault_runs import Bits, Changes, chaos
-from tests.multiprocess.real_runs import Done, train, write_text
+from tests.multiprocess.real_runs import TRAIN, Done, fork_command, write_text
 from tests.waiting import PATIENCE_S
 
 LACKS = device_of("xla").missing(ThisMachine())
@@ -63,11 +64,19 @@ class XlaRun:
         assert self.summary["split_backward"] == {"kinds": ["block0", "head"]}
 
 
-def run(folder: Path, *arguments: str, timeout: float = PATIENCE_S) -> XlaRun:
-    """Trains to the end; later arguments count before the ones here."""
+def run(folder: Path, *arguments: str, optimized: bool = False, timeout: float = PATIENCE_S) -> XlaRun:
+    """Trains to the end; later arguments count before the ones here.
+
+    Args:
+        optimized: XLA has its compiler make fast code, as it does for users. Most runs here do without: it is more than
+            half of the time that they take, and nothing that this project has a say in.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder)
-    done = train(folder, *SMALL, *arguments, timeout=timeout)
+    environment = dict(os.environ)
+    if not optimized:
+        environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+    done = fork_command(TRAIN, folder, *SMALL, *arguments, environment=environment, timeout=timeout)
     assert done.code == 0, done.err
     return XlaRun.of(done, folder / "run")
 
