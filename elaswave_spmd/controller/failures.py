@@ -312,8 +312,9 @@ class FailureHandler:
 
     @property
     def _may_stop_saved(self) -> bool:
-        """True while there is state to go on from later: after the last step what is left is to collect the weights."""
-        return self._protocol.started and self._protocol.version < self._protocol.steps
+        """True while there is state to go on from later: at the end what is left is to collect the weights."""
+        protocol = self._protocol
+        return protocol.started and (protocol.version < protocol.steps or protocol.is_validating)
 
     @property
     def _survives_exceptions(self) -> bool:

@@ -330,6 +330,7 @@ class ControllerProtocol:
         self._domains: dict[int, Path | None] = {}  # of newcomers
         self._saving = ""  # why the run is about to stop
         self._stop_wanted = ""  # why somebody wants it to stop
+        self._stops_last = False  # also after the last step, whose validation cannot be completed
         # State that moves. The plan stays until all of its copies are there; the goal, until then or until members come
         # or go.
         self._reshard: ReshardPlan | None = None
@@ -400,12 +401,12 @@ class ControllerProtocol:
         silence proves nothing.
         """
         change = self._change
-        if change is None or (change.after != AT_ONCE and self._is_validating):
+        if change is None or (change.after != AT_ONCE and self.is_validating):
             return self._last_epoch, ()
         return self._last_epoch, tuple(r for r in self.changing if self._applied.get(r, 0) >= change.after)
 
     @property
-    def _is_validating(self) -> bool:
+    def is_validating(self) -> bool:
         """True while a validation of the newest step is not complete: nobody begins the next step (S7)."""
         return self.version > 0 and self._validates_at(self.version) and self._validated < self.version
 
@@ -525,7 +526,7 @@ class ControllerProtocol:
             self._change = _Change(before.prepared.epoch, before.prepared.after)
         again = [Broadcast(before.lacking, newest)] if before.lacking else []
         # Whoever waits at a validated version may not have been told.
-        is_validated = self.version > 0 and self._validates_at(self.version) and not self._is_validating
+        is_validated = self.version > 0 and self._validates_at(self.version) and not self.is_validating
         return [*again, *([self._validated_message(self.version)] if is_validated else [])]
 
     def attempt_again(self) -> list[ProtocolAction]:
@@ -543,7 +544,7 @@ class ControllerProtocol:
         """
         if self._last_epoch > max(before.last_epoch, before.reconfigure.epoch):
             return []  # one has begun already
-        return self._begin(AT_ONCE if self._is_validating or self._saving else self._next_boundary())
+        return self._begin(AT_ONCE if self.is_validating or self._saving else self._next_boundary())
 
     # ---- events, from the first epoch on
 
@@ -561,15 +562,19 @@ class ControllerProtocol:
         to collect the weights. A loss in the meantime takes precedence: then the run stops where the loss has met it.
 
         Args:
-            at_once: where everybody is, as after a loss: the step under way cannot be completed.
+            at_once: where everybody is, as after a loss: the step under way cannot be completed, or the validation. If
+                that is the one after the last step, there is no result, and the run is stopped then, too.
         """
         assert self._started, "before the first step there is nothing to save"
-        if self._saving or self.version == self.steps or (self._stop_wanted and not at_once):
+        stops_last = at_once and self.is_validating
+        is_done = self.version == self.steps and not stops_last
+        if self._saving or is_done or (self._stop_wanted and not at_once):
             return []
         self._stop_wanted = self._stop_wanted or reason
+        self._stops_last |= stops_last
         if at_once:
             return self._begin(after=AT_ONCE)
-        return self._begin(after=self.version if self._is_validating else self._next_boundary())
+        return self._begin(after=self.version if self.is_validating else self._next_boundary())
 
     def holds_alone(self, rank: int) -> bool:
         """True if state of the run would be lost with this member."""
@@ -774,7 +779,7 @@ class ControllerProtocol:
 
     def _why_stop(self, version: int) -> str:
         """Why the run stops at a version; empty: it goes on. After the last step nobody is needed any more."""
-        if version == self.steps:
+        if version == self.steps and not self._stops_last:
             return ""
         if self._stop_wanted:
             return self._stop_wanted

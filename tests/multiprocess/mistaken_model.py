@@ -18,21 +18,35 @@ _NEVER = 1_000_000
 
 
 class MistakenGPT(GPT):
-    """A GPT that raises an exception, or has a loss that is not finite, from a step on.
+    """A GPT that raises an exception from a step on, or in a validation, or has a loss that is not finite.
 
     Args:
         folder: of the file.
         fails_from: the first step in which the forward of the first layer raises.
+        validates_until: the validations after this step, and later ones, raise in the forward of the first layer.
         overflows: the loss is infinite from the begin.
     """
 
-    def __init__(self, *, folder: str, fails_from: int = _NEVER, overflows: bool = False, **sizes: Any) -> None:
+    def __init__(
+        self,
+        *,
+        folder: str,
+        fails_from: int = _NEVER,
+        validates_until: int = _NEVER,
+        overflows: bool = False,
+        **sizes: Any,
+    ) -> None:
         super().__init__(**sizes)
+        newest = 0  # the step that was trained last
         self._overflows = overflows
         file = Path(folder) / _FILE
 
-        def check(_: nn.Module, given: tuple[Any, ...]) -> None:
-            if int(given[1].step) >= fails_from and file.exists():
+        def check(layer: nn.Module, given: tuple[Any, ...]) -> None:
+            nonlocal newest
+            if layer.training:
+                newest = int(given[1].step)
+            first = fails_from if layer.training else validates_until
+            if newest >= first and file.exists():
                 raise ValueError("a sample that nobody had thought of")
 
         next(iter(self.layers)).register_forward_pre_hook(check)

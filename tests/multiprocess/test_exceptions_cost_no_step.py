@@ -39,6 +39,23 @@ def test_the_run_goes_on_where_it_was(tmp_path: Path, words: tuple[str, ...]) ->
     assert "3" in done.out and Bits.of(tmp_path / "run") == undisturbed(tmp_path, model)
 
 
+@pytest.mark.parametrize("words", [RUNS[1], RUNS[3]], ids=" ".join)
+def test_nor_does_one_in_the_validation_after_the_last_step(tmp_path: Path, words: tuple[str, ...]) -> None:
+    write_text(tmp_path)
+    model = mistaken_model.write(tmp_path, validates_until=6)
+    done = train(tmp_path, *SMALL, *model, *words)
+    assert done.code == 1 and done.err.count("Traceback") == 1, done.err
+    *_, state, command = done.err.splitlines()
+    assert "ValueError: a sample that nobody had thought of" in done.err
+    assert state == f"Its state after step 6 is in {tmp_path}/run/checkpoints/step_00000006"
+    assert [line.step for line in read_metrics(tmp_path / "run")] == [*range(1, 7)]
+    mistaken_model.correct(tmp_path)
+    _, _, *resumed = shlex.split(command.removeprefix("resume with: "))
+    done = train(tmp_path, *resumed)
+    assert done.code == 0, done.err
+    assert Bits.of(tmp_path / "run") == undisturbed(tmp_path, model)
+
+
 def undisturbed(folder: Path, model: list[str]) -> Bits:
     """The bits of the run without a mistake."""
     done = train(folder, *SMALL, *model, "mesh=dp2", "run.dir=undisturbed")

@@ -7,11 +7,13 @@ import traceback
 from dataclasses import dataclass, replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from elaswave_spmd.controller.events import RestartFrom, RunFinished, RunStopped
+from elaswave_spmd.controller.summary import collect_pages
 from elaswave_spmd.errors import WorkerError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Unrecoverable
@@ -36,11 +38,12 @@ class Mistake:
     """The user's code raises an exception, each time that a worker passes the point in the step or a later one.
 
     Args:
+        point: None: in the validation after the step (`MistakenValidations`).
         ranks: the workers that it happens to; None: all.
     """
 
     step: int
-    point: FaultPoint
+    point: FaultPoint | None
     ranks: frozenset[int] | None = None
 
 
@@ -73,6 +76,26 @@ class MistakenCluster(SimulatedCluster):
             self._exits_later(worker.rank)
 
 
+class MistakenValidations(MistakenCluster):
+    """The mistake is in code that only validations run."""
+
+    def _advance(self, worker: Worker) -> None:
+        programs = worker.programs
+        if programs is not None and "set_training" not in vars(programs):
+            set_training = programs.set_training
+
+            def with_mistake(training: bool) -> None:
+                assert worker.executor is not None
+                version, ranks = worker.executor.version, self.mistake.ranks
+                if not training and version >= self.mistake.step and (ranks is None or worker.rank in ranks):
+                    self.num_raised += 1
+                    raise MistakeError(f"in step {version} at its validation")
+                set_training(training)
+
+            vars(programs)["set_training"] = with_mistake
+        super()._advance(worker)
+
+
 def report_of(rank: int, error: Exception) -> m.Failed:
     """The report of a mistake; that of a mistake of ours is raised, so that the test fails."""
     if not isinstance(error, MistakeError):
@@ -80,9 +103,11 @@ def report_of(rank: int, error: Exception) -> m.Failed:
     return m.Failed(rank, "".join(traceback.format_exception(error)), int(str(error).split()[2]))
 
 
-def ended(schedule: Schedule, mistake: Mistake) -> tuple[MistakenCluster, RunFinished | RunStopped]:
+def ended(
+    schedule: Schedule, mistake: Mistake, kind: type[MistakenCluster] = MistakenCluster
+) -> tuple[MistakenCluster, RunFinished | RunStopped]:
     """The cluster in which the mistake was made, and how its run has ended."""
-    cluster = cluster_of(schedule, kind=MistakenCluster)
+    cluster = cluster_of(schedule, kind=kind)
     assert isinstance(cluster, MistakenCluster)
     cluster.mistake = mistake
     while isinstance(outcome := cluster.controller.run(), RestartFrom):
@@ -105,11 +130,20 @@ def state_of(cluster: SimulatedCluster, step: int) -> dict[tuple[int, str], Tens
 
 
 @cache
-def undisturbed_states(run: TinyRun) -> dict[int, dict[tuple[int, str], Tensor]]:
-    """The state after each step but the last one, of a run that nothing disturbs."""
+def undisturbed(run: TinyRun) -> tuple[dict[int, dict[tuple[int, str], Tensor]], dict[str, np.ndarray]]:
+    """The state after each step but the last one, and the weights after that, of a run that nothing disturbs."""
     cluster = cluster_of(Schedule(0, run, mesh="dp2", zero=0, checkpoint_every=1))
-    cluster.run()
-    return {step: state_of(cluster, step) for step in range(1, run.steps)}
+    weights = cluster.run().weights
+    return {step: state_of(cluster, step) for step in range(1, run.steps)}, weights
+
+
+def weights_of(cluster: SimulatedCluster, state: dict[tuple[int, str], Tensor]) -> dict[str, np.ndarray]:
+    """Parameter name -> its values in a state."""
+    layout, weights = cluster._description.layout, dict[str, np.ndarray]()
+    for layer in layout.layers:
+        pages = m.FinalPages(layer.index, 0, layer.num_state_pages)
+        collect_pages(layout, pages, state[layer.index, "master"], weights)
+    return weights
 
 
 def assert_saved(cluster: SimulatedCluster, outcome: RunFinished | RunStopped, run: TinyRun) -> int:
@@ -120,9 +154,14 @@ def assert_saved(cluster: SimulatedCluster, outcome: RunFinished | RunStopped, r
     newest = cluster.checkpoints.newest
     assert newest is not None and newest.step == step, (newest, step)
     assert f"Its state after step {step} is in {newest.path}" in str(outcome.error)
-    wanted = undisturbed_states(run.key)[step]
+    states, weights = undisturbed(run.key)
     found = state_of(cluster, step)
-    assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted), step
+    if step == run.steps:
+        saved = weights_of(cluster, found)
+        assert saved.keys() == weights.keys() and all(np.array_equal(saved[name], weights[name]) for name in weights)
+    else:
+        wanted = states[step]
+        assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted), step
     return step
 
 
@@ -147,6 +186,28 @@ def test_a_mistake_of_one_worker_is_survived_where_others_have_its_state() -> No
         cluster, outcome = ended(schedule, Mistake(3, FaultPoint.BACKWARD, frozenset({seed})))
         assert isinstance(outcome, RunFinished) and cluster.num_raised == 1
         assert cluster.protocol.placement.mesh.num_workers == 2
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_mistake_in_the_validation_after_the_last_step_costs_none_either(mesh: str) -> None:
+    run = TinyRun(blocks=2, steps=4)
+    mirrors, zero = (1, 3) if MESHES.index(mesh) % 2 else (0, 0)
+    schedule = Schedule(zero, run, mesh=mesh, zero=zero, mirror_count=mirrors)
+    cluster, outcome = ended(schedule, Mistake(run.steps, None), MistakenValidations)
+    assert assert_saved(cluster, outcome, run) == run.steps
+
+
+def test_mistakes_in_the_last_validation_among_losses_and_newcomers_cost_no_step() -> None:
+    num_saved = num_last = 0
+    for seed in range(12):
+        schedule = Schedule.draw(seed)
+        steps = schedule.run.steps
+        cluster, outcome = ended(schedule, Mistake(steps, None), MistakenValidations)
+        assert isinstance(outcome, RunStopped), outcome
+        if cluster.checkpoints.newest is not None and "MistakeError" in str(outcome.error):
+            num_saved += 1
+            num_last += assert_saved(cluster, outcome, schedule.run) == steps
+    assert num_saved >= 8 and num_last >= 5, (num_saved, num_last)
 
 
 def test_mistakes_among_losses_and_newcomers_cost_no_step() -> None:
