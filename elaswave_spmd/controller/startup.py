@@ -629,7 +629,7 @@ def start_launcher(
     given: ByValue | None = None,
     captured: CapturedOutput | None = None,
 ) -> Launcher:
-    """Starts the fork server, which imports what workers need meanwhile, and opens the rendezvous, if there is one.
+    """Opens the rendezvous, if there is one, and starts the fork server, which imports what workers need meanwhile.
 
     Args:
         scratch: directory of the sockets; removed with the last worker, and where this raises.
@@ -641,6 +641,9 @@ def start_launcher(
     """
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, scratch, ignore_errors=True)
+        agents = _open(settings, None)
+        if agents is not None:
+            undo.callback(agents.close, 0.0)
         # Before the fork server: workers inherit the limit from it.
         raise_fd_limit(_most_workers(settings) + settings.elastic.spares + (settings.runtime.agents or 0))
         streams = {} if captured is None else captured.streams
@@ -649,10 +652,7 @@ def start_launcher(
         if settings.runtime.transport == "shm" and (why := why_not_shared()):
             print(f"links go over Unix sockets (runtime.transport=ipc): memory is not shared, since {why}", flush=True)
         adopt_s = settings.timeouts.adopt
-        # Before the rendezvous, whose links have a thread: a process with one thread need not import all of it again.
         local = start_fork_server(start, scratch, grace_s, here=here, given=given, streams=streams, adopt_s=adopt_s)
-        undo.callback(local.stop, 0.0)
-        agents = _open(settings, None)
         undo.pop_all()
     return Launcher(local, agents)
 
