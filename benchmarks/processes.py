@@ -36,7 +36,7 @@ def stop_on_signals() -> None:
 
 
 class Process(Protocol):
-    """What is needed of `subprocess.Popen`."""
+    """A process that was started: a `subprocess.Popen`, or a fork that looks like one."""
 
     pid: int
     returncode: int | Any
