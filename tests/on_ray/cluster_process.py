@@ -2,13 +2,15 @@
 
     python cluster_process.py FOLDER
 
-Its processes inherit this process's environment, as those of `ray start` do.
+Its processes inherit this process's environment, as those of `ray start` do. What Ray prints goes to stderr: it would
+come in the middle of an answer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -64,6 +66,8 @@ class ClusterProcess:
 
 
 def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     cluster = ClusterProcess(sys.argv[1])
     try:
         for line in sys.stdin:
@@ -71,7 +75,7 @@ def main() -> None:
                 answer: dict[str, object] = {"answer": cluster.answer(json.loads(line))}
             except Exception as error:
                 answer = {"error": repr(error)}
-            print(json.dumps(answer), flush=True)
+            print(json.dumps(answer), file=answers, flush=True)
     finally:
         cluster.end()
 

@@ -53,12 +53,11 @@ class Raylets:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
-        while line := self._process.stdout.readline():
-            if line.startswith("{"):  # Ray prints lines of its own
-                answer = json.loads(line)
-                assert "error" not in answer, answer
-                return answer["answer"]
-        raise AssertionError(f"the cluster has ended: {self._errors.read_text()}")
+        line = self._process.stdout.readline()
+        assert line, f"the cluster has ended: {self._errors.read_text()}"
+        answer = json.loads(line)
+        assert "error" not in answer, answer
+        return answer["answer"]
 
     def add(self, cpus: int = 1) -> str:
         return self.ask(add=cpus)

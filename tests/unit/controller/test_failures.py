@@ -62,6 +62,7 @@ class World:
             version=4,
             steps=9,
             stops=False,
+            is_validating=False,
             addresses={0: "a", 1: "b"},
             placement=SimpleNamespace(mesh=members),
             members=(0, 1),
