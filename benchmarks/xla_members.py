@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.processes import take_stdout
 from elaswave_spmd.determinism import Keys, materialize
 from elaswave_spmd.models import Batch, LayeredModel, build_model
 from elaswave_spmd.runtime.devices import Island, device_of
@@ -282,8 +283,7 @@ def block(side: Side, order: Mapping[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Command line: makes the side, runs its first step, then blocks until stdin ends."""
     spec = Spec(**json.loads(sys.argv[1]))
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of libraries must not mix with the answers
+    answers = take_stdout()
 
     def answer(found: Mapping[str, Any]) -> None:
         print(json.dumps(found), file=answers, flush=True)

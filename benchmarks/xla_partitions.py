@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.processes import take_stdout
 from benchmarks.xla_members import MICROBATCH, TOKENS, XLA, Ours, make_model, set_environment
 from elaswave_spmd.sharding import P, specs_of
 from elaswave_spmd.sharding.layout import LayerLayout
@@ -121,6 +122,5 @@ def main(directory: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of libraries must not mix with the answer
+    answers = take_stdout()
     print(json.dumps(main(Path(sys.argv[1]))), file=answers)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import time
 from typing import Any
 
+from benchmarks.processes import take_stdout
 from elaswave_spmd.controller.on_ray.vendor import ray_module
 
 OBJECT_STORE_BYTES = 80 * 2**20  # the least that Ray takes; the run uses none of it
@@ -66,8 +66,7 @@ class ClusterProcess:
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    answers = take_stdout()
     cluster = ClusterProcess(sys.argv[1])
     try:
         for line in sys.stdin:
