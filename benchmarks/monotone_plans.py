@@ -3,12 +3,11 @@
     python -m benchmarks.monotone_plans [--clusters 2000] [--first 0] [--jobs 2] [--json PATH] [--quick]
 
 Each cluster has stages of random sizes, layers, speeds, links and a memory limit; in half of them backwards are in two
-parts. Some of its workers are lost, and the
-planner answers; then one more worker is lost at the same time, and it answers again ("taken away"). A newcomer joins
-what the first answer ended with ("added"). The memory limit stays. A plan with fewer workers should not be faster, and
-one with more should not be slower: the first could have been had by leaving a worker without micro-batches. "Executed"
-is the same plan run by the simulator's engine, in the order of workers, with links that messages share, reduction,
-votes and publication.
+parts. Some of its workers are lost, and the planner answers; then one more worker is lost at the same time, and it
+answers again ("taken away"). A newcomer joins what the first answer ended with ("added"). The memory limit stays. A
+plan with fewer workers should not be faster, and one with more should not be slower: the first could have been had by
+leaving a worker without micro-batches. "Executed" is the same plan run by the simulator's engine, in the order of
+workers, with links that messages share, reduction, votes and publication.
 """
 
 from __future__ import annotations

@@ -118,6 +118,7 @@ class CheckpointCoordinator:
         self._incomplete = 0 if spec.came_back else spec.step  # checkpoints up to this step may miss a shard for ever
         self._last: Save | None = None  # the checkpoint at which the run stops
         self._failed: dict[int, str] = {}  # step -> why it will have no checkpoint
+        self._not_removed = ""  # why an older checkpoint is still there that the newest was to replace
         self._validation: dict[str, object] | None = None
 
     @property
@@ -172,6 +173,8 @@ class CheckpointCoordinator:
             return []  # it may be of a wrong replica
         if message.step <= self._newest:
             return []  # a shard of pages that another worker has written too, as the mesh changed meanwhile
+        if message.step in self._failed and message.step not in self._distrusted:
+            return []  # another part of it is missing for good, which has been reported
         if message.error:
             last = self._last
             # Orders to save come once more when one more worker is lost: a failure of the first attempt is history.
@@ -235,7 +238,22 @@ class CheckpointCoordinator:
             "message": f"step {step}: {total:,} bytes in {len(shards)} shards; training stood still for "
             f"{pending.copy_ms:.1f} ms, on the disk {now - pending.since:.2f} s after the first shard",
         }
-        return [*actions, Record("checkpoint", fields)]
+        actions.append(Record("checkpoint", fields))
+        if event.not_removed and event.not_removed != self._not_removed:  # the same one stays in the way of each
+            message = f"an older checkpoint could not be removed: {event.not_removed.splitlines()[0]}"
+            actions.append(Record("checkpoint_kept", {"step": step, "message": message}))
+        self._not_removed = event.not_removed
+        self._forget_before(step)
+        return actions
+
+    def _forget_before(self, step: int) -> None:
+        """Drop what is known of steps that are older than the newest checkpoint: nothing is expected of them any more.
+
+        Of validated ones it is asked why they have no checkpoint, as the best of them are kept.
+        """
+        validated = self._spec.orders.validate_every
+        self._failed = {s: why for s, why in self._failed.items() if s > step or (validated and s % validated == 0)}
+        self._distrusted = {s: epoch for s, epoch in self._distrusted.items() if s > step}
 
     def _complete_if_whole(self, step: int, pending: _Pending) -> list[Action]:
         """Complete a checkpoint if all of its pages are there, and are not in doubt."""

@@ -71,10 +71,15 @@ class LinkEnded:
 
 @dataclass(frozen=True, slots=True)
 class ManifestWritten:
-    """The manifest of a checkpoint is on the disk, or (`error`) could not be written."""
+    """The manifest of a checkpoint is on the disk, or (`error`) could not be written.
+
+    Args:
+        not_removed: why an older checkpoint, which is not to be kept any more, is still there; "" if none is.
+    """
 
     manifest: Manifest
     error: str = ""
+    not_removed: str = ""
 
 
 class SavedState(Protocol):

@@ -692,16 +692,21 @@ class _ManifestWriter:
         """The thread: one manifest after another, and the removal of old checkpoints after each."""
         while (due := self._manifests.get()) is not None:
             manifest, trusted, best = due
-            error = ""
+            error = not_removed = ""
             try:
                 # The lines and validations up to this step are part of what a resumed run begins with.
                 _flush(self._run_dir / METRICS)
                 _flush(self._run_dir / EVENTS)
                 write_manifest(checkpoint_path(self._run_dir, manifest.step), manifest)
-                prune(self._run_dir, self._settings.keep, trusted, best, self._settings.keep_best)
             except (RunError, UserError, OSError) as caught:
                 error = str(caught)
-            self._results.append(ManifestWritten(manifest, error))
+            else:
+                # The new checkpoint is complete, whatever becomes of old ones.
+                try:
+                    prune(self._run_dir, self._settings.keep, trusted, best, self._settings.keep_best)
+                except (RunError, UserError, OSError) as caught:
+                    not_removed = str(caught)
+            self._results.append(ManifestWritten(manifest, error, not_removed))
             self._mailbox.interrupt("a manifest is written")
 
 

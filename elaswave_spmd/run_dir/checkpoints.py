@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from elaswave_spmd.errors import CheckpointError
+from elaswave_spmd.errors import CheckpointError, FilesError
 from elaswave_spmd.run_dir.atomic_write import sync_directory, writing
 from elaswave_spmd.run_dir.checkpoint_shard import CHECKPOINTS, Shard, ShardInfo, checkpoint_path, read_shard
 from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, load_manifest, save_manifest
@@ -213,7 +213,7 @@ def prune(
         The directories removed.
 
     Raises:
-        FilesError: a directory cannot be removed.
+        FilesError: a directory cannot be removed: the first one, after all others were.
     """
     assert keep >= 1, keep
     num_good = 0
@@ -229,13 +229,23 @@ def prune(
                 trusted = None
         elif num_good and path not in precious:
             removed.append(path)
+    errors: list[FilesError] = []
     for path in removed:
-        with writing(path):
-            # The manifest first: a removal that is interrupted leaves an unfinished checkpoint, not a corrupted one.
-            (path / MANIFEST).unlink(missing_ok=True)
-            sync_directory(path)
-            shutil.rmtree(path)
+        try:
+            _remove(path)
+        except FilesError as error:  # as of a directory of a network file system that somebody reads from
+            errors.append(error)
+    if errors:
+        raise errors[0]
     return removed
+
+
+def _remove(path: Path) -> None:
+    with writing(path):
+        # The manifest first: a removal that is interrupted leaves an unfinished checkpoint, not a corrupted one.
+        (path / MANIFEST).unlink(missing_ok=True)
+        sync_directory(path)
+        shutil.rmtree(path)
 
 
 def remove_unfinished(run_dir: str | Path) -> None:

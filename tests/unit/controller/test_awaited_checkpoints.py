@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator
-from elaswave_spmd.controller.events import ManifestWritten, WriteManifest
+from elaswave_spmd.controller.events import ManifestWritten, Record, WriteManifest
 from elaswave_spmd.recovery.messages import ShardWritten
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
-from tests.unit.controller.test_compared_checkpoints import coordinator, write
+from tests.unit.controller.test_compared_checkpoints import RANGES, coordinator, write
 
 
 def complete(found: CheckpointCoordinator, step: int) -> None:
@@ -64,3 +64,29 @@ def test_the_newest_due_step_is_the_last_one_that_is_due(every: int, validate_ev
     for step in range(22):
         due = [each for each in range(1, step + 1) if orders.is_due(each)]
         assert orders.newest_due(step) == max(due, default=0)
+
+
+def test_one_that_was_skipped_is_said_once_with_its_reason_and_forgotten() -> None:
+    found = coordinator(compares=False)
+    (lost,) = found.wrote(ShardWritten(5, 1, 0, error="those before it are still being written"), 0.0)
+    assert isinstance(lost, Record) and "those before it are still being written" in str(lost.fields["message"])
+    assert found.wrote(ShardWritten(5, 0, 0, "a shard of another worker", 1, "0" * 64, RANGES[:1]), 0.0) == []
+    assert found.wrote(ShardWritten(5, 0, 0, error="those before it are still being written"), 0.0) == []
+    (written,) = write(found, 10)
+    assert isinstance(written, WriteManifest)
+    assert [action.kind for action in found.written(ManifestWritten(written.manifest), 0.0)] == ["checkpoint"]
+    assert found.why_not(5) == "", "a run has no end of them"
+
+
+def test_an_old_one_that_cannot_be_removed_is_no_reason_against_the_new_one() -> None:
+    found = coordinator(compares=False)
+
+    def kinds(step: int, not_removed: str) -> list[str]:
+        (written,) = write(found, step)
+        assert isinstance(written, WriteManifest)
+        event = ManifestWritten(written.manifest, not_removed=not_removed)
+        return [action.kind for action in found.written(event, 0.0) if isinstance(action, Record)]
+
+    assert kinds(5, "step_00000001 (Directory not empty)") == ["checkpoint", "checkpoint_kept"] and found.newest == 5
+    assert kinds(10, "step_00000001 (Directory not empty)") == ["checkpoint"], "it is said once"
+    assert kinds(15, "step_00000005 (Directory not empty)") == ["checkpoint", "checkpoint_kept"] and found.newest == 15

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elaswave_spmd.errors import CheckpointError, UserError
+from elaswave_spmd.errors import CheckpointError, FilesError, UserError
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, find_shards
 from elaswave_spmd.run_dir.checkpoints import (
     Checkpoint,
@@ -336,3 +337,21 @@ def test_a_removal_cut_short_leaves_an_unfinished_checkpoint(tmp_path: Path, mon
     with pytest.raises(CheckpointError, match="never finished"):
         open_checkpoint(checkpoint_path(tmp_path, 1), verify=False)
     assert _names(prune(tmp_path, 1)) == [1]
+
+
+def test_one_that_cannot_be_removed_keeps_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    remove = shutil.rmtree
+
+    def busy(path: Path) -> None:
+        if path.name == "step_00000002":
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        remove(path)
+
+    with monkeypatch.context() as patch, pytest.raises(FilesError, match="step_00000002"):
+        patch.setattr(shutil, "rmtree", busy)
+        prune(tmp_path, 1)
+    assert not checkpoint_path(tmp_path, 1).exists() and checkpoint_path(tmp_path, 2).exists()
+    open_checkpoint(checkpoint_path(tmp_path, 3), verify=True)
+    assert _names(prune(tmp_path, 1)) == [2], "the next checkpoint tries again"
