@@ -97,6 +97,7 @@ class GradientReducer:
         self.send_copies = False
         """True if a payload is copied when `send` returns. Set by whoever knows, before the first step."""
         self._pools: dict[int, GradientPool] = {}
+        self._layers: frozenset[int] = frozenset()  # that this worker computes
         self._routes: dict[int, tuple[Route, ...]] = {}  # by layer
         self._primary: list[ReplicaSet] = []  # the trained ranges that this worker is the primary of
         # Step -> reductions of the ranges that this worker is the primary of. More than one step: others may be ahead.
@@ -124,8 +125,9 @@ class GradientReducer:
             current: the step under way.
             unsure: peers that may have missed what they were sent: they get all of it again.
         """
+        self._layers = frozenset(layers)
         old_routes, self._routes = self._routes, {}
-        for layer in {*layers, *self._kept, *self._local} & replica_map.keys():
+        for layer in {*self._layers, *self._kept, *self._local} & replica_map.keys():
             self._routes[layer] = routes(self._layout, replica_map, layer)
         self._primary = [
             pages
@@ -440,6 +442,8 @@ class GradientReducer:
         self._sum_bytes = sum(reduction.num_bytes for later in self._steps.values() for reduction in later.values())
         self._local.clear()
         self._kept.clear()
+        # Layers that went to another stage leave their buffers: until now sums of them might have been sent again.
+        self._pools = {layer: pool for layer, pool in self._pools.items() if layer in self._layers}
         for pool in self._pools.values():
             pool.release_all()
 

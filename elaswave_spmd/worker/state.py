@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,6 +40,10 @@ class Written:
 
     master: bytes
     state: bytes
+
+
+_MOST_UNUSED = 1.25
+"""Memory that is kept for slices of it, over their size: beyond that they are copied, and it is freed."""
 
 
 @dataclass
@@ -129,7 +133,28 @@ class HeldState:
             self._settle(held)
             found.setdefault(pages.layer, []).append(held)
         self.layers = found
+        self._free_what_is_held_in_part()
         self._cuts = {layer: self._cut(layer, held) for layer, held in found.items()}
+
+    def _free_what_is_held_in_part(self) -> None:
+        """Move what is left of old ranges to memory of its own where much of that was given up.
+
+        A slice keeps the memory of the whole alive: without this a worker that hands half of its pages to a newcomer
+        would have as much memory as before.
+        """
+        slices: dict[int, list[tuple[HeldRange, str, Tensor]]] = defaultdict(list)  # by the memory that they lie in
+        for part in self:
+            own = {} if self._in_compute_buffer(part.pages) else {MASTER: part.master}
+            for name, values in {**own, **part.optimizer_state}.items():
+                slices[values.untyped_storage().data_ptr()].append((part, name, values))
+        for found in slices.values():
+            if found[0][2].untyped_storage().nbytes() <= _MOST_UNUSED * sum(values.nbytes for *_, values in found):
+                continue
+            for part, name, values in found:
+                if name == MASTER:
+                    part.master = values.clone()
+                else:
+                    part.optimizer_state[name] = values.clone()
 
     def _new(self, pages: ReplicaSet, layout: LayerLayout) -> HeldRange:
         start, stop = layout.span(pages.first, pages.stop)

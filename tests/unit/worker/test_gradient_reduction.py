@@ -188,3 +188,21 @@ def test_a_worker_without_microbatches_may_complete_an_entry_of_a_step_that_it_h
     cluster = Cluster(layout, placement, random.Random(0), in_place=False)
     cluster.run_step(7, {(layer.index, 0): torch.ones(layer.num_gradient_elements) for layer in layout.layers})
     assert {step for step, _ in cluster.entries} == {7} and any(run.primary == 1 for _, run in cluster.entries)
+
+
+def test_a_layer_that_has_gone_to_another_stage_leaves_no_buffers() -> None:
+    layout = small_layout()
+    before, after = (placed((1, 1), cuts, ((2,), (2,)), 0) for cuts in ((0, 2, 3), (0, 1, 3)))
+    cluster = Cluster(layout, before, random.Random(0), in_place=False)
+    leaves = drawn_leaves(layout, before, torch.Generator().manual_seed(0))
+    cluster.run_step(1, leaves)
+    first = cluster.reducers[0]
+    of_two = first.num_bytes
+    for rank, reducer in cluster.reducers.items():
+        reducer.enter_epoch(after.replica_map(layout), after.layers_of_stage(rank), 2)
+    assert first.num_bytes == of_two, "sums of the step before may be sent again until one is decided"
+    cluster.placement = after
+    cluster.run_step(2, drawn_leaves(layout, after, torch.Generator().manual_seed(1)))
+    alone = Cluster(layout, after, random.Random(0), in_place=False)
+    alone.run_step(1, leaves)
+    assert 0 < first.num_bytes == alone.reducers[0].num_bytes < of_two

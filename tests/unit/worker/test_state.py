@@ -235,3 +235,24 @@ def test_a_bit_flips_in_parameters_or_in_the_state_of_the_optimizer() -> None:
         assert not state.is_frozen(part.pages.layer, part.pages.first)
     assert damaged == {"master", "optimizer"}
     states(1, 0, separate=False, dtype=torch.float32)[0].flip_a_bit(("a kind that there is not",))
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_what_is_given_up_of_a_range_frees_its_memory(separate: bool) -> None:
+    """Half of each range goes to a newcomer: what stays has the same bits, and no memory of the other half."""
+    state = states(1, 1, separate=separate, dtype=torch.float32)[0]
+    update(state, 1, 1.0)
+    kept, wanted = [], {}
+    for part in state:
+        middle = (part.pages.first + part.pages.stop + 1) // 2
+        pages = ReplicaSet(part.pages.layer, part.pages.first, middle, 0, part.pages.replicas)
+        kept.append(pages)
+        wanted[pages.key] = [row.clone() for row in part.part(pages, LAYOUT.layers[pages.layer]).rows]
+    state.rebind(kept, {} if separate else state._values)
+    storages = {}
+    for part in state:
+        assert all(map(torch.equal, part.rows, wanted[part.pages.key]))
+        own = part.rows if separate else part.rows[1:]  # else the master lies in the compute buffer
+        storages |= {row.untyped_storage().data_ptr(): row.untyped_storage().nbytes() for row in own}
+    needed = sum(row.nbytes for part in state for row in (part.rows if separate else part.rows[1:]))
+    assert needed <= sum(storages.values()) <= 1.25 * needed
