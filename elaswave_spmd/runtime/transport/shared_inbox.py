@@ -166,6 +166,7 @@ class SharedInbox:
         for sender in self._senders.values():
             if sender.forgotten and sender.memory is not None and not Path(f"/proc/{sender.pid}").exists():
                 self._drain(sender, wake=True)
+                sender.early.clear()  # what they wait for was lost with the process, and payloads keep its memory
                 _let_go_of_memory(sender)
         used = {sender.memory for sender in self._senders.values()}
         # That of a process that lives is kept: blocks are let go of through it.

@@ -218,6 +218,15 @@ def test_what_is_under_way_when_a_dead_peer_is_forgotten_is_dropped() -> None:
     assert not is_mapped(inode)
 
 
+def test_what_waits_for_a_message_that_died_with_its_sender_keeps_no_memory() -> None:
+    inbox, mailbox = opened()
+    inode, place = dead_peer(inbox)
+    inbox.accept(Message(3, 7, NUMBERED, b"second", (memoryview(b""),), 1, (place,), (9,)))
+    inbox.forget(3)
+    gc.collect()
+    assert mailbox.take_all() == [] and not is_mapped(inode)
+
+
 def test_the_memory_of_a_dead_peer_that_had_gone_wrong_is_let_go_of() -> None:
     inbox, mailbox = opened()
     inode, _ = dead_peer(inbox)
