@@ -192,6 +192,19 @@ class NanBackward(Block):
         return x + (x - x).sqrt()
 
 
+class InfForward(Block):
+    def forward(self, x: Tensor, keys: Any) -> Tensor:
+        return (super().forward(x, keys).abs() + 1) / 0
+
+
+class CutGradient(Block):
+    """All that comes out is without a graph: this layer and those before it would stay as they are."""
+
+    def forward(self, x: Tensor, keys: Any) -> Tensor:
+        with torch.no_grad():
+            return super().forward(x, keys)
+
+
 class NanForward(Block):
     def change(self, x: Tensor, keys: Any) -> Tensor:
         return x + (x - x) / (x - x)
@@ -591,6 +604,8 @@ BLOCKS: dict[str, tuple[type[Block], str]] = {
     "in_place_output": (InPlaceOutput, "layer block0 changes a tensor in place that its backward needs"),
     "in_place_gradient": (InPlaceGradient, "layer block0 changes the gradient of its output in place"),
     "nan_backward": (NanBackward, "layer block0 gives gradients that are not finite, though its output is: of "),
+    "inf_forward": (InfForward, "layer block0 gives gradients that are not finite, and its output has infinities: of "),
+    "cut_gradient": (CutGradient, "no gradient comes back through layer block0: it and the layers before it would not"),
     "nan_forward": (NanForward, "the output of layer block0 is not finite"),
     "noisy_validation": (NoisyValidation, "layer block0 draws from torch's generator"),
     "assigned_data": (AssignedData, "layer block0 puts another tensor in the place of block0.linear.weight"),

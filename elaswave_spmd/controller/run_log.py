@@ -398,6 +398,13 @@ class RunLog:
         if (comeback := self._start.comeback) is not None:
             self._record.generation = comeback.generation
         self._start.announce(observer, plan.placement.mesh.shape.name)
+        if plan.job.validate_every and not plan.job.validates:
+            observer.on_event(
+                "no_validation",
+                message=f"there is no validation: the held-out split has {plan.data.num_validation_samples} samples, "
+                f"fewer than train.microbatch_size={plan.job.microbatch_size} (a larger data.validation_fraction, or "
+                "train.validate_every=0)",
+            )
 
     def event(self, event: Event, now: float) -> None:
         """The controller is about to decide about an event."""

@@ -8,7 +8,7 @@ bits. Imports torch, so it is imported only where such a dataset is opened.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +125,8 @@ def collated(samples: Sequence[Any], dataset: Any, name: str, indices: Sequence[
             raise
     else:
         try:
+            if isinstance(samples[0], Mapping) and any(one.keys() != samples[0].keys() for one in samples):
+                raise KeyError("their keys differ")  # torch would leave out what the first sample has not
             batch = default_collate(list(samples))
         except Exception as error:
             raise DataError(

@@ -152,10 +152,17 @@ def takes_keys(layer: nn.Module) -> bool:
     The second parameter of its `forward` is for keys if it is called so, or has no default. So the optional arguments
     of torch's modules, such as the mask of `nn.TransformerEncoderLayer`, keep their defaults.
     """
+    return bool(keys_parameter(layer))
+
+
+def keys_parameter(layer: nn.Module) -> str:
+    """The parameter of a layer's `forward` that is given keys (`takes_keys`), as it is written there; "": none is."""
     given = [p for p in inspect.signature(layer.forward).parameters.values() if p.kind in _POSITIONAL]
     if given and given[0].kind is inspect.Parameter.VAR_POSITIONAL:
-        return True
-    return len(given) > 1 and (given[1].name == "keys" or given[1].default is inspect.Parameter.empty)
+        return f"*{given[0].name}"
+    if len(given) < 2 or not (given[1].name == "keys" or given[1].default is inspect.Parameter.empty):
+        return ""
+    return f"*{given[1].name}" if given[1].kind is inspect.Parameter.VAR_POSITIONAL else given[1].name
 
 
 def call_layer(layer: nn.Module, x: Any, keys: Keys | None) -> Any:

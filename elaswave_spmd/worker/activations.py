@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from elaswave_spmd.determinism.rng_keys import Keys
 from elaswave_spmd.errors import ModelError
 from elaswave_spmd.recovery.messages import ITEM_BYTES, MOST_TENSORS, TensorForm, aligned
 
@@ -93,12 +94,15 @@ def checked_output(y: object, dtype: torch.dtype, name: str) -> Activation:
         return y.to(dtype).contiguous()
     if isinstance(y, tuple) and (converted := in_compute_dtype(y, dtype)) is not None:
         return converted
+    fix = "return (hidden, mask) or the like; integers only beside others, and numbers as tensors"
+    if isinstance(y, tuple) and any(isinstance(one, Keys) for one in y):
+        fix = "def forward(self, x) with hidden, mask = x: a tuple comes as one argument, and the second one is keys"
     raise ModelError(
         f"layer {name} returned {described(y)}, which the next layer cannot be given",
         rule="a layer returns what the next one takes: a floating-point tensor, or a flat tuple (or named tuple) of "
         "tensors",
         where=f"layer {name}",
-        fix="return (hidden, mask) or the like; integers only beside others, and numbers as tensors",
+        fix=fix,
     )
 
 

@@ -40,6 +40,7 @@ from elaswave_spmd.worker.activations import (
     checked_output,
     forms_of,
     graded,
+    in_words,
     leaf,
     like,
     map_tensors,
@@ -215,7 +216,7 @@ def mistake_in_model(error: Exception, place: torch.device) -> ModelError | None
         rule += f", with {function}(output, batch) after the last layer: of its output and the micro-batch"
         fix = f"correct {function}()"
     elif notes[0].startswith("in layer"):
-        fix = "correct the layer, or the one before it"
+        fix = "correct the layer, or what gives it its input: the layer before it, or inputs(batch)"
     return ModelError(
         f"the model raised {headline_of(error)}, {notes[0]}",
         rule=rule,
@@ -344,6 +345,7 @@ class _Check:
             twice = self._run(layer, values, watch, first, returned=outputs[other.number])
             _compare(layer.name, once, twice)
             self._check_addition(layer, values, watch, twice)
+            self._refuse_without_gradient(layer, values.module)
             put_off = self._bytes_put_off(layer, values)
             if layer.index == self._last:
                 self._check_loss(layer, values.module)
@@ -544,8 +546,32 @@ class _Check:
             wrong.insert(0, "its input")
         if wrong:
             of = ", ".join(wrong[:4]) + (", ..." if len(wrong) > 4 else "")
-            seen = f"layer {name} gives gradients that are not finite, though its output is: of {of}"
-            raise _not_finite(name, seen)
+            output = "though its output is" if all(map(_finite, y)) else "and its output has infinities"
+            raise _not_finite(name, f"layer {name} gives gradients that are not finite, {output}: of {of}")
+
+    def _refuse_without_gradient(self, layer: LayerLayout, module: nn.Module) -> None:
+        """Refuse a layer behind whose output autograd sees nothing: it and those before it would never be trained.
+
+        Some parameters may be unused, and some tensors of a tuple have no gradient. Here none has.
+        """
+        first = self._model.layout.first_trained
+        until = self._model.layout.layers[first : layer.index + 1]
+        if not any(one.gradient_slots for one in until):  # nothing that is trained: it may make features of tokens
+            return
+        x = leaf(self._inputs[self._first.number], passes_gradient=layer.index > first)
+        keys = Keys.make(self._job.seed, self._first.step, self._first.ids, layer.index, self._place)
+        with torch.enable_grad(), naming_layer(layer.name, "check of its gradient", x):
+            y = call_layer(module, x, keys)
+        if any(one.requires_grad for one in tensors_of(y)):
+            return
+        which = "it" if layer.index == first else "it and the layers before it"
+        raise ModelError(
+            f"no gradient comes back through layer {layer.name}: {which} would not be trained",
+            rule="parameters are trained by the gradient of the loss, which comes back through all layers behind them",
+            where=f"layer {layer.name}",
+            fix="leave out detach(), data and torch.no_grad() in its forward; or freeze what is not to be trained: "
+            "requires_grad=False, or optim.freeze",
+        )
 
     def _check_loss(self, layer: LayerLayout, module: nn.Module) -> None:
         """Hold the loss of a micro-batch to the sum of the losses of its halves, and its metrics to the sums of theirs.
@@ -653,7 +679,8 @@ _LOSS = _SumRule(
     "the loss of a micro-batch is the sum over its samples and tokens: the loss of a step is added up from "
     "micro-batches, and divided by its tokens there",
     "loss(output, batch)",
-    'end it with .sum(), or reduction="sum", in place of a mean; let each sample count by itself',
+    'end it with .sum(), or reduction="sum", in place of a mean; let each sample count by itself, with an output and '
+    "a target of one shape: of [4] and [4, 1] torch makes [4, 4]",
 )
 _METRICS = _SumRule(
     "a metric of a micro-batch is the sum over its samples, or (sum, weight): a validation adds both up from "
@@ -699,7 +726,9 @@ def _check_sums(
         if not math.isfinite(size) or abs(of_all - sum(parts)) <= _LOSS_TOLERANCE * size:
             continue
         seen = f"{name} of {number} samples is {of_all:.6g}, and of their two halves {parts[0]:.6g} + {parts[1]:.6g}"
-        raise ModelError(seen, rule=rule.rule, where=rule.where, fix=rule.fix)
+        given = ", ".join(f"{leaf} {in_words(values)}" for leaf, values in leaves_of(batch))
+        exists = f"output {in_words(output)}, {given}"
+        raise ModelError(seen, rule=rule.rule, where=rule.where, exists=exists, fix=rule.fix)
     return ""
 
 

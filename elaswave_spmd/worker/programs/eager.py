@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Keys
 from elaswave_spmd.errors import ModelError, add_note
-from elaswave_spmd.models import Loss, Metrics, Objective, takes_keys
+from elaswave_spmd.models import Loss, Metrics, Objective, keys_parameter
 from elaswave_spmd.recovery.admission import LONGEST_METRIC, MOST_METRICS
 from elaswave_spmd.recovery.validation import other_metrics
 from elaswave_spmd.sharding.layout import ModelLayout
@@ -134,7 +134,7 @@ class StagePrograms:
     ) -> None:
         self._modules: Mapping[int, nn.Module] = {}
         self._values: Mapping[int, ValueBuffer] = {}
-        self._keyed: frozenset[int] = frozenset()  # bound layers that take keys
+        self._keyed: Mapping[int, str] = {}  # bound layers that take keys -> what an error of their code says of that
         objective = loss if isinstance(loss, Objective) else Objective(loss)
         self._loss, self._metrics = objective.loss, objective.metrics
         self._loss_scale = loss_scale
@@ -201,7 +201,8 @@ class StagePrograms:
             self.discard_all()
         self._modules = modules
         self._values = values
-        self._keyed = frozenset(layer for layer, module in modules.items() if takes_keys(module))
+        keyed = {layer: name for layer, module in modules.items() if (name := keys_parameter(module))}
+        self._keyed = {layer: "" if name == "keys" else f", {name} being keys" for layer, name in keyed.items()}
         self.set_split_layers(())
         # A model may keep a part of itself in evaluation mode (a frozen encoder): `set_training` leaves that alone.
         self._training = [m for module in modules.values() for m in module.modules() if m.training]
@@ -533,7 +534,8 @@ class StagePrograms:
         An output is contiguous and in the compute dtype even where no stage ends behind the layer. Otherwise the next
         layer would see other strides, or another dtype, when the stages are cut elsewhere, and other kernels could run.
         """
-        with naming_layer(self._name_of(layer), f"{phase}, with the loss" if layer == self._last else phase, x):
+        phase += (", with the loss" if layer == self._last else "") + self._keyed.get(layer, "")
+        with naming_layer(self._name_of(layer), phase, x):
             y = self._compute(layer, x, keys, batch)
         if layer == self._last:
             return checked_loss(y)
