@@ -226,12 +226,15 @@ def unknown_setting(name: str, names: list[str], where: str) -> ConfigError:
     # Names of one group are alike by the group alone, so in it the last parts are compared.
     close = in_group.get(closest(last, in_group), "") if in_group else closest(name, names)
     other = by_last_part.get(_ELSEWHERE.get(last, ""), "")
-    like = other or close or by_last_part.get(closest(last, by_last_part), "")
+    # The user's own code may have an argument of any name: that one of another group is nearly like it says nothing.
+    may_be_argument = name.startswith(("model.", "data."))
+    elsewhere = by_last_part.get(last if may_be_argument else closest(last, by_last_part), "")
+    like = other or close or elsewhere
     beside = list(in_group.values()) or names
     exists = ", ".join(beside) if len(beside) <= 40 else "see --help"
     value = where.partition("=")[2]
     fix = f"{like}={value}" if like and value else like or "see --help"
-    if name.startswith(("model.", "data.")) and not like:
+    if may_be_argument and not like:
         fix = f"+{group}args.{name.partition('.')[2]}={value or 'VALUE'}, if it is an argument of your own code"
     return ConfigError(f"there is no setting {name}", where=where, exists=exists, fix=fix)
 

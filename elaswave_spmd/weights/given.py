@@ -177,7 +177,8 @@ def _check_tensors(source: WeightSource, model: LayeredModel, given: str) -> Non
             rule="given weights hold every parameter of the model; two that are tied are one",
             where=where,
             exists=there,
-            fix=f"{hint}the settings of the model that these weights are of",
+            fix=f"{hint}the settings of the model that these weights are of; for a model that has more than these, a "
+            "file with its own initial values beside them (docs/weights.md)",
         )
     _refuse_extra([name for name in source.shapes if name not in wanted], where, Path(given))
     for name, shape in wanted.items():

@@ -217,6 +217,9 @@ def mistake_in_model(error: Exception, place: torch.device) -> ModelError | None
         fix = f"correct {function}()"
     elif notes[0].startswith("in layer"):
         fix = "correct the layer, or what gives it its input: the layer before it, or inputs(batch)"
+        if "dtype" in str(error):
+            rule += "; parameters are in runtime.dtype, whichever dtype the constructor gave them, and so are the "
+            rule += "floating-point tensors between layers, while integers of inputs(batch) stay integers"
     return ModelError(
         f"the model raised {headline_of(error)}, {notes[0]}",
         rule=rule,

@@ -23,6 +23,7 @@ from elaswave_spmd.conf.schema import (
     Timeouts,
     TrainSettings,
 )
+from elaswave_spmd.conf.section import unknown_setting
 from elaswave_spmd.data.spec import CORPUS_NAMES
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.worker.learning_rate import SCHEDULES
@@ -188,6 +189,18 @@ def test_unknown_settings_are_refused_with_the_closest_one(unknown: dict[str, An
     with pytest.raises(ConfigError, match="there is no setting") as caught:
         Settings.from_dict(unknown)
     assert fix.partition("=")[0] in caught.value.exists and caught.value.fix == fix
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ("model.depth=3", "+model.args.depth=3, if it is an argument of your own code"),  # not data.path
+        ("model.microbatch_size=4", "train.microbatch_size=4"),
+        ("train.warmup_steps=4", "optim.warmup_steps=4"),
+    ],
+)
+def test_a_setting_of_another_group_is_named_if_that_is_meant(given: str, fix: str) -> None:
+    assert unknown_setting(given.partition("=")[0], list(schema.NAMES), given).fix == fix
 
 
 @pytest.mark.parametrize("value", [None, "", 3, "abc"])
