@@ -10,7 +10,7 @@ class Roster:
     """The living workers of a run, newcomers included.
 
     Args:
-        members: ranks of the first mesh. A rank is never used twice.
+        members: ranks of the first mesh. A rank is not reused by this controller.
     """
 
     def __init__(self, members: Iterable[int]) -> None:

@@ -3,9 +3,10 @@
 It is given facts ("this reduced gradient is complete") and messages (votes, published pages), and returns effects for
 the caller to carry out, in order, before it gives the protocol anything else. It knows ids and norm values, never
 tensors. `worker.step_commit.StepCommit` carries out its effects; the executor asks it about epochs, and other parts of
-the worker read it or give it the norms that they received. All of them run on the training thread. The rules of
-docs/protocol.md are the asserts and the conditions of this file; those marked [m] have a mutant in tests/simulated that
-breaks just this rule.
+the worker read it or give it the norms that they received. All of them run on the training thread.
+
+Rules S1 to S3 and S9 of docs/protocol.md, and the voting parts of C2 and C7, are the asserts and conditions of this
+file. Those marked [m] have a mutant in tests/simulated that breaks just this rule.
 
 One step, as this half sees it: `computed` and `gradient_complete` until nothing is missing, then SendVote; votes of the
 others come in by `vote_received`; on large meshes a SendVote of their sum follows, and with the last one Apply.

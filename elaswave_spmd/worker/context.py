@@ -144,7 +144,8 @@ class WorkerContext:
     """One worker of a run.
 
     Args:
-        rank: of this worker; ranks are never used twice in a run.
+        rank: of this worker. A rank is not reused within one life of the run; a restart from a checkpoint numbers its
+            workers from 0 again.
         job: the arithmetic of the run.
         placement: the first configuration of the mesh, without losses: what is the same in all configurations.
         model: its layers.

@@ -27,9 +27,14 @@ class Job:
 
     Workers and controller read it.
 
-    All fields but activation_checkpointing, validate_every, num_validation_microbatches, verify_every,
-    checkpoint_every, saves_validated and verify_rate change the bits of a run, so a resumed run must have them again
-    (`run_fingerprint.identity_of`).
+    A resumed run must have the same values again (`controller/run_fingerprint.py:identity_of`), with these exceptions:
+
+    - activation_checkpointing, verify_every, verify_rate, checkpoint_every and saves_validated change no bits and may
+      differ. So may validate_every and num_validation_microbatches, unless the run has early_stop: then the last step
+      depends on the validations, and their settings must be equal too.
+    - steps and learning_rate may differ where all steps that are done keep their learning rates, or with
+      train.reschedule (controller/reschedule.py).
+    - The optimizer may do without the average of parameters that it had (optim.ema), but cannot begin one.
 
     Args:
         seed: of every random number.

@@ -167,7 +167,7 @@ def hold_mutex(path: str, position: int) -> Callable[[], None]:
 class RobustMutexTable:
     """The mutexes of a run, made by the controller: one per rank, in files that are created when needed.
 
-    A rank is never used again within a run, and neither is its mutex.
+    A rank, and with it its mutex, is not reused while this table exists: each controller makes a table of its own.
 
     Args:
         directory: existing directory of this host, for these files alone.
