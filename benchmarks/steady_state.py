@@ -27,7 +27,7 @@ The losses of both sides after the warm-up must agree to 1e-3, or the row fails:
 Memory: at two micro-batches per worker and at eight, per worker, worst worker. `rss`: growth of the resident peak since
 the worker's imports (ru_maxrss); `anon`: growth of anonymous resident memory, sampled every millisecond, which leaves
 out pages of libraries that both sides read in. "open nodes": the partial sums of the canonical tree, by formula: the
-gradients of the worker's layers times the nodes that are open at once (scheduling.tree.max_open_nodes).
+gradients of the worker's layers times the nodes that are open at once (determinism.reduction_tree.max_open_nodes).
 """
 
 from __future__ import annotations

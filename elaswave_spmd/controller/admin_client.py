@@ -1,4 +1,4 @@
-"""`python -m elaswave_spmd ctl RUN ...`: asks a living run, by the socket in its directory. control.py answers.
+"""`python -m elaswave_spmd ctl RUN ...`: asks a living run, by the socket in its directory. admin_server.py answers.
 
 One line of JSON each way. A request: {"command": "status"}, {"command": "add", "count": 2} or {"command": "drain",
 "ranks": [3]}. The answer is an object; the field `error` of a refusal holds what makes a ControlError.

@@ -23,7 +23,7 @@ from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServe
 from tests.multiprocess.forks_itself import exits
 from tests.waiting import PATIENCE_S
 
-ResumePoint = Callable[..., ForkServerClient]
+StartForkServer = Callable[..., ForkServerClient]
 THREAD = "import threading, time; threading.Thread(target=time.sleep, args=[600], daemon=True).start()"
 ENDLESS = "import time\ntime.sleep(600)\n"
 
@@ -34,7 +34,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start() -> Iterator[ResumePoint]:
+def start() -> Iterator[StartForkServer]:
     """ForkServerClient.start with no preload, stopped at the end of the test."""
     made: list[ForkServerClient] = []
 
@@ -73,7 +73,7 @@ methods = pytest.mark.parametrize("method", ["fork", "spawn"])
 
 
 @methods
-def test_workers_have_what_the_run_gets_by_value(start: ResumePoint, method: str) -> None:
+def test_workers_have_what_the_run_gets_by_value(start: StartForkServer, method: str) -> None:
     number = 40
     fork_server = start("runtime_targets:use_by_value", method=method, given=ByValue.of({"number": lambda: number}))
     for rank in (0, 2):
@@ -96,14 +96,14 @@ class _Threaded:
 
 
 @pytest.mark.parametrize(("value", "said"), [(_Fragile(), "ZeroDivisionError"), (_Threaded(), "left 2 threads")])
-def test_what_cannot_be_unpickled_for_workers_is_refused(start: ResumePoint, value: object, said: str) -> None:
+def test_what_cannot_be_unpickled_for_workers_is_refused(start: StartForkServer, value: object, said: str) -> None:
     fork_server = start(given=ByValue.of({"value": value}))
     with pytest.raises(ConfigError, match=said):
         fork_server.ready()
 
 
 @methods
-def test_every_way_to_end_is_reported(start: ResumePoint, method: str, capfd: pytest.CaptureFixture[str]):
+def test_every_way_to_end_is_reported(start: StartForkServer, method: str, capfd: pytest.CaptureFixture[str]):
     fork_server = start(method=method)
     specs = [{}, {"return": 3}, {"exit": 4}, {"exit": "a message"}, {"raise": "told once"}, {"sleep": 100}]
     pids = [fork_server.spawn(rank, spec) for rank, spec in enumerate(specs)]
@@ -122,7 +122,7 @@ def test_every_way_to_end_is_reported(start: ResumePoint, method: str, capfd: py
 
 @methods
 def test_a_fork_server_that_hangs_is_killed_with_its_workers_and_not_waited_for(
-    start: ResumePoint, method: str, tmp_path: Path
+    start: StartForkServer, method: str, tmp_path: Path
 ) -> None:
     fork_server = start(method=method)
     workers = [fork_server.spawn(0, {"stubborn": str(tmp_path / "there"), "sleep": 600}), fork_server.spawn(1, {})]
@@ -141,7 +141,7 @@ def test_a_fork_server_that_hangs_is_killed_with_its_workers_and_not_waited_for(
 
 
 def test_a_fork_server_that_hangs_while_it_imports_is_not_waited_for(
-    start: ResumePoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: StartForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "endless_module.py").write_text(ENDLESS)  # else it may be ready before it is stopped
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -153,7 +153,7 @@ def test_a_fork_server_that_hangs_while_it_imports_is_not_waited_for(
     assert fork_server.kill() == [] and gone(fork_server.pid)
 
 
-def test_a_worker_that_cannot_be_forked_takes_no_other_with_it(start: ResumePoint, tmp_path: Path) -> None:
+def test_a_worker_that_cannot_be_forked_takes_no_other_with_it(start: StartForkServer, tmp_path: Path) -> None:
     limit = tmp_path / "limit"
     fork_server = start(preload=("no_processes_left",), env={"NO_PROCESSES": str(limit)})
     first = fork_server.spawn(0, {"sleep": 600})
@@ -167,7 +167,7 @@ def test_a_worker_that_cannot_be_forked_takes_no_other_with_it(start: ResumePoin
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of another process are Linux only")
-def test_a_worker_that_cannot_be_spawned_takes_no_other_with_it(start: ResumePoint) -> None:
+def test_a_worker_that_cannot_be_spawned_takes_no_other_with_it(start: StartForkServer) -> None:
     """As on a full /tmp: its orders cannot be written."""
     fork_server = start(method="spawn")
     first = fork_server.spawn(0, {"sleep": 600})
@@ -187,7 +187,7 @@ def test_exits_read_well():
 
 
 @methods
-def test_what_a_worker_finds(start: ResumePoint, method: str, tmp_path: Path):
+def test_what_a_worker_finds(start: StartForkServer, method: str, tmp_path: Path):
     fork_server = start(method=method, preload=("numpy", "decimal"))
     reports = [tmp_path / str(rank) for rank in range(2)]
     for rank, report in enumerate(reports):
@@ -203,7 +203,7 @@ def test_what_a_worker_finds(start: ResumePoint, method: str, tmp_path: Path):
     assert first["random"][0] != second["random"][0] and first["random"][1] != second["random"][1]
 
 
-def test_the_fork_server_has_one_thread_after_importing_torch(start: ResumePoint):
+def test_the_fork_server_has_one_thread_after_importing_torch(start: StartForkServer):
     fork_server = start(preload=("numpy", "torch", "zmq"))
     fork_server.ready()
     assert fork_server.num_threads == 1
@@ -250,7 +250,7 @@ def run_here(tmp_path: Path, before: str) -> dict[str, Any]:
 
 
 def test_a_failing_import_is_reported_with_its_traceback(
-    start: ResumePoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: StartForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "broken_module.py").write_text("raise KeyError('why it failed')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -262,7 +262,9 @@ def test_a_failing_import_is_reported_with_its_traceback(
         fork_server.spawn(0, {})
 
 
-def test_a_module_that_leaves_a_thread_is_refused(start: ResumePoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_module_that_leaves_a_thread_is_refused(
+    start: StartForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     lines = "import threading, time\nthreading.Thread(target=time.sleep, args=[50], daemon=True).start()\n"
     (tmp_path / "threading_module.py").write_text(lines)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -271,7 +273,7 @@ def test_a_module_that_leaves_a_thread_is_refused(start: ResumePoint, tmp_path: 
 
 
 def test_a_fork_server_that_is_still_importing_is_stopped_at_once(
-    start: ResumePoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: StartForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "endless_module.py").write_text(ENDLESS)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -284,7 +286,7 @@ def test_a_fork_server_that_is_still_importing_is_stopped_at_once(
 
 
 @methods
-def test_a_signal_to_a_worker_that_still_boots_is_not_lost(start: ResumePoint, method: str):
+def test_a_signal_to_a_worker_that_still_boots_is_not_lost(start: StartForkServer, method: str):
     fork_server = start(method=method)
     for rank in range(8):
         fork_server.spawn(rank, {"sleep": 100})
@@ -293,7 +295,7 @@ def test_a_signal_to_a_worker_that_still_boots_is_not_lost(start: ResumePoint, m
 
 
 @methods
-def test_stop_ends_the_willing_the_stubborn_and_the_stopped(start: ResumePoint, method: str, tmp_path: Path):
+def test_stop_ends_the_willing_the_stubborn_and_the_stopped(start: StartForkServer, method: str, tmp_path: Path):
     fork_server = start(method=method)
     willing, stubborn = tmp_path / "willing", tmp_path / "stubborn"
     specs = [{"sleep": 100, "report": str(willing)}, {"sleep": 100, "stubborn": str(stubborn)}, {"sleep": 100}]
@@ -308,7 +310,7 @@ def test_stop_ends_the_willing_the_stubborn_and_the_stopped(start: ResumePoint, 
     assert all(map(gone, [fork_server.pid, *pids]))
 
 
-def test_a_killed_fork_server_takes_its_workers_along_and_is_reported(start: ResumePoint):
+def test_a_killed_fork_server_takes_its_workers_along_and_is_reported(start: StartForkServer):
     fork_server = start()
     pids = [fork_server.spawn(rank, {"sleep": 100}) for rank in range(2)]
     os.kill(fork_server.pid, signal.SIGKILL)
@@ -321,7 +323,7 @@ def test_a_killed_fork_server_takes_its_workers_along_and_is_reported(start: Res
     fork_server.stop()
 
 
-def test_signals_to_the_whole_group_do_not_end_the_fork_server(start: ResumePoint):
+def test_signals_to_the_whole_group_do_not_end_the_fork_server(start: StartForkServer):
     fork_server = start()
     fork_server.ready()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -336,7 +338,7 @@ def test_signals_to_the_whole_group_do_not_end_the_fork_server(start: ResumePoin
     ids=["workers see the life pipe", "workers see nothing"],
 )
 def test_a_killed_controller_leaves_nothing(
-    start: ResumePoint, tmp_path: Path, inner: str, inner_spec: dict, grace: float
+    start: StartForkServer, tmp_path: Path, inner: str, inner_spec: dict, grace: float
 ):
     scratch, report = tmp_path / "sockets", tmp_path / "report"
     scratch.mkdir()
@@ -352,7 +354,7 @@ def test_a_killed_controller_leaves_nothing(
 
 
 @pytest.mark.parametrize("grace", [0.3, 60.0])
-def test_the_time_of_orphans_may_be_told_later(start: ResumePoint, tmp_path: Path, grace: float):
+def test_the_time_of_orphans_may_be_told_later(start: StartForkServer, tmp_path: Path, grace: float):
     """A worker that takes longer to end is killed with the one, and ends by itself with the other."""
     fork_server = start("runtime_targets:ends_slowly", orphan_grace_s=60.0 if grace < 1 else 0.3)
     fork_server.set_orphan_grace(grace)
@@ -363,7 +365,7 @@ def test_the_time_of_orphans_may_be_told_later(start: ResumePoint, tmp_path: Pat
     assert gone(pid) and (tmp_path / "ended").exists() == (grace > 1)
 
 
-def test_stop_removes_the_scratch_directories(start: ResumePoint, tmp_path: Path):
+def test_stop_removes_the_scratch_directories(start: StartForkServer, tmp_path: Path):
     scratch = tmp_path / "sockets"
     scratch.mkdir()
     (scratch / "left").touch()
@@ -372,7 +374,7 @@ def test_stop_removes_the_scratch_directories(start: ResumePoint, tmp_path: Path
     assert not scratch.exists()
 
 
-def test_bad_targets_and_methods_are_named(start: ResumePoint, capfd: pytest.CaptureFixture[str]):
+def test_bad_targets_and_methods_are_named(start: StartForkServer, capfd: pytest.CaptureFixture[str]):
     with pytest.raises(ConfigError, match="fork, spawn"):
         start(method="clone")
     fork_server = start("no_colon")
