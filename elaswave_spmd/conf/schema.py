@@ -680,11 +680,13 @@ class Timeouts(Section, group="timeouts"):
     heartbeat: float = setting(0.1, "from one heartbeat of a worker to the next; longer on many workers", above=0)
     suspect: float = setting(2.0, "from the last heartbeat until a worker counts as hanging", above=0)
     status: float = setting(5.0, "from an unanswered Prepare until a worker counts as hanging", above=0)
-    progress: float = setting(30.0, "of one action, until a worker that waits for no other counts as hanging", above=0)
+    progress: float = setting(
+        30.0, "longest time of one action; a worker that exceeds it and waits for no other counts as hanging", above=0
+    )
     progress_factor: float = setting(20.0, "times the usual duration of an action, if longer than progress", at_least=1)
     start: float = setting(300.0, "from the start of a worker until it is ready, and for its first action", above=0)
     join: float = setting(120.0, "from the start of a worker that joins a running run until it is ready", above=0)
-    leave: float = setting(10.0, "from a worker's wish to leave until it may go", above=0)
+    leave: float = setting(10.0, "from a worker's request to leave until it may go", above=0)
     controller: float = setting(5.0, "of waiting for a lost controller before workers write a checkpoint", above=0)
     group: float = setting(
         30.0, "for making a stage's group, and until all members take part in what it copies", above=0
@@ -692,7 +694,9 @@ class Timeouts(Section, group="timeouts"):
     shutdown: float = setting(30.0, "for workers to end, checkpoint included, before they are killed", above=0)
     callbacks: float = setting(30.0, "for callbacks to end, once all workers have", above=0)
     adopt: float | None = setting(
-        None, "that workers of a lost controller wait for the next one, which adopts them; null: none does", above=0
+        None,
+        "how long workers of a lost controller wait to be adopted by a new one; null: they do not wait",
+        above=0,
     )
 
     def check_rules(self) -> None:

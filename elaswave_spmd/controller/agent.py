@@ -2,8 +2,8 @@
 
 It offers places for workers to the controller that it finds at HOST:PORT, prepares the data here as the controller did
 there, starts workers when the controller orders it, and reports how they end. It ends with the run. If its link to the
-controller is lost, its workers end, and it looks for the controller again, for --timeout seconds, and joins as a new
-agent: nothing of the one before counts any more but its peer ids, which it tells. Where another controller may adopt
+controller is lost, its workers end, and it looks for the controller again, for --timeout seconds. It then joins as a
+new agent: of the former one only the peer ids still count, which it sends along. Where another controller may adopt
 workers (`timeouts.adopt`), they wait for it first, and the agent offers them to the one that it finds, at the same
 place or where a note says (moved.py). At SIGTERM its workers leave the run first, and by a deadline it ends in any
 case.

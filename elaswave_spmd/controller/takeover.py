@@ -1,10 +1,11 @@
 """A controller that comes back: it adopts the workers of one that has died, and the step under way goes on.
 
 The rules are A1 to A12 of docs/protocol.md. `Comeback` (resume.py) has the facts with which such a controller begins,
-from the run's directory and the fork server. `Takeover` is its first act: it asks every living worker what its
-predecessor may not have written down, and makes of the answers the actions after which it is a controller as any other.
-Workers of other machines are asked when their agents come back with them. They are all there when every member of the
-newest mesh epoch has answered, or is known to have ended; who is not heard of until the deadline is lost.
+from the run's directory and the fork server. `Takeover` is its first act: it asks every living worker for what its
+predecessor may not have written down, and turns the answers into actions. After these it works like any other
+controller. Workers of other machines are asked when their agents come back with them. The answers are complete when
+every member of the newest mesh epoch has answered or is known to have ended; a member that has done neither by the
+deadline is lost.
 """
 
 from __future__ import annotations
@@ -326,7 +327,7 @@ class Takeover:
         return None
 
     def _told(self, rank: int, answer: m.Adopted, answers: Mapping[int, m.Adopted]) -> list[Action]:
-        """Reports that a member has given nobody yet: state that it has given up, links that ended, a wish to leave."""
+        """Actions for what a member has reported to nobody yet: damaged state, links that ended, a request to leave."""
         actions: list[Action] = []
         for report in answer.damaged:
             actions += self._protocol.damaged(report)
