@@ -457,7 +457,7 @@ def entering(run: MadeUpRun) -> float:
     for header in run.io.kept:
         packed = m.decode(header)
         if isinstance(packed, m.PeerAddresses):
-            unpacker.told(packed)
+            unpacker.addresses_received(packed)
         if not isinstance(packed, m.PackedReconfigure):
             continue
         began = thread_time()

@@ -123,7 +123,7 @@ def _train() -> int:
     show = _takes_out(words, ["--cfg", "job"])
     if _takes_out(words, ["--supervise"]) and not show:
         return supervise(words)
-    if (told := supervised_by(os.environ)) is not None:
+    if (run_dir_fd := supervised_by(os.environ)) is not None:
         words = with_adoption(words)
     with StopSignals() as signals:
         with signals.held():  # inside Hydra an exception of ours can turn into another one
@@ -135,17 +135,17 @@ def _train() -> int:
             start = _start_of(words)
             if isinstance(start, Run) and not show and _may_adopt(start.settings):
                 # What ends this command before it has adopted workers would leave them behind, with their state.
-                return _run(start.settings, signals, told)
+                return _run(start.settings, signals, run_dir_fd)
         signals.check()
         if show:
             with _reader_may_leave():
                 print(start.settings.to_yaml() if isinstance(start, Run | HandOver) else "", end="")
             return DONE
-        if not isinstance(start, HandOver) and start.told:  # torchrun has started this process
-            _line(start.told)
+        if not isinstance(start, HandOver) and start.notice:  # torchrun has started this process
+            _line(start.notice)
             take_out(os.environ)
         if isinstance(start, Run):
-            return _run(start.settings, signals, told)
+            return _run(start.settings, signals, run_dir_fd)
     # Outside the `with`: an agent answers signals in its own way, and so does a command that follows a run on Ray.
     if isinstance(start, HandOver):
         from elaswave_spmd.controller.on_ray.command import run_on_ray
@@ -188,15 +188,15 @@ def _may_adopt(settings: Settings) -> bool:
     return settings.train.resume is not None and settings.timeouts.adopt is not None
 
 
-def _run(settings: Settings, signals: StopSignals, told: int | None) -> int:
-    """Run a controller; `told`: the descriptor on which its supervisor is told the run's directory, if it has one."""
+def _run(settings: Settings, signals: StopSignals, run_dir_fd: int | None) -> int:
+    """Run a controller. `run_dir_fd`: the descriptor to which it writes the run's directory, if it has a supervisor."""
     from elaswave_spmd.runtime.devices.selection import worker_start
 
     worker_start(settings)  # refuses a device that cannot be used here; what it lacks may keep torch from importing
     from elaswave_spmd.controller import startup as controller  # imports torch: only now that the settings are good
 
     command = controller.Command.typed(sys.argv[1:])
-    return controller.run(settings, here=True, command=command, signals=signals, told=told)
+    return controller.run(settings, here=True, command=command, signals=signals, run_dir_fd=run_dir_fd)
 
 
 def _agent(program: str) -> int:

@@ -408,7 +408,7 @@ class Agent:
         self._end_by: float | None = None  # the deadline; None: there is none
         self._within_s = 0.0  # of the deadline, when it was set
         self._is_leaving = False  # it does not join again
-        self._is_told = False  # the controller knows of SIGTERM
+        self._has_given_notice = False  # the controller knows of SIGTERM
 
     @property
     def fork_server(self) -> ForkServerClient:
@@ -575,8 +575,8 @@ class Agent:
         """Wait for messages and for ends of workers, and handle them. Returns True when the run is over."""
         until_s = _LOOK_S if self._end_by is None else _DEADLINE_LOOK_S
         select.select([self._mailbox, self._fork_server], [], [], until_s)
-        if self._end_by is not None and not self._is_told and self._terms.first is not None:
-            self._is_told = True
+        if self._end_by is not None and not self._has_given_notice and self._terms.first is not None:
+            self._has_given_notice = True
             print(f"SIGTERM: workers leave the run, and the agent ends within {self._drain_s:g} s", flush=True)
             self._send(am.Notice(self._drain_s))
         self._report_refusals()

@@ -53,7 +53,7 @@ _LONGER = 1.05  # times as long: what is beyond is no noise of a median
 
 
 class Guard(Protocol):
-    """The process that sets devices as workers wish; `GuardedFrequencies` is the real one."""
+    """The process that sets devices as workers request; `GuardedFrequencies` is the real one."""
 
     devices: Mapping[str, DeviceRange]
 

@@ -589,8 +589,8 @@ class FailureHandler:
                 return [End(RunStopped(WorkerError(*self._crashes[newest])))]
             case SaveEnded(save, why_not):
                 where = checkpoint_path(self._run_dir, save.version)
-                told = f"could not be written: {why_not}" if why_not else f"is in {where}"
-                what = f"Its state after step {save.version} {told}"
+                outcome = f"could not be written: {why_not}" if why_not else f"is in {where}"
+                what = f"Its state after step {save.version} {outcome}"
                 return self._stop(save, f"{save.reason}. {what}") if self._cause is None else self._stopped_for(what)
             case end:
                 self._ending = _AwaitCheckpoint(end)

@@ -44,7 +44,7 @@ class ModelChecks:
         self._known = known or {}
         self._first: m.Checked | None = None
         self._split: SplitBackward | None = None
-        self._is_told = False
+        self._is_recorded = False  # one that has passed
 
     def difference(self, message: m.Checked) -> UserError | None:
         """The error if a worker has read other samples, or has computed other bits, than the first one.
@@ -72,10 +72,10 @@ class ModelChecks:
         return self._split
 
     def passed(self, message: m.Checked) -> list[Action]:
-        """A worker has passed. The first one is told of: the bytes that each kind of layer takes are those of all."""
-        if self._is_told:
+        """A worker has passed. The first one is recorded: the bytes that each kind of layer takes are those of all."""
+        if self._is_recorded:
             return []
-        self._is_told = True
+        self._is_recorded = True
         rows = []
         for number, count, kept, output, put_off, digest in message.layers:
             state, values, gradient = self._plan.bytes_of(number)

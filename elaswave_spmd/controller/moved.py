@@ -41,8 +41,8 @@ class Place:
     def __init__(self, note: Path, rendezvous: str) -> None:
         self.note = note
         self._known = rendezvous  # to the agent
-        self._told = rendezvous
-        self._told_at = 0.0
+        self._last = rendezvous  # that a note named, or the agent was started with
+        self._written_at = 0.0
         take_note(note)
 
     def tell(self, rendezvous: str, now: float) -> None:
@@ -51,22 +51,22 @@ class Place:
         Raises:
             FilesError: the note cannot be written.
         """
-        if self._told != self._known and take_note(self.note) is None:
-            self._known = self._told  # the agent has taken the last one
+        if self._last != self._known and take_note(self.note) is None:
+            self._known = self._last  # the agent has taken the last one
         if rendezvous != self._known:
             with replacing(self.note, durable=False) as scratch:
                 scratch.write_text(f"{rendezvous}\n", encoding="utf-8")
-        self._told, self._told_at = rendezvous, now
+        self._last, self._written_at = rendezvous, now
 
     def unread_s(self, now: float) -> float | None:
         """For how long a note has not been read; None: there is none."""
-        if self._told == self._known:
+        if self._last == self._known:
             return None
         try:
             is_there = self.note.exists()
         except OSError:  # of a mount that is stale
             is_there = True
         if not is_there:
-            self._known = self._told
+            self._known = self._last
             return None
-        return now - self._told_at
+        return now - self._written_at

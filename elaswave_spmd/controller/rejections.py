@@ -51,11 +51,11 @@ class RejectionLog:
         if not new:
             return
         reasons = sum(new.values(), Counter())
-        told = ", ".join(f"{number} x {reason}" for reason, number in sorted(reasons.items()))
+        counts = ", ".join(f"{number} x {reason}" for reason, number in sorted(reasons.items()))
         self._observer.on_event(
             "rejected",
             counts=dict(sorted(reasons.items())),
             processes=sorted(new),
             totals=dict(sorted(self._totals.items())),
-            message=f"{', '.join(sorted(new))} refused {told}; the run is not affected",
+            message=f"{', '.join(sorted(new))} refused {counts}; the run is not affected",
         )

@@ -487,8 +487,8 @@ class RunLog:
                 self._record.finished.pop(rank, None)
             case Record(kind, fields):
                 if kind == MODEL_CHECK:
-                    told = {name: value for name, value in fields.items() if name != "message"}
-                    self._record.model_check = {"done": True, **told}
+                    facts = {name: value for name, value in fields.items() if name != "message"}
+                    self._record.model_check = {"done": True, **facts}
                 if kind == SPLIT_BACKWARD:
                     self._record.trials.append({name: fields[name] for name in ("kept", "times")})
                 if kind == "corrupt" and fields["tensor"] == "state":

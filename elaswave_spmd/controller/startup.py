@@ -72,16 +72,16 @@ def run(
     command: Command | None = None,
     signals: StopSignals | None = None,
     callbacks: Sequence[Callback] = (),
-    told: int | None = None,
+    run_dir_fd: int | None = None,
 ) -> int:
-    """Train with these settings. Returns the exit code; a run that did not finish has told why, and how to go on.
+    """Train with these settings. Returns the exit code; a run that did not finish has said why, and how to go on.
 
     Args:
         here: as for ForkServerClient.start, if this is a command's process.
         command: as it was typed, for the command that goes on.
         signals: that ask the run to end, where the caller has them already.
         callbacks: that hear of the run, before those that `run.callbacks` names.
-        told: a descriptor on which a supervisor is told the run's directory, in a line; None: there is none.
+        run_dir_fd: a descriptor to which the run's directory is written, a line for a supervisor; None: there is none.
 
     Raises:
         UserError: bad input, found before any worker starts; nothing is left behind.
@@ -89,7 +89,7 @@ def run(
     with contextlib.ExitStack() as stack:
         signals = signals or stack.enter_context(StopSignals())
         try:
-            train(settings, signals, here=here, callbacks=callbacks, told=told)
+            train(settings, signals, here=here, callbacks=callbacks, run_dir_fd=run_dir_fd)
             return 0
         except Unfinished as end:
             with signals.held():
@@ -120,7 +120,7 @@ def train(
     here: bool = False,
     given: ByValue | None = None,
     callbacks: Sequence[Callback] = (),
-    told: int | None = None,
+    run_dir_fd: int | None = None,
 ) -> Path:
     """Train with these settings, to the end.
 
@@ -128,7 +128,7 @@ def train(
         signals: that ask the run to end, entered by the caller.
         here: as for ForkServerClient.start.
         given: what the run gets by value.
-        callbacks, told: as for `run`.
+        callbacks, run_dir_fd: as for `run`.
 
     Returns:
         The run's directory.
@@ -139,7 +139,7 @@ def train(
     """
     if given is not None:
         _refuse_agents(settings, given)
-    lives = _Lives(settings, signals, given, checked(callbacks), told)
+    lives = _Lives(settings, signals, given, checked(callbacks), run_dir_fd)
     try:
         with given.importable() if given is not None else contextlib.nullcontext():
             lives.run(here=here)
@@ -179,9 +179,9 @@ class _Lives:
         signals: StopSignals,
         given: ByValue | None = None,
         callbacks: Sequence[Callback] = (),
-        told: int | None = None,
+        run_dir_fd: int | None = None,
     ) -> None:
-        self._told = told
+        self._run_dir_fd = run_dir_fd
         self._settings = settings
         self._signals = signals
         self._given = given
@@ -408,9 +408,9 @@ class _Lives:
             undo.pop_all()
             until_made.pop_all()
         before, self.run_dir = self.run_dir, run_dir.path
-        if self._told is not None:
+        if self._run_dir_fd is not None:
             with contextlib.suppress(OSError):  # the supervisor is gone
-                os.write(self._told, os.fsencode(run_dir.path) + b"\n")
+                os.write(self._run_dir_fd, os.fsencode(run_dir.path) + b"\n")
         with signals.held():
             ends = self._ending_callbacks(observer)
             with contextlib.closing(start):
@@ -470,7 +470,7 @@ class _Lives:
         texts = self._texts
         if texts is None:
             return
-        with self._signals.told(texts.stop_waiting):
+        with self._signals.passing_to(texts.stop_waiting):
             if is_finished:
                 texts.wait(time.monotonic() + self._settings.timeouts.callbacks)
         texts.close()
@@ -511,7 +511,7 @@ class _Lives:
         callbacks = self._callbacks
         if callbacks is None:
             return
-        with self._signals.told(callbacks.stop_waiting):
+        with self._signals.passing_to(callbacks.stop_waiting):
             if isinstance(error, KeyboardInterrupt):
                 callbacks.stop_waiting()
             callbacks.end(error)

@@ -274,7 +274,7 @@ class Takeover:
             actions += self._failures.worker_ended(WorkerEnded(rank, self._why_lost(rank), now))
         for rank, answer in answers.items():
             if rank in members:
-                actions += self._told(rank, answer, answers)
+                actions += self._unreported(rank, answer, answers)
         actions.append(FindShards())
         if unborn := [rank for rank in self._gathered.newcomers if rank not in members]:
             actions.append(Spawn(self._roster.allocate(len(unborn))))
@@ -326,7 +326,7 @@ class Takeover:
                 self._supervision.forget(answer.rank)
         return None
 
-    def _told(self, rank: int, answer: m.Adopted, answers: Mapping[int, m.Adopted]) -> list[Action]:
+    def _unreported(self, rank: int, answer: m.Adopted, answers: Mapping[int, m.Adopted]) -> list[Action]:
         """Actions for what a member has reported to nobody yet: damaged state, links that ended, a request to leave."""
         actions: list[Action] = []
         for report in answer.damaged:

@@ -62,10 +62,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Run:
-    """This process is the command that trains, with these settings. `told`: a line for the user, or ""."""
+    """This process is the command that trains, with these settings. `notice`: a line for the user, or ""."""
 
     settings: Settings
-    told: str = ""
+    notice: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ class Serve:
     """This process is the agent of its machine, with the arguments of the command `agent`."""
 
     arguments: tuple[str, ...]
-    told: str
+    notice: str
 
 
 @dataclass(frozen=True)
 class End:
     """This process has nothing to do."""
 
-    told: str
+    notice: str
 
 
 Start = Run | Serve | End

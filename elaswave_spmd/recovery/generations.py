@@ -61,6 +61,6 @@ class ControllerFence:
         if generation != self.generation:
             return None
         if isinstance(message, PeerAddresses):
-            self.unpacker.told(message)
+            self.unpacker.addresses_received(message)
             return None
         return self.unpacker.unpacked(message) if isinstance(message, PackedReconfigure) else message

@@ -70,7 +70,7 @@ class Packer:
         self._last: _Last | None = None
         self._receivers: frozenset[int] = frozenset()  # of the last one
         # Peers in the last one; and those whose addresses workers have, which are these and the ones in the one before.
-        self._peers = self._told = Peers.among(())
+        self._peers = self._addressed = Peers.among(())
 
     def encoded(
         self, ranks: Sequence[int], message: Message, peers: Peers | None = None
@@ -87,7 +87,7 @@ class Packer:
         """
         if not isinstance(message, Reconfigure):
             return iter([(ranks, encode(message))])
-        last, known, told = self._last, self._receivers, self._told
+        last, known, addressed = self._last, self._receivers, self._addressed
         plan = message.recovery_plan
         apart = peers.microbatches if peers is not None and plan else None
         common: dict[str, object] = {} if peers is None else {"addresses": {}}
@@ -96,7 +96,7 @@ class Packer:
         data = _to_bytes(msgspec.structs.replace(message, **common))
         self._last, self._receivers = _Last(message.epoch, data), frozenset(ranks)
         now = peers if peers is not None else Peers.among(ranks)
-        self._peers, self._told = now, now | self._peers
+        self._peers, self._addressed = now, now | self._peers
         had, new = [rank for rank in ranks if rank in known], [rank for rank in ranks if rank not in known]
         packed = ((some, _pack(data, base)) for some, base in ((had, last), (new, None)) if some)
         if plan and apart is not None:
@@ -104,7 +104,8 @@ class Packer:
         encoded = ((some, encode(each)) for some, each in packed)
         if peers is None:
             return encoded
-        return chain(_addresses(ranks, message.addresses, peers, told, told.not_in(self._told)), encoded)
+        gone = addressed.not_in(self._addressed)
+        return chain(_addresses(ranks, message.addresses, peers, addressed, gone), encoded)
 
 
 class Unpacker:
@@ -142,7 +143,7 @@ class Unpacker:
         self._addresses = message.addresses
         return message
 
-    def told(self, message: PeerAddresses) -> None:
+    def addresses_received(self, message: PeerAddresses) -> None:
         """Note other addresses, before the Reconfigure that they belong to."""
         left = {rank: address for rank, address in self._addresses.items() if rank not in message.gone}
         self._addresses = left | _unpack_addresses(message.came)
@@ -157,17 +158,21 @@ def reconfigure_of(data: bytes) -> Reconfigure:
 
 
 def _addresses(
-    ranks: Sequence[int], addresses: Mapping[int, str], peers: Peers, told: Peers, gone: Mapping[int, frozenset[int]]
+    ranks: Sequence[int],
+    addresses: Mapping[int, str],
+    peers: Peers,
+    addressed: Peers,
+    gone: Mapping[int, frozenset[int]],
 ) -> Iterator[tuple[Sequence[int], bytes]]:
-    """The messages with which these workers are told what changes in the addresses that they have.
+    """The messages that bring these workers the changes of the addresses that they have.
 
     Args:
-        told: the peers of which they have the addresses.
+        addressed: the peers of which they have the addresses.
         gone: those of which they need them no more.
     """
     shared: dict[int, tuple[frozenset[int], list[int]]] = {}  # by set object: many workers have the same new peers
     few: dict[tuple[frozenset[int], frozenset[int]], list[int]] = defaultdict(list)  # many have lost the same ones
-    for rank, common, own in peers.since(told, ranks):
+    for rank, common, own in peers.since(addressed, ranks):
         if common:
             shared.setdefault(id(common), (common, []))[1].append(rank)
         if not own and rank not in gone:
@@ -206,15 +211,15 @@ def _unpack_addresses(packed: bytes) -> dict[int, str]:
 
 
 def _with_lines(
-    packed: Iterable[tuple[Sequence[int], PackedReconfigure]], data: bytes, plan: Sequence[Recompute], told: Keys
+    packed: Iterable[tuple[Sequence[int], PackedReconfigure]], data: bytes, plan: Sequence[Recompute], sent: Keys
 ) -> Iterator[tuple[Sequence[int], PackedReconfigure]]:
-    """Messages without their plan, each as those for the workers that are told the same lines of it.
+    """Messages without their plan, each as those for the workers that are sent the same lines of it.
 
     Args:
         data: which the messages are when they are unpacked.
-        told: as `Peers.microbatches`.
+        sent: as `Peers.microbatches`.
     """
-    lines_of, microbatches_of = _lines_of_microbatches(plan), by_rank(told)
+    lines_of, microbatches_of = _lines_of_microbatches(plan), by_rank(sent)
     compressor, digest = zstandard.ZstdCompressor(level=_LEVEL), _hash(data)
     for ranks, whole in packed:
         groups: dict[frozenset[int], list[int]] = defaultdict(list)

@@ -129,20 +129,20 @@ class Reached:
     An epoch between the two may have been overtaken before this worker has entered it.
 
     Args:
-        told: mesh epoch -> members whose addresses came with it, from the one on that was entered last.
+        addressed: mesh epoch -> members whose addresses came with it, from the one on that was entered last.
     """
 
-    told: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    addressed: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     def after(self, message: Reconfigure, entered: int) -> Reached:
         """The same when a Reconfigure has come, in the mesh epoch that was `entered` last; -1: in none."""
-        kept = {epoch: ranks for epoch, ranks in self.told.items() if epoch >= entered}
+        kept = {epoch: ranks for epoch, ranks in self.addressed.items() if epoch >= entered}
         return Reached({**kept, message.epoch: frozenset(message.addresses)})
 
     @property
     def ranks(self) -> frozenset[int]:
         """The members, and those that have been some meanwhile."""
-        return _NOBODY.union(*self.told.values())
+        return _NOBODY.union(*self.addressed.values())
 
 
 def _each_once(keys: npt.NDArray[np.int64]) -> Keys:

@@ -103,7 +103,7 @@ class StepChecks:
         for (number, microbatch, sender), rows in list(self._came.items()):
             if number == step:
                 self._compare(microbatch, sender, rows)
-        self._wanted = {key: wish for key, wish in self._wanted.items() if key[0] >= step}
+        self._wanted = {key: request for key, request in self._wanted.items() if key[0] >= step}
 
     def forget(self) -> None:
         """Give up everything of the step under way, and of later ones: another attempt begins."""
@@ -165,8 +165,8 @@ class StepChecks:
         if check is not None and check.is_pending:
             check.is_pending, check.checked = False, rows
             self._judge(microbatch, check)
-        elif (wish := self._wanted.pop((step, microbatch), None)) is not None:
-            self._send(CONTROLLER, m.CheckedAgain(self._rank, wish.epoch, step, microbatch, rows))
+        elif (request := self._wanted.pop((step, microbatch), None)) is not None:
+            self._send(CONTROLLER, m.CheckedAgain(self._rank, request.epoch, step, microbatch, rows))
 
     def received(self, sender: int, message: m.CheckDigests) -> None:
         """File the results of another worker's micro-batch."""

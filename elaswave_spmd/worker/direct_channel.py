@@ -435,7 +435,7 @@ class DirectChannel(ForwardingChannel):
                 self._received(sender, message.number)
             case m.PairLost():
                 if message.epoch == self._epoch:
-                    self._give_up(sender, message.reason, is_told=True)
+                    self._give_up(sender, message.reason, notify=False)
 
     def _sent(self, sender: int, message: m.PairSent, payload: Tensor | None) -> None:
         """A message has come whose payload the pair brings; or one has come again, with what the pair has not brought.
@@ -450,7 +450,7 @@ class DirectChannel(ForwardingChannel):
                 arriving.acknowledged = 0  # it was given on already: the sender does not know
             elif not slot.is_here:
                 if slot.size:  # the sender has given the pair up, or has entered an epoch that this worker has not
-                    self._give_up(sender, "", is_told=True)
+                    self._give_up(sender, "", notify=False)
                 self._fill(slot, sender, message, payload)
             return
         if message.number != arriving.number + 1:
@@ -552,11 +552,12 @@ class DirectChannel(ForwardingChannel):
 
     # ---- the end of a pair
 
-    def _give_up(self, peer: int, reason: str, *, is_told: bool = False) -> None:
+    def _give_up(self, peer: int, reason: str, *, notify: bool = True) -> None:
         """Use the link for the rest of the epoch, and for all that the pair has not brought.
 
         Args:
-            is_told: the other worker has said so; else it is told, and the controller while the epoch lasts.
+            notify: send PairLost to the other worker, and to the controller while the epoch lasts. False where the
+                other worker has sent it, or the pair ends with this worker.
         """
         if peer in self._lost:
             return
@@ -568,7 +569,7 @@ class DirectChannel(ForwardingChannel):
         if leaving is not None:
             leaving.work = None
         self._pairs.give_up(peer)
-        if not is_told:
+        if notify:
             lost = m.PairLost(self._epoch, self._rank, peer, reason[:LONGEST_TEXT])  # a longer one is refused
             super().send(peer, lost)
             if not self._is_interrupted:  # else this epoch is over, and the other end may have left for the next one
@@ -588,7 +589,7 @@ class DirectChannel(ForwardingChannel):
         Nobody is told of a failure: what comes again says that the pair is not used any more.
         """
         for peer in list(self._leaving):
-            self._give_up(peer, "", is_told=True)
+            self._give_up(peer, "", notify=False)
 
     def give_up_all(self, reason: str) -> None:
         """The device has failed: nothing that is under way through it counts, nor does what is kept to be sent."""

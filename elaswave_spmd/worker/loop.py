@@ -39,7 +39,7 @@ from elaswave_spmd.worker.step import StepRunner
 from elaswave_spmd.worker.step_commit import StepCommit
 from elaswave_spmd.worker.waiting import ConfigurationChanged, Waits
 
-_CheckWish: TypeAlias = m.CheckAgain | m.CheckAccepted | m.AddAgain | m.SumAccepted
+_CheckRequest: TypeAlias = m.CheckAgain | m.CheckAccepted | m.AddAgain | m.SumAccepted
 
 
 class Executor:
@@ -74,7 +74,7 @@ class Executor:
         self._prepare: m.Prepare | None = None  # a planned change that is answered between two steps
         self._validation_due: int | None = None  # the version to validate next
         self._last_step = context.job.steps  # or an earlier one, by a validation
-        self._check_wishes: list[_CheckWish] = []  # of a mesh epoch that is not entered yet
+        self._check_requests: list[_CheckRequest] = []  # of a mesh epoch that is not entered yet
         self._weights_sent = -1  # the epoch in which the final weights were sent
         self._was_just_adopted = False  # until the Prepare with which the new controller begins
         self.is_orphaned = False
@@ -346,9 +346,9 @@ class Executor:
         self.commit.resume()
         for incoming in came:  # of this attempt, from members that have entered it first
             self._handle(incoming)
-        wishes, self._check_wishes = self._check_wishes, []
-        for wish in wishes:
-            self._check(wish)
+        requests, self._check_requests = self._check_requests, []
+        for request in requests:
+            self._check(request)
         if self.version >= configuration.version:  # else the state of this version is not used any more
             self.replica.compare(saves=configuration.save)
 
@@ -448,19 +448,19 @@ class Executor:
             return
         # It begins with a change of the mesh, after a step that nobody should be past by then.
         self.is_orphaned, self._was_just_adopted = False, True
-        told = replace_fields(
+        answer = replace_fields(
             link_facts(self.placement.mesh.members),
             version=self.version,
             applied=tuple(reports.applied),
             damaged=tuple(reports.damaged),
             is_suspect=reports.is_suspect(self.version),
         )
-        self._context.channel.send(CONTROLLER, told)
+        self._context.channel.send(CONTROLLER, answer)
 
-    def _check(self, message: _CheckWish) -> None:
+    def _check(self, message: _CheckRequest) -> None:
         """Do what the controller wants about results that differ, in the mesh epoch that it means."""
         if message.epoch > self.configuration.epoch:
-            self._check_wishes.append(message)  # its Reconfigure came before it, and is not entered yet
+            self._check_requests.append(message)  # its Reconfigure came before it, and is not entered yet
         if message.epoch != self.configuration.epoch:
             return
         match message:

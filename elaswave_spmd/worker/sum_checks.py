@@ -60,7 +60,7 @@ class _Again:
     """Page ranges whose gradient the controller has this worker add up once more."""
 
     pages: ReplicaSet
-    wish: m.AddAgain
+    request: m.AddAgain
     gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # (use, micro-batch) ->
 
 
@@ -358,7 +358,7 @@ class SumChecks:
         for root in roots[1:]:
             total = total + root
         result = self._digested(self._result(again.pages, total))
-        self._report(again.wish, tuple(sorted(rows)), (result,), again=True)
+        self._report(again.request, tuple(sorted(rows)), (result,), again=True)
 
     def _sum(self, use: int, node: Node, leaves: Sequence[Tensor], wanted: set[Node], rows: list[m.SumRow]) -> Tensor:
         lo, hi = node
@@ -374,9 +374,9 @@ class SumChecks:
         return value
 
     def _report(
-        self, wish: m.AddAgain, sums: tuple[m.SumRow, ...], results: tuple[m.SumResult, ...], *, again: bool
+        self, request: m.AddAgain, sums: tuple[m.SumRow, ...], results: tuple[m.SumResult, ...], *, again: bool
     ) -> None:
-        at = self._rank, wish.epoch, wish.step, wish.layer, wish.first, wish.stop
+        at = self._rank, request.epoch, request.step, request.layer, request.first, request.stop
         self._send(CONTROLLER, m.AddedUp(*at, again, sums, results))
 
 

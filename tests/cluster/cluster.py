@@ -258,7 +258,7 @@ class SimulatedCluster:
         self._checkpoint = checkpoint
         self._mirrored = placement.mesh.num_workers  # members when every page had all its mirrors last
         self._end = None
-        self._told: defaultdict[int, Unpacker] = defaultdict(Unpacker)  # the controller's messages to each worker
+        self._unpackers: defaultdict[int, Unpacker] = defaultdict(Unpacker)  # the controller's messages to each worker
         self._reached.clear()
         self._strangers.clear()
         self._linked.clear()
@@ -452,11 +452,11 @@ class SimulatedCluster:
             message = m.decode(message.data)
         if isinstance(message, m.PeerAddresses):
             self._wires.put_first(CONTROLLER, rank, header)
-            self._told[rank].told(message)
+            self._unpackers[rank].addresses_received(message)
             return
         self._wires.put_encoded(CONTROLLER, rank, header, None)
         if isinstance(message, m.PackedReconfigure):
-            message = self._told[rank].unpacked(message)
+            message = self._unpackers[rank].unpacked(message)
         if self._trace:
             self.note("->", rank, message)
         if isinstance(message, m.Reconfigure) and self._late is not None and self._late.paces:
@@ -543,7 +543,7 @@ class SimulatedCluster:
             self.take_turn()
         self._is_away, self._takes_over = False, True
         self._generation += 1
-        self._told.clear()
+        self._unpackers.clear()
         self._notices = [notice for notice in self._notices if not isinstance(notice[1], AgentBack)]
         elsewhere = self._on_other_machines()
         made = set(range(self._newest + 1)) - elsewhere

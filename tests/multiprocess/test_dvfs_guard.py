@@ -28,7 +28,7 @@ def alive(pid: int) -> bool:
 
 
 def socket_in(tmp_path: Path) -> str:
-    return str(tmp_path / "wishes.sock")
+    return str(tmp_path / "requests.sock")
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def started(opened: ExitStack, path: str, root: Path) -> GuardedFrequencies:
     return guarded
 
 
-def test_workers_wish_and_the_largest_wish_counts(tmp_path: Path, opened: ExitStack) -> None:
+def test_workers_request_and_the_largest_request_counts(tmp_path: Path, opened: ExitStack) -> None:
     make_policies(tmp_path, 2)
     path = socket_in(tmp_path)
     guarded = started(opened, path, tmp_path)
@@ -55,7 +55,7 @@ def test_workers_wish_and_the_largest_wish_counts(tmp_path: Path, opened: ExitSt
     assert clocks[0].set(0.5) == 1.0, "it uses no device yet"
     guarded.share({"policy0": [0, 1], "policy1": [2]})
     eventually(lambda: clocks[2].set(0.7) == 0.7)
-    assert clocks[0].set(0.5) == 1.0, "another worker on it has not wished to be slower"
+    assert clocks[0].set(0.5) == 1.0, "another worker on it has not requested to be slower"
     assert clocks[1].set(0.6) == 0.6 and clocks[0].set(0.5) == 0.6
     assert (limits(tmp_path, 0)[1], limits(tmp_path, 1)[1]) == (1_800_000, 2_100_000)
     assert clocks[1].set(1.0) == 1.0 and limits(tmp_path, 0)[1] == FOUND[1]

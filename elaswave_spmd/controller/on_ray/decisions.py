@@ -155,7 +155,7 @@ class Fleet:
         self._places = places
         self._aim = aim
         self._home = home
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._failures: dict[tuple[int, str], int] = {}  # ends of an agent on a node: key, node
         # Likewise: starts in a row that were none, and when the next one is due.
         self._not_started: dict[tuple[int, str], tuple[int, float]] = {}
@@ -304,8 +304,8 @@ class Fleet:
         return actions
 
     def _once(self, what: str, node: Node) -> bool:
-        is_new = (what, node.id) not in self._told
-        self._told.add((what, node.id))
+        is_new = (what, node.id) not in self._reported
+        self._reported.add((what, node.id))
         return is_new
 
     def _ended(self, agent: AgentActor, node: Node | None) -> list[Action]:

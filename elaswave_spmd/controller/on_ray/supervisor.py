@@ -444,14 +444,14 @@ class SupervisorLife:
         Args:
             are_to_end: they would wait for another controller, and do so at once.
         """
-        began, told = time.monotonic(), set[int]()
+        began, terminated = time.monotonic(), set[int]()
         # Those of the controller itself are told nothing: they wait as long as they would for the next one.
         while time.monotonic() - began < _ORPHANS_S + (self._job.adopt_s or 0.0):
             self._hear_answers()
             agents, waited = self._cluster.agents(), time.monotonic() - began
             for agent in agents if are_to_end else ():
-                if agent.has_workers and agent.key not in told:
-                    told.add(agent.key)
+                if agent.has_workers and agent.key not in terminated:
+                    terminated.add(agent.key)
                     self._cluster.terminate(agent.key)
             is_unknown = waited < _REGATHER_S and any(agent.state is ActorState.PLACING for agent in agents)
             if not is_unknown and not any(agent.has_workers for agent in agents) and not self._files.has_workers:

@@ -50,10 +50,10 @@ class StopSignals:
     def __init__(self, numbers: Collection[signal.Signals] = STOP_SIGNALS) -> None:
         self._asked_for = numbers
         self._numbers: list[int] = []
-        self._untold: deque[int] = deque()
+        self._pending: deque[int] = deque()  # signals that no handler has got yet
         self._before: dict[int, Any] = {}
         self._held = 0  # signals that raise nothing here
-        self._tell: Callable[[int], None] | None = None
+        self._handler: Callable[[int], None] | None = None
         self._raised = False
 
     @property
@@ -75,27 +75,28 @@ class StopSignals:
         self._before.clear()
 
     @contextlib.contextmanager
-    def as_events(self, tell: Callable[[int], None], count: int = 2) -> Iterator[None]:
-        """A `with` in which the first signals are told, by the handler mostly. One more raises: nobody seems to listen.
+    def as_events(self, handler: Callable[[int], None], count: int = 2) -> Iterator[None]:
+        """A `with` that passes the first signals to `handler`. One more raises, as nothing seems to answer them.
 
         Args:
-            tell: gets a signal's number. It must be short and must not block.
-            count: signals that are told.
+            handler: gets a signal's number. It mostly runs inside Python's signal handler, so it must be short and must
+                not block.
+            count: signals, counted from the first that came, that raise nothing.
         """
-        with self._holding(count, tell):
-            self._tell_all()  # also what has come while signals were held
+        with self._holding(count, handler):
+            self._pass_on()  # also what has come while signals were held
             yield
 
     @contextlib.contextmanager
-    def told(self, tell: Callable[[int], None]) -> Iterator[None]:
-        """A `with` in which signals are told, and nothing else: `held` for what a signal can cut short."""
-        with self._holding(_ALL, tell):
-            self._tell_all()
+    def passing_to(self, handler: Callable[[int], None]) -> Iterator[None]:
+        """A `with` that passes all signals to `handler`, as `as_events` does, and that none of them interrupts."""
+        with self._holding(_ALL, handler):
+            self._pass_on()
             yield
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """A `with` that the next signal interrupts, also where signals are told around it."""
+        """A `with` that the next signal interrupts, also inside a `with` that passes signals on."""
         with self._holding(len(self._numbers), None):
             yield
 
@@ -106,13 +107,13 @@ class StopSignals:
             yield
 
     @contextlib.contextmanager
-    def _holding(self, count: int, tell: Callable[[int], None] | None) -> Iterator[None]:
-        before = self._held, self._tell
-        self._held, self._tell = count, tell
+    def _holding(self, count: int, handler: Callable[[int], None] | None) -> Iterator[None]:
+        before = self._held, self._handler
+        self._held, self._handler = count, handler
         try:
             yield
         finally:
-            self._held, self._tell = before
+            self._held, self._handler = before
 
     def check(self) -> None:
         """Raise the first signal that has come, if one has.
@@ -125,17 +126,17 @@ class StopSignals:
 
     def _came(self, number: int, _: FrameType | None) -> None:
         self._numbers.append(number)
-        self._untold.append(number)
+        self._pending.append(number)
         if len(self._numbers) > self._held:
             self._raise()
         else:
-            self._tell_all()
+            self._pass_on()
 
-    def _tell_all(self) -> None:
-        """Tell the signals that have not been told yet. A handler may interrupt it: each is told once all the same."""
+    def _pass_on(self) -> None:
+        """Pass pending signals to the handler, each once, also where another signal interrupts this method."""
         with contextlib.suppress(IndexError):
-            while self._tell is not None:
-                self._tell(self._untold.popleft())
+            while self._handler is not None:
+                self._handler(self._pending.popleft())
 
     def _raise(self) -> None:
         if not self._raised:

@@ -202,13 +202,13 @@ class _Supervisor:
 
     def _wait(self, process: subprocess.Popen[bytes], read: int) -> Ended:
         stopped_at: float | None = None
-        told = b""
+        written = b""  # lines with the run's directory
         while True:
             with contextlib.suppress(BlockingIOError):
-                told += os.read(read, 65536)
+                written += os.read(read, 65536)
             # One that was started to save is told to end once it has begun: before that a signal would kill it. A user
             # who asks twice means now.
-            while self._signals and (not self._is_last or told or len(self._signals) > 1):
+            while self._signals and (not self._is_last or written or len(self._signals) > 1):
                 self._pass_on(self._signals.popleft(), process.pid)
             pid, status = self._next_change()
             if pid == process.pid and os.WIFSTOPPED(status):
@@ -217,8 +217,8 @@ class _Supervisor:
                 stopped_at = None
             elif pid == process.pid:
                 with contextlib.suppress(BlockingIOError):
-                    told += os.read(read, 65536)
-                *lines, _ = told.decode("utf-8", "surrogateescape").split("\n")
+                    written += os.read(read, 65536)
+                *lines, _ = written.decode("utf-8", "surrogateescape").split("\n")
                 self._run_dir = lines[-1] if lines else self._run_dir
                 process.returncode = os.waitstatus_to_exitcode(status)  # reaped here
                 return Ended(process.returncode)

@@ -34,7 +34,7 @@ class Ran:
         self.settings: list[Settings] = []
         self.ends: BaseException | int = 0
 
-    def __call__(self, settings: Settings, signals: object, told: int | None = None) -> int:
+    def __call__(self, settings: Settings, signals: object, run_dir_fd: int | None = None) -> int:
         self.settings.append(settings)
         if isinstance(self.ends, BaseException):
             raise self.ends

@@ -49,7 +49,7 @@ def test_rank_0_is_the_controller_and_other_nodes_are_its_agents() -> None:
     runtime = settings_of(first).runtime
     assert (runtime.rendezvous, runtime.agents, runtime.transport) == (f"node0:{PORT}", 1, "tcp")
     assert (runtime.local_workers, runtime.agent_workers, runtime.launcher) == (2, 2, "torchrun")
-    assert isinstance(first, Run) and first.told
+    assert isinstance(first, Run) and first.notice
     second = start_of(TWO, variables(1, 2))
     assert isinstance(second, Serve)
     assert second.arguments == (
@@ -71,7 +71,7 @@ def test_further_processes_of_a_node_end(rank: int) -> None:
     start = start_of(TWO, variables(rank, 8, 4))
     assert isinstance(start, End if rank % 4 else Serve)
     if isinstance(start, End):
-        assert "\n" not in start.told and f"process {rank % 4} of 4" in start.told
+        assert "\n" not in start.notice and f"process {rank % 4} of 4" in start.notice
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_command_of_its_own_takes_no_notice_of_variables(missing: str) -> None
     del environment[missing]
     start = start_of(["mesh=dp2"], environment)
     assert settings_of(start) == Settings.from_dict(settings_of(start_of(["mesh=dp2"], {})).to_dict())
-    assert isinstance(start, Run) and not start.told
+    assert isinstance(start, Run) and not start.notice
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_command_of_its_own_takes_no_notice_of_variables(missing: str) -> None
 )
 def test_variables_are_not_followed_if_asked_or_if_there_is_one_process(word: str, environment: dict[str, str]) -> None:
     start = start_of([word], environment)
-    assert isinstance(start, Run) and not start.told and start.settings.runtime.rendezvous is None
+    assert isinstance(start, Run) and not start.notice and start.settings.runtime.rendezvous is None
 
 
 @pytest.mark.parametrize(("words", "size", "local_size"), [(["runtime.launcher=torchrun"], 1, 1), ([], 4, 4)])
@@ -145,7 +145,7 @@ def test_one_node_is_a_run_without_agents(words: list[str], size: int, local_siz
     start = start_of(["mesh=dp2", *words], variables(0, size, local_size))
     runtime = settings_of(start).runtime
     assert (runtime.rendezvous, runtime.launcher) == (None, "torchrun") and not runtime.agents
-    assert isinstance(start, Run) and start.told
+    assert isinstance(start, Run) and start.notice
 
 
 @pytest.mark.parametrize(

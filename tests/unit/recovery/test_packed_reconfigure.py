@@ -200,7 +200,7 @@ def test_on_a_large_mesh_each_member_gets_the_addresses_of_its_peers(seed: int) 
             for rank in receivers:
                 if isinstance(found, PeerAddresses):
                     assert rank not in got, "they belong to what follows"
-                    ends[rank].told(found)
+                    ends[rank].addresses_received(found)
                 else:
                     assert isinstance(found, PackedReconfigure)
                     got[rank] = ends[rank].unpacked(found)
@@ -243,7 +243,7 @@ def test_on_a_large_mesh_each_member_gets_the_lines_of_its_micro_batches(seed: i
             for rank in receivers:
                 found = decode(header)
                 if isinstance(found, PeerAddresses):
-                    ends[rank].told(found)
+                    ends[rank].addresses_received(found)
                     continue
                 assert isinstance(found, PackedReconfigure) and rank not in got
                 got[rank] = ends[rank].unpacked(found)
@@ -305,7 +305,7 @@ def test_what_is_of_one_worker_alone_is_made_when_it_is_sent() -> None:
             found = decode(header)
             for rank in receivers:
                 if isinstance(found, PeerAddresses):
-                    ends[rank].told(found)
+                    ends[rank].addresses_received(found)
                 elif isinstance(found, PackedReconfigure):
                     got.append(ends[rank].unpacked(found))
     assert [message.addresses for message in got[:2]] == [{0: "a"}, {1: "b"}]

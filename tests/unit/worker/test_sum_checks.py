@@ -160,10 +160,10 @@ def test_one_bit_is_told_and_all_sums_are_made_again(mesh: str) -> None:
     assert told.owner == pages.primary and told.owned[0] != told.checked[0] and told.owned[1] == told.checked[1]
     assert not workers.checks[told.rank].is_settled
     workers.told.clear()
-    wish = m.AddAgain(0, STEP, *pages.key, (0, 2))
+    request = m.AddAgain(0, STEP, *pages.key, (0, 2))
     for rank, checks in workers.checks.items():
         right = workers.reduced(pages)
-        checks.asked(wish, (right, workers.norms(pages, right)) if rank == pages.primary else None)
+        checks.asked(request, (right, workers.norms(pages, right)) if rank == pages.primary else None)
     workers.deliver()
     answers = [message for message in workers.told if isinstance(message, m.AddedUp)]
     again = {message.rank: message for message in answers if message.again}

@@ -1,8 +1,8 @@
 """Frequencies of devices: they are read, set within a range, and restored however the job ends.
 
 A `FrequencyController` does this in its own process. `GuardedFrequencies` has it done by another process, the guard,
-which restores everything when the job ends or is killed. A run uses only the latter: its workers tell the guard what
-they wish (`GuardedClock`). An emulated device has a clock of its own (`SimulatedClock`).
+which restores everything when the job ends or is killed. A run uses only the latter: its workers request
+their frequencies from the guard (`GuardedClock`). An emulated device has a clock of its own (`SimulatedClock`).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class SimulatedClock:
 
 
 class GuardedClock:
-    """The clock of devices that the guard sets (`dvfs.guard`): it is told the wish, and answers what it has set.
+    """The clock of devices that the guard sets (`dvfs.guard`): that gets each request, and answers what it has set.
 
     Without an answer, as after the guard has ended or where the driver hangs, the frequency counts as the normal one,
     and the guard is not asked again.

@@ -3,11 +3,11 @@
     python -m elaswave_spmd.runtime.devices.dvfs.guard BACKEND SOCKET [WHERE]
 
 Orders of the controller are lines of JSON on standard input: {"share": {device: [rank, ...]}}, which workers use which
-device, or {"reset": true}. A worker sends its wish, {"rank": rank, "frequency": frequency}, to the SOCKET, which takes
-datagrams, and is answered by the frequency in force, {"frequency": frequency}: a device has the largest that a worker
-on it wishes. Standard output has one line that names the devices, and one for each order or wish that failed.
-Everything is restored when the input ends, since then the job has ended or was killed, and on SIGTERM. Only if the
-guard itself gets SIGKILL, nothing is restored.
+device, or {"reset": true}. A worker sends its request, {"rank": rank, "frequency": frequency}, to the SOCKET, which
+takes datagrams, and is answered by the frequency in force, {"frequency": frequency}: a device has the largest that a
+worker on it requests. Standard output has one line that names the devices, and one for each order or request that
+failed. Everything is restored when the input ends, since then the job has ended or was killed, and on SIGTERM. Only if
+the guard itself gets SIGKILL, nothing is restored.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def main() -> None:
     name, path, *where = sys.argv[1:]
     backend: FrequencyController | None = None
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wishes:
-            wishes.bind(path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as requests:
+            requests.bind(path)
             answer, backend = _open(name, *where)
             _answer(answer)
             if backend is not None:
-                _serve(_Shares(backend), wishes)
+                _serve(_Shares(backend), requests)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         restored = _errors_as_answers(backend.reset) if backend is not None else {}
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 class _Shares:
-    """The wishes of workers for the devices that they share.
+    """The frequencies that workers request for the devices that they share.
 
     Args:
         backend: sets the devices.
@@ -62,7 +62,7 @@ class _Shares:
     def __init__(self, backend: FrequencyController) -> None:
         self._backend = backend
         self._workers: Mapping[str, list[int]] = {}  # device -> ranks
-        self._wishes: dict[int, float] = {}
+        self._requested: dict[int, float] = {}  # by rank
         self._in_force: dict[str, float] = {}
 
     def share(self, workers: Mapping[str, list[int]]) -> None:
@@ -71,32 +71,32 @@ class _Shares:
         self._workers = workers
 
     def reset(self) -> None:
-        """Restore all devices, and forget what workers wish."""
-        self._wishes.clear()
+        """Restore all devices, and forget what workers have requested."""
+        self._requested.clear()
         self._in_force.clear()
         self._backend.reset()
 
-    def wish(self, rank: int, frequency: float) -> float:
-        """A worker wishes a frequency. Returns the lowest of its devices' afterwards."""
-        self._wishes[rank] = frequency
+    def request(self, rank: int, frequency: float) -> float:
+        """A worker requests a frequency. Returns the lowest of its devices' afterwards."""
+        self._requested[rank] = frequency
         mine = [device for device, ranks in self._workers.items() if rank in ranks]
         for device in mine:
-            wanted = max(self._wishes.get(other, 1.0) for other in self._workers[device])
+            wanted = max(self._requested.get(other, 1.0) for other in self._workers[device])
             if wanted != self._in_force.get(device, 1.0):
                 self._in_force[device] = self._backend.set(device, wanted)
         return min((self._in_force.get(device, 1.0) for device in mine), default=1.0)
 
 
-def _serve(shares: _Shares, wishes: socket.socket) -> None:
-    """Carry out orders and wishes until the input ends."""
+def _serve(shares: _Shares, requests: socket.socket) -> None:
+    """Carry out orders and requests until the input ends."""
     with selectors.DefaultSelector() as selector:
         selector.register(sys.stdin, selectors.EVENT_READ)
-        selector.register(wishes, selectors.EVENT_READ)
+        selector.register(requests, selectors.EVENT_READ)
         buffer = b""
         while True:
             for key, _ in selector.select():
-                if key.fileobj is wishes:
-                    _grant(shares, wishes)
+                if key.fileobj is requests:
+                    _grant(shares, requests)
                     continue
                 data = os.read(sys.stdin.fileno(), 65536)
                 if not data:
@@ -106,19 +106,19 @@ def _serve(shares: _Shares, wishes: socket.socket) -> None:
                     _tell(_errors_as_answers(lambda line=line: _execute(shares, json.loads(line))))
 
 
-def _grant(shares: _Shares, wishes: socket.socket) -> None:
-    """Carry out one wish of a worker, and answer it."""
-    data, sender = wishes.recvfrom(_MOST_BYTES)
+def _grant(shares: _Shares, requests: socket.socket) -> None:
+    """Carry out one request of a worker, and answer it."""
+    data, sender = requests.recvfrom(_MOST_BYTES)
     granted: list[float] = []
 
     def grant() -> None:
-        wish = json.loads(data)
-        granted.append(shares.wish(int(wish["rank"]), float(wish["frequency"])))
+        request = json.loads(data)
+        granted.append(shares.request(int(request["rank"]), float(request["frequency"])))
 
     _tell(_errors_as_answers(grant))
     if granted and sender:
         with contextlib.suppress(OSError):  # the worker has ended
-            wishes.sendto(json.dumps({"frequency": granted[0]}).encode(), sender)
+            requests.sendto(json.dumps({"frequency": granted[0]}).encode(), sender)
 
 
 def _open(name: str, where: str = "") -> tuple[Mapping[str, Any], FrequencyController | None]:

@@ -41,7 +41,7 @@ class GuardedFrequencies:
         """Start the guard, and wait until it has named the devices.
 
         Args:
-            path: the socket to which workers send their wishes.
+            path: the socket to which workers send their requests.
 
         Raises:
             ConfigError: the backend cannot work on this machine.
@@ -81,7 +81,7 @@ class GuardedFrequencies:
         self._send({"reset": True})
 
     def poll(self, timeout_s: float = 0.0) -> str:
-        """The next error: why an order or a wish has failed, or the guard has ended; "" if there is none.
+        """The next error: why an order or a request has failed, or the guard has ended; "" if there is none.
 
         Args:
             timeout_s: seconds to wait for one.
