@@ -141,10 +141,14 @@ def make_programs(
         programs.compile(model.layers, layout, _example(plan, model, train, torch.device("cpu")), dtype, compiled)
         return programs
     e = settings.emulated
-    speed: Callable[[int], float] = lambda step: e.speed(rank, step) * frequency()  # noqa: E731
-    return EmulatedPrograms(
-        **args, device=EmulatedDevice(e.forward_ms / 1e3, e.backward_ms / 1e3, e.layer_costs, speed, e.weight_share)
+    device = EmulatedDevice(
+        e.forward_ms / 1e3,
+        e.backward_ms / 1e3,
+        e.layer_costs,
+        lambda step: e.speed(rank, step) * frequency(),
+        e.weight_share,
     )
+    return EmulatedPrograms(**args, device=device)
 
 
 def _example(plan: RunPlan, model: LayeredModel, train: Batches, place: torch.device) -> Example:

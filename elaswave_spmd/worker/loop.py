@@ -223,8 +223,9 @@ class Executor:
     def _until_votes_are_passed_on(self) -> Waits:
         """An orphan ends, and whoever is behind it needs the votes that it gets and adds up (S9)."""
         protocol = self.commit.protocol
-        passed_on = lambda: not (self.is_orphaned and protocol.owes_votes)  # noqa: E731
-        yield from self.until(passed_on, "votes to pass on of step", self.version)
+        yield from self.until(
+            lambda: not (self.is_orphaned and protocol.owes_votes), "votes to pass on of step", self.version
+        )
 
     def hand_over(self) -> None:
         """An orphan is about to end: what it has sent goes over links as far as pairs may not have brought it.
@@ -236,8 +237,11 @@ class Executor:
 
     def _until_there_is_a_controller(self, reports: KeptReports) -> Waits:
         """An orphan that may be adopted holds between two steps, as does a worker whose reports nobody writes down."""
-        goes_on = lambda: not (self.is_orphaned or self._was_just_adopted or reports.is_full)  # noqa: E731
-        yield from self.until(goes_on, "a controller, after step", self.version)
+        yield from self.until(
+            lambda: not (self.is_orphaned or self._was_just_adopted or reports.is_full),
+            "a controller, after step",
+            self.version,
+        )
 
     def _send_weights(self) -> None:
         """Send the final values of all primary pages to the controller, once in every configuration.

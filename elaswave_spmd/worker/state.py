@@ -158,11 +158,14 @@ class HeldState:
 
     def _new(self, pages: ReplicaSet, layout: LayerLayout) -> HeldRange:
         start, stop = layout.span(pages.first, pages.stop)
-        # Not initialized: a new range has no state until it is received (LEARNING), drawn or restored.
-        empty = lambda size: torch.empty(size, device=self._device.place)  # noqa: E731
         names = () if layout.is_frozen(pages.first) else self.optimizer.state_names
-        states = {name: empty(stop - start) for name in names}
-        return HeldRange(pages, start, stop, empty(0 if self._in_compute_buffer(pages) else stop - start), states)
+        states = {name: self._empty(stop - start) for name in names}
+        master = self._empty(0 if self._in_compute_buffer(pages) else stop - start)
+        return HeldRange(pages, start, stop, master, states)
+
+    def _empty(self, size: int) -> Tensor:
+        """Memory as it is: a new range has no state until that is received (LEARNING), drawn or restored."""
+        return torch.empty(size, device=self._device.place)
 
     def _in_compute_buffer(self, pages: ReplicaSet) -> bool:
         return not self.separate_master and pages.layer in self._values

@@ -225,7 +225,7 @@ class StepRunner:
         """Run an action and note that it is done."""
         microbatch = action.microbatch
         neighbour = self._stage + 1 if action.forward else self._stage - 1
-        receivers = lambda: self._receivers(step, neighbour, microbatch)  # noqa: E731
+        receivers = partial(self._receivers, step, neighbour, microbatch)
         digests, run = self.checks.digests_of(microbatch), self._microbatches
         left, full, alone = self._work[microbatch], action.backward == FULL, action.alone
         # ZeRO-3: after the last action of a step its parameters are not needed before the next version comes.
@@ -275,12 +275,11 @@ class StepRunner:
         Returns:
             True if any was computed.
         """
-        check = lambda: self.checks.ready(step, partial(self._microbatches.has_inputs, step))  # noqa: E731
         ran = False
         while self.checks.pending(step):
             self._ask_for_dropped(step)
-            yield from self._waiting.until(lambda: ready() or check() is not None, what, step)
-            if ready() or (microbatch := check()) is None:
+            yield from self._waiting.until(lambda: ready() or self._next_check(step) is not None, what, step)
+            if ready() or (microbatch := self._next_check(step)) is None:
                 break
             digests = self.checks.new_digests()
             self._microbatches.check(step, microbatch, digests)
@@ -289,17 +288,27 @@ class StepRunner:
             self._waiting.check_configuration()
         return ran
 
+    def _next_check(self, step: int) -> int | None:
+        """The micro-batch of a check that can be computed now; None: none can."""
+        return self.checks.ready(step, partial(self._microbatches.has_inputs, step))
+
     def _until_checked(self, step: int) -> Waits:
         """Compute all checks of this worker, and wait until they have agreed with the results of the others.
 
         The controller may ask for one more meanwhile, to see which of two workers is wrong.
         """
-        are_settled = lambda: self.checks.is_settled and self._replica.sums.is_settled  # noqa: E731
-        while not are_settled() or self.checks.pending(step):
+        while not self._are_checks_settled() or self.checks.pending(step):
             if (yield from self._check_until(step, lambda: False, "inputs to check step")):
                 self._drop_parameters(step)
-            agreed = lambda: are_settled() or bool(self.checks.pending(step))  # noqa: E731
-            yield from self._waiting.until(agreed, "results that are checked in step", step)
+            yield from self._waiting.until(
+                lambda: self._are_checks_settled() or bool(self.checks.pending(step)),
+                "results that are checked in step",
+                step,
+            )
+
+    def _are_checks_settled(self) -> bool:
+        """True if all that this worker checks has agreed: micro-batches and sums."""
+        return self.checks.is_settled and self._replica.sums.is_settled
 
     def _ask_for_dropped(self, step: int) -> None:
         """Ask for sharded parameters that were dropped after this worker's last action: a check needs them again."""
@@ -364,8 +373,9 @@ class StepRunner:
         The comparison goes on while this worker computes; only what makes its results count waits for it.
         """
         if not self.is_compared(version):
-            compared = lambda: self.is_compared(version)  # noqa: E731
-            yield from self._waiting.until(compared, "the comparison of replicas at step", version)
+            yield from self._waiting.until(
+                lambda: self.is_compared(version), "the comparison of replicas at step", version
+            )
 
     def _until_sound(self, step: int) -> Waits:
         """Wait for another attempt of the step if it was computed from parameters that have changed in this memory."""
@@ -382,9 +392,10 @@ class StepRunner:
         """
         if self._context.hooks.device_recovery is not None:
             yield from self._until_copied(step)
-            is_through = lambda: not self._waiting.transfers  # noqa: E731
-            if not is_through():
-                yield from self._waiting.until(is_through, "what a pair copies before step", step)
+            if self._waiting.transfers:
+                yield from self._waiting.until(
+                    lambda: not self._waiting.transfers, "what a pair copies before step", step
+                )
 
     def _until_parameters_arrived(self, version: int) -> Waits:
         """Wait until this worker needs no page of `version` any more: its vote for version + 1 means that as well.
@@ -394,25 +405,32 @@ class StepRunner:
         """
         for layer in self._layers:
             if self._values[layer].dropped_at != version:
-                arrived = lambda layer=layer: self._replica.parameters.needs_no_more(layer, version)  # noqa: E731
+                arrived = partial(self._replica.parameters.needs_no_more, layer, version)
                 yield from self._waiting.until(arrived, "parameters of layer", layer)
         yield from self._until_copied(version + 1)
 
     def _until_copied(self, step: int) -> Waits:
+        if not self._is_copied():
+            yield from self._waiting.until(self._is_copied, "what a group copies before step", step)
+
+    def _is_copied(self) -> bool:
+        """True if the process group has nothing under way."""
         grouped = self._replica.parameters.grouped
-        is_through = lambda: grouped.idle and grouped.exchanges.is_over  # noqa: E731
-        if not is_through():
-            yield from self._waiting.until(is_through, "what a group copies before step", step)
+        return grouped.idle and grouped.exchanges.is_over
 
     def _until_applied(self, step: int) -> Waits:
-        is_applied = lambda: self._commit.version >= step  # noqa: E731
+        is_applied = partial(self._is_applied, step)
         if self.checks.is_on:  # a third worker is asked when it has voted, perhaps: it did not know that others differ
             while not is_applied():
-                wanted = lambda: is_applied() or bool(self.checks.pending(step))  # noqa: E731
-                yield from self._waiting.until(wanted, "votes of step", step)
+                yield from self._waiting.until(
+                    lambda: is_applied() or bool(self.checks.pending(step)), "votes of step", step
+                )
                 if (yield from self._check_until(step, is_applied, "inputs to check step")):
                     self._drop_parameters(step)
         yield from self._waiting.until(is_applied, "votes of step", step)
+
+    def _is_applied(self, step: int) -> bool:
+        return self._commit.version >= step
 
     # ---- validation
 

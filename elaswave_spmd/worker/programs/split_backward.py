@@ -369,17 +369,21 @@ def _convolution(
     graded = bias if isinstance(bias, nn.Parameter) and bias.requires_grad else None
     if bias is not None and bias.requires_grad and graded is None:
         return None
-    each = lambda value: [value] * dims if isinstance(value, int) else list(value)  # noqa: E731
     x = input.detach()
     options = _ConvolutionOptions(
         operator,
         (stride, padding, dilation, groups),
-        (each(stride), each(padding), each(dilation), False, [0] * dims, groups),
+        (*(_of_each_dim(option, dims) for option in (stride, padding, dilation)), False, [0] * dims, groups),
         (weight.shape, weight.stride()),
         graded is not None,
     )
     product = _Product(_CONVOLUTION, (weight, graded), x, x._version, x.shape, False, options)
     return _PutOff.apply(input, weight, bias, product, products)
+
+
+def _of_each_dim(value: Any, dims: int) -> list[int]:
+    """An option of a convolution as torch's backward takes it: one number for each dim."""
+    return [value] * dims if isinstance(value, int) else list(value)
 
 
 class _ConvolutionOptions(NamedTuple):
