@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,29 @@ def test_code_that_the_docs_name_exists(page: Path) -> None:
         elif found is not None and name and name not in names_of(found):
             wrong.append(f"{file}:{name}")
     assert not wrong
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
+    """Sizes of boxes may be older: they follow the lines of the rooms. Rooms, floors and arrows may not."""
+    program = runpy.run_path(str(ROOT / "docs/rooms/draw.py"))
+    drawn = program["draw"](*program["read"](None))
+    kept = (ROOT / "docs/rooms/after.svg").read_text(encoding="utf-8")
+    what_to_do = "python docs/rooms/draw.py > docs/rooms/after.svg, and the numbers in docs/design.md"
+    assert _counts_of(kept) == _counts_of(drawn), what_to_do
+    assert _rooms_of(kept) == _rooms_of(drawn), what_to_do
+    rooms, floors, arrows, upward = _counts_of(drawn)
+    page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    assert f"(rooms/after.svg), {rooms} rooms on {floors} floors with {arrows} arrows." in page, what_to_do
+    assert upward == "0"
+
+
+def _counts_of(picture: str) -> tuple[str, ...]:
+    """Rooms, floors, arrows, and arrows that point up, as the title of the picture has them."""
+    found = re.search(r">(\d+) rooms on (\d+) floors, (\d+) arrows, (\d+) upward<", picture)
+    assert found is not None
+    return found.groups()
+
+
+def _rooms_of(picture: str) -> set[str]:
+    """The names of the rooms in the picture."""
+    return set(re.findall(r'text-anchor="middle" fill="black">(\w+)</text>', picture))
