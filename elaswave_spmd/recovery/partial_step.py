@@ -33,9 +33,10 @@ claims are assigned evenly. The plan also names what a survivor would do anyway,
 it, in any order, finishes the step. A micro-batch may come again to the worker that has computed it, if its sums were
 lost with a primary.
 
-**Inputs.** A backward needs the gradient of its output. If no member keeps it, the next stage runs the micro-batch too,
-for its input's gradient only if nothing else of it is missing there. A backward without a saved forward, and any
-forward, needs the activation from the stage before: kept by a member, or computed again.
+**Inputs.** Senders keep boundary tensors until the step is decided, so whatever no member reports as kept was lost
+with its sender. A backward needs the gradient of its output. If no member keeps it, the next stage runs the
+micro-batch too, for its input's gradient only if nothing else of it is missing there. A backward without a saved
+forward, and any forward, needs the activation from the stage before: kept by a member, or computed again.
 
 **Put off.** A member may have done the backward of a micro-batch but for its weight gradients (`put_off`). If it claims
 the micro-batch, that is all that is left of it there: no gradient of the output is needed, and the gradient of the
@@ -69,9 +70,6 @@ def recovery_plan(
     layout: ModelLayout,
     partial_steps: Mapping[int, PartialStep | None],
     old_layers: Mapping[int, tuple[int, int]],
-    *,
-    boundaries_kept: bool = True,
-    undisturbed: bool = False,
 ) -> tuple[Recompute, ...]:
     """The recovery plan of an interrupted step: everything of it that is still to run, on the new mesh.
 
@@ -82,10 +80,6 @@ def recovery_plan(
         partial_steps: rank -> what that member reported of the step; None, or no key: it has nothing. Ranks that are no
             members of the new mesh are ignored.
         old_layers: rank -> layers [first, stop) of the stage that it was on when it reported.
-        boundaries_kept: senders keep boundary tensors until the step is decided. Else what was sent counts as received
-            only with `undisturbed`, and only by the one claimer of the micro-batch, if it has not used it up.
-        undisturbed: no Reconfigure was sent since a member could begin this step, so what a survivor has sent went to
-            the worker that claims the micro-batch now. Matters only without kept boundaries; False is always safe.
 
     Returns:
         At most one line per stage and micro-batch, in that order; empty if everything is covered. If nothing was done
@@ -94,7 +88,7 @@ def recovery_plan(
     """
     reported = {rank: report for rank in placement.mesh.members if (report := partial_steps.get(rank)) is not None}
     assert all(report.step == step for report in reported.values()), (step, reported)
-    survey = _Survey(placement, reported, old_layers, boundaries_kept, undisturbed)
+    survey = _Survey(placement, reported, old_layers)
     # Two passes over the stages. From the first to the last: which backwards are missing, and which further ones they
     # need of the next stage. From the last to the first: which forwards these need of the stage before.
     levels = _backward_levels(survey, _missing_microbatches(placement, layout, reported))
@@ -110,7 +104,7 @@ def recovery_plan(
             saved = backward == WEIGHTS_ONLY or u in survey.forwards[rank]
             found.append(Recompute(stage, u, rank, u in wanted or not saved, backward))
         lines.appendleft(found)
-        wanted = survey.without_activation(stage, {line.microbatch: line.worker for line in found if line.forward})
+        wanted = survey.without_activation(stage, (line.microbatch for line in found if line.forward))
     assert not wanted, "the first stage takes data, not activations"
     return tuple(chain.from_iterable(lines))
 
@@ -136,14 +130,12 @@ class _Survey:
 
     Args:
         reported: rank -> its report, of members that have something of the step.
-        old_layers, boundaries_kept, undisturbed: as for `recovery_plan`.
+        old_layers: as for `recovery_plan`.
     """
 
     placement: Placement
     reported: Mapping[int, PartialStep]
     old_layers: Mapping[int, tuple[int, int]]
-    boundaries_kept: bool
-    undisturbed: bool
 
     @cached_property
     def _keepers(self) -> tuple[tuple[int, ...], ...]:
@@ -168,11 +160,6 @@ class _Survey:
         return found
 
     @cached_property
-    def _computed(self) -> Mapping[int, Collection[int]]:
-        """Member that kept its layers -> the micro-batches that it has computed."""
-        return {rank: frozenset(self.reported[rank].computed) for rank in chain.from_iterable(self._keepers)}
-
-    @cached_property
     def claims(self) -> tuple[Mapping[int, tuple[int, ...]], ...]:
         """Per stage: micro-batch -> the members that claim it, lowest rank first."""
         found = []
@@ -189,7 +176,7 @@ class _Survey:
         """Per stage: micro-batch -> a member that claims it and has nothing left of it but its weight gradients."""
         found = []
         for keepers, claims in zip(self._keepers, self.claims, strict=True):
-            able = [rank for rank in reversed(keepers) if self.boundaries_kept and self.reported[rank].put_off]
+            able = [rank for rank in reversed(keepers) if self.reported[rank].put_off]
             found.append({u: rank for rank in able for u in self.reported[rank].put_off if rank in claims.get(u, ())})
         return tuple(found)
 
@@ -208,37 +195,13 @@ class _Survey:
         if stage == self.placement.num_stages - 1:
             return []
         kept = self._gradients.get(self.placement.layer_cuts[stage + 1] - 1, ())
-        return [u for u in microbatches if u not in kept and not self._is_gradient_there(stage, u)]
+        return [u for u in microbatches if u not in kept]
 
-    def _is_gradient_there(self, stage: int, microbatch: int) -> bool:
-        """True if what was sent, and is kept by nobody, is with the worker that takes it."""
-        if self.boundaries_kept or not self.undisturbed or len(claimers := self.claims[stage].get(microbatch, ())) != 1:
-            return False
-        used = microbatch in self._computed[claimers[0]]
-        return not used and any(microbatch in self._computed[r] for r in self.claims[stage + 1].get(microbatch, ()))
-
-    def without_activation(self, stage: int, worker_of: Mapping[int, int]) -> set[int]:
-        """The micro-batches whose forward on the stage does not find its input; the first stage has the data.
-
-        Args:
-            worker_of: micro-batch -> the member that runs it.
-        """
+    def without_activation(self, stage: int, microbatches: Iterable[int]) -> set[int]:
+        """The micro-batches whose forward on the stage does not find its input; the first stage has the data."""
         if stage == 0:
             return set()
-        kept = self._activations.get(self.placement.layer_cuts[stage], ())
-        lacking = (item for item in worker_of.items() if item[0] not in kept)
-        return {u for u, rank in lacking if not self._is_activation_there(stage, u, rank)}
-
-    def _is_activation_there(self, stage: int, microbatch: int, rank: int) -> bool:
-        """True if what was sent, and is kept by nobody, is with this worker."""
-        if self.boundaries_kept or not self.undisturbed or self.claims[stage].get(microbatch) != (rank,):
-            return False
-        used = self._has_passed(microbatch, rank)
-        return not used and any(self._has_passed(microbatch, r) for r in self.claims[stage - 1].get(microbatch, ()))
-
-    def _has_passed(self, microbatch: int, rank: int) -> bool:
-        """True if a member that kept its layers has done the forward of a micro-batch."""
-        return microbatch in self.forwards[rank] or microbatch in self._computed[rank]
+        return set(microbatches).difference(self._activations.get(self.placement.layer_cuts[stage], ()))
 
 
 def _by_layer(places: Iterable[tuple[int, int]]) -> Mapping[int, set[int]]:

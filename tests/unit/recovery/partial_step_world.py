@@ -121,8 +121,6 @@ class Worker:
         self._hand_over()
         for boundary in sorted(self.outputs):
             self._send_boundary(boundary)
-        if not self.world.boundaries_kept:
-            self.outputs.clear()
         self.asked, self.forward_since, self.backward_since = False, set(), {}
         self._emit_what_is_final()
 
@@ -199,8 +197,8 @@ class Worker:
             self._weights(u, task)
             return
         if not task.started:
-            task.started, can_split = True, task.backward == 2 and self.world.boundaries_kept
-            self.splits[u] = can_split and self.world.draw.random() < 0.5
+            task.started = True
+            self.splits[u] = task.backward == 2 and self.world.draw.random() < 0.5
         self._use_up(("G", self.layers.stop - 1, u))
         layer = task.layers.pop(0)
         if self.splits.get(u):
@@ -226,8 +224,7 @@ class Worker:
             self.inputs.discard(boundary)
 
     def _give(self, boundary: Boundary) -> None:
-        if self.world.boundaries_kept or self.asked:
-            self.outputs.add(boundary)
+        self.outputs.add(boundary)
         self._send_boundary(boundary)
 
     def _send_boundary(self, boundary: Boundary) -> None:
@@ -357,8 +354,8 @@ class Worker:
 class World:
     """All workers of a step, and what flies between them."""
 
-    def __init__(self, layout: ModelLayout, placement: Placement, draw: random.Random, *, kept: bool) -> None:
-        self.layout, self.draw, self.boundaries_kept = layout, draw, kept
+    def __init__(self, layout: ModelLayout, placement: Placement, draw: random.Random) -> None:
+        self.layout, self.draw = layout, draw
         self.num_layers, self.uses = len(layout.layers), uses_of_page(layout)
         self.flying: list[tuple[int, int, tuple]] = []
         self.workers: dict[int, Worker] = {}

@@ -52,9 +52,6 @@ def plan_of(
     layout: ModelLayout,
     held: Mapping[int, PartialStep | None],
     old_layers: Mapping[int, tuple[int, int]] | None = None,
-    *,
-    kept: bool = True,
-    undisturbed: bool = False,
 ) -> list[str]:
     """Lines like `1: 0FB by 4`: stage, micro-batch, worker; F forward, B backward in full, b for the input's gradient
     only.
@@ -62,7 +59,7 @@ def plan_of(
     if old_layers is None:
         cuts = placement.layer_cuts
         old_layers = {r: (cuts[s], cuts[s + 1]) for s, ranks in enumerate(placement.mesh.stages) for r in ranks}
-    plan = recovery_plan(STEP, placement, layout, held, old_layers, boundaries_kept=kept, undisturbed=undisturbed)
+    plan = recovery_plan(STEP, placement, layout, held, old_layers)
     assert list(plan) == sorted(plan, key=lambda w: (w.stage, w.microbatch))
     return [f"{w.stage}: {w.microbatch}{'F' * w.forward}{['', 'b', 'B'][w.backward]} by {w.worker}" for w in plan]
 
@@ -289,14 +286,13 @@ def test_both_neighbours_of_microbatches_are_lost_and_the_one_between_has_done_t
         computed=(0, 1), layer_sums={1: ((0, 2),)}, activations=((2, 0), (2, 1)), gradients=((0, 0), (0, 1))
     )
     assert plan_of(p, layers(3), held) == ["0: 0FB by 1", "0: 1FB by 1", "2: 0FB by 5", "2: 1FB by 5"]
-    # Boundaries not kept: its input's gradients and its outputs once more, but none of its own gradients.
+    # If it reports none of what it sent: the gradients of its inputs and its outputs once more, but no weight gradient.
     held = survivors(computed=(0, 1), layer_sums={1: ((0, 2),)})
-    for undisturbed in (True, False):
-        assert plan_of(p, layers(3), held, kept=False, undisturbed=undisturbed) == [
-            *("0: 0FB by 1", "0: 1FB by 1"),
-            *("1: 0Fb by 2", "1: 1Fb by 2"),
-            *("2: 0FB by 5", "2: 1FB by 5"),
-        ]
+    assert plan_of(p, layers(3), held) == [
+        *("0: 0FB by 1", "0: 1FB by 1"),
+        *("1: 0Fb by 2", "1: 1Fb by 2"),
+        *("2: 0FB by 5", "2: 1FB by 5"),
+    ]
 
 
 def test_both_neighbours_are_lost_halfway() -> None:
@@ -334,31 +330,27 @@ def test_outputs_alone_go_to_whoever_has_the_least_to_do() -> None:
     assert plan_of(p, layers(3), held)[:4] == ["0: 0B by 0", "0: 1B by 0", "0: 2F by 7", "0: 3F by 7"]
 
 
-def test_an_unfinished_microbatch_waits_for_what_its_survivor_already_sent() -> None:
-    """Not kept boundaries count as received by the one that claims the micro-batch, while no Reconfigure has come
-    between.
-    """
+def test_a_gradient_that_nobody_keeps_is_made_again_by_all_stages_above() -> None:
+    """Stage 0 has yet to run its backward. No sum of the stages above is missing, so they make no weight gradients."""
     p = pipeline(((0, 1), (2, 3), (4, 5)))
     held = survivors(computed=(0, 1), layer_sums={1: ((0, 2),)})
     held[0] = has((0, 1), forwarded=(0, 1))
     held[4] = has((0, 1), (0, 1), layer_sums={2: ((0, 2),)})
-    assert plan_of(p, layers(3), held, kept=False, undisturbed=True) == ["0: 0B by 0", "0: 1B by 0"]
-    again = [f"{s}: {u}F{g} by {w}" for s, g, w in ((0, "B", 0), (1, "b", 2), (2, "b", 4)) for u in (0, 1)]
-    assert plan_of(p, layers(3), held, kept=False) == again
-    # The sender may have meant somebody else: two claim micro-batch 0.
-    held[1] = has((0, 2, 3), (2, 3), layer_sums={0: ((2, 4),)}, forwarded=(0,))
-    redone = [line for line in again if " 0F" in line]
-    assert plan_of(p, layers(3), held, kept=False, undisturbed=True) == [redone[0], "0: 1B by 0", *redone[1:]]
+    assert plan_of(p, layers(3), held) == [
+        f"{s}: {u}F{g} by {w}" for s, g, w in ((0, "B", 0), (1, "b", 2), (2, "b", 4)) for u in (0, 1)
+    ]
 
 
-def test_an_activation_on_its_way_is_not_made_again() -> None:
+def test_an_activation_that_nobody_keeps_is_made_again() -> None:
+    """Stage 0 has saved its forwards, so it runs them again only because stage 1 needs their outputs."""
     p = pipeline(((0, 1), (2, 3), (5,)))
     held = survivors(forwarded=(0,))
     held[0] = has((0, 1), forwarded=(0, 1))
-    wanted = ["0: 0B by 0", "0: 1B by 0", "1: 0FB by 2", "1: 1FB by 2", "2: 0FB by 5", "2: 1FB by 5"]
-    # Micro-batch 0 has been through stage 1, so its input there is used up: stage 0 makes it once more.
-    wanted[0] = "0: 0FB by 0"
-    assert plan_of(p, layers(3), held, kept=False, undisturbed=True) == wanted
+    wanted = ["0: 0FB by 0", "0: 1FB by 0", "1: 0FB by 2", "1: 1FB by 2", "2: 0FB by 5", "2: 1FB by 5"]
+    assert plan_of(p, layers(3), held) == wanted
+    held[0] = has((0, 1), forwarded=(0, 1), activations=((1, 1),))
+    wanted[1] = "0: 1B by 0"  # the only input that is kept
+    assert plan_of(p, layers(3), held) == wanted
 
 
 def test_a_stage_goes_to_its_neighbour() -> None:

@@ -36,25 +36,24 @@ class Story:
     """A step through up to three changes of the mesh, all drawn from one seed; every plan is checked on its way."""
 
     draw: random.Random
-    kept: bool
     plans: list[tuple[Recompute, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.layout = some_layout(self.draw)
         self.placement = some_placement(self.draw, self.layout)
-        self.world = World(self.layout, self.placement, self.draw, kept=self.kept)
+        self.world = World(self.layout, self.placement, self.draw)
 
     def play(self) -> None:
-        for change in range(self.draw.choice((0, 1, 1, 2, 3))):
+        for _ in range(self.draw.choice((0, 1, 1, 2, 3))):
             self.world.advance(self.draw.randrange(self.draw.choice((10, 40, 150))))
             if self.draw.random() < 0.3:
                 self.world.forget()
-            self._change(undisturbed=change == 0)
+            self._change()
         self.world.advance(1_000_000)
         assert self.world.lacking(self.placement) == []
         assert not any(worker.tasks for worker in self.world.workers.values()), "a line is left"
 
-    def _change(self, *, undisturbed: bool) -> None:
+    def _change(self) -> None:
         held: dict[int, PartialStep | None] = {}
         while not held or self.draw.random() < 0.2:  # the change is overtaken by another one
             self._lose_some()
@@ -62,18 +61,10 @@ class Story:
         layers = {rank: (w.layers.start, w.layers.stop) for rank, w in self.world.workers.items()}
         lost = set(self.placement.mesh.members) - self.world.workers.keys()
         self.placement = changed_placement(self.draw, self.placement, self.layout, lost)
-        plan = recovery_plan(
-            STEP,
-            self.placement,
-            self.layout,
-            held,
-            layers,
-            boundaries_kept=self.kept,
-            undisturbed=undisturbed,
-        )
+        plan = recovery_plan(STEP, self.placement, self.layout, held, layers)
         self.plans.append(plan)
         self._compare(held)
-        Need(self.placement, self.layout, held, layers, self.kept, undisturbed).check(plan)
+        Need(self.placement, self.layout, held, layers).check(plan)
         self.world.advance(self.draw.randrange(20))
         self.world.place(self.placement, plan)
 
@@ -114,8 +105,6 @@ class Need:
     layout: ModelLayout
     held: Mapping[int, PartialStep | None]
     old_layers: Mapping[int, tuple[int, int]]
-    kept: bool
-    undisturbed: bool
 
     def __post_init__(self) -> None:
         living = {rank: report for rank, report in self.held.items() if report is not None}
@@ -129,26 +118,13 @@ class Need:
         members = sorted(self.placement.mesh.stages[stage])
         return [rank for rank in members if self.stays(stage, rank) and microbatch in self.said[rank].assigned]
 
-    def arrived(self, stage: int, microbatch: int, sender_stage: int) -> bool:
-        """Something that was sent, not kept, and waits at the one claimer of the micro-batch."""
-        receivers, senders = self.claimers(stage, microbatch), self.claimers(sender_stage, microbatch)
-        if self.kept or not self.undisturbed or len(receivers) != 1 or microbatch in self.said[receivers[0]].computed:
-            return False
-        done = {u for r in senders for u in self.said[r].computed}
-        if sender_stage > stage:
-            return microbatch in done
-        done |= {u for r in senders for u in self.said[r].forwarded}
-        return microbatch in done and microbatch not in self.said[receivers[0]].forwarded
-
     def has_gradient(self, stage: int, microbatch: int) -> bool:
         at = (self.placement.layer_cuts[stage + 1] - 1, microbatch)
-        kept = stage == self.placement.num_stages - 1 or any(at in r.gradients for r in self.said.values())
-        return kept or self.arrived(stage, microbatch, stage + 1)
+        return stage == self.placement.num_stages - 1 or any(at in r.gradients for r in self.said.values())
 
     def has_activation(self, stage: int, microbatch: int) -> bool:
         at = (self.placement.layer_cuts[stage], microbatch)
-        kept = stage == 0 or any(at in r.activations for r in self.said.values())
-        return kept or self.arrived(stage, microbatch, stage - 1)
+        return stage == 0 or any(at in r.activations for r in self.said.values())
 
     def check(self, plan: tuple[Recompute, ...]) -> None:
         """Every line is needed, and what is needed has a line."""
@@ -166,7 +142,7 @@ class Need:
                 if line is None:
                     continue
                 claimers = self.claimers(stage, microbatch)
-                put_off = [rank for rank in claimers if self.kept and microbatch in self.said[rank].put_off]
+                put_off = [rank for rank in claimers if microbatch in self.said[rank].put_off]
                 full_level = 3 if put_off else 2
                 assert not (put_off and asked), "what is put off has given its input's gradient, and keeps it"
                 assert line.backward == (full_level if full else 1 if asked else 0), (line, full, asked)
@@ -204,17 +180,17 @@ def covered(placement: Placement, said: Mapping[int, PartialStep], page: Page, u
     return False
 
 
-@given(st.integers(0, 2**64), st.booleans())
+@given(st.integers(0, 2**64))
 @settings(max_examples=300, deadline=None)
-def test_a_plan_finishes_the_step_and_runs_nothing_without_need(seed: int, kept: bool) -> None:
-    Story(random.Random(seed), kept).play()
+def test_a_plan_finishes_the_step_and_runs_nothing_without_need(seed: int) -> None:
+    Story(random.Random(seed)).play()
 
 
 def test_the_stories_have_all_kinds_of_lines() -> None:
     seen: Counter[tuple[bool, int]] = Counter()
     empty = 0
     for seed in range(400):
-        story = Story(random.Random(seed), kept=seed % 2 == 0)
+        story = Story(random.Random(seed))
         story.play()
         empty += sum(not plan for plan in story.plans)
         seen.update((line.forward, line.backward) for plan in story.plans for line in plan)
