@@ -144,7 +144,6 @@ class MadeUp(WithoutGroups):
     capabilities = Capabilities(
         streams=False,
         pinned_copies=False,
-        masks="operators",
         dtypes=("fp32", "bf16"),
         collectives=None,
         state="device",

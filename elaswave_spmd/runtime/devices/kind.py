@@ -24,8 +24,6 @@ class Capabilities:
     Args:
         streams: operations are queued, and ordered by streams and events; otherwise a call returns when it is done.
         pinned_copies: copies from and to pinned host memory overlap with computation.
-        masks: the way keyed dropout makes its masks: "host" (a generator on the CPU) or "operators" (int64 operators on
-            the device). The masks are the same, bit for bit.
         dtypes: values of `runtime.dtype` that layer programs can compute in.
         collectives: c10d backend for collectives on device memory; None: there is none, and only links are used.
         state: the memory that holds a worker's state pages, sums and boundary tensors: "device" or "host".
@@ -41,7 +39,6 @@ class Capabilities:
 
     streams: bool
     pinned_copies: bool
-    masks: Literal["host", "operators"]
     dtypes: tuple[str, ...]
     collectives: str | None
     state: Literal["device", "host"]

@@ -18,7 +18,6 @@ class Cpu:
     capabilities = Capabilities(
         streams=False,
         pinned_copies=False,
-        masks="host",
         dtypes=("fp32", "bf16"),
         collectives="gloo",
         state="host",

@@ -28,7 +28,6 @@ class Cuda:
     capabilities = Capabilities(
         streams=True,
         pinned_copies=True,
-        masks="operators",
         dtypes=("fp32", "bf16"),
         collectives="nccl",
         state="device",

@@ -26,7 +26,6 @@ class Npu:
     capabilities = Capabilities(
         streams=True,
         pinned_copies=True,
-        masks="operators",
         dtypes=("fp32", "bf16"),
         collectives="hccl",
         state="device",

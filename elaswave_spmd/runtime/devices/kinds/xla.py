@@ -40,7 +40,6 @@ class Xla(WithoutGroups):
     capabilities = Capabilities(
         streams=False,
         pinned_copies=False,
-        masks="operators",
         dtypes=("fp32", "bf16"),
         collectives=None,  # inside an island XLA makes its own; between islands there are links
         state="host",
