@@ -108,7 +108,6 @@ def partition(
     stages: Sequence[StageWorkers],
     *,
     rule: MemoryRule = REPLICATED,
-    old_cuts: Sequence[int] | None = None,
     move_bytes: np.ndarray | None = None,
     tolerance: float = 0.0,
 ) -> Partition:
@@ -120,8 +119,7 @@ def partition(
     Args:
         stages: workers, speeds and memory of each stage.
         rule: the share of its stage's bytes that a worker has.
-        old_cuts: the present cuts, into as many stages. A layer that stays costs nothing, another one its state_bytes.
-        move_bytes: float64 [stages, layers], in place of old_cuts: bytes that move if a layer is in a stage.
+        move_bytes: float64 [stages, layers]: bytes that move if a layer is in a stage; None: nothing moves.
         tolerance: the bottleneck may exceed the smallest one by this part of it if fewer bytes move; inf: the
             bottleneck does not matter, and layers move only if they do not fit.
 
@@ -142,7 +140,7 @@ def partition(
     if optimum == math.inf:
         raise _no_room(costs, stages, memory, rule)
     if move_bytes is None:
-        move_bytes = _from_cuts(costs, old_cuts, num_stages)
+        move_bytes = np.zeros((num_stages, num_layers))
     limit = optimum * (1.0 + tolerance)
     moved = []
     # Bytes add up over the layers of a stage, so a range costs the difference of two prefix sums.
@@ -201,16 +199,6 @@ def _least(tables: Sequence[np.ndarray], join: np.ufunc) -> tuple[float, tuple[i
     for choice in reversed(choices):
         cuts.append(int(choice[cuts[-1]]))
     return best[-1], tuple(reversed(cuts))
-
-
-def _from_cuts(costs: CostModel, old_cuts: Sequence[int] | None, num_stages: int) -> np.ndarray:
-    found = np.zeros((num_stages, len(costs.layers)))
-    if old_cuts is not None:
-        assert len(old_cuts) == num_stages + 1, (old_cuts, num_stages)
-        found[:] = [layer.state_bytes for layer in costs.layers]
-        for stage, (first, stop) in enumerate(pairwise(old_cuts)):
-            found[stage, first:stop] = 0.0
-    return found
 
 
 def _no_room(

@@ -98,9 +98,18 @@ def test_layers_that_stay_cost_nothing():
     costs, stages = costs_of([1] * 5, state_bytes=10), [StageWorkers(1, 1.0)] * 2
     assert partition(costs, stages).cuts == (0, 2, 5)
     for old in ((0, 2, 5), (0, 3, 5)):
-        assert partition(costs, stages, old_cuts=old) == Partition(old, 3.0, *partition_parts(old), 0.0, 3.0)
-    assert partition(costs, stages, old_cuts=(0, 1, 5)).moved_bytes == 10
-    assert partition(costs, stages, old_cuts=(0, 4, 5), tolerance=0.5).moved_bytes == 0
+        found = partition(costs, stages, move_bytes=bytes_beyond(old))
+        assert found == Partition(old, 3.0, *partition_parts(old), 0.0, 3.0)
+    assert partition(costs, stages, move_bytes=bytes_beyond((0, 1, 5))).moved_bytes == 10
+    assert partition(costs, stages, move_bytes=bytes_beyond((0, 4, 5)), tolerance=0.5).moved_bytes == 0
+
+
+def bytes_beyond(old_cuts) -> np.ndarray:
+    """[stages, layers]: a layer costs nothing in the stage that it is in, and 10 B in any other one."""
+    found = np.full((len(old_cuts) - 1, old_cuts[-1]), 10.0)
+    for stage, (first, stop) in enumerate(pairwise(old_cuts)):
+        found[stage, first:stop] = 0.0
+    return found
 
 
 def partition_parts(cuts) -> tuple[tuple[float, ...], tuple[float, ...]]:
