@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.rebalance import Decision, Hint
 from elaswave_spmd.scheduling.step_time import Assignment
-from elaswave_spmd.simulator.engine import SHARED, Run, Wires, execute
+from elaswave_spmd.simulator.engine import SHARED, Run, execute
 from elaswave_spmd.simulator.policies import Case
 from elaswave_spmd.simulator.recompute import recompute_step
 from elaswave_spmd.simulator.trace import Timeline
@@ -26,6 +26,9 @@ HEALTHY, RECOMPUTED, MICROBATCHES, LAYERS, HINTS = (
     "layers moved",
     "hints set",
 )
+
+_LOSS_AT = 0.5  # the moment of the loss, as a part of its step: it may come at any moment, and this one is the mean
+_SHOWN = 2  # the most steps of each phase that the timeline shows, and the steps of each that are executed
 
 
 @dataclass(frozen=True)
@@ -62,42 +65,33 @@ class Transition:
     timeline: Timeline
 
 
-def simulate_transition(
-    case: Case, decision: Decision, *, moment: float = 0.5, shown: int = 2, wires: Wires = SHARED
-) -> Transition:
-    """Simulate a decision from the event on.
-
-    Args:
-        moment: the moment of the loss, as a part of its step.
-        shown: the most steps of each phase that the timeline has.
-    """
-    return _Simulation(case, decision, shown, wires).run(moment)
+def simulate_transition(case: Case, decision: Decision) -> Transition:
+    """Simulate a decision from the event on. Workers are lost in the middle of a step."""
+    return _Simulation(case, decision).run()
 
 
 class _Simulation:
-    def __init__(self, case: Case, decision: Decision, shown: int, wires: Wires) -> None:
+    def __init__(self, case: Case, decision: Decision) -> None:
         self._case = case
         self._decision = decision
-        self._shown = shown
-        self._wires = wires
         self._timeline = Timeline(f"{case.placement.mesh.shape}: {case.change} (virtual time)")
         self._phases: list[Phase] = []
         self._now = 0.0
         self._step = 0
 
-    def run(self, moment: float) -> Transition:
+    def run(self) -> Transition:
         case, decision = self._case, self._decision
         self._timeline.name_rows(case.healthy.stages)
         self._timeline.name_rows(decision.last.assignment.stages)
-        self._steps(HEALTHY, case.healthy_split, case.costs, self._shown)
+        self._steps(HEALTHY, case.healthy_split, case.costs, _SHOWN)
         if case.change.gone:
-            self._loss(moment)
+            self._loss()
         for rank, speed in case.change.slow:
             self._timeline.event(self._now, f"worker {rank} slows down to {speed:g} of its speed")
         now, later = decision.now.assignment, decision.later
         migration_s = blocking_s = 0.0
         if later is None:
-            self._steps(MICROBATCHES, now, case.after, 0 if not decision.hints else self._shown)
+            self._steps(MICROBATCHES, now, case.after, 0 if not decision.hints else _SHOWN)
         else:
             run = self._run(now, case.after)
             # State moves on what steps leave of the links. Fully used links still let a little through.
@@ -109,26 +103,20 @@ class _Simulation:
             self._steps(MICROBATCHES, now, case.after, steps)
             migration_s = self._now - start
             self._timeline.event(self._now, "all state is there: layers change their stage")
-            self._steps(LAYERS, later.assignment, case.after, 0 if not decision.hints else self._shown)
+            self._steps(LAYERS, later.assignment, case.after, 0 if not decision.hints else _SHOWN)
         if decision.hints:
             self._set(decision.hints)
             self._steps(HINTS, decision.last.assignment, case.after, 0, decision.hints)
         return Transition(tuple(self._phases), migration_s, blocking_s, self._timeline)
 
-    def _run(
-        self,
-        assignment: Assignment,
-        costs: CostModel,
-        steps: int = 2,
-        hints: tuple[Hint, ...] = (),
-    ) -> Run:
+    def _run(self, assignment: Assignment, costs: CostModel, hints: tuple[Hint, ...] = ()) -> Run:
         return execute(
             Work.from_assignment(assignment),
             costs,
-            wires=self._wires,
+            wires=SHARED,
             rule=self._case.rule,
             microbatch_order=assignment.microbatch_order,
-            steps=steps,
+            steps=_SHOWN,  # two, so that the last one has the publication of a step before it
             hints=hints,
         )
 
@@ -141,9 +129,8 @@ class _Simulation:
         hints: tuple[Hint, ...] = (),
     ) -> None:
         """Simulates a phase. Steps that are not shown only take their time."""
-        shown = min(steps or self._shown, self._shown)
-        run = self._run(assignment, costs, max(2, shown), hints)
-        # The engine runs two steps or more, so that the last ones have a predecessor's publication in them.
+        shown = min(steps or _SHOWN, _SHOWN)
+        run = self._run(assignment, costs, hints)
         begins = sum(run.seconds[:-shown])
         some = [
             span._replace(start=span.start - begins, stop=span.stop - begins, step=self._step + span.step)
@@ -158,9 +145,9 @@ class _Simulation:
             self._now += (steps - shown) * run.step_s
         self._step += len(run.seconds)
 
-    def _loss(self, moment: float) -> None:
+    def _loss(self) -> None:
         case = self._case
-        at = moment * case.seconds(case.healthy_split, case.costs)
+        at = _LOSS_AT * case.seconds(case.healthy_split, case.costs)
         found = recompute_step(case.healthy_split, case.costs, case.change.gone, at)
         for rank in case.change.gone:
             self._timeline.event(self._now + at, f"worker {rank} is lost")
