@@ -27,7 +27,7 @@ from elaswave_spmd.recovery.actions import Broadcast, Send
 from elaswave_spmd.recovery.messages import Pace as PaceMessage
 from elaswave_spmd.runtime.devices.dvfs import DeviceRange, GuardedFrequencies
 from elaswave_spmd.scheduling.cost_model import CostModel
-from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, Hint, Pace, PowerModel
+from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, Hint, Pace
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import frequency_hints
@@ -39,7 +39,6 @@ Pids: TypeAlias = Mapping[int, int | None]
 SOCKET = "frequencies.sock"
 """The guard's socket in the run's directory of sockets."""
 
-_POWER = PowerModel()
 _GRAIN = 0.01  # frequencies are multiples of it, rounded up
 _LEAST_CHANGE = 0.02  # paces whose frequencies differ by less from what is set are left alone
 _KINDS = {FORWARD: 0, BACKWARD: 1, WEIGHTS: 2}
@@ -117,21 +116,13 @@ class Frequencies:
         socket: of the guard.
     """
 
-    def __init__(
-        self,
-        settings: ScheduleSettings,
-        guard: Guard | None = None,
-        *,
-        socket: str | None = None,
-        power: PowerModel = _POWER,
-    ) -> None:
+    def __init__(self, settings: ScheduleSettings, guard: Guard | None = None, *, socket: str | None = None) -> None:
         self.socket = socket
         self._limits = FrequencyRange(
             settings.f_min, settings.f_max, settings.f_margin, settings.f_changes, settings.f_change_ms / 1e3
         )
         self._active = settings.frequency != "none"
         self._guard = guard
-        self._power = power
         self._paces: dict[int, Pace] = {}  # of the present mesh epoch
         self._hinted: object = None  # what the last hints were for
         self._trial = PaceTrial()  # of the present mesh epoch
@@ -172,7 +163,7 @@ class Frequencies:
         if not self._active or key == self._hinted or is_judging or self._trial.failed:
             return []
         self._hinted = key
-        plan, hints = rounded_hints(running, costs, self._limits, self._power)
+        plan, hints = rounded_hints(running, costs, self._limits)
         wanted = {rank: hint.pace for hint in hints for rank in hint.ranks}
         if all(_alike(pace, self._paces.get(rank, Pace())) for rank, pace in wanted.items()):
             return []
@@ -260,10 +251,10 @@ class Frequencies:
 
 
 def rounded_hints(
-    assignment: Assignment, costs: CostModel, limits: FrequencyRange, power: PowerModel = _POWER
+    assignment: Assignment, costs: CostModel, limits: FrequencyRange
 ) -> tuple[FrequencyPlan, tuple[Hint, ...]]:
     """The plan and the hints of `frequency_hints`, with frequencies rounded up."""
-    plan, hints = frequency_hints(assignment, costs, limits, power)
+    plan, hints = frequency_hints(assignment, costs, limits)
     found = tuple(Hint(hint.stage, hint.ranks, _rounded(hint.pace, limits.highest), hint.order) for hint in hints)
     return plan, found
 

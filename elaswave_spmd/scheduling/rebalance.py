@@ -22,7 +22,6 @@ from elaswave_spmd.scheduling.dvfs import (
     FrequencyPlan,
     FrequencyRange,
     Hint,
-    PowerModel,
     plan_frequencies,
     plan_paces,
 )
@@ -63,8 +62,6 @@ from elaswave_spmd.scheduling.step_time import (
     weights_seconds,
 )
 from elaswave_spmd.sharding.layout import ModelLayout
-
-_POWER = PowerModel()
 
 TOLERANCES = (0.0, 0.01, 0.02, 0.05, 0.1)
 """For each of these the partition is tried that moves least among those whose bottleneck exceeds the optimum by at most
@@ -195,7 +192,6 @@ def plan_change(
     align: float = 0.0,
     stage_counts: Collection[int] | None = None,
     frequencies: FrequencyRange | None = None,
-    power: PowerModel = _POWER,
     goal_s: float | None = None,
     running: Assignment | None = None,
 ) -> Decision:
@@ -245,7 +241,7 @@ def plan_change(
     hints: tuple[Hint, ...] = ()
     plan = None
     if frequencies is not None:
-        plan, hints = frequency_hints((later or now).assignment, costs, frequencies, power, goal_s)
+        plan, hints = frequency_hints((later or now).assignment, costs, frequencies, goal_s)
         reasons.append(str(plan))
     before = planner.before(running)
     return Decision(before, now, later, not why_anew, hints, plan, remaining_steps, tuple(reasons))
@@ -692,28 +688,24 @@ def _indented(assignment: Assignment) -> list[str]:
 
 
 def frequency_hints(
-    assignment: Assignment,
-    costs: CostModel,
-    limits: FrequencyRange,
-    power: PowerModel,
-    goal_s: float | None = None,
+    assignment: Assignment, costs: CostModel, limits: FrequencyRange, goal_s: float | None = None
 ) -> tuple[FrequencyPlan, tuple[Hint, ...]]:
     """The frequencies of all workers: by the order of actions on small meshes, by class of workers on large ones."""
     num_workers = sum(map(len, assignment.stages))
     if num_workers <= _EXACT_WORKERS and 2 * assignment.num_stages * assignment.num_microbatches <= _EXACT_ACTIONS:
         graph = timed_graph(assignment, costs)
-        plan = plan_paces(graph, limits, goal_s=goal_s, power=power)
+        plan = plan_paces(graph, limits, goal_s=goal_s)
         stage_of = {rank: s for s, members in enumerate(assignment.stages) for rank in members}
         rows = zip(graph.ranks, plan.paces, graph.lists, strict=True)
         return plan, tuple(
             Hint(stage_of[rank], (rank,), pace, tuple(graph.order[action] for action in todo))
             for rank, pace, todo in rows
         )
-    return _hints_by_class(assignment, costs, limits, power, goal_s)
+    return _hints_by_class(assignment, costs, limits, goal_s)
 
 
 def _hints_by_class(
-    assignment: Assignment, costs: CostModel, limits: FrequencyRange, power: PowerModel, goal_s: float | None
+    assignment: Assignment, costs: CostModel, limits: FrequencyRange, goal_s: float | None
 ) -> tuple[FrequencyPlan, tuple[Hint, ...]]:
     """Frequencies where workers of a stage with equal speeds and counts are one row, and the makespan is the bound."""
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
@@ -740,6 +732,6 @@ def _hints_by_class(
         return bound(f, b, counts, delays, assignment.limits, w, assignment.put_off)
 
     devices = [len(ranks) for _, ranks in groups]
-    plan = plan_frequencies(work, limits, devices=devices, makespan=makespan, goal_s=goal_s, power=power)
+    plan = plan_frequencies(work, limits, devices=devices, makespan=makespan, goal_s=goal_s)
     rows = zip(groups, plan.paces, strict=True)
     return plan, tuple(Hint(s, tuple(ranks.tolist()), pace) for (s, ranks), pace in rows)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.cost_model import CostModel
-from elaswave_spmd.scheduling.dvfs import FrequencyRange, PowerModel
+from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches, least_load
 from elaswave_spmd.scheduling.rebalance import Decision, frequency_hints, plan_change
 from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
@@ -241,7 +241,7 @@ def test_hints_by_worker_and_by_class_keep_what_is_promised(sizes, many, data):
     costs = costs_of([1.0] * len(sizes)).with_speeds({r: data.draw(SPEEDS) for r in range(sum(sizes))})
     copies = 40 if many else 1  # beyond some 30 workers hints are by class
     assignment = assigned([size * copies for size in sizes], 6 * copies, costs)
-    plan, hints = frequency_hints(assignment, costs, FrequencyRange(0.5, 1.2), PowerModel())
+    plan, hints = frequency_hints(assignment, costs, FrequencyRange(0.5, 1.2))
     assert plan.makespan_s <= plan.makespan_before_s * (1 + 1e-9) and plan.energy <= plan.energy_raised * (1 + 1e-12)
     found = sorted(rank for hint in hints for rank in hint.ranks)
     assert found == sorted(rank for members in assignment.stages for rank in members)

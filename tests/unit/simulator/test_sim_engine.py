@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
-from elaswave_spmd.scheduling.dvfs import FrequencyRange, Hint, Pace, PowerModel
+from elaswave_spmd.scheduling.dvfs import FrequencyRange, Hint, Pace
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS, PipelineAction
 from elaswave_spmd.scheduling.rebalance import frequency_hints
 from elaswave_spmd.scheduling.step_time import Assignment, bound, stage_seconds, step_time, timed_graph
@@ -198,7 +198,7 @@ def test_hints_change_seconds_and_keep_to_an_order():
 def test_a_step_with_paces_takes_what_was_planned(case, lowest, changes, change_s):
     assignment, costs = case
     limits = FrequencyRange(lowest, 1.0, 0.0, changes, change_s)
-    plan, hints = frequency_hints(assignment, costs, limits, PowerModel())
+    plan, hints = frequency_hints(assignment, costs, limits)
     order = assignment.microbatch_order
     work = Work.from_assignment(assignment)
     run = execute(work, costs, wires=FREE, microbatch_order=order, hints=hints, change_s=change_s)
