@@ -47,6 +47,27 @@ class SumObserver(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class ReductionForm:
+    """What all reductions of a run have in common on one worker.
+
+    Args:
+        num_microbatches: of a step, the leaves of the tree.
+        sharded: gradients are sharded: sums leave as soon as they are complete, and their buffers are not kept for
+            longer than an exchange may still need them.
+        add_in_place: autograd may add a micro-batch's gradient straight into its sibling's buffer (fp32 compute).
+        copies_payloads: a payload may be overwritten as soon as it is sent; else not until the step is decided.
+    """
+
+    num_microbatches: int
+    sharded: bool
+    add_in_place: bool
+    copies_payloads: bool
+
+    def __post_init__(self) -> None:
+        assert self.num_microbatches >= 1, f"a step has {self.num_microbatches} micro-batches"
+
+
 Send = Callable[[int, PartialSum, Tensor], None]
 GradientDone = Callable[[int, ReplicaSet, Tensor], None]
 
@@ -61,41 +82,34 @@ class GradientReducer:
 
     Args:
         device: on which sums lie, and where payloads come that are added to them.
-        sharded: gradients are sharded: sums leave as soon as they are complete, and their buffers are not kept for
-            longer than an exchange may still need them.
-        add_in_place: autograd may add a micro-batch's gradient straight into its sibling's buffer (fp32 compute).
-        send: (primary, message, fp32 payload); the payload must not change until the step is decided.
+        form: what does not change during the run.
+        send: (primary, message, fp32 payload); `form` says from when on the payload may change.
         gradient_done: called with (step, pages, gradient) when the reduced gradient of pages that this worker is the
             primary of is complete. The step may be one that this worker has not begun.
         exchanges: what goes through the group of the stage in place of `send`; None: nothing does.
+        observer: sees the sums that are made here; None: nobody checks them.
     """
 
     def __init__(
         self,
         rank: int,
         layout: ModelLayout,
-        num_microbatches: int,
         device: Device,
+        form: ReductionForm,
         *,
-        sharded: bool,
-        add_in_place: bool,
         send: Send,
         gradient_done: GradientDone,
         exchanges: StageExchanges | None = None,
+        observer: SumObserver | None = None,
     ) -> None:
         self.rank = rank
-        self.num_microbatches = num_microbatches
-        self._device = device
         self._layout = layout
-        self._sharded = sharded
-        self._add_in_place = add_in_place
+        self._device = device
+        self._form = form
         self._send = send
         self._gradient_done = gradient_done
         self._exchanges = exchanges or StageExchanges()
-        self.observer: SumObserver | None = None
-        """Set by whoever checks sums, before the first step."""
-        self.send_copies = False
-        """True if a payload is copied when `send` returns. Set by whoever knows, before the first step."""
+        self._observer = observer
         self._pools: dict[int, GradientPool] = {}
         self._layers: frozenset[int] = frozenset()  # that this worker computes
         self._routes: dict[int, tuple[Route, ...]] = {}  # by layer
@@ -201,7 +215,7 @@ class GradientReducer:
         are still to come: a sum that waited for a micro-batch which another worker computes now is sent as it is.
         """
         self._exchanges.begin(step)
-        self._final = frozenset(maximal_nodes(microbatches, self.num_microbatches))
+        self._final = frozenset(maximal_nodes(microbatches, self._form.num_microbatches))
         for layer, (_, buffers) in self._local.items():
             for node in [n for n in buffers if not self._grows(n)]:
                 self._emit(step, layer, node, buffers.pop(node))
@@ -232,11 +246,11 @@ class GradientReducer:
         if alone:
             self._leaf_alone = pool.acquire()
             return self._leaf_alone, False
-        _, buffers = self._local.setdefault(layer, (Reduction(self.num_microbatches), {}))
+        _, buffers = self._local.setdefault(layer, (Reduction(self._form.num_microbatches), {}))
         # In fp32 compute, autograd's += into the sibling's buffer is the very addition that the tree would make.
-        above = parent_and_sibling(leaf, self.num_microbatches)
-        own_leaf = own_leaf or (self.observer is not None and self.observer.looks_at(layer))
-        in_place = self._add_in_place and leaf not in self._final and not own_leaf
+        above = parent_and_sibling(leaf, self._form.num_microbatches)
+        own_leaf = own_leaf or (self._observer is not None and self._observer.looks_at(layer))
+        in_place = self._form.add_in_place and leaf not in self._final and not own_leaf
         sibling = buffers.get(above[1]) if above and in_place else None
         buffer = buffers[leaf] = sibling or pool.acquire()
         if own_leaf:  # a wrong sum may have left something between its parameters, where nothing is ever written
@@ -247,8 +261,8 @@ class GradientReducer:
         """The micro-batch's gradient is in its buffer: add up what the tree allows, and send complete nodes."""
         node = (microbatch, microbatch + 1)
         buffers = self._local[layer][1] if not alone else {node: self._leaf_alone}
-        if self.observer is not None:
-            self.observer.computed(step, layer, microbatch, buffers[node])
+        if self._observer is not None:
+            self._observer.computed(step, layer, microbatch, buffers[node])
         if alone:
             self._complete(step, layer, node, self._leaf_alone)
             return
@@ -267,8 +281,8 @@ class GradientReducer:
 
     def _complete(self, step: int, layer: int, node: Node, buffer: GradientBuffer) -> None:
         """A node cannot grow any more on this worker."""
-        if self.observer is not None:
-            self.observer.summed(step, layer, node, buffer)
+        if self._observer is not None:
+            self._observer.summed(step, layer, node, buffer)
         self._emit(step, layer, node, buffer)
 
     def drop_microbatch(self, layer: int) -> None:
@@ -281,7 +295,7 @@ class GradientReducer:
         What stays here, and what other stages are to get, takes the same way in both cases.
         """
         exchanged = self._exchanges.takes(step, layer, node)
-        gives_up = self._sharded and not self._keeps_all and not exchanged
+        gives_up = self._form.sharded and not self._keeps_all and not exchanged
         if not gives_up:
             self._kept.setdefault(layer, []).append((node, buffer))
         for route in self._routes[layer]:
@@ -289,7 +303,7 @@ class GradientReducer:
                 self._emit_part(step, route, node, buffer, mine=True)
         if exchanged:
             self._exchanges.add(layer, node, buffer)
-            if self._sharded:
+            if self._form.sharded:
                 self._count(4 * buffer.flat.numel())
         if gives_up:
             self._give_up(layer, buffer, self._routes[layer])
@@ -297,7 +311,7 @@ class GradientReducer:
     def _give_up(self, layer: int, buffer: GradientBuffer, sent: Sequence[Route]) -> None:
         """A sum is not needed here any more. `sent`: its parts that may still be on their way from its memory."""
         stays = [route.pages.primary for route in self._routes[layer]] == [self.rank]
-        if not stays and (self.send_copies or not sent):
+        if not stays and (self._form.copies_payloads or not sent):
             self._pools[layer].release(buffer)
         else:
             # The memory goes when the sends are done: messages and this worker's own trees refer to it until then.
@@ -313,7 +327,7 @@ class GradientReducer:
         if route.pages.primary != self.rank:
             self._send(route.pages.primary, PartialSum(step, route.layer, route.first, route.stop, *node), part)
             return
-        if mine and self._sharded and len(self._routes[route.layer]) > 1:
+        if mine and self._form.sharded and len(self._routes[route.layer]) > 1:
             part = part.clone()  # keep this worker's part only, so that the whole buffer goes when it is sent
         self._add(step, route.pages, route.layer, [(node, Term(part, owned=mine))])
 
@@ -342,7 +356,7 @@ class GradientReducer:
     def _add(self, step: int, pages: ReplicaSet, use: int, nodes: Sequence[tuple[Node, Term]]) -> None:
         reductions = self._steps.setdefault(step, {})
         if pages.key not in reductions:
-            reductions[pages.key] = RangeReduction(self._uses[pages.key], self.num_microbatches, self._device)
+            reductions[pages.key] = RangeReduction(self._uses[pages.key], self._form.num_microbatches, self._device)
         reduction = reductions[pages.key]
         if reduction.done:
             return
@@ -394,21 +408,21 @@ class GradientReducer:
         for route in plan.collects(exchange.layer):
             own = self._exchanges.own_sums(exchange, route)
             nodes = [*((node, Term(value, owned=False)) for node, value in own), *came.get(route, ())]
-            tree = Tree(self._device, Reduction(self.num_microbatches))
+            tree = Tree(self._device, Reduction(self._form.num_microbatches))
             tree.add(nodes)
             passed = {node for node, _ in nodes} & tree.sums.keys()
             for node in passed:  # they must not keep the memory of the whole exchange
                 tree.own(node)
             sums = {node: term.values for node, term in tree.sums.items()}
-            if self.observer is not None:  # whoever has made a sum that only passes through answers for it
+            if self._observer is not None:  # whoever has made a sum that only passes through answers for it
                 made = [node for node in sums if node not in passed]
-                sums |= {node: self.observer.collected(step, route, node, sums[node]) for node in made}
+                sums |= {node: self._observer.collected(step, route, node, sums[node]) for node in made}
             self._exchanges.collect(exchange, route, sums)
 
     def _known_everywhere(self, layer_sum: LayerSum) -> None:
         """A sum need not be kept any more, unless gradients are replicated, or a StepReport has named it."""
         layer, node = layer_sum
-        if not self._sharded or self._keeps_all:
+        if not self._form.sharded or self._keeps_all:
             return
         kept = self._kept[layer]
         (at,) = (i for i, (other, _) in enumerate(kept) if other == node)
@@ -429,7 +443,7 @@ class GradientReducer:
         """The reduced gradient of primary pages came from a mirror: no node of it is needed any more."""
         if pages in self._uses:
             reduction = self._steps.setdefault(step, {}).setdefault(
-                pages, RangeReduction(self._uses[pages], self.num_microbatches, self._device)
+                pages, RangeReduction(self._uses[pages], self._form.num_microbatches, self._device)
             )
             reduction.finish()
 
@@ -462,7 +476,7 @@ class GradientReducer:
     @property
     def gives_up(self) -> bool:
         """True if sums are given up when they are sent."""
-        return self._sharded
+        return self._form.sharded
 
     def layer_sums(self) -> dict[int, tuple[Node, ...]]:
         """Layer -> the tree nodes of the step under way whose sums are kept here, each of the whole layer."""
@@ -500,7 +514,7 @@ class GradientReducer:
         at a time, on its way from the layer's backward to the primaries, and shares of up to two layers that are
         collected on a host for other hosts.
         """
-        return self._peak_sum_bytes if self._sharded else sum(pool.num_bytes for pool in self._pools.values())
+        return self._peak_sum_bytes if self._form.sharded else sum(pool.num_bytes for pool in self._pools.values())
 
 
 def first_page_of_use(layout: ModelLayout, pages: ReplicaSet, use: int) -> int:

@@ -27,7 +27,7 @@ from elaswave_spmd.worker.context import WorkerContext
 from elaswave_spmd.worker.digests import Digester
 from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.gradient_exchange import ReducedPages
-from elaswave_spmd.worker.gradient_reduction import GradientReducer
+from elaswave_spmd.worker.gradient_reduction import GradientReducer, ReductionForm
 from elaswave_spmd.worker.optimizers import clip_divisor
 from elaswave_spmd.worker.page_norms import page_norm_values
 from elaswave_spmd.worker.parameters import Parameters
@@ -79,24 +79,27 @@ class StateReplica:
         # Masters are fp32. They can be the compute buffer itself only if that is fp32 too and is never dropped.
         separate = self.drops_params or job.torch_dtype != torch.float32
         self.state = HeldState(self._layout, job.optimizer, context.device, separate_master=separate)
-        self.reducer = GradientReducer(
-            self.rank,
-            self._layout,
-            job.num_microbatches,
-            context.device,
-            sharded=bool(shardings.grads.axes),
-            add_in_place=job.torch_dtype == torch.float32,
-            send=self._send,
-            gradient_done=self._gradient_reduced,
-            exchanges=grouped.exchanges,
-        )
-        self._exchanges = grouped.exchanges
-        self.reducer.send_copies = context.channel.copies_payloads
-        self.reducer.step_decided(protocol.version)
         draw, digester = CheckDraw(job.seed, job.verify_rate), Digester(context.device)
         collects = collectives is not None
         self.sums = SumChecks(self.rank, self._layout, draw, digester, context.hooks, self._send, collects=collects)
-        self.reducer.observer = self.sums
+        form = ReductionForm(
+            job.num_microbatches,
+            sharded=bool(shardings.grads.axes),
+            add_in_place=job.torch_dtype == torch.float32,
+            copies_payloads=context.channel.copies_payloads,
+        )
+        self.reducer = GradientReducer(
+            self.rank,
+            self._layout,
+            context.device,
+            form,
+            send=self._send,
+            gradient_done=self._gradient_reduced,
+            exchanges=grouped.exchanges,
+            observer=self.sums,
+        )
+        self.reducer.step_decided(protocol.version)
+        self._exchanges = grouped.exchanges
         self._sum_wishes: list[m.AddAgain] = []  # about a step that this worker has not begun
         self._unsure: set[int] = set()  # peers that may not have what was sent to them: a link was lost
         self.parameters = Parameters(context, values, self.state, protocol, self._unsure, grouped, self._may_answer)

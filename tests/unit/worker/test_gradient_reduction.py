@@ -15,7 +15,7 @@ from elaswave_spmd.recovery.messages import PartialSum
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
 from elaswave_spmd.sharding.replicas import ReplicaSet
-from elaswave_spmd.worker.gradient_reduction import GradientReducer, uses_of
+from elaswave_spmd.worker.gradient_reduction import GradientReducer, ReductionForm, uses_of
 from elaswave_spmd.worker.sum_exchange import StageExchanges
 from tests.unit.runtime.runtime_cases import HOST, placed, small_layout
 
@@ -32,14 +32,18 @@ class Cluster:
         self.entries: dict[tuple[int, ReplicaSet], Tensor] = {}
         runs = placement.replica_map(layout)
         self.exchanges = {rank: StageExchanges() for rank in placement.mesh.members}
+        form = ReductionForm(
+            placement.num_microbatches,
+            sharded=bool(placement.shardings.grads.axes),
+            add_in_place=in_place,
+            copies_payloads=copies,
+        )
         self.reducers = {
             rank: GradientReducer(
                 rank,
                 layout,
-                placement.num_microbatches,
                 HOST,
-                sharded=bool(placement.shardings.grads.axes),
-                add_in_place=in_place,
+                form,
                 send=self._send,
                 gradient_done=self._gradient_done,
                 exchanges=self.exchanges[rank],
@@ -47,7 +51,6 @@ class Cluster:
             for rank in placement.mesh.members
         }
         for rank, reducer in self.reducers.items():
-            reducer.send_copies = copies
             reducer.enter_epoch(runs, placement.layers_of_stage(placement.mesh.stage_of(rank)), 1)
 
     def _send(self, peer: int, message: PartialSum, payload: Tensor) -> None:
