@@ -616,8 +616,9 @@ class Agent:
                 return True
             case am.Spawn(rank, spec):
                 self._workers.started(rank, spec)
+                relays = self._relay is not None
                 try:
-                    self._fork_server.spawn(rank, self._workers.specification(spec, self._scratch.path))
+                    self._fork_server.spawn(rank, self._workers.specification(spec, self._scratch.path, relays=relays))
                 except NotStartedError as error:  # the others here go on
                     self._workers.ranks.discard(rank)
                     print(f"worker {rank} could not be started: {error}", flush=True)
@@ -687,7 +688,7 @@ class Agent:
 
     def _prepare_run(self, num_workers: int, settings: Settings, theirs: PreparedData) -> None:
         grace_s = settings.timeouts.agent_grace
-        self._workers.adopt_s, self._workers.grace_s = settings.timeouts.adopt, grace_s + _ORPHAN_GRACE_S
+        self._workers.set_timeouts(settings.timeouts.adopt, grace_s + _ORPHAN_GRACE_S)
         raise_fd_limit(num_workers)
         self._restart_fork_server(worker_start(settings), grace_s)
         if hasattr(resource, "prlimit"):  # Linux; the fork server runs already, and its children inherit its limits
@@ -706,7 +707,6 @@ class Agent:
         path, ranks = relay_path(self._scratch.path), self._workers.ranks
         with contextlib.suppress(OSError, RuntimeError):
             self._relay = BeatRelay(path, ranks, lambda beats: self._send(am.Beats(tuple(beats))))
-        self._workers.relays = self._relay is not None
 
     def _end_relay(self) -> None:
         if self._relay is not None:

@@ -30,7 +30,6 @@ class AgentWorkers:
     Attributes:
         ranks: of the workers whose end has not been reported.
         adopt_s: for how long they wait for another controller (`timeouts.adopt`); None: they end with theirs.
-        relays: their heartbeats go by this machine's agent, in each specification from now on.
         grace_s: for which they are waited for when they have to end.
     """
 
@@ -38,7 +37,6 @@ class AgentWorkers:
         self.own = own
         self.ranks: set[int] = set()
         self.adopt_s: float | None = None
-        self.relays = False
         self.grace_s = _GRACE_S
         self._ended: set[int] = set()  # all that have ended here
         self._unheard: set[int] = set()  # those of them that no controller has made good
@@ -60,15 +58,21 @@ class AgentWorkers:
         """True from the loss of a controller until another one has adopted all of them."""
         return self._lost_at is not None
 
-    def specification(self, spec: Mapping[str, Any], directory: str) -> dict[str, Any]:
+    def set_timeouts(self, adopt_s: float | None, grace_s: float) -> None:
+        """Set `adopt_s` and `grace_s` to those of the run, which come when the agent prepares it."""
+        self.adopt_s = adopt_s
+        self.grace_s = grace_s
+
+    def specification(self, spec: Mapping[str, Any], directory: str, *, relays: bool) -> dict[str, Any]:
         """The specification of a worker here, made of the controller's.
 
         Args:
             directory: of the sockets on this machine.
+            relays: its heartbeats go by this machine's agent.
         """
         changed = {**spec, **self.own, "directory": directory}
         options: dict[str, Any] = {"has_agent": True} if self.adopt_s is not None else {}
-        if self.relays:
+        if relays:
             options["beats"] = relay_path(directory)
         if options:
             changed["options"] = {**spec["options"], **options}

@@ -27,7 +27,7 @@ SPEC = {"checkpoints": {"run": "abc", "incarnation": 3}, "options": {"generation
 
 def workers_of(*ranks: int, adopt_s: float | None = 100.0) -> AgentWorkers:
     made = AgentWorkers({"host": "b", "data": 2})
-    made.adopt_s = adopt_s
+    made.set_timeouts(adopt_s, 20.0)
     for rank in ranks:
         made.started(rank, SPEC)
     return made
@@ -40,15 +40,15 @@ def test_workers_are_kept_only_where_another_controller_may_adopt_them() -> None
 
 
 def test_a_specification_has_what_is_this_machines_and_says_who_holds_the_life_pipe_if_that_matters() -> None:
-    off = workers_of(adopt_s=None).specification(SPEC, "/here")
+    off = workers_of(adopt_s=None).specification(SPEC, "/here", relays=False)
     assert off == {**SPEC, "data": 2, "host": "b", "directory": "/here"}
-    assert workers_of().specification(SPEC, "/here") == {**off, "options": {"generation": 2, "has_agent": True}}
+    on = workers_of().specification(SPEC, "/here", relays=False)
+    assert on == {**off, "options": {"generation": 2, "has_agent": True}}
 
 
 def test_a_specification_says_where_heartbeats_are_gathered_if_they_are() -> None:
-    workers = workers_of(adopt_s=None)
-    workers.relays = True
-    assert workers.specification(SPEC, "/here")["options"] == {"generation": 2, "beats": "/here/beats"}
+    made = workers_of(adopt_s=None).specification(SPEC, "/here", relays=True)
+    assert made["options"] == {"generation": 2, "beats": "/here/beats"}
 
 
 def test_an_agent_that_has_lost_no_controller_says_hello() -> None:
