@@ -126,12 +126,12 @@ class MlflowTracker(Tracker):
         self._client.set_terminated(self._run_id, "FINISHED" if end.is_finished else "FAILED")
 
 
-def _flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, str]:
+def _flat(settings: Mapping[str, object]) -> dict[str, str]:
     """The settings by their whole names, as texts."""
-    return {name: str(value)[:_LONGEST_VALUE] for name, value in _leaves(settings, prefix)}
+    return {name: str(value)[:_LONGEST_VALUE] for name, value in _leaves(settings)}
 
 
-def _leaves(settings: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+def _leaves(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{name}.")

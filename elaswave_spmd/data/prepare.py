@@ -23,13 +23,12 @@ from elaswave_spmd.data.tokenizer import ByteTokenizer, load_tokenizer
 from elaswave_spmd.errors import ConfigError, DataError, place_in_user_code
 
 
-def prepare_data(spec: DataSpec, seq_len: int | None = None, *, progress: bool | None = None) -> PreparedData:
-    """Find, check and tokenise the data.
+def prepare_data(spec: DataSpec, seq_len: int | None = None) -> PreparedData:
+    """Find, check and tokenise the data, with a bar on stderr if that is a terminal.
 
     Args:
         spec: the data that the user asked for.
         seq_len: T, tokens per sample; may stand in `spec` instead.
-        progress: show a bar on stderr while tokenising; None means: if stderr is a terminal.
 
     Raises:
         DataError: empty, missing, unreadable or malformed data; too short for one training sample and, where a
@@ -41,10 +40,10 @@ def prepare_data(spec: DataSpec, seq_len: int | None = None, *, progress: bool |
         return _prepare_custom(spec, length)
     if spec.name == "bin":
         return _prepare_bin(spec, length)
-    shown = sys.stderr.isatty() if progress is None else progress
+    progress = sys.stderr.isatty()
     if spec.name in TABLES:
-        return _prepare_table(spec, length, shown)
-    return _prepare_tokens(spec, length, shown)
+        return _prepare_table(spec, length, progress)
+    return _prepare_tokens(spec, length, progress)
 
 
 def split_samples(num_samples: int, fraction: float) -> tuple[int, int]:

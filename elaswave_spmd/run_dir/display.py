@@ -142,14 +142,11 @@ class Pace:
 
 
 class PlainDisplay:
-    """A display as lines of text: the first step, the last, every event, and one step per `every` seconds."""
+    """A display as lines of text: the first step, the last, every event, and one step per LINE_SECONDS."""
 
-    def __init__(
-        self, console: Console, clock: Callable[[], float] = time.monotonic, every: float = LINE_SECONDS
-    ) -> None:
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
-        self._every = every
         self._pace = Pace(1)
         self._total_steps = 1
         self._shown_at: float | None = None
@@ -169,7 +166,7 @@ class PlainDisplay:
         self._pace.add(line)
         now = self._clock()
         # Small models take milliseconds per step: not every step has a line, but the first and the last have.
-        due = self._shown_at is None or now - self._shown_at >= self._every
+        due = self._shown_at is None or now - self._shown_at >= LINE_SECONDS
         if not due and line.step < self._total_steps:
             return
         self._shown_at = now

@@ -52,6 +52,10 @@ ABLATION: tuple[Policy, ...] = (
     Ours(frequencies=FREQUENCIES, name="all + frequency"),
 )
 
+# Replicas of the fleets that are executed action by action, which for a whole fleet takes too long.
+_RECOMPUTED_REPLICAS = 8  # to measure what of a step is computed again
+_EXECUTED_REPLICAS = 16  # to compare steps with their lower bounds
+
 _MEANS = (
     "ratio: (throughput after / before) over (aggregate speed after / before); 1 is proportional; before: a step with "
     "whole backwards, for all policies, and beside it the one that ours takes, with backwards in two parts",
@@ -262,22 +266,23 @@ def _small(scenario: Goodput, replicas: int) -> Placement:
     return healthy(mesh, model_of(scenario.model), replicas * scenario.microbatches)
 
 
-def recomputed_share(scenario: Goodput, replicas: int = 8) -> float:
+def recomputed_share(scenario: Goodput) -> float:
     """The part of a step that is computed again after a loss, where the rest is kept.
 
     It is measured in virtual time on fewer replicas than the fleet has, which gives too large a part.
     """
-    case = Case(_small(scenario, replicas), model_of(scenario.model), Change())
+    case = Case(_small(scenario, _RECOMPUTED_REPLICAS), model_of(scenario.model), Change())
     whole_s = case.seconds(case.healthy_split, case.costs)
     gone = [case.placement.mesh.stages[scenario.stages // 2][1]]
     return mean_recompute_s(case.healthy_split, case.costs, gone, whole_s) / whole_s
 
 
-def executed(scenario: Goodput, replicas: int = 16) -> Table:
+def executed(scenario: Goodput) -> Table:
     """A comparison of the lower bounds of `goodput` with executed steps, on few replicas.
 
     The last row is the mean over the rows with workers missing; the last two columns are relative to the whole fleet.
     """
+    replicas = _EXECUTED_REPLICAS
     costs, placement, stages = model_of(scenario.model), _small(scenario, replicas), scenario.stages
     scale = Scale(Fleet(scenario.island * stages * replicas, scenario.island, stages, scenario.microbatches), costs)
     rows: list[tuple[Cell, ...]] = []
