@@ -25,11 +25,11 @@ _NAME_ORDER = ("dp", "pp", "tp", "fsdp")
 _GRAMMAR = "'single', or axes with sizes joined by '_': dp3, pp4, dp2_pp2, dp2_tp4; 'stages3-2' for ragged stages"
 
 
-def check_axis_name(name: object, where: str = "") -> str:
+def check_axis_name(name: object) -> str:
     """Return `name` if it is an axis; else raise MeshError that lists the axes."""
     if name in AXES:
         return str(name)
-    raise MeshError(f"{name!r} is no axis of a mesh", where=where, exists=", ".join(AXES), fix="use one of these names")
+    raise MeshError(f"{name!r} is no axis of a mesh", exists=", ".join(AXES), fix="use one of these names")
 
 
 def _size(value: object, what: str) -> int:
