@@ -36,10 +36,26 @@ def act(spec: dict[str, Any]) -> object:
     if "stubborn" in spec:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         Path(spec["stubborn"]).touch()
+    if "lingers" in spec:
+        _end_late(**spec["lingers"])
     if "exit" in spec:
         sys.exit(spec["exit"])
     time.sleep(spec.get("sleep", 0))
     return spec.get("return")
+
+
+def _end_late(ready: str, has_come: str, may_end: str, sleep: float) -> None:
+    """End with the code 7, in order, after SIGTERM: not before there is a file `may_end`."""
+
+    def end(*_: object) -> None:
+        Path(has_come).touch()
+        while not Path(may_end).exists():
+            time.sleep(0.01)
+        sys.exit(7)
+
+    signal.signal(signal.SIGTERM, end)
+    Path(ready).touch()
+    time.sleep(sleep)
 
 
 def use_by_value(spec: dict[str, Any]) -> int:

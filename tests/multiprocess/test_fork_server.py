@@ -7,18 +7,23 @@ import os
 import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elaswave_spmd.by_value import ByValue
 from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.runtime.processes import fork_server as server_module
+from elaswave_spmd.runtime.processes import fork_server_client as client_module
+from elaswave_spmd.runtime.processes.fork_server import ForkServer
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError, NotStartedError
 from tests.multiprocess.forks_itself import exits
 from tests.waiting import PATIENCE_S
@@ -122,16 +127,21 @@ def test_every_way_to_end_is_reported(start: StartForkServer, method: str, capfd
 
 @methods
 def test_a_fork_server_that_hangs_is_killed_with_its_workers_and_not_waited_for(
-    start: StartForkServer, method: str, tmp_path: Path
+    start: StartForkServer, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fork_server = start(method=method)
     workers = [fork_server.spawn(0, {"stubborn": str(tmp_path / "there"), "sleep": 600}), fork_server.spawn(1, {})]
     # The answer that a worker has ended follows the notice of that.
     assert eventually((tmp_path / "there").exists) and eventually(lambda: not fork_server.signal(1, 0))
     os.kill(fork_server.pid, signal.SIGSTOP)
-    # While it waits for the answer, as when SIGTERM comes then.
-    threading.Timer(0.2, lambda: fork_server.wait_at_most_until(time.monotonic())).start()
-    with pytest.raises(NoAnswerError, match="until the deadline of this machine"):
+
+    def signalled(*select_arguments: Any) -> Any:
+        """A wait for the answer, in which SIGTERM comes."""
+        fork_server.wait_at_most_until(time.monotonic())
+        return select.select(*select_arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(NoAnswerError, match="until the deadline of this machine"):
+        patch.setattr(client_module, "select", SimpleNamespace(select=signalled))
         fork_server.signal(0, signal.SIGTERM)
     with pytest.raises(NoAnswerError):
         fork_server.spawn(2, {"large": "x" * (4 << 20)})
@@ -275,13 +285,19 @@ def test_a_module_that_leaves_a_thread_is_refused(
 def test_a_fork_server_that_is_still_importing_is_stopped_at_once(
     start: StartForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    (tmp_path / "endless_module.py").write_text(ENDLESS)
+    imports, waits = tmp_path / "imports", []
+    (tmp_path / "endless_module.py").write_text(f"open({str(imports)!r}, 'w').close()\n{ENDLESS}")
     monkeypatch.syspath_prepend(str(tmp_path))
-    began = time.monotonic()
     fork_server = start(preload=("endless_module",))
+    assert eventually(imports.exists)
+
+    def no_answer(*_: object) -> None:
+        waits.append("for an answer")
+        raise NoAnswerError("it imports")
+
+    monkeypatch.setattr(fork_server, "_wait_for", no_answer)
     fork_server.stop()
-    assert time.monotonic() - began < 60
-    assert gone(fork_server.pid)
+    assert gone(fork_server.pid) and not waits, "an order is answered after the imports, which do not end"
     fork_server.stop()
 
 
@@ -295,19 +311,70 @@ def test_a_signal_to_a_worker_that_still_boots_is_not_lost(start: StartForkServe
 
 
 @methods
-def test_stop_ends_the_willing_the_stubborn_and_the_stopped(start: StartForkServer, method: str, tmp_path: Path):
-    fork_server = start(method=method)
-    willing, stubborn = tmp_path / "willing", tmp_path / "stubborn"
-    specs = [{"sleep": 100, "report": str(willing)}, {"sleep": 100, "stubborn": str(stubborn)}, {"sleep": 100}]
-    pids = [fork_server.spawn(rank, spec) for rank, spec in enumerate(specs)]
-    assert eventually(stubborn.exists) and eventually(willing.exists)  # SIGTERM waits while a worker boots
-    fork_server.signal(2, signal.SIGSTOP)
-    assert eventually(lambda: state(pids[2]) == "T")  # a SIGTERM that comes before it has stopped ends it
-    began = time.monotonic()
-    ended = {it.rank: it.signal for it in fork_server.stop(0.3)}
-    assert 0.25 < time.monotonic() - began < 60
-    assert ended == {0: signal.SIGTERM, 1: signal.SIGKILL, 2: signal.SIGKILL}
+def test_stop_kills_the_stubborn_and_the_stopped(start: StartForkServer, method: str, tmp_path: Path):
+    fork_server, stubborn = start(method=method), tmp_path / "stubborn"
+    pids = [fork_server.spawn(0, {"sleep": 100, "stubborn": str(stubborn)}), fork_server.spawn(1, {"sleep": 100})]
+    assert eventually(stubborn.exists)  # SIGTERM waits while a worker boots
+    fork_server.signal(1, signal.SIGSTOP)
+    assert eventually(lambda: state(pids[1]) == "T")  # a SIGTERM that comes before it has stopped ends it
+    assert {it.rank: it.signal for it in fork_server.stop(0.3)} == {0: signal.SIGKILL, 1: signal.SIGKILL}
     assert all(map(gone, [fork_server.pid, *pids]))
+
+
+@methods
+def test_stop_lets_the_willing_end_within_the_grace(start: StartForkServer, method: str, tmp_path: Path) -> None:
+    """However long that takes: for one of them until SIGTERM has come to it, and this test lets it end."""
+    fork_server, willing, ready = start(method=method), tmp_path / "willing", tmp_path / "ready"
+    has_come, may_end = tmp_path / "has_come", tmp_path / "may_end"
+    lingers = {"ready": str(ready), "has_come": str(has_come), "may_end": str(may_end), "sleep": 600}
+    specs = [{"sleep": 600, "report": str(willing)}, {"lingers": lingers}]
+    pids = [fork_server.spawn(rank, spec) for rank, spec in enumerate(specs)]
+    assert eventually(willing.exists) and eventually(ready.exists)
+
+    def let_it_end() -> None:
+        if eventually(has_come.exists):
+            may_end.touch()
+
+    (thread := threading.Thread(target=let_it_end)).start()
+    ended = {it.rank: (it.code, it.signal) for it in fork_server.stop(PATIENCE_S)}
+    assert ended == {0: (None, signal.SIGTERM), 1: (7, None)}
+    assert all(map(gone, [fork_server.pid, *pids]))
+    thread.join()
+
+
+def test_who_does_not_end_is_killed_when_the_grace_is_over_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on where the fork server waits for an end."""
+    ours, theirs = socket.socketpair()
+    read, write = os.pipe()
+    server = ForkServer(theirs, write)
+    now, signals = [0.0], []
+
+    def wait(*arguments: Any) -> tuple[list[int], list[int], list[int]]:
+        now[0] += arguments[-1]
+        return [], [], []
+
+    def signalled(rank: int, number: int) -> bool:
+        signals.append((rank, number, now[0]))
+        if number == signal.SIGKILL:
+            del server._pids[rank]
+        return True
+
+    monkeypatch.setattr(server_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(server_module, "select", SimpleNamespace(select=wait))
+    monkeypatch.setattr(server_module, "_REAP_PERIOD_S", 0.25)
+    monkeypatch.setattr(server, "_signal", signalled)
+    monkeypatch.setattr(server, "_reap", lambda: None)
+    server._pids = {1: 0, 2: 0}
+    server._end_all(3.0)
+    killed = [(1, signal.SIGKILL, 3.0), (2, signal.SIGKILL, 3.0)]
+    assert signals == [(1, signal.SIGTERM, 0.0), (2, signal.SIGTERM, 0.0), *killed]
+    server._pids = {3: 0}
+    server._end_all(0.0)
+    assert signals[4:] == [(3, signal.SIGKILL, 3.0)], "without a grace there is no SIGTERM"
+    for end in (ours, theirs):
+        end.close()
+    for fd in (read, write, server._wake_read, server._wake_write):
+        os.close(fd)
 
 
 def test_a_killed_fork_server_takes_its_workers_along_and_is_reported(start: StartForkServer):

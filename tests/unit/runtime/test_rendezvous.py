@@ -6,7 +6,6 @@ import select
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -29,7 +28,7 @@ from elaswave_spmd.runtime.processes.rendezvous import (
 from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals
 from elaswave_spmd.runtime.transport.credentials import RunKeys, RunToken
 from tests.ports import free_port
-from tests.waiting import PATIENCE_S, eventually
+from tests.waiting import PATIENCE_S, eventually, others_run_while_this_thread_waits
 
 SECRET, ADDRESS = b"a secret of some bytes", "tcp://127.0.0.1:1234"
 KEYS = RunKeys.make()
@@ -59,23 +58,23 @@ def token_file(tmp_path: Path) -> Path:
 def test_a_signal_that_does_not_interrupt_the_wait_ends_it_all_the_same(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may come just before the wait, or, as here, to another thread."""
+    """It may come just before the wait, or, as here, to another thread. Before the wait it would interrupt this one."""
     waits = threading.Event()
 
     class Poller(zmq.Poller):
         def poll(self, timeout: int | None = None) -> list[tuple[Any, int]]:
             assert timeout is not None and timeout <= 1001, "in milliseconds"
-            waits.set()
+            waits.set()  # the other thread goes on when this one is in the wait: see below
             return super().poll(timeout)
 
     def signal_this_thread() -> None:
         waits.wait(PATIENCE_S)
-        time.sleep(0.2)  # too early, it would be noticed before the wait
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
     monkeypatch.setattr(zmq, "Poller", Poller)
-    (thread := threading.Thread(target=signal_this_thread)).start()
-    with StopSignals((signal.SIGTERM,)), pytest.raises(Signalled):
+    thread = threading.Thread(target=signal_this_thread)
+    with StopSignals((signal.SIGTERM,)), others_run_while_this_thread_waits(), pytest.raises(Signalled):
+        thread.start()
         find_controller("127.0.0.1", port, SECRET, PATIENCE_S)
     thread.join()
 
