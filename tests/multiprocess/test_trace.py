@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,15 @@ def trace_of(folder: Path) -> list[dict[str, Any]]:
 def test_a_trace_shows_every_worker_and_changes_no_bit(tmp_path: Path) -> None:
     run(tmp_path / "plain", "mesh=single")
     run(tmp_path / "traced", "mesh=dp2_pp2", "sharding=zero2", "run.trace=true", KILL)
+    over = time.time()
     assert bits(tmp_path / "traced") == bits(tmp_path / "plain")
     assert not list((tmp_path / "traced" / "run").glob("trace-*"))
     events = trace_of(tmp_path / "traced")
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert sorted(names.values()) == ["controller", "worker 0", "worker 1", "worker 2", "worker 3"]
-    run_events = read_events(tmp_path / "traced" / "run")
-    span = 1e6 * (run_events[-1]["time"] - run_events[0]["time"])
+    start = read_events(tmp_path / "traced" / "run")[0]["time"]
     timed = [e for e in events if e["ph"] != "M"]
-    assert all(e["ts"] >= 0 and e["ts"] + e.get("dur", 0) <= span + 5e6 for e in timed)
+    assert all(e["ts"] >= 0 and start + 1e-6 * (e["ts"] + e.get("dur", 0)) <= over for e in timed), "within the run"
     # The killed one is there as far as it had written; the others did the rest of the run.
     steps = {
         names[pid]: {e["args"]["step"] for e in timed if e["pid"] == pid and e.get("cat") == "backward"}
