@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -167,3 +168,22 @@ def test_a_worker_that_cannot_be_started_is_reported_and_the_agent_goes_on(capsy
     assert told.sent == [am.WorkerExited(3, 0, 1, None, "[Errno 12] Cannot allocate memory")]
     assert capsys.readouterr().out == "worker 3 could not be started: [Errno 12] Cannot allocate memory\n"
     assert not agent._workers.ranks, "nobody waits for its end"
+
+
+@pytest.mark.parametrize("can_relay", [True, False])
+def test_a_worker_is_told_of_the_relay_of_heartbeats_that_there_is(
+    can_relay: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_relay(*_: object) -> None:
+        raise OSError("there is no room for a socket")
+
+    if not can_relay:
+        monkeypatch.setattr(module, "BeatRelay", no_relay)
+    specs: list[dict[str, Any]] = []
+    fork_server = SimpleNamespace(spawn=lambda _, spec: specs.append(spec))
+    scratch = SimpleNamespace(path=str(tmp_path))
+    agent = Agent(cast(Any, None), cast(Any, None), cast(Any, fork_server), cast(Any, scratch), AgentWorkers({}))
+    agent._start_relay()
+    agent._handle(Envelope(CONTROLLER, am.encode(am.Spawn(3, {"options": {}}))))
+    agent._end_relay()
+    assert specs[0]["options"] == ({"beats": f"{tmp_path}/beats"} if can_relay else {})
