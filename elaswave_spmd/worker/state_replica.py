@@ -100,7 +100,7 @@ class StateReplica:
         )
         self.reducer.step_decided(protocol.version)
         self._exchanges = grouped.exchanges
-        self._sum_wishes: list[m.AddAgain] = []  # about a step that this worker has not begun
+        self._sum_requests: list[m.AddAgain] = []  # about a step that this worker has not begun
         self._unsure: set[int] = set()  # peers that may not have what was sent to them: a link was lost
         self.parameters = Parameters(context, values, self.state, protocol, self._unsure, grouped, self._may_answer)
         self.background = BackgroundCopies()
@@ -415,19 +415,19 @@ class StateReplica:
         self.sums.begin(step)
         for key, gradient in self._gradients.get(step, {}).items():
             self.sums.gradient(step, key, gradient, self.protocol.norms_at(step, key))
-        wishes, self._sum_wishes = self._sum_wishes, []
-        for wish in wishes:
-            self.add_again(wish)
+        requests, self._sum_requests = self._sum_requests, []
+        for request in requests:
+            self.add_again(request)
 
     def forget_checks(self) -> None:
         """Give up the checks of the step under way: it is recovered in part, or begins anew."""
         self.sums.forget()
-        self._sum_wishes.clear()
+        self._sum_requests.clear()
 
     def add_again(self, message: m.AddAgain) -> None:
         """Reduced gradients differ: tell what this worker had made of them, and make them again if it is asked to."""
         if message.step > self.sums.step:
-            self._sum_wishes.append(message)
+            self._sum_requests.append(message)
         elif message.step == self.sums.step:
             key = message.layer, message.first, message.stop
             gradient = self._gradients.get(message.step, {}).get(key)
@@ -561,8 +561,9 @@ class StateReplica:
         self.forget_checks()
         for step in [s for s in self._gradients if s > version]:
             del self._gradients[step]
-        is_computed = lambda message: isinstance(message, m.ReducedGradient) and message.step > version  # noqa: E731
-        self._early = {key: payload for key, payload in self._early.items() if not is_computed(key[1])}
+        early = self._early.items()
+        computed = {key for key, _ in early if isinstance(key[1], m.ReducedGradient) and key[1].step > version}
+        self._early = {key: payload for key, payload in early if key not in computed}
         self._gradients_sent = {sent for sent in self._gradients_sent if sent[0] <= version}
 
     # ---- state transfer
