@@ -37,7 +37,6 @@ from elaswave_spmd.recovery.messages import (
     Damaged,
     Finished,
     Limits,
-    Message,
     PartialStep,
     Prepare,
     Ready,
@@ -965,9 +964,6 @@ class ControllerProtocol:
         layers = self.split.layers if limited.put_off else ()
         mesh = self.placement.mesh
         return Broadcast(mesh.members, Limits(mesh.epoch, layers, limited.put_off, limited.in_flight))
-
-    def _send_all(self, message: Message) -> list[ProtocolAction]:
-        return [Broadcast(self.placement.mesh.members, message)]
 
     # ---- reports
 
