@@ -316,7 +316,11 @@ class Controller:
     # ---- events in, actions out
 
     def decide(self, event: Event, now: float) -> Iterable[Action]:
-        """The actions that follow from an event. Every event comes through here, in the order in which it happened."""
+        """The actions that follow from an event.
+
+        `run` has already refused messages that cannot be right, and events that a takeover postpones are decided
+        after it.
+        """
         if (takeover := self._takeover) is not None:
             if isinstance(event, AgentBack):
                 self._ready |= event.workers
@@ -476,7 +480,6 @@ class Controller:
 
     def execute(self, actions: Iterable[Action]) -> None:
         """Carry actions out, and those that follow from them, from one queue: consequences come after their causes."""
-        # A queue, no recursion: the actions of a decision are all carried out before those that follow from them.
         queue = deque(actions)
         while queue and self.outcome is None:
             action = queue.popleft()
