@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.mesh.topology import Path
@@ -335,8 +335,7 @@ class ControllerProtocol:
         self._reshard: ReshardPlan | None = None
         self._goal: Goal | None = None
         # What workers have reported of steps.
-        # Step -> the first worker that has reported it, and its loss and gradient norm in hex digits.
-        self._first_reports: dict[int, tuple[int, tuple[str, str]]] = {}
+        self._first_reports: dict[int, tuple[int, _Results]] = {}  # step -> the first worker that has reported it
         self._applied: dict[int, int] = {}  # rank -> the step that it has applied last
         self._validation: dict[int, dict[int, Scores]] = {}  # step -> micro-batch -> loss and metrics
         self._validated = 0  # the newest step whose validation is complete
@@ -973,13 +972,11 @@ class ControllerProtocol:
         Raises:
             RunError: two workers applied different steps under one number.
         """
-        # By their hex digits: equal bits, not equal up to a tolerance.
-        found = message.loss.hex(), message.grad_norm.hex()
+        found = _results_of(message)
         rank, first = self._first_reports.setdefault(message.step, (message.rank, found))
         if first != found:
             raise RunError(
-                f"workers {rank} and {message.rank} disagree about step {message.step}: "
-                f"loss and gradient norm {first} and {found}"
+                f"workers {rank} and {message.rank} disagree about step {message.step}: {_differences(first, found)}"
             )
         self._applied[message.rank] = message.step
         # Members are at most two steps apart, so no report of an older step is to come.
@@ -1031,3 +1028,23 @@ class ControllerProtocol:
         if any(self._finished.get(rank) != mesh.epoch for rank in mesh.members):
             return []
         return [Done()]
+
+
+_Results: TypeAlias = tuple[tuple[str, str], bool, str | None]
+"""Of a step: loss and gradient norm in hex digits, whether state was updated, and the weight of the loss likewise."""
+
+
+def _results_of(report: Applied) -> _Results:
+    """The results that all members must report alike: equal bits, not equal up to a tolerance.
+
+    Not the extension: a member that completes the step in a later mesh epoch votes without one.
+    """
+    weight = None if report.weight is None else report.weight.hex()
+    return (report.loss.hex(), report.grad_norm.hex()), report.updated, weight
+
+
+def _differences(first: _Results, other: _Results) -> str:
+    """The results that differ, in words."""
+    names = ("loss and gradient norm", "updated", "weight")
+    pairs = zip(names, first, other, strict=True)
+    return ", ".join(f"{name} {one} and {another}" for name, one, another in pairs if one != another)

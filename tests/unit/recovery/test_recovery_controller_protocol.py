@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
+from msgspec.structs import replace
 
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery.actions import Broadcast, Committed, Done, ValidationDone
 from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.recovery.messages import (
+    GROUPED,
     Applied,
     Finished,
     Ready,
@@ -63,6 +65,36 @@ def test_workers_that_disagree_by_one_bit_end_the_run(wrong: Applied) -> None:
     protocol.applied(applied(2))
     with pytest.raises(RunError, match="workers 2 and 0 disagree about step 1"):
         protocol.applied(wrong)
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "difference"),
+    [
+        (applied(2), replace(applied(0), updated=False), "updated True and False"),
+        (replace(applied(2), weight=3.0), applied(0), "weight 0x1.8000000000000p+1 and None"),
+        (
+            replace(applied(2), weight=3.0),
+            replace(applied(0), weight=math.nextafter(3.0, 4)),
+            "weight 0x1.8000000000000p+1 and 0x1.8000000000001p+1",
+        ),
+    ],
+    ids=["updated", "a weight and none", "weights"],
+)
+def test_so_do_workers_of_which_one_has_updated_or_that_have_other_weights(
+    first: Applied, other: Applied, difference: str
+) -> None:
+    protocol = started()
+    protocol.applied(first)
+    with pytest.raises(RunError) as error:
+        protocol.applied(other)
+    assert str(error.value) == f"workers 2 and 0 disagree about step 1: {difference}"
+
+
+def test_who_completes_a_step_in_a_later_epoch_may_report_no_extension() -> None:
+    """Some member has published the step by links, so nobody offers a group for it any more."""
+    protocol = started()
+    protocol.applied(replace(applied(2), extension=GROUPED))
+    assert protocol.applied(replace(applied(0), epoch=1)) == []
 
 
 def test_a_late_report_of_the_step_before_is_compared_too() -> None:
