@@ -40,7 +40,7 @@ from benchmarks.processes import new_directory, stop_on_signals
 from benchmarks.redistribute_members import KINDS, LAYERS, elements_of, healthy, layout_of, tile_changes
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast, EpochBegun, ProtocolAction, Send, Unrecoverable
-from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy, ProtocolSpec
 from elaswave_spmd.recovery.packed_reconfigure import Packer
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
@@ -65,7 +65,9 @@ class Controller:
         self._packer = Packer()
         self._links = Links(CONTROLLER, self._mailbox, directory=str(directory))
         placement = healthy(self._layout, workers, mirror_count)
-        self.protocol = ControllerProtocol(placement, self._layout, 10**6, policy=Policy(mirror_count=mirror_count))
+        self.protocol = ControllerProtocol(
+            placement, ProtocolSpec(self._layout, 10**6), Policy(mirror_count=mirror_count)
+        )
         self._filled: set[int] = set()
         self.received: Counter[int] = Counter()
         self.new_mesh_at = 0.0

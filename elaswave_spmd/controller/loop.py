@@ -101,7 +101,7 @@ from elaswave_spmd.recovery.actions import (
 )
 from elaswave_spmd.recovery.admission import SIZE, ControllerPosition, refused_by_controller
 from elaswave_spmd.recovery.checks import CheckDraw
-from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy, ProtocolSpec
 from elaswave_spmd.recovery.generations import FIRST, stamped
 from elaswave_spmd.recovery.packed_reconfigure import Packer
 from elaswave_spmd.recovery.vote_exchange import WIDEST
@@ -151,10 +151,17 @@ class Controller:
         draw = CheckDraw(plan.job.seed, plan.job.verify_rate)
         self.protocol = ControllerProtocol(
             plan.placement,
-            plan.description.layout,
-            plan.job.steps,
-            plan.job.num_validation_microbatches,
-            plan.job.validates_at,
+            ProtocolSpec(
+                plan.description.layout,
+                plan.job.steps,
+                plan.job.num_validation_microbatches,
+                plan.job.validates_at,
+                version=checkpoints.step,
+                began_at=None if comeback is None else 0,
+                # A controller that comes back has the addresses of all from any of them.
+                widest=WIDEST if settings.timeouts.adopt is None else None,
+                tells_hosts=settings.runtime.collectives == GROUP,
+            ),
             Policy(
                 settings.mirror.count,
                 settings.mirror.scatter,
@@ -163,13 +170,8 @@ class Controller:
                 self._ends_at,
                 plan.job.reads_masters,
             ),
-            version=checkpoints.step,
             assigner=measured,
             checks=draw,
-            began_at=None if comeback is None else 0,
-            # A controller that comes back has the addresses of all from any of them.
-            widest=WIDEST if settings.timeouts.adopt is None else None,
-            tells_hosts=settings.runtime.collectives == GROUP,
         )
         if settings.runtime.device == EMULATED:
             self.protocol.split = split_of_emulated(plan)

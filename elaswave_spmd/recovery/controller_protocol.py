@@ -83,6 +83,36 @@ class Policy:
     reads_masters: bool = False
 
 
+@dataclass(frozen=True)
+class ProtocolSpec:
+    """The facts about a run that its controller's protocol works with. None of them changes.
+
+    Args:
+        layout: the pages.
+        steps: of the run.
+        num_validation_microbatches: micro-batches of a validation.
+        validates_at: whether the state after a step is validated; the same function as the workers' (Job.validates_at).
+        version: at which the run begins: the step of the checkpoint that it goes on from, or 0.
+        began_at: the version at which its workers began; None: at this one. A controller that came back does not know.
+        widest: members up to which each has a link to all others; None: on every mesh.
+        tells_hosts: workers are told who else is on their host (`runtime.collectives=group`).
+    """
+
+    layout: ModelLayout
+    steps: int
+    num_validation_microbatches: int = 0
+    validates_at: Callable[[int], bool] = lambda _: False
+    version: int = 0
+    began_at: int | None = None
+    widest: int | None = None
+    tells_hosts: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.steps >= 1 and self.num_validation_microbatches >= 0, self
+        assert self.version >= 0 and (self.began_at is None or 0 <= self.began_at <= self.version), self
+        assert self.widest is None or self.widest >= 2, self
+
+
 class MicrobatchAssigner(Protocol):
     """Decides how many micro-batches each worker gets when members have come or gone."""
 
@@ -256,39 +286,26 @@ class ControllerProtocol:
 
     Args:
         placement: of the first epoch.
-        layout: the pages.
-        steps: of the run.
-        num_validation_microbatches: micro-batches of a validation.
-        validates_at: whether the state after a step is validated; the same function as the workers' (Job.validates_at).
+        spec: the facts about the run.
         policy: how the run reacts to losses.
-        version: at which the run begins: the step of the checkpoint that it goes on from, or 0.
-        began_at: the version at which its workers began; None: at this one. A controller that came back does not know.
         assigner: decides which worker gets how many micro-batches after a change of members.
         checks: which micro-batches are checked; None: none.
-        widest: members up to which each has a link to all others; None: on every mesh.
-        tells_hosts: workers are told who else is on their host (`runtime.collectives=group`).
     """
 
     def __init__(
         self,
         placement: Placement,
-        layout: ModelLayout,
-        steps: int,
-        num_validation_microbatches: int = 0,
-        validates_at: Callable[[int], bool] = lambda _: False,
+        spec: ProtocolSpec,
         policy: Policy | None = None,
-        version: int = 0,
         assigner: MicrobatchAssigner | None = None,
         checks: CheckDraw | None = None,
-        began_at: int | None = None,
-        widest: int | None = None,
-        tells_hosts: bool = False,
     ) -> None:
-        self.began_at = version if began_at is None else began_at
+        version = spec.version
+        self.began_at = version if spec.began_at is None else spec.began_at
         """The workers of this life of the run have computed nothing before this version."""
         self.placement = placement
-        self.layout = layout
-        self.steps = steps
+        self.layout = spec.layout
+        self.steps = spec.steps
         """The last step of the run: as planned, until a validation ends it early."""
         self._ends_early = False
         self._entered_at = version  # the highest version of any member when the present epoch began
@@ -302,8 +319,8 @@ class ControllerProtocol:
         self._policy = policy or Policy()
         self._assigner = assigner or EvenAssigner()
         self._checks = checks or CheckDraw(0)
-        self._tells_hosts = tells_hosts
-        self.widest = widest
+        self._tells_hosts = spec.tells_hosts
+        self.widest = spec.widest
         """Members up to which each has a link to all others; None: always."""
         self.peers: Peers | None = None
         """The members that each has links to in the present epoch; None: all others."""
@@ -316,8 +333,8 @@ class ControllerProtocol:
         self.agreed = version
         """The newest version at which all replicas were found to be the same; at first, that of the begin."""
         self._repair = 0  # the newest attempt that began since replicas differed
-        self._validates_at = validates_at
-        self._num_validation_microbatches = num_validation_microbatches
+        self._validates_at = spec.validates_at
+        self._num_validation_microbatches = spec.num_validation_microbatches
         self._started = False
         self._starters = set(placement.mesh.members)  # workers that the first mesh waits for
         self._lost_at_start: dict[int, str] = {}  # rank -> reason

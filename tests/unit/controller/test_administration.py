@@ -28,8 +28,8 @@ from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacement
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import ControlError
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.recovery import ControllerProtocol
 from elaswave_spmd.recovery.actions import Broadcast, RemoveMember
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, ProtocolSpec
 from elaswave_spmd.recovery.messages import Applied, Prepare, Ready
 from elaswave_spmd.run_dir import MetricsLine, RunDir, RunInfo, RunObserver
 from elaswave_spmd.runtime.processes.launcher import Machine
@@ -57,7 +57,7 @@ class World:
     def __init__(self, folder: Path, elastic: ElasticSettings) -> None:
         mesh = Mesh.initial(MeshShape.of_stages((2, 1)))
         placement = Placement(mesh, 4, (0, 1, 2), ((2, 2), (4,)), Shardings(), replicas=REPLICAS)
-        self.protocol = ControllerProtocol(placement, LAYOUT, 9)
+        self.protocol = ControllerProtocol(placement, ProtocolSpec(LAYOUT, 9))
         self.roster = Roster(mesh.members)
         for rank, pid in {0: 100, 1: 101, 2: None}.items():
             self.roster.add(rank, pid)

@@ -14,7 +14,7 @@ from elaswave_spmd.controller.backward_trial import BLOCK, ORDER, SPLIT_BACKWARD
 from elaswave_spmd.controller.events import Action, Record
 from elaswave_spmd.controller.rescheduler import ReschedulePolicy
 from elaswave_spmd.recovery.actions import Broadcast
-from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, EvenAssigner
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, EvenAssigner, ProtocolSpec
 from elaswave_spmd.recovery.messages import Limits
 from elaswave_spmd.scheduling.cost_model import MemoryRule
 from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
@@ -39,7 +39,8 @@ class World:
     ) -> None:
         every, costs = tuple(range(LAYERS)), costs_of([1.0] * LAYERS, activation_bytes=10)
         self.split = SplitBackward(every, (10,) * LAYERS, costs, MemoryRule(), memory_limit)
-        self.protocol = ControllerProtocol(placed(sizes, MICROBATCHES, LAYERS), None, 10_000)  # type: ignore[arg-type]
+        spec = ProtocolSpec(None, 10_000)  # type: ignore[arg-type]
+        self.protocol = ControllerProtocol(placed(sizes, MICROBATCHES, LAYERS), spec)
         self.protocol.split = self.split
         self.protocol.running = executed(Assignment.of(self.protocol.placement), self.split)
         self.choice = BackwardChoice(self.protocol, EvenAssigner(), tries=tries, interrupted_every=interrupted_every)

@@ -10,7 +10,7 @@ from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacement
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.controller.worker_states import WorkerStates
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, ProtocolSpec
 from elaswave_spmd.recovery.messages import Ready, StepReport
 from elaswave_spmd.run_dir.workers_now import WorkerNow
 from elaswave_spmd.scheduling.placement import Placement
@@ -24,7 +24,7 @@ class World:
     def __init__(self, elastic: ElasticSettings | None = None) -> None:
         mesh = Mesh.initial(MeshShape.of_stages((2, 1)))
         placement = Placement(mesh, 4, (0, 1, 2), ((3, 1), (4,)), Shardings(), replicas=REPLICAS)
-        self.protocol = ControllerProtocol(placement, LAYOUT, 9)
+        self.protocol = ControllerProtocol(placement, ProtocolSpec(LAYOUT, 9))
         self.roster = Roster(mesh.members)
         for rank in mesh.members:
             self.roster.add(rank, 100 + rank)

@@ -8,7 +8,7 @@ from typing import Any
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.recovery.actions import Broadcast, ProtocolAction, Send
-from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, ProtocolSpec
 from elaswave_spmd.recovery.messages import Message, PartialStep, Prepare, Ready, Reconfigure, StepReport
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
@@ -29,7 +29,9 @@ def placement(*stages: int, microbatches: int = 5, zero: int = 0) -> Placement:
 
 
 def make(*stages: int, zero: int = 0, steps: int = STEPS, **options: Any) -> ControllerProtocol:
-    return ControllerProtocol(placement(*stages, zero=zero), LAYOUT, steps, **options)
+    """A protocol; `options`: of its ProtocolSpec, and its own."""
+    about = {name: options.pop(name) for name in [*options] if name in ProtocolSpec.__dataclass_fields__}
+    return ControllerProtocol(placement(*stages, zero=zero), ProtocolSpec(LAYOUT, steps, **about), **options)
 
 
 def started(*stages: int, **options: Any) -> ControllerProtocol:

@@ -10,7 +10,7 @@ import pytest
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import ProtocolAction, Unrecoverable
 from elaswave_spmd.recovery.checks import CheckDraw
-from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy, ProtocolSpec
 from elaswave_spmd.recovery.messages import PartialStep, Ready, StepReport
 from elaswave_spmd.recovery.reconfiguration import ahead_everywhere
 from elaswave_spmd.sharding.replica_placement import place_replicas
@@ -39,7 +39,7 @@ def mirrored(policy: Policy, checks: CheckDraw) -> ControllerProtocol:
     """Four workers that have begun, with a mirror of each page."""
     planned = placement(4, zero=1)
     planned = replace(planned, replicas=place_replicas(LAYOUT, planned.state_sharding(1, 0)))
-    protocol = ControllerProtocol(planned, LAYOUT, STEPS, policy=policy, checks=checks)
+    protocol = ControllerProtocol(planned, ProtocolSpec(LAYOUT, STEPS), policy, checks=checks)
     for rank in range(4):
         protocol.ready(Ready(rank, f"at {rank}"))
     return protocol

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from elaswave_spmd.recovery.actions import Done, EpochBegun, ProtocolAction, RemoveMember, Send, Unrecoverable
-from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy, ProtocolSpec
 from elaswave_spmd.recovery.messages import (
     AT_ONCE,
     Applied,
@@ -117,7 +117,7 @@ def test_saved_forwards_count_for_the_layers_that_their_worker_was_on(overtaken:
     """A Reconfigure takes a worker to other layers, and is overtaken before the worker has entered its epoch."""
     first = placement(zero=1)
     first = replace(first, replicas=place_replicas(LAYOUT, first.state_sharding(2, 2)))
-    protocol = ControllerProtocol(first, LAYOUT, STEPS)
+    protocol = ControllerProtocol(first, ProtocolSpec(LAYOUT, STEPS))
     for rank in first.mesh.members:
         protocol.ready(Ready(rank, f"at {rank}"))
     protocol.lost(2, "killed")

@@ -6,7 +6,7 @@ import dataclasses
 
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
 from elaswave_spmd.recovery.actions import RemoveMember, Unrecoverable
-from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy, ProtocolSpec
 from elaswave_spmd.recovery.messages import AT_ONCE, CaughtUp, Damaged, Ready
 from elaswave_spmd.sharding.replica_placement import least_pages, place_replicas
 from elaswave_spmd.sharding.replicas import from_rows
@@ -27,7 +27,7 @@ def mirrored(*stages: int, zero: int = 1, min_workers: int = 1, version: int = 0
     planned = placement(*stages, zero=zero)
     replicas = place_replicas(LAYOUT, planned.state_sharding(1), least_pages=least_pages(LAYOUT))
     planned = dataclasses.replace(planned, replicas=replicas)
-    return ControllerProtocol(planned, LAYOUT, 20, policy=Policy(min_workers=min_workers), version=version)
+    return ControllerProtocol(planned, ProtocolSpec(LAYOUT, 20, version=version), Policy(min_workers=min_workers))
 
 
 def ready(protocol: ControllerProtocol, *ranks: int) -> list:
@@ -140,7 +140,7 @@ def test_the_newcomer_has_the_failure_domain_in_which_it_was_started() -> None:
     planned = placement(3, zero=1)
     topology = Topology.of({rank: (f"host {rank % 2}",) for rank in range(3)})
     mesh = Mesh.initial(MeshShape.of_stages((3,)), topology)
-    protocol = ControllerProtocol(dataclasses.replace(planned, mesh=mesh), LAYOUT, 20)
+    protocol = ControllerProtocol(dataclasses.replace(planned, mesh=mesh), ProtocolSpec(LAYOUT, 20))
     protocol.expect(3, ("host 1",))
     protocol.lost(2, "killed", replacement=3)
     ready(protocol, 0, 1, 3)

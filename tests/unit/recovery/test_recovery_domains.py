@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
-from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, ProtocolSpec
 from elaswave_spmd.recovery.messages import Ready, Reconfigure, StepReport
 from elaswave_spmd.scheduling.placement import place
 from elaswave_spmd.sharding import Shardings
@@ -25,7 +25,7 @@ def protocol_of(hosts: str, newcomers: str = "") -> ControllerProtocol:
     mesh = Mesh.initial(MeshShape.of(dp=len(hosts)), topology)
     placement = place(mesh, LAYOUT, Shardings().with_zero(2), 8)
     replicas = place_replicas(LAYOUT, placement.state_sharding(mirror_count=1, scatter=1))
-    protocol = ControllerProtocol(replace(placement, replicas=replicas), LAYOUT, 10)
+    protocol = ControllerProtocol(replace(placement, replicas=replicas), ProtocolSpec(LAYOUT, 10))
     for number, host in enumerate(newcomers):
         protocol.expect(len(hosts) + number, (host,))
     return protocol
