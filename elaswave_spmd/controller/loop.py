@@ -172,9 +172,8 @@ class Controller:
             ),
             assigner=measured,
             checks=draw,
+            split=split_of_emulated(plan) if settings.runtime.device == EMULATED else None,
         )
-        if settings.runtime.device == EMULATED:
-            self.protocol.split = split_of_emulated(plan)
         verdicts = Verdicts(settings, self.protocol, has_gone_back=has_gone_back)
         self._verifier = Verifier(verdicts, draw, self.protocol)
         self._sum_verifier = SumVerifier(verdicts, draw, self.protocol)
@@ -409,8 +408,8 @@ class Controller:
             case m.Checked() if message.rank in self._roster:
                 if (error := self._model_checks.difference(message)) is not None:
                     return failures.computes_otherwise(message.rank, error, now)
-                if protocol.split is None:  # else it is the same, or has been decided about since
-                    protocol.split = self._model_checks.split
+                if protocol.split is None:
+                    protocol.layers_tried(self._model_checks.split)
                 return self._model_checks.passed(message)
             case m.Constructed() if message.rank in self._roster:
                 if (error := self._model_checks.constructions.difference(message)) is not None:

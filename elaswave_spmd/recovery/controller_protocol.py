@@ -290,6 +290,7 @@ class ControllerProtocol:
         policy: how the run reacts to losses.
         assigner: decides which worker gets how many micro-batches after a change of members.
         checks: which micro-batches are checked; None: none.
+        split: the layers whose backward may be in two parts; None: none, or workers find out (`layers_tried`).
     """
 
     def __init__(
@@ -299,6 +300,7 @@ class ControllerProtocol:
         policy: Policy | None = None,
         assigner: MicrobatchAssigner | None = None,
         checks: CheckDraw | None = None,
+        split: SplitBackward | None = None,
     ) -> None:
         version = spec.version
         self.began_at = version if spec.began_at is None else spec.began_at
@@ -312,8 +314,8 @@ class ControllerProtocol:
         self.version = version
         self.addresses: dict[int, str] = {}
         """Rank -> address, of every worker that is ready and not lost: members, and newcomers."""
-        self.split: SplitBackward | None = None
-        """The layers whose backward may be in two parts; the first worker that has tried them says which."""
+        self.split = split
+        """The layers whose backward may be in two parts; None: there are none, or nobody has tried them yet."""
         self.running = Assignment.of(placement)
         """The placement with the limits that workers were told last."""
         self._policy = policy or Policy()
@@ -963,6 +965,14 @@ class ControllerProtocol:
             is_last=self._is_early_end(version),
             tells_hosts=self._tells_hosts,
         )
+
+    def layers_tried(self, split: SplitBackward | None) -> None:
+        """A worker has tried which layers can have their backward in two parts: it counts in epochs that begin now.
+
+        The first result decides. What others find is the same, or `limit` has decided about it since.
+        """
+        assert self.split is None, "decided already"
+        self.split = split
 
     def limit(self, split: SplitBackward, limited: Assignment) -> Broadcast:
         """Members run with other limits from their next step on, which moves nothing: no bit depends on limits.

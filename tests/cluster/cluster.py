@@ -294,7 +294,7 @@ class SimulatedCluster:
         every = tuple(range(len(self._description.layout.layers)))
         split = every, (1,) * len(every), plan.costs, MemoryRule()
         drawn = self._late is not None and self._late.limits
-        self.controller.protocol.split = DrawnLimits(*split, seed=drawn) if drawn else SplitBackward(*split)
+        self.controller.protocol.layers_tried(DrawnLimits(*split, seed=drawn) if drawn else SplitBackward(*split))
 
     @property
     def protocol(self) -> ControllerProtocol:

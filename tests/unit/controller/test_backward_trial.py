@@ -40,8 +40,7 @@ class World:
         every, costs = tuple(range(LAYERS)), costs_of([1.0] * LAYERS, activation_bytes=10)
         self.split = SplitBackward(every, (10,) * LAYERS, costs, MemoryRule(), memory_limit)
         spec = ProtocolSpec(None, 10_000)  # type: ignore[arg-type]
-        self.protocol = ControllerProtocol(placed(sizes, MICROBATCHES, LAYERS), spec)
-        self.protocol.split = self.split
+        self.protocol = ControllerProtocol(placed(sizes, MICROBATCHES, LAYERS), spec, split=self.split)
         self.protocol.running = executed(Assignment.of(self.protocol.placement), self.split)
         self.choice = BackwardChoice(self.protocol, EvenAssigner(), tries=tries, interrupted_every=interrupted_every)
         self.put_off_s, self.whole_s = 1.0, 1.0
