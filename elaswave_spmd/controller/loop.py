@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -156,6 +157,7 @@ class Controller:
                 plan.job.steps,
                 plan.job.num_validation_microbatches,
                 plan.job.validates_at,
+                partial(mean_loss, plan),
                 version=checkpoints.step,
                 began_at=None if comeback is None else 0,
                 # A controller that comes back has the addresses of all from any of them.
@@ -167,12 +169,13 @@ class Controller:
                 settings.mirror.scatter,
                 settings.elastic.min_workers,
                 plan.job.compares_at,
-                self._ends_at,
+                plan.job.early_stop,
                 plan.job.reads_masters,
             ),
             assigner=measured,
             checks=draw,
             split=split_of_emulated(plan) if settings.runtime.device == EMULATED else None,
+            validations={step: log.validations.loss_at(step) for step in log.validations.ranked},
         )
         verdicts = Verdicts(settings, self.protocol, has_gone_back=has_gone_back)
         self._verifier = Verifier(verdicts, draw, self.protocol)
@@ -545,7 +548,9 @@ class Controller:
                 planned = self._rescheduler.committed(applied.step, now)
                 return [*acknowledged, *planned, *self._failures.committed(applied, now)]
             case ValidationDone(step, is_last=is_last):
-                self._checkpoints.validated(step, mean_loss(self._plan, action))
+                loss = mean_loss(self._plan, action)
+                self._log.validations.ends_at(step, loss)  # takes it; the protocol has decided, by the same losses
+                self._checkpoints.validated(step, loss)
                 if is_last:
                     return [self._early_end(step)]
             case EpochBegun(placement, version=version):
@@ -585,10 +590,6 @@ class Controller:
         return [Broadcast(self.protocol.members, m.Written(self.protocol.version))]
 
     # ---- validations
-
-    def _ends_at(self, done: ValidationDone) -> bool:
-        """True if the run ends after a step, by the losses of its validations until then."""
-        return self._log.validations.ends_at(done.step, mean_loss(self._plan, done))
 
     def _early_end(self, step: int) -> Record:
         about = self._log.validations.early_stop()

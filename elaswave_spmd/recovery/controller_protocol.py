@@ -30,6 +30,7 @@ from elaswave_spmd.recovery.actions import (
     ValidationDone,
 )
 from elaswave_spmd.recovery.checks import CheckDraw, begins_anew
+from elaswave_spmd.recovery.early_stop import EarlyStop
 from elaswave_spmd.recovery.messages import (
     AT_ONCE,
     Applied,
@@ -70,8 +71,7 @@ class Policy:
         min_workers: with fewer left, the state is saved and the run stops.
         compares_at: whether the replicas of a version are compared; the same function as the workers'
             (Job.compares_at). What a worker has published before that, and is lost, is not believed.
-        ends_at: whether the run ends after the step that was validated. A function of the validations until then, asked
-            once for each.
+        early_stop: the rule by which the run ends before its last step; None: it does not.
         reads_masters: workers compute with their state, or send it, where it lies (Job.reads_masters).
     """
 
@@ -79,7 +79,7 @@ class Policy:
     mirror_scatter: int = 0
     min_workers: int = 1
     compares_at: Callable[[int], bool] = lambda _: False
-    ends_at: Callable[[ValidationDone], bool] = lambda _: False
+    early_stop: EarlyStop | None = None
     reads_masters: bool = False
 
 
@@ -92,6 +92,7 @@ class ProtocolSpec:
         steps: of the run.
         num_validation_microbatches: micro-batches of a validation.
         validates_at: whether the state after a step is validated; the same function as the workers' (Job.validates_at).
+        mean_loss: of a validation: what is compared with others. A function of its argument alone.
         version: at which the run begins: the step of the checkpoint that it goes on from, or 0.
         began_at: the version at which its workers began; None: at this one. A controller that came back does not know.
         widest: members up to which each has a link to all others; None: on every mesh.
@@ -102,6 +103,7 @@ class ProtocolSpec:
     steps: int
     num_validation_microbatches: int = 0
     validates_at: Callable[[int], bool] = lambda _: False
+    mean_loss: Callable[[ValidationDone], float] = lambda done: done.total
     version: int = 0
     began_at: int | None = None
     widest: int | None = None
@@ -291,6 +293,8 @@ class ControllerProtocol:
         assigner: decides which worker gets how many micro-batches after a change of members.
         checks: which micro-batches are checked; None: none.
         split: the layers whose backward may be in two parts; None: none, or workers find out (`layers_tried`).
+        validations: step -> mean loss, of the validations that are known when this controller begins: those of the run
+            that it resumes, and those before it came back.
     """
 
     def __init__(
@@ -301,6 +305,7 @@ class ControllerProtocol:
         assigner: MicrobatchAssigner | None = None,
         checks: CheckDraw | None = None,
         split: SplitBackward | None = None,
+        validations: Mapping[int, float] | None = None,
     ) -> None:
         version = spec.version
         self.began_at = version if spec.began_at is None else spec.began_at
@@ -335,6 +340,7 @@ class ControllerProtocol:
         self.agreed = version
         """The newest version at which all replicas were found to be the same; at first, that of the begin."""
         self._repair = 0  # the newest attempt that began since replicas differed
+        self._spec = spec
         self._validates_at = spec.validates_at
         self._num_validation_microbatches = spec.num_validation_microbatches
         self._started = False
@@ -357,6 +363,7 @@ class ControllerProtocol:
         self._first_reports: dict[int, tuple[int, _Results]] = {}  # step -> the first worker that has reported it
         self._applied: dict[int, int] = {}  # rank -> the step that it has applied last
         self._validation: dict[int, dict[int, Scores]] = {}  # step -> micro-batch -> loss and metrics
+        self._losses = dict(validations or {})  # step -> mean loss, of all validations so far
         self._validated = 0  # the newest step whose validation is complete
         self._validated_in = 0  # the mesh epoch in which it was
         self._finished: dict[int, int] = {}  # rank -> the epoch in which it has sent its final pages
@@ -1032,10 +1039,20 @@ class ControllerProtocol:
         del self._validation[message.step]
         self._validated, self._validated_in = message.step, self.placement.mesh.epoch
         done = validation_done(message.step, found)
-        if self._policy.ends_at(done):
+        self._losses[message.step] = self._spec.mean_loss(done)
+        if self._ends_after(message.step):
             self.steps, self._ends_early = message.step, True
         done = replace(done, is_last=self._is_early_end(message.step))
         return [done, self._validated_message(message.step)]
+
+    def _ends_after(self, step: int) -> bool:
+        """True if the run ends after a validated step, before its last one, by the losses so far."""
+        rule = self._policy.early_stop
+        if rule is None or step >= self._spec.steps:
+            return False
+        # A run that was made longer has validated its last step as well, and one whose `train.validate_every` was
+        # another one has other steps: the run from the start has none of these.
+        return rule.is_over({at: loss for at, loss in self._losses.items() if self._validates_at(at)})
 
     def _validated_message(self, step: int) -> Broadcast:
         return Broadcast(self.members, Validated(step, self._is_early_end(step)))

@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery.actions import Broadcast, Committed, Done, ValidationDone
-from elaswave_spmd.recovery.controller_protocol import Policy
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
+from elaswave_spmd.recovery.early_stop import EarlyStop
 from elaswave_spmd.recovery.messages import (
     GROUPED,
     Applied,
@@ -20,7 +21,7 @@ from elaswave_spmd.recovery.messages import (
     Validated,
     ValidationLoss,
 )
-from tests.unit.recovery.controller_cases import make, messages, reconfigures, started
+from tests.unit.recovery.controller_cases import STEPS, make, messages, reconfigures, started
 
 
 def applied(rank: int, step: int = 1, loss: float = 1.5, norm: float = 0.5) -> Applied:
@@ -162,8 +163,11 @@ def test_a_microbatch_that_is_validated_again_after_a_loss_counts_once() -> None
     assert totals(protocol.validation(ValidationLoss(1, 1, (0, 1), (1.0, 2.0)))) == [(1, 3.0)]
 
 
+EACH_STEP = {"num_validation_microbatches": 1, "validates_at": lambda step: True}
+
+
 def test_a_validation_that_ends_the_run_says_so_and_so_does_every_later_epoch() -> None:
-    protocol = started(num_validation_microbatches=1, policy=Policy(ends_at=lambda done: done.total > 2))
+    protocol = started(policy=Policy(early_stop=EarlyStop(1)), **EACH_STEP)
     protocol.applied(applied(0, 1))
     assert protocol.validation(ValidationLoss(1, 2, (0,), (1.5,)))[1:] == [Broadcast((0, 1, 2), Validated(1))]
     for rank in (0, 1, 2):
@@ -176,6 +180,34 @@ def test_a_validation_that_ends_the_run_says_so_and_so_does_every_later_epoch() 
     assert isinstance(prepare[-1], Broadcast)
     answers = [protocol.report_received(StepReport(1, rank, 2, ())) for rank in (0, 2)]
     assert [message.is_last for message in reconfigures(answers[-1]).values()] == [True, True]
+
+
+def ends_after(protocol: ControllerProtocol, step: int, loss: float) -> bool:
+    (done, _) = protocol.validation(ValidationLoss(step, 2, (0,), (loss,)))
+    assert isinstance(done, ValidationDone)
+    return done.is_last
+
+
+@pytest.mark.parametrize(("known", "is_last"), [({}, False), ({4: 2.0, 8: 2.5}, True), ({4: 2.0, 10: 2.5}, False)])
+def test_validations_from_before_the_controller_began_count_as_its_own(known: dict[int, float], is_last: bool) -> None:
+    """But those of steps that this run does not validate, as a shorter one has its last step, do not."""
+    of_run = {"num_validation_microbatches": 1, "validates_at": lambda step: step % 4 == 0, "version": 10}
+    protocol = started(policy=Policy(early_stop=EarlyStop(2)), validations=known, **of_run)
+    assert ends_after(protocol, 12, 2.5) == is_last
+    assert protocol.steps == (12 if is_last else STEPS)
+
+
+def test_losses_are_compared_by_their_mean() -> None:
+    rule = EarlyStop(1, min_delta=0.1)
+    for microbatches, is_last in ((1, False), (10, True)):
+        mean = {"mean_loss": lambda done, number=microbatches: done.total / number}
+        protocol = started(policy=Policy(early_stop=rule), **EACH_STEP, **mean)
+        assert not ends_after(protocol, 1, 3.0) and ends_after(protocol, 2, 2.5) == is_last
+
+
+def test_the_last_step_is_no_early_end() -> None:
+    protocol = started(policy=Policy(early_stop=EarlyStop(1)), validations={4: 1.0}, **EACH_STEP)
+    assert not ends_after(protocol, STEPS, 2.0) and protocol.steps == STEPS
 
 
 def test_members_that_validate_a_step_again_since_nobody_is_left_who_had_are_answered() -> None:
