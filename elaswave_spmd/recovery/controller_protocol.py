@@ -307,7 +307,7 @@ class ControllerProtocol:
         split: SplitBackward | None = None,
         validations: Mapping[int, float] | None = None,
     ) -> None:
-        version = spec.version
+        self._spec, version = spec, spec.version
         self.began_at = version if spec.began_at is None else spec.began_at
         """The workers of this life of the run have computed nothing before this version."""
         self.placement = placement
@@ -326,7 +326,6 @@ class ControllerProtocol:
         self._policy = policy or Policy()
         self._assigner = assigner or EvenAssigner()
         self._checks = checks or CheckDraw(0)
-        self._tells_hosts = spec.tells_hosts
         self.widest = spec.widest
         """Members up to which each has a link to all others; None: always."""
         self.peers: Peers | None = None
@@ -340,9 +339,6 @@ class ControllerProtocol:
         self.agreed = version
         """The newest version at which all replicas were found to be the same; at first, that of the begin."""
         self._repair = 0  # the newest attempt that began since replicas differed
-        self._spec = spec
-        self._validates_at = spec.validates_at
-        self._num_validation_microbatches = spec.num_validation_microbatches
         self._started = False
         self._starters = set(placement.mesh.members)  # workers that the first mesh waits for
         self._lost_at_start: dict[int, str] = {}  # rank -> reason
@@ -432,7 +428,7 @@ class ControllerProtocol:
     @property
     def is_validating(self) -> bool:
         """True while a validation of the newest step is not complete: nobody begins the next step (S7)."""
-        return self.version > 0 and self._validates_at(self.version) and self._validated < self.version
+        return self.version > 0 and self._spec.validates_at(self.version) and self._validated < self.version
 
     @property
     def free_to_leave(self) -> tuple[int, ...]:
@@ -550,7 +546,7 @@ class ControllerProtocol:
             self._change = _Change(before.prepared.epoch, before.prepared.after)
         again = [Broadcast(before.lacking, newest)] if before.lacking else []
         # Whoever waits at a validated version may not have been told.
-        is_validated = self.version > 0 and self._validates_at(self.version) and not self.is_validating
+        is_validated = self.version > 0 and self._spec.validates_at(self.version) and not self.is_validating
         return [*again, *([self._validated_message(self.version)] if is_validated else [])]
 
     def attempt_again(self) -> list[ProtocolAction]:
@@ -922,7 +918,7 @@ class ControllerProtocol:
 
     def _peers_after(self, left: Recovery | None) -> Peers | None:
         """The peers in the present epoch, which are noted. `left`: by the epoch before; None: it is the first one."""
-        number, checks = self._num_validation_microbatches, self._checks.rate > 0
+        number, checks = self._spec.num_validation_microbatches, self._checks.rate > 0
         self.peers = None
         if self.widest is not None:
             self.peers = peers_of(
@@ -947,7 +943,7 @@ class ControllerProtocol:
         self, version: int, recovery: tuple[Recompute, ...] | None, *, as_planned: bool = False
     ) -> Reconfigure:
         # A validation whose losses are not all here is run again: its workers, or their losses, may be gone.
-        again = version and not self._saving and self._validates_at(version) and self._validated < version
+        again = version and not self._saving and self._spec.validates_at(version) and self._validated < version
         validate = version if again else None
         recovered = tuple(sorted(self._pending.recovered & {*self.placement.mesh.members}))
         placed, split_layers = Assignment.of(self.placement), ()
@@ -970,7 +966,7 @@ class ControllerProtocol:
             put_off=placed.put_off,
             in_flight=placed.in_flight,
             is_last=self._is_early_end(version),
-            tells_hosts=self._tells_hosts,
+            tells_hosts=self._spec.tells_hosts,
         )
 
     def layers_tried(self, split: SplitBackward | None) -> None:
@@ -1034,7 +1030,7 @@ class ControllerProtocol:
             return [self._validated_message(message.step)] if is_again else []
         found = self._validation.setdefault(message.step, {})
         found.update(scores_of(message))
-        if len(found) < self._num_validation_microbatches:
+        if len(found) < self._spec.num_validation_microbatches:
             return []
         del self._validation[message.step]
         self._validated, self._validated_in = message.step, self.placement.mesh.epoch
@@ -1052,7 +1048,7 @@ class ControllerProtocol:
             return False
         # A run that was made longer has validated its last step as well, and one whose `train.validate_every` was
         # another one has other steps: the run from the start has none of these.
-        return rule.is_over({at: loss for at, loss in self._losses.items() if self._validates_at(at)})
+        return rule.is_over({at: loss for at, loss in self._losses.items() if self._spec.validates_at(at)})
 
     def _validated_message(self, step: int) -> Broadcast:
         return Broadcast(self.members, Validated(step, self._is_early_end(step)))
