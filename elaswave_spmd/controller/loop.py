@@ -84,6 +84,7 @@ from elaswave_spmd.controller.stopping import Stopping
 from elaswave_spmd.controller.sum_verification import SumVerifier
 from elaswave_spmd.controller.supervision import Supervision
 from elaswave_spmd.controller.takeover import Takeover
+from elaswave_spmd.controller.validations import Validations
 from elaswave_spmd.controller.verdicts import Verdicts
 from elaswave_spmd.controller.verification import Verifier
 from elaswave_spmd.controller.worker_states import WorkerStates
@@ -100,9 +101,9 @@ from elaswave_spmd.recovery.actions import (
     Unrecoverable,
     ValidationDone,
 )
-from elaswave_spmd.recovery.admission import SIZE, ControllerPosition, refused_by_controller
+from elaswave_spmd.recovery.admission import SIZE, ControllerPosition, MessageBounds, refused_by_controller
 from elaswave_spmd.recovery.checks import CheckDraw
-from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy, ProtocolSpec
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, MicrobatchAssigner, Policy, ProtocolSpec
 from elaswave_spmd.recovery.generations import FIRST, stamped
 from elaswave_spmd.recovery.packed_reconfigure import Packer
 from elaswave_spmd.recovery.vote_exchange import WIDEST
@@ -150,46 +151,15 @@ class Controller:
         policy = ReschedulePolicy.from_settings(settings, plan.job.steps)
         measured = MeasuredCosts(policy.schedule, plan.costs, follows_speeds=policy.schedule.microbatches)
         draw = CheckDraw(plan.job.seed, plan.job.verify_rate)
-        self.protocol = ControllerProtocol(
-            plan.placement,
-            ProtocolSpec(
-                plan.description.layout,
-                plan.job.steps,
-                plan.job.num_validation_microbatches,
-                plan.job.validates_at,
-                partial(mean_loss, plan),
-                version=checkpoints.step,
-                began_at=None if comeback is None else 0,
-                # A controller that comes back has the addresses of all from any of them.
-                widest=WIDEST if settings.timeouts.adopt is None else None,
-                tells_hosts=settings.runtime.collectives == GROUP,
-            ),
-            Policy(
-                settings.mirror.count,
-                settings.mirror.scatter,
-                settings.elastic.min_workers,
-                plan.job.compares_at,
-                plan.job.early_stop,
-                plan.job.reads_masters,
-            ),
-            assigner=measured,
-            checks=draw,
-            split=split_of_emulated(plan) if settings.runtime.device == EMULATED else None,
-            validations={step: log.validations.loss_at(step) for step in log.validations.ranked},
-        )
+        came_back = comeback is not None
+        self.protocol = _protocol_of(plan, checkpoints.step, measured, draw, log.validations, came_back=came_back)
         verdicts = Verdicts(settings, self.protocol, has_gone_back=has_gone_back)
         self._verifier = Verifier(verdicts, draw, self.protocol)
         self._sum_verifier = SumVerifier(verdicts, draw, self.protocol)
         self._roster = Roster(plan.placement.mesh.members)
         self._packer = Packer()
         self._ready: set[int] = set()  # the workers that have reported Ready
-        chaos = settings.chaos
-        self._bounds = message_bounds(
-            plan.job,
-            plan.description.layout,
-            spawns=chaos.random or any(e.kind == "join" for e in chaos.events),
-            pairs=settings.runtime.pairs,
-        )
+        self._bounds = _bounds_of(plan)
         self._supervision = Supervision(settings.timeouts, now)
         self._replacements = Replacements(ReplacementPolicy.from_settings(settings.elastic), self._roster)
         self._machines = Machines(
@@ -205,7 +175,7 @@ class Controller:
             self._roster,
             self._replacements,
             log.observer.run_dir.path,
-            came_back=comeback is not None,
+            came_back=came_back,
         )
         self._model_checks = model_checks or ModelChecks(plan)
         self._notices = Notices(settings.elastic, self.protocol, self._roster, self._failures)
@@ -233,16 +203,8 @@ class Controller:
             self._generation = comeback.generation
             self._roster.taken_over(comeback.next_rank)
             self._ready.update(comeback.pids)
-            known = log.validations
-            self._takeover = Takeover(
-                comeback,
-                plan,
-                self.protocol,
-                self._roster,
-                self._supervision,
-                self._failures,
-                known.newest,
-                known.ended_at,
+            self._takeover = _takeover_of(
+                comeback, plan, self.protocol, self._roster, self._supervision, self._failures, log.validations
             )
 
     def run(self) -> Outcome:
@@ -666,3 +628,65 @@ class Controller:
             self._io.send(rank, stop)
         if self._plan.settings.timeouts.adopt is None:
             self._log.finished()
+
+
+def _protocol_of(
+    plan: RunPlan,
+    version: int,
+    assigner: MicrobatchAssigner,
+    draw: CheckDraw,
+    known: Validations,
+    *,
+    came_back: bool,
+) -> ControllerProtocol:
+    """The controller's protocol of a run, by its settings.
+
+    Args:
+        version: at which it begins.
+        known: the validations until then.
+        came_back: it takes over the workers of a controller that has died.
+    """
+    settings, job = plan.settings, plan.job
+    spec = ProtocolSpec(
+        layout=plan.description.layout,
+        steps=job.steps,
+        num_validation_microbatches=job.num_validation_microbatches,
+        validates_at=job.validates_at,
+        mean_loss=partial(mean_loss, plan),
+        version=version,
+        began_at=0 if came_back else None,
+        # A controller that comes back has the addresses of all from any of them.
+        widest=WIDEST if settings.timeouts.adopt is None else None,
+        tells_hosts=settings.runtime.collectives == GROUP,
+    )
+    policy = Policy(
+        mirror_count=settings.mirror.count,
+        mirror_scatter=settings.mirror.scatter,
+        min_workers=settings.elastic.min_workers,
+        compares_at=job.compares_at,
+        early_stop=job.early_stop,
+        reads_masters=job.reads_masters,
+    )
+    split = split_of_emulated(plan) if settings.runtime.device == EMULATED else None
+    losses = {step: known.loss_at(step) for step in known.ranked}
+    return ControllerProtocol(plan.placement, spec, policy, assigner, draw, split, losses)
+
+
+def _bounds_of(plan: RunPlan) -> MessageBounds:
+    """The ids and sizes that messages of a run can have."""
+    chaos = plan.settings.chaos
+    spawns = chaos.random or any(event.kind == "join" for event in chaos.events)
+    return message_bounds(plan.job, plan.description.layout, spawns=spawns, pairs=plan.settings.runtime.pairs)
+
+
+def _takeover_of(
+    comeback: Comeback,
+    plan: RunPlan,
+    protocol: ControllerProtocol,
+    roster: Roster,
+    supervision: Supervision,
+    failures: FailureHandler,
+    known: Validations,
+) -> Takeover:
+    """The first act of a controller that came back. `known`: the validations that are written down."""
+    return Takeover(comeback, plan, protocol, roster, supervision, failures, known.newest, known.ended_at)
