@@ -126,7 +126,11 @@ class Ending:
 
     def lines(self) -> list[str]:
         """The lines: an account of what happened, and what can be done."""
-        return [self._what(), *self.state()]
+        try:
+            state = self.state()
+        except (OSError, RunError, UserError) as error:  # what happened is said all the same
+            state = [f"what is left of the run cannot be looked at ({headline_of(error)})"]
+        return [self._what(), *state]
 
     def _what(self) -> str:
         error = self.error

@@ -621,13 +621,12 @@ class Controller:
                 self._log.action(action, self._io.now())
         if not self._log.has_all_weights:
             raise RunError("all workers have finished, but pages of the trained weights have not come")
+        # First: if this controller dies over it, or its disk is full, workers have the state still, and save it or give
+        # it to the next controller.
+        self._log.finished()
         stop = stamped(m.encode(m.Stop()), self._generation)
-        if self._plan.settings.timeouts.adopt is not None:
-            self._log.finished()  # first: if this controller dies, the next one has the result of the workers again
         for rank in (*self.protocol.addresses, *self._replacements.spares):
             self._io.send(rank, stop)
-        if self._plan.settings.timeouts.adopt is None:
-            self._log.finished()
 
 
 def _protocol_of(

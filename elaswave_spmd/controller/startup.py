@@ -36,7 +36,7 @@ from elaswave_spmd.controller.run_log import RunLog
 from elaswave_spmd.controller.text_samples import TextSampler
 from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
 from elaswave_spmd.errors import ConfigError, FilesError, RunError, UserError
-from elaswave_spmd.mesh import Topology
+from elaswave_spmd.mesh import Mesh, MeshShape, Topology
 from elaswave_spmd.run_dir import RunObserver
 from elaswave_spmd.run_dir.best import ranked_steps
 from elaswave_spmd.run_dir.captured_output import CapturedOutput
@@ -94,8 +94,9 @@ def run(
         except Unfinished as end:
             with signals.held():
                 ending = Ending(end.error, settings, command or Command(), end.run_dir)
+                lines = "\n".join(ending.lines())
                 with contextlib.suppress(OSError):  # the terminal is closed
-                    print("\n".join(ending.lines()), file=sys.stderr, flush=True)
+                    print(lines, file=sys.stderr, flush=True)
                 return ending.exit_code(signals.first)
 
 
@@ -704,13 +705,55 @@ def gather(launcher: Launcher, settings: Settings, data: PreparedData) -> Topolo
     if runtime.agents:
         print(f"waiting for {runtime.agents} agents at {runtime.rendezvous}", flush=True)
         agents.wait_for_all(runtime.agents_timeout)
-    ranks = range(settings.mesh.shape.num_workers)
-    launcher.assign(ranks, runtime.local_workers)
-    hosts = {rank: launcher.host_of(rank) for rank in ranks}
+    hosts = _assigned(launcher, settings)
     counts = Counter(hosts.values())
     print("workers: " + ", ".join(f"{number} on {host}" for host, number in counts.items()), flush=True)
+    for stage, host in _alone(settings, hosts):
+        print(
+            f"stage {stage} is on {host} alone, and so are the mirrors of its state: if that machine is lost, the run "
+            "is back at its newest checkpoint",
+            flush=True,
+        )
     agents.prepare(_most_workers(settings), settings.to_dict(), data.to_dict())
     return Topology.of({rank: (host,) for rank, host in hosts.items()})
+
+
+def _assigned(launcher: Launcher, settings: Settings) -> dict[int, str]:
+    """Assign all workers to machines. Returns rank -> host.
+
+    Machines have neighbours in a stage, whose gradients go to each other, unless a stage would lie on one machine
+    alone: a machine that is lost would take all replicas of its state along. Then each has workers of all stages.
+    """
+    shape, num_local = settings.mesh.shape, settings.runtime.local_workers
+    ranks: Sequence[int] = range(shape.num_workers)
+    launcher.assign(ranks, num_local)
+    hosts = {rank: launcher.host_of(rank) for rank in ranks}
+    if _alone(settings, hosts):
+        launcher.assign(across_stages(shape), num_local)
+        hosts = {rank: launcher.host_of(rank) for rank in ranks}
+    return hosts
+
+
+def _alone(settings: Settings, hosts: Mapping[int, str]) -> list[tuple[int, str]]:
+    """(stage, host) of the stages that one of several machines has alone, with all mirrors of their state.
+
+    Stages with too few members for all mirrors have some in other stages.
+    """
+    count, stages = settings.mirror.count, Mesh.initial(settings.mesh.shape).stages
+    if not count or len({*hosts.values()}) == 1:
+        return []
+    of_stages = [{hosts[rank] for rank in members} for members in stages]
+    return [
+        (stage, *on)
+        for stage, (on, members) in enumerate(zip(of_stages, stages, strict=True))
+        if len(on) == 1 and len(members) > count
+    ]
+
+
+def across_stages(shape: MeshShape) -> list[int]:
+    """All ranks, the first of each stage, then the second of each, and so on."""
+    stages = Mesh.initial(shape).stages
+    return [members[i] for i in range(max(map(len, stages))) for members in stages if i < len(members)]
 
 
 def _most_workers(settings: Settings) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.errors import ConfigError, FilesError
 from elaswave_spmd.run_dir.atomic_write import open_private, writing
 
 LOCK = "controller.lock"
@@ -161,11 +161,17 @@ def wait_for_workers(path: str | Path, seconds: float, on_wait: Callable[[], obj
 
 
 def _is_free(file: Path) -> bool:
-    """True if nobody holds the lock."""
+    """True if nobody holds the lock.
+
+    Raises:
+        FilesError: the file cannot be opened.
+    """
     try:
         fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
+    except OSError as error:
+        raise FilesError(file, error) from error
     try:
         take_flock(fd, file.parent)
     except BlockingIOError:

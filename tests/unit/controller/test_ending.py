@@ -178,3 +178,10 @@ def test_the_command_as_it_was_typed(
     monkeypatch.setattr(sys, "orig_argv", whole)
     monkeypatch.setattr(module.shutil, "which", lambda name: "/b/elaswave-spmd" if name == "elaswave-spmd" else None)
     assert Command.typed(["mesh=dp2"]) == Command(program, ("mesh=dp2",))
+
+
+def test_what_happened_is_said_also_where_nothing_can_be_looked_at(tmp_path: Path) -> None:
+    (tmp_path / WORKERS_LOCK).mkdir()
+    lines = ending(RunError("the disk is broken"), None, resume=str(tmp_path)).lines()
+    assert lines[0] == "error: the disk is broken"
+    assert "what is left of the run cannot be looked at" in lines[1] and WORKERS_LOCK in lines[1]
