@@ -742,12 +742,12 @@ def _alone(settings: Settings, hosts: Mapping[int, str]) -> list[tuple[int, str]
     count, stages = settings.mirror.count, Mesh.initial(settings.mesh.shape).stages
     if not count or len({*hosts.values()}) == 1:
         return []
-    of_stages = [{hosts[rank] for rank in members} for members in stages]
-    return [
-        (stage, *on)
-        for stage, (on, members) in enumerate(zip(of_stages, stages, strict=True))
-        if len(on) == 1 and len(members) > count
-    ]
+    found = []
+    for stage, members in enumerate(stages):
+        first, *others = {hosts[rank] for rank in members}
+        if not others and len(members) > count:
+            found.append((stage, first))
+    return found
 
 
 def across_stages(shape: MeshShape) -> list[int]:
