@@ -158,6 +158,8 @@ class Ending:
         if checkpoint is None and earlier is not None and earlier != folder:
             folder = earlier  # another directory than the one that it went on from: there is no checkpoint in it yet
             checkpoint = newest_checkpoint(folder)
+        if checkpoint is None and not folder.exists():
+            return [f"nothing to resume: there is no {folder}"]
         if checkpoint is None:
             return [f"nothing to resume: {folder} has no good checkpoint (checkpoint.every=N writes them)"]
         # What this command names must not be in use, and a run that has its result is not resumed in its place.

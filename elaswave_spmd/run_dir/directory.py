@@ -17,6 +17,7 @@ from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
 from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.errors import ConfigError, DataError
 from elaswave_spmd.run_dir.atomic_write import make_private_folder, open_private, replacing
+from elaswave_spmd.run_dir.in_place import InPlace
 from elaswave_spmd.run_dir.json_lines import JsonLines, plain, read_json_lines
 from elaswave_spmd.run_dir.metrics import MetricsLine
 from elaswave_spmd.run_dir.trace import PARTS, TRACE
@@ -36,13 +37,15 @@ class RunDir:
     """A run's directory, open for writing. Made by `RunDir.create` or `RunDir.reopen`.
 
     Call `close` at the end, or `discard` if the run was refused before it started. Every method that writes raises
-    FilesError when the disk is full or the directory is missing.
+    FilesError when the disk is full; those that write at each step, or by the directory's path, also when that is
+    missing or another one.
     """
 
     def __init__(self, path: Path, made_folders: tuple[Path, ...] = (), *, is_new: bool = True) -> None:
         self.path = path
         self._is_new = is_new
         self._made_folders = made_folders
+        self._in_place = InPlace(path)
         self._metrics = JsonLines(path / METRICS)
         try:
             self._events = JsonLines(path / EVENTS)
@@ -110,6 +113,7 @@ class RunDir:
 
     def write_metrics(self, line: MetricsLine) -> None:
         """Append a line to metrics.jsonl."""
+        self._in_place.check()
         self._metrics.append(line.to_dict())
 
     def write_event(self, kind: str, time: float, fields: Mapping[str, object]) -> None:
@@ -121,16 +125,19 @@ class RunDir:
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write summary.json, whole or not at all, and to the disk: from then on the run has its result."""
         text = json.dumps(plain(summary), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        self._in_place.check()
         with replacing(self.path / SUMMARY, durable=True) as scratch:
             scratch.write_text(text, encoding="utf-8")
 
     def write_costs(self, text: str) -> None:
         """Write costs.json, whole or not at all."""
+        self._in_place.check()
         with replacing(self.path / COSTS, durable=False) as scratch:
             scratch.write_text(text + "\n", encoding="utf-8")
 
     def write_weights(self, weights: Mapping[str, np.ndarray], name: str = WEIGHTS) -> None:
         """Write weights.safetensors, or another such file, whole or not at all, and to the disk: before the summary."""
+        self._in_place.check()
         with replacing(self.path / name, durable=True) as scratch:
             save_weights(scratch, weights)
 

@@ -26,6 +26,7 @@ from elaswave_spmd.recovery.messages import Applied, ShardWritten
 from elaswave_spmd.run_dir.atomic_write import replacing
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, write_shard
 from elaswave_spmd.run_dir.checkpoint_writers import assign_writers
+from elaswave_spmd.run_dir.in_place import InPlace
 from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.run_dir.manifest import MANIFEST
 from elaswave_spmd.runtime.devices import Device, HostCopy
@@ -112,6 +113,7 @@ class CheckpointWriter:
     ) -> None:
         self._rank = rank
         self._orders = orders
+        self._in_place = InPlace(orders.run_dir)
         self._layout = layout
         self._device = device
         self._send_report = send_report
@@ -212,6 +214,7 @@ class CheckpointWriter:
         directory = checkpoint_path(orders.run_dir, step)
         ballot = Ballot(orders.incarnation, epoch)
         try:
+            self._in_place.check()  # another run may have begun where this one's directory was
             shard = write_shard(directory, step, ballot, self._rank, copied.arrays, run=orders.run)
         except (RunError, UserError) as error:
             return ShardWritten(step, self._rank, epoch, error=str(error))

@@ -66,10 +66,12 @@ def test_what_the_error_names_is_not_said_twice(good: set[Path]) -> None:
     "error",
     [RunError("x"), WorkerError(1, "ValueError: x"), FilesError("f", OSError(28, "No space left")), ValueError("x")],
 )
-def test_every_end_says_why_nothing_can_go_on(good: set[Path], error: Exception) -> None:
-    what, *_, last = ending(error, Path("/runs/a")).lines()
+def test_every_end_says_why_nothing_can_go_on(good: set[Path], error: Exception, tmp_path: Path) -> None:
+    what, *_, last = ending(error, tmp_path).lines()
     assert what.startswith("error: ") or "ValueError: x" in what
-    assert last == "nothing to resume: /runs/a has no good checkpoint (checkpoint.every=N writes them)"
+    assert last == f"nothing to resume: {tmp_path} has no good checkpoint (checkpoint.every=N writes them)"
+    *_, last = ending(error, tmp_path / "gone").lines()
+    assert last == f"nothing to resume: there is no {tmp_path}/gone"
 
 
 def test_a_run_that_was_resumed_repeats_what_was_named_then(good: set[Path]) -> None:
