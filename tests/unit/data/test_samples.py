@@ -71,6 +71,7 @@ def test_trees_keep_their_form() -> None:
         (([1.0], [1.0, 2.0]), "cannot be stacked"),
         ((np.ones(2), np.ones(2), np.ones(3)), r"cannot be stacked: one is sample 2 float64\[3\]"),
         ((1.0, None), "cannot be stacked: one is sample 1 NoneType"),
+        (({"x": 1.0}, {"x": 1.0, "y": 2.0}), r'cannot be stacked: one is sample 1\["x"\] float, sample 1\["y"\] float'),
         (({"x": 1, "name": "one"},), r'batch\["name"\]\[0\] of mine is of type str'),
         (({},), "has no tensors"),
     ],
