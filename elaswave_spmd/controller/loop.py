@@ -203,8 +203,15 @@ class Controller:
             self._generation = comeback.generation
             self._roster.taken_over(comeback.next_rank)
             self._ready.update(comeback.pids)
-            self._takeover = _takeover_of(
-                comeback, plan, self.protocol, self._roster, self._supervision, self._failures, log.validations
+            self._takeover = Takeover(
+                comeback,
+                plan,
+                self.protocol,
+                self._roster,
+                self._supervision,
+                self._failures,
+                log.validations.newest,
+                log.validations.ended_at,
             )
 
     def run(self) -> Outcome:
@@ -511,7 +518,7 @@ class Controller:
                 return [*acknowledged, *planned, *self._failures.committed(applied, now)]
             case ValidationDone(step, is_last=is_last):
                 loss = mean_loss(self._plan, action)
-                self._log.validations.ends_at(step, loss)  # takes it; the protocol has decided, by the same losses
+                self._log.validations.add(step, loss)
                 self._checkpoints.validated(step, loss)
                 if is_last:
                     return [self._early_end(step)]
@@ -676,16 +683,3 @@ def _bounds_of(plan: RunPlan) -> MessageBounds:
     chaos = plan.settings.chaos
     spawns = chaos.random or any(event.kind == "join" for event in chaos.events)
     return message_bounds(plan.job, plan.description.layout, spawns=spawns, pairs=plan.settings.runtime.pairs)
-
-
-def _takeover_of(
-    comeback: Comeback,
-    plan: RunPlan,
-    protocol: ControllerProtocol,
-    roster: Roster,
-    supervision: Supervision,
-    failures: FailureHandler,
-    known: Validations,
-) -> Takeover:
-    """The first act of a controller that came back. `known`: the validations that are written down."""
-    return Takeover(comeback, plan, protocol, roster, supervision, failures, known.newest, known.ended_at)

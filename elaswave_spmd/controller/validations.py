@@ -11,7 +11,7 @@ from elaswave_spmd.worker.spec import Job
 
 
 class Validations:
-    """The losses, their order, and the decision that follows from them: does the run end early?
+    """The losses, their order, and whether a run has ended early by them.
 
     Args:
         known: of the validations at (step, micro-batches) of an earlier run, as hexadecimal floats.
@@ -27,11 +27,9 @@ class Validations:
             if step <= version and number == job.num_validation_microbatches
         }
 
-    def ends_at(self, step: int, loss: float) -> bool:
-        """Take a validation loss. Returns True if the run ends after this step, before its last one."""
+    def add(self, step: int, loss: float) -> None:
+        """Take a validation loss."""
         self._losses[step] = loss
-        rule = self._job.early_stop
-        return rule is not None and step < self._job.steps and rule.is_over(self._of_this_run)
 
     @property
     def newest(self) -> int:

@@ -410,7 +410,7 @@ class _Check:
     def _run_whole(self, layer: LayerLayout, sample: Sample) -> list[Tensor]:
         """Run a micro-batch, and nothing else. Returns the tensors of its output and gradients."""
         programs, x, number = self._programs, self._inputs[sample.number], sample.number
-        keys = Keys.make(self._job.seed, sample.step, sample.ids, layer.index, self._place)
+        keys = self._keys(layer, sample)
         into = GradientBuffer(layer, self._place)
         y = programs.forward(layer.index, number, x, keys, sample.batch)
         dy = None if layer.index == self._last else _made_up_gradient(y)
@@ -421,7 +421,7 @@ class _Check:
     def _run_in_parts(self, layer: LayerLayout, sample: Sample) -> tuple[int, list[Tensor]]:
         """Run a micro-batch in parts. Returns the bytes that are kept between these; tensors as `_run_whole`."""
         programs, x, number = self._programs, self._inputs[sample.number], sample.number
-        keys = Keys.make(self._job.seed, sample.step, sample.ids, layer.index, self._place)
+        keys = self._keys(layer, sample)
         into = GradientBuffer(layer, self._place)
         y = programs.forward(layer.index, number, x, keys, sample.batch)
         dy = None if layer.index == self._last else _made_up_gradient(y)
@@ -438,6 +438,9 @@ class _Check:
         with _bound(self._programs, layer, values):
             result = self._run(layer, values, watch, sample)
         return result, watch.settled
+
+    def _keys(self, layer: LayerLayout, sample: Sample) -> Keys:
+        return Keys.make(self._job.seed, sample.step, sample.ids, layer.index, self._place)
 
     def _values(self, layer: LayerLayout) -> ValueBuffer:
         """A new copy of a layer, whose parameters are views of a buffer with initial values."""
@@ -464,7 +467,7 @@ class _Check:
             sums: add the gradients to what is in it.
         """
         x, batch = self._inputs[sample.number], sample.batch
-        keys = Keys.make(self._job.seed, sample.step, sample.ids, layer.index, self._place)
+        keys = self._keys(layer, sample)
         into, programs = sums or GradientBuffer(layer, self._place), self._programs
         given = {**dict(_named("its input", x)), **dict(leaves_of(batch))}
         if returned is not None:
@@ -562,7 +565,7 @@ class _Check:
         if not any(one.gradient_slots for one in until):  # nothing that is trained: it may make features of tokens
             return
         x = leaf(self._inputs[self._first.number], passes_gradient=layer.index > first)
-        keys = Keys.make(self._job.seed, self._first.step, self._first.ids, layer.index, self._place)
+        keys = self._keys(layer, self._first)
         with torch.enable_grad(), naming_layer(layer.name, "check of its gradient", x):
             y = call_layer(module, x, keys)
         if any(one.requires_grad for one in tensors_of(y)):
@@ -609,7 +612,7 @@ class _Check:
     def _output(self, layer: LayerLayout, module: nn.Module, sample: Sample) -> Activation:
         """The last layer's output for a micro-batch, floating-point tensors in fp32."""
         x = leaf(self._inputs[sample.number], passes_gradient=False)
-        keys = Keys.make(self._job.seed, sample.step, sample.ids, layer.index, self._place)
+        keys = self._keys(layer, sample)
         with torch.no_grad(), naming_layer(layer.name, "check of the loss", x):
             y = call_layer(module, x, keys)
         return map_tensors(_in_fp32, checked_output(y, self._job.torch_dtype, layer.name))
