@@ -57,7 +57,7 @@ from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
 from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.sharding.layout import ModelLayout
-from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet, dispensable
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet, dispensable, joined
 from elaswave_spmd.sharding.reshard import ReshardPlan, plan_reshard
 
 
@@ -879,7 +879,11 @@ class ControllerProtocol:
             plan = promoted.towards(aim.state_sharding(mirror_count, self._policy.mirror_scatter))
         is_finished = not plan.copies and (goes_on or (plan.during == plan.after and self._goal is None))
         self._reshard = None if is_finished else plan
-        return replace(plan, during=plan.adopted()) if is_finished else plan
+        if not is_finished:
+            return plan
+        # With nothing of a step under way, no message needs the page ranges of before by their names (C9).
+        after = joined(plan.adopted(), self.layout) if goes_on else plan.adopted()
+        return replace(plan, during=after, after=after)
 
     def _recovery_plan(self, placement: Placement, standing: _Standing) -> tuple[Recompute, ...] | None:
         """The plan for what is left of the step under way; None if no member has begun it."""

@@ -15,15 +15,16 @@ others come in by `vote_received`; on large meshes a SendVote of their sum follo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Protocol, TypeAlias
 
 from elaswave_spmd.determinism.exact_sum import exact_sum, expansion
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery.messages import Publish, Vote
 from elaswave_spmd.recovery.vote_exchange import WIDEST, Round, added, content_of, rounds_of
-from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet, covering
 
 
 @dataclass(frozen=True)
@@ -303,7 +304,8 @@ class WorkerProtocol:
         """Become a member of a newer epoch. The caller asks for `votes_again` when everything else is in place.
 
         Args:
-            held: page ranges of the older epoch or parts of them, whose reduced gradients stay; or new ones without.
+            held: page ranges of the older epoch or parts of them, whose reduced gradients stay; ones that those were
+                joined to, if nothing of a step is under way; or new ones without.
             highest_version: of any member. A worker that is behind it had voted for it, or it could not have been
                 decided: its reduced gradients are all here.
         """
@@ -314,8 +316,11 @@ class WorkerProtocol:
         self.held = held
         self.loss_range = loss_range
         self._index_held()
-        # Page ranges are only ever split, so the norms of a range that is new here are those of a part of an old one.
-        self._norms = {step: _resplit(norms, self._holds) for step, norms in self._norms.items()}
+        # Page ranges are joined when no member has anything of the step after the version. What a worker without
+        # micro-batches may have got of it since, named by the new ranges, comes again (StateReplica.pop_early).
+        self._norms = {
+            step: _recut(norms, self._holds, joins=step <= self.version) for step, norms in self._norms.items()
+        }
         self._missing = {step: set(self._holds - norms.keys()) for step, norms in self._norms.items()}
         if self.version < highest_version:
             self._missing[highest_version] = set()  # what it lacks are pages that it learns: their state comes later
@@ -458,16 +463,20 @@ class WorkerProtocol:
                 del table[old]
 
 
-def _resplit(
-    norms: dict[PageRange, tuple[float, ...]], held: frozenset[PageRange]
+def _recut(
+    norms: Mapping[PageRange, tuple[float, ...]], held: frozenset[PageRange], *, joins: bool
 ) -> dict[PageRange, tuple[float, ...]]:
-    """The norm values of the held page ranges, each of which is one of those known, or a part of one, or not known."""
+    """The norm values of the held page ranges, as far as they are known of those of before.
+
+    Args:
+        joins: a page range may be made of several; else it is one of those known, or a part of one.
+    """
     found = {key: norms[key] for key in held if key in norms}
     for key in held - found.keys():
-        layer, first, stop = key
-        whole = next((k for k in norms if k[0] == layer and k[1] <= first and stop <= k[2]), None)
-        if whole is not None:
-            found[key] = norms[whole][first - whole[1] : stop - whole[1]]  # the loss page has none
+        parts = covering(key, norms)
+        if len(parts) == 1 or (parts and joins):
+            values = (norms[part][max(0, key[1] - part[1]) : key[2] - part[1]] for part in parts)
+            found[key] = tuple(chain.from_iterable(values))  # none of the loss page
     return found
 
 

@@ -36,7 +36,7 @@ def rebalance_replicas(current: ReplicaMap, layout: ModelLayout, sharding: State
     """The target for a mesh and specs, from the present map; without learners.
 
     Primaries are members of the layer's stage and have equally many trained pages, within one, and equally many frozen
-    ones; page ranges are split for that, never merged. Each page has `mirror_count` mirrors, or as many as there are
+    ones; page ranges are split for that, and not joined. Each page has `mirror_count` mirrors, or as many as there are
     other workers, the surviving ones first; replicated state has all members of the stage as replicas. The fewest
     copies of pages are made that allow this. A map that fulfils it already stays as it is.
 

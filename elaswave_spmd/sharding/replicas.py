@@ -1,7 +1,8 @@
 """The workers that hold each page of state, as explicit data, and what happens to it: a loss, caught-up learners.
 
-A `ReplicaMap` lists the page ranges of each layer with their replicas. Page ranges are only ever split, never merged,
-while a run lasts, so that a name of a range in a message under way stays meaningful: it is a union of newer ranges.
+A `ReplicaMap` lists the page ranges of each layer with their replicas. Changes split page ranges: a name of a range in
+a message under way is a union of newer ranges. They are joined again (`joined`) only in a change that finds nothing
+under way, so that no such name is needed any more.
 
 After a loss the map is derived from the one before (`promote`), never made anew. Every other change goes from the
 present map to a target in two steps: `with_learners` adds the workers that are to become replicas, `adopt` makes the
@@ -17,12 +18,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, combinations
+from itertools import chain, combinations, pairwise
 from math import comb
 from operator import is_
 
 import numpy as np
 import numpy.typing as npt
+
+from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout
 
 PageRange = tuple[int, int, int]
 """(layer, first page, stop page)."""
@@ -109,6 +112,14 @@ class LayerReplicas(tuple[ReplicaSet, ...]):
         return frozenset(pages.key for pages in self)
 
     @cached_property
+    def joints(self) -> tuple[int, ...]:
+        """The first pages of the page ranges that have the replicas and the primary of the one before, and no learners.
+
+        Ascending. Those at which no block begins are where page ranges could be joined.
+        """
+        return tuple(pages.first for before, pages in pairwise(self) if _have_the_same(before, pages))
+
+    @cached_property
     def set_sizes(self) -> frozenset[int]:
         """The numbers of replicas that page ranges have."""
         return frozenset(map(len, self.sets))
@@ -193,6 +204,17 @@ class LayerReplicas(tuple[ReplicaSet, ...]):
 
 ReplicaMap = Mapping[int, tuple[ReplicaSet, ...]]
 """Layer -> its page ranges with their replicas, in page order."""
+
+
+def covering(pages: PageRange, ranges: Iterable[PageRange]) -> tuple[PageRange, ...]:
+    """Those of disjoint page ranges that have a part in `pages`, in page order; none unless they have all of it.
+
+    What is known of older page ranges is known by them of one that is a part of one, or that several were joined to.
+    """
+    layer, first, stop = pages
+    found = sorted(key for key in ranges if key[0] == layer and key[1] < stop and first < key[2])
+    num_pages = sum(min(key[2], stop) - max(key[1], first) for key in found)
+    return tuple(found) if num_pages == stop - first else ()
 
 
 def ranges_of(replicas: ReplicaMap, layer: int) -> LayerReplicas:
@@ -288,6 +310,36 @@ def _cut_layer(ranges: Sequence[ReplicaSet], cuts: Sequence[ReplicaSet]) -> Iter
             first = stop
 
 
+def joined(replicas: ReplicaMap, layout: ModelLayout) -> ReplicaMap:
+    """The same replicas, with neighbouring page ranges of a block joined where they have the same ones. No learners.
+
+    Without this, each loss would leave more page ranges, and with them more messages of every step.
+    """
+    layers = {layer: ranges_of(replicas, layer) for layer in replicas}
+    return {layer: _joined_layer(ranges, layout.layers[layer]) for layer, ranges in layers.items()}
+
+
+def _joined_layer(ranges: LayerReplicas, layout: LayerLayout) -> LayerReplicas:
+    # No page range has pages of two blocks: these may differ in what reads them, and in whether they are trained.
+    joints = set(ranges.joints).difference(block.first_page for block in layout.blocks)
+    if not joints:
+        return ranges
+    found: list[ReplicaSet] = []
+    for pages in ranges:
+        if pages.first in joints:
+            before = found.pop()
+            pages = ReplicaSet(pages.layer, before.first, pages.stop, before.primary, before.replicas)
+        found.append(pages)
+    return LayerReplicas(found)
+
+
+def _have_the_same(before: ReplicaSet, pages: ReplicaSet) -> bool:
+    """True if two page ranges have the same primary and replicas, and no learners."""
+    if before.primary != pages.primary or before.learners or pages.learners:
+        return False
+    return before.replicas is pages.replicas or before.replicas == pages.replicas
+
+
 def with_learners(current: ReplicaMap, target: ReplicaMap) -> ReplicaMap:
     """The current replicas on the target's page ranges, with the target's other replicas as learners."""
     assert current.keys() == target.keys(), (sorted(current), sorted(target))
@@ -305,7 +357,7 @@ def _refined(current: Sequence[ReplicaSet], target: Sequence[ReplicaSet]) -> Ite
             place += 1
         now = current[place]
         # A name of pages in a message under way must stay a union of present ranges: see the module.
-        assert now.first <= goal.first and goal.stop <= now.stop, f"page ranges are never merged: {now} -> {goal}"
+        assert now.first <= goal.first and goal.stop <= now.stop, f"page ranges are not joined here: {now} -> {goal}"
         learners = _NONE if goal.replicas is now.replicas else goal.replicas - now.replicas
         if goal.key == now.key and learners == now.learners:
             yield now
@@ -349,13 +401,17 @@ def disown(
 ) -> tuple[ReplicaMap, tuple[ReplicaSet, ...]]:
     """The map in which a worker is no replica of the damaged pages any more; where it was the primary, a mirror is.
 
+    Args:
+        damaged: as the worker's own mesh epoch cuts pages, or the map does. Of a page range that has any such page it
+            gives up all.
+
     Returns:
         The map; and the page ranges of which nobody else is a replica, which stay in the map as they were.
     """
     alone: list[ReplicaSet] = []
 
     def after(pages: ReplicaSet) -> ReplicaSet:
-        hit = any(pages.layer == layer and a <= pages.first and pages.stop <= b for layer, a, b in damaged)
+        hit = any(pages.layer == layer and a < pages.stop and pages.first < b for layer, a, b in damaged)
         if rank not in pages.replicas or not hit:
             return pages
         left = pages.replicas - {rank}

@@ -134,7 +134,7 @@ class GradientReducer:
 
         Args:
             replica_map: of all layers that concern this worker's layers and held pages; page ranges are those of the
-                older configuration, or parts of them.
+                older configuration, parts of them, or several joined, if nothing of a step is under way.
             layers: that this worker computes.
             current: the step under way.
             unsure: peers that may have missed what they were sent: they get all of it again.
@@ -337,14 +337,15 @@ class GradientReducer:
         """Add a node's sum that another worker sent; ignored if its step is decided already.
 
         It may be cut as in an older configuration. Parts for pages that this worker is not the primary of wait for the
-        configuration in which it is: the sender may have entered that one already.
+        configuration in which it is: the sender may have entered that one already. So it may be for pages that are one
+        range there, and several here.
         """
         if message.step <= self.applied_step:
             return
         layout = self._layout.layers[message.layer]
         ranges = [(a, a + pages.stop - pages.first, pages) for a, pages in self._ranges_by_use.get(message.layer, ())]
         inside = [(a, b, pages) for a, b, pages in ranges if message.first <= a and b <= message.stop]
-        if sum(b - a for a, b, _ in inside) < message.stop - message.first:
+        if [(a, b) for a, b, _ in inside] != [(message.first, message.stop)]:
             self._early[message] = payload  # whole: what is used now is ignored the second time
         start, _ = layout.span(message.first, message.stop)
         for a, b, pages in inside:

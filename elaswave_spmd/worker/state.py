@@ -20,7 +20,7 @@ from torch import Tensor
 
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout, UpdateRule
-from elaswave_spmd.sharding.replicas import PageRange, ReplicaSet
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaSet, covering
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.optimizers import AVERAGE, PageOptimizer, Update
 
@@ -75,13 +75,12 @@ class HeldRange:
         """The state is of another version from now on, and is not hashed yet; or it is given up (LEARNING)."""
         self.version, self.written = version, None
 
-    def part(self, pages: ReplicaSet, layout: LayerLayout) -> HeldRange:
-        """The same memory, as a page range that lies inside this one."""
-        start, stop = layout.span(pages.first, pages.stop)
-        a, b = start - self.start, stop - self.start
+    def part(self, pages: ReplicaSet, start: int, stop: int) -> HeldRange:
+        """The same memory from element `start` to `stop` of the layer, as far as it is here, for these pages."""
+        a, b = max(0, start - self.start), min(stop, self.stop) - self.start
         states = {name: values[a:b] for name, values in self.optimizer_state.items()}
         written = self.written if pages.key == self.pages.key else None
-        return HeldRange(pages, start, stop, self.master[a:b], states, self.version, written)
+        return HeldRange(pages, self.start + a, self.start + b, self.master[a:b], states, self.version, written)
 
 
 @dataclass(frozen=True)
@@ -117,19 +116,14 @@ class HeldState:
         """Hold exactly these page ranges from now on.
 
         Args:
-            ranges: each is one that was held, a part of one, or new: then it has no state, and version LEARNING.
+            ranges: each is one that was held, a part of one, several joined; or new: then it has no state, and version
+                LEARNING.
             values: the compute buffers of the layers that this worker computes.
         """
         old, self._values = self.layers, values
-        # Ranges are only ever split, so what is left of an old range is a slice of the same memory: nothing is copied.
         found: dict[int, list[HeldRange]] = {}
         for pages in ranges:
-            whole = next(
-                (h for h in old.get(pages.layer, ()) if h.pages.first <= pages.first and pages.stop <= h.pages.stop),
-                None,
-            )
-            layout = self._layout.layers[pages.layer]
-            held = whole.part(pages, layout) if whole is not None else self._new(pages, layout)
+            held = self._held_as(pages, {part.pages.key: part for part in old.get(pages.layer, ())})
             self._settle(held)
             found.setdefault(pages.layer, []).append(held)
         self.layers = found
@@ -156,8 +150,26 @@ class HeldState:
                 else:
                     part.optimizer_state[name] = values.clone()
 
-    def _new(self, pages: ReplicaSet, layout: LayerLayout) -> HeldRange:
+    def _held_as(self, pages: ReplicaSet, old: Mapping[PageRange, HeldRange]) -> HeldRange:
+        """A page range with the state that is here of it, in the ranges of its layer that were held before."""
+        layout = self._layout.layers[pages.layer]
         start, stop = layout.span(pages.first, pages.stop)
+        # What is left of an old range is a slice of the same memory: nothing is copied.
+        parts = [old[key].part(pages, start, stop) for key in covering(pages.key, old)]
+        versions = {part.version for part in parts}
+        if not parts or (len(parts) > 1 and LEARNING in versions):
+            return self._new(pages, layout, start, stop)  # given up in part: the sender cannot know which
+        assert len(versions) == 1, (pages, versions, "state is joined between two steps")
+        return parts[0] if len(parts) == 1 else self._joined(pages, parts)
+
+    def _joined(self, pages: ReplicaSet, parts: Sequence[HeldRange]) -> HeldRange:
+        """The state of neighbouring page ranges as that of one, in memory of its own."""
+        first, last = parts[0], parts[-1]
+        states = {name: torch.cat([part.optimizer_state[name] for part in parts]) for name in first.optimizer_state}
+        master = torch.cat([part.master for part in parts])
+        return HeldRange(pages, first.start, last.stop, master, states, first.version)
+
+    def _new(self, pages: ReplicaSet, layout: LayerLayout, start: int, stop: int) -> HeldRange:
         names = () if layout.is_frozen(pages.first) else self.optimizer.state_names
         states = {name: self._empty(stop - start) for name in names}
         master = self._empty(0 if self._in_compute_buffer(pages) else stop - start)

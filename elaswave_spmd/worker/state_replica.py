@@ -21,7 +21,7 @@ from elaswave_spmd.recovery.worker_protocol import Apply, WorkerProtocol
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import LOSS
-from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet, covering
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.context import WorkerContext
 from elaswave_spmd.worker.digests import Digester
@@ -202,10 +202,13 @@ class StateReplica:
     def _since_when(self, key: PageRange, now: int) -> int:
         if key in self._since:
             return self._since[key]
-        return next((since for whole, since in self._since.items() if contains(whole, key)), now)
+        return max((self._since[part] for part in covering(key, self._since)), default=now)
 
     def _split_gradients(self) -> None:
-        """Cut reduced gradients as page ranges were cut; those of ranges that are not held here any more go."""
+        """Cut reduced gradients as page ranges were cut; those of ranges that are not held here any more go.
+
+        Those of ranges that were joined go as well: they came from members of this mesh epoch, and come again early.
+        """
         for step, gradients in self._gradients.items():
             found: dict[PageRange, Tensor] = {}
             for key, gradient in gradients.items():
@@ -337,8 +340,9 @@ class StateReplica:
         if message.step <= self.protocol.version:
             return
         parts = cut(self._layout, self._held, (message.layer, message.first, message.stop), payload)
-        if sum(stop - first for _, first, stop in parts) < message.stop - message.first:
-            # Sent by a peer that is an epoch ahead, in which this worker may hold more: kept until it gets there.
+        if (message.layer, message.first, message.stop) not in parts:
+            # Perhaps sent by a peer that is an epoch ahead, in which this worker may hold more, or has these pages in
+            # one range: kept until it gets there.
             self._early[sender, message] = payload
         norms = np.frombuffer(message.norms, "<f4").tolist()
         for key, gradient in parts.items():

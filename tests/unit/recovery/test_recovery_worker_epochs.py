@@ -210,6 +210,28 @@ def test_norms_follow_a_run_that_was_cut() -> None:
     assert protocol.has_gradient(1, (0, 1, 2)) and protocol.norms_at(1, OWN.key) == ()
 
 
+def test_norms_follow_runs_that_were_joined() -> None:
+    """Also with a part of a run: a worker that has missed a mesh epoch may enter one that has cut the joined run."""
+    protocol = voted()
+    protocol.vote_received(vote(1, OTHER, OLD, 5.0))
+    assert applied(protocol.vote_received(vote(1, THIRD, OLD, 4.0))) == [1]
+    joined = ReplicaSet(0, 1, 3, ME, frozenset({OTHER, ME}))
+    (again,) = sent(enter(protocol, 1, [ReplicaSet(0, 0, 1, OTHER, frozenset({OTHER, ME})), joined, LOSS]))
+    assert protocol.norms_at(1, joined.key) == (7.0, 5.0) and protocol.has_gradient(1, joined.key)
+    assert math.fsum(again.norm) == 12.0
+
+
+def test_of_an_undecided_step_nothing_is_known_of_runs_that_were_joined() -> None:
+    """The gradients of its parts were given up: they come again."""
+    protocol = worker()
+    complete_gradients(protocol, 1, OWN, MIRRORED, LOSS)
+    joined = ReplicaSet(0, 0, 3, ME, frozenset({OTHER, ME}))
+    enter(protocol, 0, [joined, LOSS])
+    assert not protocol.has_gradient(1, joined.key) and protocol.has_gradient(1, LOSS.key)
+    assert protocol.computed(1) == []
+    assert len(sent(protocol.gradient_complete(1, joined.key, [9.0, 7.0, 5.0]))) == 1
+
+
 def test_entries_of_a_step_under_way_stay_and_new_ones_are_missing() -> None:
     protocol = worker()
     complete_gradients(protocol, 1, OWN, LOSS)

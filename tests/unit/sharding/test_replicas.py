@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
 from elaswave_spmd.sharding import P
@@ -14,7 +16,10 @@ from elaswave_spmd.sharding.replicas import (
     ReplicaSet,
     adopt,
     all_replica_sets,
+    covering,
+    disown,
     from_rows,
+    joined,
     promote,
     to_rows,
     unsurvived,
@@ -67,6 +72,48 @@ def test_a_target_is_adopted_only_with_all_its_state():
     halves = {0: (ReplicaSet(0, 0, 1, 1, frozenset({1})), ReplicaSet(0, 1, 2, 1, frozenset({1})))}
     with pytest.raises(AssertionError):
         with_learners(halves, a)
+
+
+def test_ranges_are_joined_where_they_have_the_same_replicas_and_no_block_begins():
+    trained, frozen = ParameterInfo("a.v", (320,), True), ParameterInfo("a.w", (192,), True, frozen=True)
+    layout = lay_out([LayerUse("a", (trained, frozen))], page_size=64)
+    assert [block.first_page for block in layout.layers[0].state_blocks] == [0, 5]
+    here, there = frozenset({1, 2}), frozenset({2, 3})
+    rows = [(0, 2, 1, here), (2, 3, 1, here), (3, 4, 2, here), (4, 5, 2, there), (5, 6, 2, there), (6, 8, 2, there)]
+    ranges = tuple(ReplicaSet(0, *row) for row in rows)
+    found = joined({0: ranges}, layout)
+    assert [(pages.key[1:], pages.primary, pages.replicas) for pages in found[0]] == [
+        ((0, 3), 1, here),
+        ((3, 4), 2, here),
+        ((4, 5), 2, there),
+        ((5, 8), 2, there),
+    ]
+    assert joined(found, layout)[0] is found[0], "nothing is left to join"
+    learning = (ReplicaSet(0, 0, 2, 1, here, frozenset({7})), ReplicaSet(0, 2, 3, 1, here), *ranges[2:])
+    assert [pages.key for pages in joined({0: learning}, layout)[0]] == [*(p.key for p in ranges[:4]), (0, 5, 8)]
+
+
+@given(st.data())
+def test_the_ranges_that_have_all_of_a_range_are_found_whatever_was_cut_and_joined(data: st.DataObject):
+    cuts = st.lists(st.integers(1, 19), unique=True, max_size=6).map(lambda inside: [0, *sorted(inside), 20])
+    ranges = [(1, a, b) for a, b in itertools.pairwise(data.draw(cuts)) if data.draw(st.integers(0, 4))]
+    first = data.draw(st.integers(0, 19))
+    pages = (1, first, data.draw(st.integers(first + 1, 20)))
+    found = covering(pages, data.draw(st.permutations([*ranges, (0, 0, 20), (2, 0, 20)])))
+    here, wanted = {page for _, a, b in ranges for page in range(a, b)}, set(range(*pages[1:]))
+    if wanted <= here:
+        assert list(found) == [key for key in ranges if wanted.intersection(range(*key[1:]))]
+    else:
+        assert found == ()
+
+
+def test_whoever_gives_up_a_part_of_a_range_gives_up_the_range():
+    """A worker that has not entered the mesh epoch which joined page ranges names those of before."""
+    held = frozenset({1, 2})
+    ranges = (ReplicaSet(0, 0, 4, 1, held), ReplicaSet(0, 4, 6, 1, held), ReplicaSet(0, 6, 9, 1, held))
+    found, alone = disown({0: ranges}, 1, [(0, 1, 2), (0, 4, 6)])
+    assert [(pages.primary, sorted(pages.replicas)) for pages in found[0]] == [(2, [2]), (2, [2]), (1, [1, 2])]
+    assert alone == ()
 
 
 def test_unsurvived_with_replicas_of_any_number():

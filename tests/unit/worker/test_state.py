@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -247,7 +248,9 @@ def test_what_is_given_up_of_a_range_frees_its_memory(separate: bool) -> None:
         middle = (part.pages.first + part.pages.stop + 1) // 2
         pages = ReplicaSet(part.pages.layer, part.pages.first, middle, 0, part.pages.replicas)
         kept.append(pages)
-        wanted[pages.key] = [row.clone() for row in part.part(pages, LAYOUT.layers[pages.layer]).rows]
+        wanted[pages.key] = [
+            row.clone() for row in part.part(pages, *LAYOUT.layers[pages.layer].span(pages.first, middle)).rows
+        ]
     state.rebind(kept, {} if separate else state._values)
     storages = {}
     for part in state:
@@ -256,3 +259,45 @@ def test_what_is_given_up_of_a_range_frees_its_memory(separate: bool) -> None:
         storages |= {row.untyped_storage().data_ptr(): row.untyped_storage().nbytes() for row in own}
     needed = sum(row.nbytes for part in state for row in (part.rows if separate else part.rows[1:]))
     assert needed <= sum(storages.values()) <= 1.25 * needed
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("separate", [False, True])
+def test_ranges_that_are_joined_have_the_state_of_their_parts(seed: int, separate: bool) -> None:
+    """Also where a range that was cut is joined to a part of the next one, as after a mesh epoch that was missed."""
+    draw = random.Random(seed)
+    state, whole = (states(1, 1, separate=separate, dtype=torch.float32)[0] for _ in range(2))
+    values = state._values
+    for step in (1, 2, 3, 4):
+        state.rebind([pages for part in whole for pages in cut_anywhere(part.pages, draw)], values)
+        if draw.random() < 0.5:
+            state.fingerprints()
+        for one in (state, whole):
+            update(one, step, 1.0 + step)
+    state.rebind([part.pages for part in whole], values)
+    for mine, wanted in zip(state, whole, strict=True):
+        assert (mine.pages, mine.start, mine.stop, mine.version) == (wanted.pages, wanted.start, wanted.stop, 4)
+        assert mine.written is None and all(map(torch.equal, mine.rows, wanted.rows))
+        assert separate or mine.master.data_ptr() == state.compute_values(mine).data_ptr()
+
+
+def cut_anywhere(pages: ReplicaSet, draw: random.Random) -> list[ReplicaSet]:
+    """A page range in up to three parts."""
+    inside = range(pages.first + 1, pages.stop)
+    borders = [pages.first, *sorted(draw.sample(inside, min(len(inside), draw.randrange(3)))), pages.stop]
+    return [ReplicaSet(pages.layer, a, b, pages.primary, pages.replicas) for a, b in pairwise(borders)]
+
+
+def test_a_joined_range_of_which_a_part_was_given_up_has_no_state() -> None:
+    """Its primary sends it as a whole: a worker that kept the other part would have a wrong version of that."""
+    state = states(1, 1, separate=True, dtype=torch.float32)[0]
+    whole = max((part.pages for part in state), key=lambda pages: pages.num_pages)
+    middle = whole.first + 1
+    others = [part.pages for part in state if part.pages != whole]
+    halves = [
+        ReplicaSet(whole.layer, a, b, 0, whole.replicas) for a, b in ((whole.first, middle), (middle, whole.stop))
+    ]
+    state.rebind([*others, *halves], {})
+    state.disown([part for part in state if part.pages == halves[1]])
+    state.rebind([*others, whole], {})
+    assert {part.pages: part.version for part in state} == {**dict.fromkeys(others, 0), whole: -1}
