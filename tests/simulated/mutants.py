@@ -27,9 +27,11 @@ from elaswave_spmd.recovery.messages import (
     LinkClosed,
     Message,
     PairSent,
+    PartialSum,
     Publish,
     Ready,
     Reconfigure,
+    ReducedGradient,
     StepReport,
     Vote,
 )
@@ -37,7 +39,8 @@ from elaswave_spmd.recovery.partial_step import WEIGHTS_ONLY
 from elaswave_spmd.recovery.vote_exchange import added
 from elaswave_spmd.recovery.worker_protocol import Apply, Effect, Install, SendVote, WorkerProtocol
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
+from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, joined
+from elaswave_spmd.sharding.reshard import ReshardPlan
 from elaswave_spmd.worker import configuration, sum_exchange
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.channel import ForwardingChannel
@@ -646,6 +649,46 @@ def _damage_taints_nothing() -> Patches:
     return {(ControllerProtocol, "damaged"): _damaged}
 
 
+def _joins_under_way() -> Patches:
+    """Page ranges are joined in every change that leaves nothing to copy, though a step may be under way."""
+    plan_state = ControllerProtocol._plan_state
+
+    def _plan_state(self: ControllerProtocol, *arguments: Any, **options: Any) -> ReshardPlan:
+        plan = plan_state(self, *arguments, **options)
+        if self._reshard is not None:
+            return plan
+        after = joined(plan.after, self.layout)
+        return replace(plan, during=after, after=after)
+
+    return {(ControllerProtocol, "_plan_state"): _plan_state}
+
+
+def _takes_parts_alone() -> Patches:
+    """What comes for pages that are several ranges here counts for these, and is not kept for ranges joined of them."""
+    node_received, gradient_received = GradientReducer.node_received, StateReplica._gradient_received
+
+    def _node_received(self: GradientReducer, message: PartialSum, payload: Any) -> None:
+        was_early = message in self._early
+        node_received(self, message, payload)
+        ranges = [(a, a + pages.num_pages) for a, pages in self._ranges_by_use.get(message.layer, ())]
+        inside = sum(b - a for a, b in ranges if message.first <= a and b <= message.stop)
+        if not was_early and inside == message.stop - message.first:
+            self._early.pop(message, None)
+
+    def _gradient_received(self: StateReplica, sender: int, message: ReducedGradient, payload: Any) -> None:
+        was_early = (sender, message) in self._early
+        gradient_received(self, sender, message, payload)
+        ranges = (key for key in self._held if key[0] == message.layer)
+        inside = sum(b - a for _, a, b in ranges if message.first <= a and b <= message.stop)
+        if not was_early and inside == message.stop - message.first:
+            self._early.pop((sender, message), None)
+
+    return {
+        (GradientReducer, "node_received"): _node_received,
+        (StateReplica, "_gradient_received"): _gradient_received,
+    }
+
+
 MUTANTS: dict[str, Callable[[], Patches]] = {
     "updates in an epoch after its Prepare was answered": _applies_after_prepare,
     "takes a StepReport for an answer to every later Prepare": _reuses_a_report,
@@ -690,6 +733,8 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "takes for written what has changed before a change of the mesh": _changes_of_the_mesh_hash_anew,
     "votes without a look at what it has computed with": _votes_unlooked,
     "keeps what was computed from damaged parameters": _damage_taints_nothing,
+    "joins page ranges of a step under way": _joins_under_way,
+    "keeps nothing for page ranges that are joined": _takes_parts_alone,
     "sends no replicas to a first mesh that was not planned": _first_replicas_unsent,
     "waits for workers that were lost while they started": _waits_for_the_lost,
     "gives a place to a spare that was lost": _spares_that_are_gone,

@@ -15,7 +15,7 @@ from elaswave_spmd.recovery.messages import PartialSum
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
 from elaswave_spmd.sharding.replicas import ReplicaSet
-from elaswave_spmd.worker.gradient_reduction import GradientReducer, ReductionForm, uses_of
+from elaswave_spmd.worker.gradient_reduction import GradientReducer, ReductionForm, first_page_of_use, uses_of
 from elaswave_spmd.worker.sum_exchange import StageExchanges
 from tests.unit.runtime.runtime_cases import HOST, placed, small_layout
 
@@ -191,6 +191,31 @@ def test_a_worker_without_microbatches_may_complete_an_entry_of_a_step_that_it_h
     cluster = Cluster(layout, placement, random.Random(0), in_place=False)
     cluster.run_step(7, {(layer.index, 0): torch.ones(layer.num_gradient_elements) for layer in layout.layers})
     assert {step for step, _ in cluster.entries} == {7} and any(run.primary == 1 for _, run in cluster.entries)
+
+
+def test_a_node_of_a_range_that_is_joined_in_the_next_mesh_epoch_counts_there() -> None:
+    """Its sender has entered that epoch first. Until this worker does, it may have the same pages in several ranges."""
+    layout, placement = small_layout(), placed((2,), (0, 3), ((2, 0),), 1)
+    cluster = Cluster(layout, placement, random.Random(0), in_place=False)
+    reducer, joined = cluster.reducers[1], placement.replica_map(layout)
+    whole = max((r for runs in joined.values() for r in runs if r.primary == 1), key=lambda run: run.num_pages)
+    middle = whole.first + 1
+    parts = [
+        ReplicaSet(whole.layer, *ends, 1, whole.replicas) for ends in ((whole.first, middle), (middle, whole.stop))
+    ]
+    runs = sorted([*(run for run in joined[whole.layer] if run != whole), *parts], key=lambda run: run.first)
+    reducer.enter_epoch({**joined, whole.layer: tuple(runs)}, range(3), 1)
+    start, stop = layout.layers[whole.layer].span(whole.first, whole.stop)
+    values = [torch.randn(stop - start) for _ in range(2)]
+    for microbatch in range(2):
+        if microbatch == 1:
+            reducer.enter_epoch(joined, range(3), 1)
+        for use in uses_of(layout, whole):
+            first = first_page_of_use(layout, whole, use)
+            message = PartialSum(1, use, first, first + whole.num_pages, microbatch, microbatch + 1)
+            reducer.node_received(message, values[microbatch])
+    assert list(cluster.entries) == [(1, whole)]
+    assert torch.equal(cluster.entries[1, whole], values[0] + values[1])
 
 
 def test_a_layer_that_has_gone_to_another_stage_leaves_no_buffers() -> None:
