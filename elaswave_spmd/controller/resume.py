@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.schema import MeshSettings, Settings
@@ -18,7 +18,7 @@ from elaswave_spmd.controller.model_checks import MODEL_CHECK
 from elaswave_spmd.controller.reschedule import Rescheduling, check_rescheduling
 from elaswave_spmd.controller.run_fingerprint import identity_of, without_average
 from elaswave_spmd.data import PreparedData
-from elaswave_spmd.errors import CheckpointError, ConfigError
+from elaswave_spmd.errors import CheckpointError, ConfigError, DataError
 from elaswave_spmd.recovery.messages import Prepare
 from elaswave_spmd.run_dir import MetricsLine, RunDir, RunInfo, RunObserver, read_events, read_metrics
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, find_shards
@@ -27,9 +27,10 @@ from elaswave_spmd.run_dir.checkpoints import (
     find_checkpoints,
     load_newest_good,
     remove_unfinished,
+    step_of,
     write_manifest,
 )
-from elaswave_spmd.run_dir.directory import SUMMARY
+from elaswave_spmd.run_dir.directory import METRICS, SUMMARY
 from elaswave_spmd.run_dir.discard import still_valid
 from elaswave_spmd.run_dir.display import TOKENS
 from elaswave_spmd.run_dir.journal import ORPHAN_GRACE, next_incarnation, read_journal
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
     from elaswave_spmd.worker.spec import Job
 
+
+_Record = TypeVar("_Record")
 
 _REAPING_S = 10.0  # for a fork server to end workers that take too long
 _WAITING = "waiting for the workers of a controller that was killed: they write their state"
@@ -212,34 +215,12 @@ def open_run(plan: RunPlan, data: PreparedData, again: Path | None = None) -> tu
         ConfigError: the directory cannot be used; another controller drives it; the run has other bits.
         CheckpointError: nothing to resume from.
     """
-    settings = plan.settings
     with contextlib.ExitStack() as undo:
         source = None
-        if settings.train.resume is not None:
-            source = _open_source(plan, data, settings.train.resume)
+        if (resume := plan.settings.train.resume) is not None:
+            source = _open_source(plan, data, resume)
             undo.callback(source.lock.close)
-        if source is not None and source.is_run_dir:
-            remove_unfinished(source.path)
-            run_dir = RunDir.reopen(source.path)
-            run, incarnation, locks = source.checkpoint.manifest.run, next_incarnation(source.path), (source.lock,)
-        elif again is not None:
-            lock = lock_run_dir(again)
-            undo.callback(lock.close)
-            remove_unfinished(again)
-            run_dir = RunDir.reopen(again)
-            run, incarnation, locks = (
-                _new_id(),
-                next_incarnation(again),
-                (lock,) if source is None else (source.lock, lock),
-            )
-        else:
-            label, mesh = settings.model.label, plan.placement.mesh.shape.name
-            run_dir = RunDir.create(settings.run.dir, settings.to_yaml(), model=label, mesh=mesh)
-            undo.callback(run_dir.discard)
-            lock = lock_run_dir(run_dir.path)
-            undo.callback(lock.close)
-            run, incarnation, locks = _new_id(), 1, (lock,) if source is None else (source.lock, lock)
-        start = ResumePoint(run, incarnation, locks=locks)
+        run_dir, start = _open_directory(plan, source, again, undo)
         if source is not None:
             start = replace(
                 start,
@@ -251,18 +232,53 @@ def open_run(plan: RunPlan, data: PreparedData, again: Path | None = None) -> tu
                 rescheduling=source.rescheduling,
             )
             if not source.is_run_dir and again is None:
-                # metrics.jsonl of the new directory begins as that of the old one, up to the checkpoint.
-                for line in source.lines.values():
-                    if line.step <= source.checkpoint.step:
-                        run_dir.write_metrics(line)
-                if plan.job.early_stop is not None or plan.job.saves_validated:
-                    # So do its validations, which decide about the end of the run and the best checkpoint.
-                    for event in source.validations:
-                        if event["step"] <= source.checkpoint.step:
-                            about = {name: value for name, value in event.items() if name not in ("event", "time")}
-                            run_dir.write_event("validation", event["time"], about)
+                _copy_records(source, run_dir, plan.job)
         undo.pop_all()
     return run_dir, start
+
+
+def _open_directory(
+    plan: RunPlan, source: _Source | None, again: Path | None, undo: contextlib.ExitStack
+) -> tuple[RunDir, ResumePoint]:
+    """The run's directory, locked: that of the run it resumes, or of the one that it begins again, or a new one.
+
+    Args:
+        undo: gets what gives it up, if the run does not begin.
+    """
+    if source is not None and source.is_run_dir:
+        remove_unfinished(source.path)
+        run_dir, run = RunDir.reopen(source.path), source.checkpoint.manifest.run
+        return run_dir, ResumePoint(run, next_incarnation(source.path), locks=(source.lock,))
+    before = () if source is None else (source.lock,)
+    if again is not None:
+        lock = lock_run_dir(again)
+        undo.callback(lock.close)
+        remove_unfinished(again)
+        run_dir = RunDir.reopen(again)
+        return run_dir, ResumePoint(_new_id(), next_incarnation(again), locks=(*before, lock))
+    settings = plan.settings
+    label, mesh = settings.model.label, plan.placement.mesh.shape.name
+    run_dir = RunDir.create(settings.run.dir, settings.to_yaml(), model=label, mesh=mesh)
+    undo.callback(run_dir.discard)
+    lock = lock_run_dir(run_dir.path)
+    undo.callback(lock.close)
+    return run_dir, ResumePoint(_new_id(), 1, locks=(*before, lock))
+
+
+def _copy_records(source: _Source, run_dir: RunDir, job: Job) -> None:
+    """Begin the files of a new directory as those of the run that is resumed, up to the checkpoint.
+
+    These are its metrics; and its validations, where they decide about the end of the run or the best checkpoint.
+    """
+    for line in source.lines.values():
+        if line.step <= source.checkpoint.step:
+            run_dir.write_metrics(line)
+    if job.early_stop is None and not job.saves_validated:
+        return
+    for event in source.validations:
+        if event["step"] <= source.checkpoint.step:
+            about = {name: value for name, value in event.items() if name not in ("event", "time")}
+            run_dir.write_event("validation", event["time"], about)
 
 
 def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
@@ -307,7 +323,7 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
             raise _elsewhere(what, "what a run has committed is not written over", where)
         # Steps that are computed again with other learning rates are not those that are known.
         lines = {number: line for number, line in lines.items() if number <= until}
-        validations = [event for event in still_valid(read_events(path), "validation") if event["step"] <= until]
+        validations = [event for event in still_valid(_read(read_events, path), "validation") if event["step"] <= until]
         if plan.job.early_stop is not None:
             _check_validations(plan.job, _losses(validations), step)
         digests = _digests(path)
@@ -353,12 +369,31 @@ def _lines(run_dir: Path, step: int) -> dict[int, MetricsLine]:
     Raises:
         CheckpointError: lines up to the checkpoint's step are missing.
     """
-    lines = {line.step: line for line in read_metrics(run_dir)}
+    lines = {line.step: line for line in _read(read_metrics, run_dir)}
     if missing := [s for s in range(1, step + 1) if s not in lines]:
+        older = [at for at in map(step_of, find_checkpoints(run_dir)) if at < missing[0]]
+        fix = "put the file back, or begin a new run"
         raise CheckpointError(
-            f"metrics.jsonl has no line of step {missing[0]}", rule="it has a line for every step up to the checkpoint"
+            f"metrics.jsonl has no line of step {missing[0]}",
+            rule=f"it has a line for every step up to the checkpoint, which is of step {step}",
+            where=str(run_dir / METRICS),
+            fix=f"{fix}; or go on from step {max(older)}: train.resume_at={max(older)} run.dir=DIR" if older else fix,
         )
     return lines
+
+
+def _read(read: Callable[[Path], list[_Record]], run_dir: Path) -> list[_Record]:
+    """The records of a run that is resumed.
+
+    Raises:
+        CheckpointError: their file is missing or damaged.
+    """
+    try:
+        return read(run_dir)
+    except DataError as error:
+        rule = "a run that goes on has the metrics and events of its steps so far"
+        fix = "put the file back, or begin a new run"
+        raise CheckpointError(error.what, rule=rule, where=error.where or str(run_dir), fix=fix) from error
 
 
 def _elsewhere(what: str, rule: str, where: str, exists: str = "") -> ConfigError:
@@ -475,7 +510,7 @@ def _manifest(run_dir: Path, shards: list[ShardInfo]) -> Manifest | None:
 def _missing_lines(run_dir: Path, path: Path, manifest: Manifest, plan: RunPlan) -> list[MetricsLine] | None:
     """The lines up to the checkpoint's step that metrics.jsonl lacks; None: one is not known."""
     step, rate = manifest.step, LearningRate.of_identity(manifest.identity)  # of the dead controller's run
-    last = max((line.step for line in read_metrics(run_dir)), default=0)
+    last = max((line.step for line in _read(read_metrics, run_dir)), default=0)
     reports = read_reports(path)
     if any(number not in reports for number in range(last + 1, step + 1)):
         return None

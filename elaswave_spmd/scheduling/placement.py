@@ -215,8 +215,8 @@ def place(
         raise PlanError(
             f"the mesh has {num_stages} stages and the model {num_layers} layers",
             rule="every stage has at least one layer",
-            exists=f"{num_layers} layers (model.layers plus embedding and head)",
-            fix=f"use at most pp{num_layers}, or a larger model.layers",
+            exists=f"{num_layers} layers, an embedding and a head among them if the model has these",
+            fix=f"use at most pp{num_layers}, or a model with more layers",
         )
     if num_microbatches < 1:
         raise PlanError(

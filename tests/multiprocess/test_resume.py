@@ -201,6 +201,35 @@ def test_a_run_without_a_good_checkpoint_is_refused(shared: Path, killed: Path) 
     assert missing.code == 2 and "nowhere/config.yaml" in missing.err
 
 
+def test_lines_that_are_missing_before_the_checkpoint_are_named_with_a_way_out(shared: Path, killed: Path) -> None:
+    before, newest = checkpoints(killed)[-2:]
+    metrics = killed / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:before]) + lines[before][:20])  # torn, as by a copy that was cut off
+    done = train(shared, f"train.resume={killed.name}")
+    assert done.code == 2 and "Traceback" not in done.err
+    assert f"has no line of step {before + 1}\n" in done.err and f"checkpoint, which is of step {newest}\n" in done.err
+    way_out = f"train.resume_at={before} run.dir="
+    assert f"{way_out}DIR" in done.err
+    other = train(shared, f"train.resume={killed.name}", *f"{way_out}elsewhere-{killed.name}".split())
+    assert other.code == 0, other.err
+    assert bits(shared / f"elsewhere-{killed.name}") == bits(shared / "undisturbed")
+
+
+def test_a_damaged_record_is_named_with_what_to_do(shared: Path, killed: Path) -> None:
+    for name in ("metrics.jsonl", "events.jsonl"):
+        record = killed / name
+        whole = record.read_text()
+        record.write_text("{" + whole[whole.index("\n") :])
+        done = train(shared, f"train.resume={killed.name}")
+        assert done.code == 2 and "Traceback" not in done.err
+        assert f"{killed.name}/{name}, line 1 is not JSON" in done.err and "put the file back, or begin" in done.err
+        record.unlink()
+        done = train(shared, f"train.resume={killed.name}")
+        assert done.code == 2 and f"cannot read {killed.name}/{name}" in done.err and "put the file back" in done.err
+        record.write_text(whole)
+
+
 def test_steps_that_are_computed_again_are_compared(shared: Path, killed: Path) -> None:
     before, newest = checkpoints(killed)[-2:]
     shutil.rmtree(killed / "checkpoints" / f"step_{newest:08d}")
