@@ -37,7 +37,7 @@ from elaswave_spmd.controller.text_samples import TextSampler
 from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
 from elaswave_spmd.errors import ConfigError, FilesError, RunError, UserError
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
-from elaswave_spmd.run_dir import RunObserver
+from elaswave_spmd.run_dir import RunDir, RunObserver
 from elaswave_spmd.run_dir.best import ranked_steps
 from elaswave_spmd.run_dir.captured_output import CapturedOutput
 from elaswave_spmd.run_dir.checkpoints import prune, remove_superfluous, remove_unfinished
@@ -98,6 +98,21 @@ def run(
                 with contextlib.suppress(OSError):  # the terminal is closed
                     print(lines, file=sys.stderr, flush=True)
                 return ending.exit_code(signals.first)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A life of a run that may train from now on, and is to be ended.
+
+    Args:
+        start: where it begins; it holds the locks.
+    """
+
+    run_dir: RunDir
+    start: ResumePoint
+    observer: RunObserver
+    frequencies: Frequencies
+    controller: Controller
 
 
 class Unfinished(Exception):  # noqa: N818  (it wraps an error)
@@ -372,18 +387,46 @@ class _Lives:
         until_made: contextlib.ExitStack,
     ) -> Outcome:
         """Train, from the run's directory to the end of its workers."""
+        begun = self._begin(plan, launcher, scratch, again, living, until_made)
+        run_dir = begun.run_dir
+        before, self.run_dir = self.run_dir, run_dir.path
+        if self._run_dir_fd is not None:
+            with contextlib.suppress(OSError):  # the supervisor is gone
+                os.write(self._run_dir_fd, os.fsencode(run_dir.path) + b"\n")
+        with self._signals.held():
+            outcome = self._control(plan, launcher, begun)
+            has_started = begun.controller.protocol.started
+            if self._signals.first is not None and not has_started and run_dir.discard():
+                self.run_dir = None  # nothing was done: the same command can be given again
+            if isinstance(outcome, RunStopped) and isinstance(outcome.error, UserError):
+                # Refused by a worker before it was ready: bad input, as if it had been found before any worker started.
+                run_dir.discard()
+                self.run_dir = before
+        return outcome
+
+    def _begin(
+        self,
+        plan: RunPlan,
+        launcher: Launcher,
+        scratch: str,
+        again: Path | None,
+        living: Living | None,
+        until_made: contextlib.ExitStack,
+    ) -> _Begun:
+        """All that a controller needs, and the controller. Until workers train, an error leaves no trace of the run.
+
+        Afterwards the directory stays, with its log.
+        """
         signals = self._signals
-        # Until workers train, an error leaves no trace of the run; afterwards the directory stays, with its log.
         with contextlib.ExitStack() as undo:
             # No signal comes between the making of a directory and the note that it is to be removed. One that is
             # resumed stays anyway, and may be waited for.
             with signals.held() if plan.settings.train.resume is None else contextlib.nullcontext():
                 if living is None:
                     run_dir, start = open_run(plan, plan.data, again)
-                else:
-                    run_dir, start = living.open_run_dir(), living.start
-                if living is None:  # else `until_made` leaves all to the next controller
                     undo.callback(start.close)
+                else:  # `until_made` leaves all to the next controller
+                    run_dir, start = living.open_run_dir(), living.start
                 undo.callback(run_dir.discard)
             if living is None:
                 signals.check()
@@ -408,36 +451,30 @@ class _Lives:
             start.life_began()
             undo.pop_all()
             until_made.pop_all()
-        before, self.run_dir = self.run_dir, run_dir.path
-        if self._run_dir_fd is not None:
-            with contextlib.suppress(OSError):  # the supervisor is gone
-                os.write(self._run_dir_fd, os.fsencode(run_dir.path) + b"\n")
-        with signals.held():
-            ends = self._ending_callbacks(observer)
-            with contextlib.closing(start):
-                with observer, ends as end, frequencies, contextlib.ExitStack() as ended:
-                    ended.callback(merge_trace, run_dir.path)
-                    ended.callback(launcher.stop, 0.0)
-                    with signals.as_events(controller.stop_requested):
-                        end.outcome = outcome = controller.run()
-                    if isinstance(outcome, RestartFrom):
-                        launcher.dismiss("the run begins again")
-                    launcher.stop(grace_s=0.0)
-                    remove_superfluous(run_dir.path)
-                    if isinstance(outcome, RunFinished):
-                        # Else what the workers have written may still be completed, now or by the next controller.
-                        remove_unfinished(run_dir.path)
-                        self._remove_worse(run_dir.path)
-                if isinstance(outcome, RunStopped):
-                    # Its last lines name the newest checkpoint: also one whose last report had not come yet.
-                    with contextlib.suppress(FilesError):
-                        complete(run_dir.path, plan)
-            if signals.first is not None and not controller.protocol.started and run_dir.discard():
-                self.run_dir = None  # nothing was done: the same command can be given again
-            if isinstance(outcome, RunStopped) and isinstance(outcome.error, UserError):
-                # Refused by a worker before it was ready: bad input, as if it had been found before any worker started.
-                run_dir.discard()
-                self.run_dir = before
+        return _Begun(run_dir, start, observer, frequencies, controller)
+
+    def _control(self, plan: RunPlan, launcher: Launcher, begun: _Begun) -> Outcome:
+        """Let the controller train; then end the workers, and put the run's directory in order."""
+        run_dir, observer = begun.run_dir, begun.observer
+        ends = self._ending_callbacks(observer)
+        with contextlib.closing(begun.start):
+            with observer, ends as end, begun.frequencies, contextlib.ExitStack() as ended:
+                ended.callback(merge_trace, run_dir.path)
+                ended.callback(launcher.stop, 0.0)
+                with self._signals.as_events(begun.controller.stop_requested):
+                    end.outcome = outcome = begun.controller.run()
+                if isinstance(outcome, RestartFrom):
+                    launcher.dismiss("the run begins again")
+                launcher.stop(grace_s=0.0)
+                remove_superfluous(run_dir.path)
+                if isinstance(outcome, RunFinished):
+                    # Else what the workers have written may still be completed, now or by the next controller.
+                    remove_unfinished(run_dir.path)
+                    self._remove_worse(run_dir.path)
+            if isinstance(outcome, RunStopped):
+                # Its last lines name the newest checkpoint: also one whose last report had not come yet.
+                with contextlib.suppress(FilesError):
+                    complete(run_dir.path, plan)
         return outcome
 
     def _remove_worse(self, run_dir: Path) -> None:
