@@ -233,6 +233,7 @@ class DirectChannel(ForwardingChannel):
         self._members: frozenset[int] = frozenset()
         self._senders: frozenset[int] = frozenset()  # workers that send this one something through pairs
         self._lost: set[int] = set()  # workers whose pair with this one was given up in this epoch
+        self._lost_later: dict[int, int] = {}  # worker -> newer epoch in which it has given the pair up
         self._epoch = -1
         self._is_interrupted = False  # a StepReport was sent in this epoch: from then on all goes over links
 
@@ -260,6 +261,12 @@ class DirectChannel(ForwardingChannel):
             self._send_again(peer, leaving)
         receivers, self._senders = pair_peers(self._rank, placement, replica_map)
         self._pairs.enter_epoch(self._epoch, receivers, self._senders, self._rank)
+        # Whoever has entered this epoch first may have found already that a pair of it cannot be made.
+        for peer, epoch in self._lost_later.items():
+            if epoch == self._epoch and peer in receivers | self._senders:
+                self._lost.add(peer)
+                self._pairs.give_up(peer)
+        self._lost_later = {peer: epoch for peer, epoch in self._lost_later.items() if epoch > self._epoch}
 
     # ---- sending
 
@@ -425,6 +432,9 @@ class DirectChannel(ForwardingChannel):
         sender, message, payload = incoming.sender, incoming.message, incoming.payload
         if why := self._refusal(sender, message, None if payload is None else payload.numel()):
             self.reject(why)
+            return
+        if isinstance(message, m.PairLost) and message.epoch > self._epoch:
+            self._lost_later[sender] = max(message.epoch, self._lost_later.get(sender, 0))
             return
         if sender not in self._members:
             return  # of a worker that is lost: late, as others of its messages are

@@ -582,6 +582,17 @@ def _older_pairs_are_believed() -> Patches:
     return {(DirectChannel, "enter_epoch"): _enter_epoch}
 
 
+def _losses_of_later_pairs_are_forgotten() -> Patches:
+    """A worker does not note that a pair was lost in an epoch that it has not entered yet."""
+    enter_epoch = DirectChannel.enter_epoch
+
+    def _enter_epoch(self: DirectChannel, *arguments: Any) -> None:
+        self._lost_later.clear()
+        enter_epoch(self, *arguments)
+
+    return {(DirectChannel, "enter_epoch"): _enter_epoch}
+
+
 def _closed_links_lose_nothing() -> Patches:
     """A worker takes what it sent on a link that it finds closed for arrived."""
     handle = StateReplica.handle
@@ -735,6 +746,7 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "keeps what was computed from damaged parameters": _damage_taints_nothing,
     "joins page ranges of a step under way": _joins_under_way,
     "keeps nothing for page ranges that are joined": _takes_parts_alone,
+    "uses pairs that were lost in an epoch before it has entered that": _losses_of_later_pairs_are_forgotten,
     "sends no replicas to a first mesh that was not planned": _first_replicas_unsent,
     "waits for workers that were lost while they started": _waits_for_the_lost,
     "gives a place to a spare that was lost": _spares_that_are_gone,
@@ -775,7 +787,7 @@ GROUPED = frozenset(list(MUTANTS)[20:32])
 """Mutants that show where stages have process groups: schedules with `grouped`."""
 SPREAD = frozenset(list(MUTANTS)[32:33])
 """Mutants that show where a stage has several workers on each of several hosts: schedules with `spread`."""
-PAIRED = frozenset(list(MUTANTS)[33:36])
+PAIRED = frozenset([*list(MUTANTS)[33:36], "uses pairs that were lost in an epoch before it has entered that"])
 """Mutants that show where workers have pairs: schedules with `paired`."""
 
 

@@ -576,6 +576,28 @@ def test_a_sender_tells_of_a_pair_that_could_not_be_made() -> None:
     assert world.kinds() == ["Activation with payload"], "not when the epoch is over"
 
 
+@pytest.mark.parametrize("entered", [1, 2])
+def test_a_pair_that_was_lost_in_an_epoch_that_is_not_entered_yet_is_not_used_there(entered: int) -> None:
+    """Its other end has entered first, and takes no payload by it: it would wait for ever for the link to bring it."""
+    world = World()
+    world.b.channel.enter_epoch(placement(1), {})
+    world.b.pairs.ready, world.b.pairs.failed = False, "Timed out"
+    world.b.channel.send(A, m.ActivationGradient(1, 0, 2, SHAPE), torch.zeros(SHAPE))
+    assert [message.epoch for _, message, _ in world.b.links.sent if isinstance(message, m.PairLost)] == [1, 1]
+    world.deliver()
+    world.a.given()
+    world.b.pairs.ready, world.b.pairs.failed = True, ""
+    for epoch in range(1, entered + 1):
+        world.a.channel.enter_epoch(placement(epoch), {})
+    if entered == 2:
+        world.b.channel.enter_epoch(placement(2), {})
+    for microbatch in (0, 1, 2):
+        world.send(microbatch)
+    through_pair = [kind for kind in world.kinds() if kind == "PairSent"]
+    assert len(through_pair) == (0 if entered == 1 else 2), "another epoch has another pair"
+    assert world.a.pairs.given_up == [B] and world.run() == [activation(0), activation(1), activation(2)]
+
+
 def test_what_fails_when_the_epoch_is_over_is_no_failure_of_the_pair() -> None:
     """The other end may be in the next epoch. It is told all the same, as it may not be."""
     world = World()
