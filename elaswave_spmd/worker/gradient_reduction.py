@@ -481,9 +481,10 @@ class GradientReducer:
 
     def layer_sums(self) -> dict[int, tuple[Node, ...]]:
         """Layer -> the tree nodes of the step under way whose sums are kept here, each of the whole layer."""
-        found: dict[int, list[Node]] = {layer: [node for node, _ in kept] for layer, kept in self._kept.items()}
+        # A micro-batch may have come again to the worker that had computed it: its sum is here twice, and named once.
+        found: dict[int, set[Node]] = {layer: {node for node, _ in kept} for layer, kept in self._kept.items()}
         for layer, (_, buffers) in self._local.items():
-            found.setdefault(layer, []).extend(buffers)
+            found.setdefault(layer, set()).update(buffers)
         return {layer: tuple(sorted(nodes)) for layer, nodes in found.items() if nodes}
 
     def page_sums(self, step: int, *, current: bool) -> tuple[tuple[int, int, int, int, tuple[Node, ...]], ...]:
@@ -499,9 +500,9 @@ class GradientReducer:
             if reduction is not None and reduction.done:
                 continue
             for use in self._uses[pages.key]:
-                nodes = list(reduction.nodes_of(use)) if reduction is not None else []
+                nodes = set(reduction.nodes_of(use)) if reduction is not None else set[Node]()
                 if current and use in self._local:
-                    nodes += self._local[use][1]
+                    nodes.update(self._local[use][1])  # one of them may be in the tree as well, from a lost worker
                 if nodes:
                     found.append((*pages.key, use, tuple(sorted(nodes))))
         return tuple(found)

@@ -218,6 +218,28 @@ def test_a_node_of_a_range_that_is_joined_in_the_next_mesh_epoch_counts_there() 
     assert torch.equal(cluster.entries[1, whole], values[0] + values[1])
 
 
+def test_a_sum_that_is_in_the_tree_and_here_is_reported_once() -> None:
+    """A lost worker had sent it, and its micro-batch was computed here again, for pages whose primary was lost as well.
+
+    A report that names a sum twice is refused, and its worker would be taken for silent.
+    """
+    layout, placement = small_layout(), placed((2,), (0, 3), ((3, 1),), 1)
+    cluster = Cluster(layout, placement, random.Random(0), in_place=False)
+    reducer, runs = cluster.reducers[0], placement.replica_map(layout)
+    own = [run for run in runs[1] if run.primary == 0]
+    for run in own:
+        start, stop = layout.layers[1].span(run.first, run.stop)
+        reducer.node_received(PartialSum(1, 1, run.first, run.stop, 1, 2), torch.ones(stop - start))
+    reducer.begin_step(1, range(4))
+    for microbatch in (1, 3):
+        buffer, _ = reducer.begin_microbatch(1, microbatch)
+        buffer.flat.fill_(1.0)
+        reducer.end_microbatch(1, 1, microbatch)
+    rows = reducer.page_sums(1, current=True)
+    assert [row for row in rows if row[0] == 1] == [(*run.key, 1, ((1, 2), (3, 4))) for run in own] and own
+    assert reducer.layer_sums() == {1: ((1, 2), (3, 4))}
+
+
 def test_a_layer_that_has_gone_to_another_stage_leaves_no_buffers() -> None:
     layout = small_layout()
     before, after = (placed((1, 1), cuts, ((2,), (2,)), 0) for cuts in ((0, 2, 3), (0, 1, 3)))
