@@ -19,7 +19,7 @@ from elaswave_spmd.recovery.actions import Save
 from elaswave_spmd.recovery.messages import ShardWritten
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo
 from elaswave_spmd.run_dir.journal import Ballot
-from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint
+from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint, sets_of_shards
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from elaswave_spmd.worker.state import MASTER
 
@@ -268,23 +268,28 @@ class CheckpointCoordinator:
 
     def _complete(self, step: int, pending: _Pending) -> list[Action]:
         """All pages are there: the manifest may be written."""
-        spec, shards = self._spec, tuple(pending.shards.values())
-        try:
-            manifest = Manifest(
-                spec.run,
-                step,
-                max(shard.ballot for shard in shards),
-                max(self._committed, step),
-                dict(spec.fingerprint),
-                dict(spec.layout),
-                spec.kinds,
-                shards,
-                self._validation,
-            )
-        except CheckpointError:
-            return []  # workers of two mesh epochs have cut pages differently; more shards may come
-        pending.is_queued = True
-        return [WriteManifest(manifest)]
+        for shards in sets_of_shards(pending.shards.values()):
+            try:
+                manifest = self._manifest_of(step, shards)
+            except CheckpointError:
+                continue  # pages are missing, or mesh epochs have cut them differently; more shards may come
+            pending.is_queued = True
+            return [WriteManifest(manifest)]
+        return []
+
+    def _manifest_of(self, step: int, shards: tuple[ShardInfo, ...]) -> Manifest:
+        spec = self._spec
+        return Manifest(
+            spec.run,
+            step,
+            max(shard.ballot for shard in shards),
+            max(self._committed, step),
+            dict(spec.fingerprint),
+            dict(spec.layout),
+            spec.kinds,
+            shards,
+            self._validation,
+        )
 
     def _abandon(self, step: int, why: str) -> list[Action]:
         self._failed[step] = why

@@ -35,7 +35,7 @@ from elaswave_spmd.run_dir.discard import still_valid
 from elaswave_spmd.run_dir.display import TOKENS
 from elaswave_spmd.run_dir.journal import ORPHAN_GRACE, next_incarnation, read_journal
 from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, wait_for_workers
-from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, layout_fingerprint
+from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, layout_fingerprint, sets_of_shards
 from elaswave_spmd.run_dir.run_identity import check_identity
 from elaswave_spmd.runtime.transport.credentials import Credentials
 from elaswave_spmd.sharding.replicas import unsurvived_text
@@ -501,10 +501,11 @@ def _manifest(run_dir: Path, shards: list[ShardInfo]) -> Manifest | None:
     if not about:
         return None
     step, kinds = shards[0].step, tuple(about["kinds"])
-    try:
-        return Manifest(about["run"], step, ballot, step, about["identity"], about["layout"], kinds, tuple(shards))
-    except CheckpointError:
-        return None
+    for some in sets_of_shards(shards):
+        newest = max(shard.ballot for shard in some)
+        with contextlib.suppress(CheckpointError):
+            return Manifest(about["run"], step, newest, step, about["identity"], about["layout"], kinds, some)
+    return None
 
 
 def _missing_lines(run_dir: Path, path: Path, manifest: Manifest, plan: RunPlan) -> list[MetricsLine] | None:

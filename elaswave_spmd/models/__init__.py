@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elaswave_spmd.models.base import LayeredModel, call_layer, keys_parameter, takes_keys
-from elaswave_spmd.models.build import attributes_given, build_model, close_names, freeze_parameters
+from elaswave_spmd.models.build import attributes_given, build_model, close_names, freeze_parameters, import_model
 from elaswave_spmd.models.construction import constructing
 from elaswave_spmd.models.gpt import GPT
 from elaswave_spmd.models.llama import Llama
@@ -25,6 +25,7 @@ __all__ = [
     "close_names",
     "constructing",
     "freeze_parameters",
+    "import_model",
     "keys_parameter",
     "other_loss",
     "takes_keys",

@@ -208,6 +208,18 @@ def close_names(pattern: str, names: Collection[str]) -> str:
     return ", ".join(get_close_matches(pattern, names, n=5, cutoff=0.0)) + ", ..."
 
 
+def import_model(target: str | Callable[..., LayeredModel]) -> None:
+    """Import a model's file before the model is made without memory, or with values of its own.
+
+    What the file makes at its top, such as class weights, is made for real, and by torch as it is.
+
+    Raises:
+        ModelError: as `find_model`.
+    """
+    if isinstance(target, str):
+        find_model(target)
+
+
 def find_model(target: str) -> Any:
     """Import the object that "module.Name" or a short name stands for.
 

@@ -881,7 +881,7 @@ class ControllerProtocol:
         self._reshard = None if is_finished else plan
         if not is_finished:
             return plan
-        # With nothing of a step under way, no message needs the page ranges of before by their names (C9).
+        # With nothing of a step under way, no message needs the page ranges of before by their names (C18).
         after = joined(plan.adopted(), self.layout) if goes_on else plan.adopted()
         return replace(plan, during=after, after=after)
 

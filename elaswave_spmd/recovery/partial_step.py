@@ -12,11 +12,11 @@ only if,
 3. a member that reports neither a tree nor a reduced gradient of r keeps a partial sum of layer l with u.
 
 Members are those of the new mesh. Reports name page ranges of older epochs: "of r" means of a range that contains r,
-since ranges are split while anything is under way. Of a part of r, named before ranges were joined, nothing counts: its
-member had nothing of the step then, and keeps no sums of its own. In 3 a tree of any use, or a reduced gradient,
-excludes the member: it may have been the primary of r, whose own sums of these pages are overwritten as its trees are
-added up. A newly promoted primary reports neither, and uses its own sums. A mirror that has the reduced gradient is
-excluded without need only if it is no replica any more.
+since ranges are split while anything is under way. A name from before ranges were joined may be of a part of r alone:
+that does not count. Whoever reports by such names had nothing of the step then, and keeps no sums of its own. In 3 a
+tree of any use, or a reduced gradient, excludes the member: it may have been the primary of r, whose own sums of these
+pages are overwritten as its trees are added up. A newly promoted primary reports neither, and uses its own sums. A
+mirror that has the reduced gradient is excluded without need only if it is no replica any more.
 
 **What workers do for it.** A StepReport is given between two layers, which may be in the middle of a micro-batch's
 backward. From then until the next Reconfigure nothing is dropped: sums, boundary tensors sent, those received and used.
@@ -359,7 +359,7 @@ class _Masks(dict[tuple[Node, ...], int]):
 
 @dataclass(frozen=True)
 class _Ranges:
-    """The page ranges of a map, by those of older epochs, which reports name: they may have been split since."""
+    """The page ranges of a map, by those of older epochs, which reports name: they may be others since."""
 
     replica_map: ReplicaMap
 

@@ -24,7 +24,7 @@ from elaswave_spmd.determinism.exact_sum import exact_sum, expansion
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery.messages import Publish, Vote
 from elaswave_spmd.recovery.vote_exchange import WIDEST, Round, added, content_of, rounds_of
-from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet, covering
+from elaswave_spmd.sharding.replicas import PageIndex, PageRange, ReplicaMap, ReplicaSet
 
 
 @dataclass(frozen=True)
@@ -316,8 +316,8 @@ class WorkerProtocol:
         self.held = held
         self.loss_range = loss_range
         self._index_held()
-        # Page ranges are joined when no member has anything of the step after the version. What a worker without
-        # micro-batches may have got of it since, named by the new ranges, comes again (StateReplica.pop_early).
+        # Page ranges are joined when no member has anything of the step after the version. What members of this epoch
+        # have sent a worker without micro-batches since is handled again, by the names of this epoch.
         self._norms = {
             step: _recut(norms, self._holds, joins=step <= self.version) for step, norms in self._norms.items()
         }
@@ -472,8 +472,9 @@ def _recut(
         joins: a page range may be made of several; else it is one of those known, or a part of one.
     """
     found = {key: norms[key] for key in held if key in norms}
+    index = PageIndex(norms)
     for key in held - found.keys():
-        parts = covering(key, norms)
+        parts = index.covering(key)
         if len(parts) == 1 or (parts and joins):
             values = (norms[part][max(0, key[1] - part[1]) : key[2] - part[1]] for part in parts)
             found[key] = tuple(chain.from_iterable(values))  # none of the loss page

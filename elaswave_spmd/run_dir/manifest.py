@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -208,6 +208,18 @@ class Manifest:
             tuple(ShardInfo.from_dict(shard, **shared) for shard in fields["shards"]),
             fields["validation"],
         )
+
+
+def sets_of_shards(shards: Collection[ShardInfo]) -> Iterator[tuple[ShardInfo, ...]]:
+    """The sets of a step's shards that may make a checkpoint: all, then those of each mesh epoch, newest first.
+
+    A step may be written in several mesh epochs, and these may have cut pages differently: then a page is in two page
+    ranges, and a checkpoint can be made of the shards of one of them alone.
+    """
+    yield tuple(shards)
+    ballots = sorted({shard.ballot for shard in shards}, reverse=True)
+    if len(ballots) > 1:
+        yield from (tuple(shard for shard in shards if shard.ballot == ballot) for ballot in ballots)
 
 
 def save_manifest(directory: Path, manifest: Manifest) -> None:

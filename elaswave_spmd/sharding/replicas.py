@@ -14,11 +14,12 @@ A loss concerns few layers of a large mesh. Maps before and after a change share
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, combinations, pairwise
+from itertools import chain, combinations, islice, pairwise, takewhile
 from math import comb
 from operator import is_
 
@@ -206,15 +207,29 @@ ReplicaMap = Mapping[int, tuple[ReplicaSet, ...]]
 """Layer -> its page ranges with their replicas, in page order."""
 
 
-def covering(pages: PageRange, ranges: Iterable[PageRange]) -> tuple[PageRange, ...]:
-    """Those of disjoint page ranges that have a part in `pages`, in page order; none unless they have all of it.
+class PageIndex:
+    """Disjoint page ranges of any layers, such as those of an older mesh epoch, to be found by the pages they have."""
 
-    What is known of older page ranges is known by them of one that is a part of one, or that several were joined to.
-    """
-    layer, first, stop = pages
-    found = sorted(key for key in ranges if key[0] == layer and key[1] < stop and first < key[2])
-    num_pages = sum(min(key[2], stop) - max(key[1], first) for key in found)
-    return tuple(found) if num_pages == stop - first else ()
+    def __init__(self, ranges: Iterable[PageRange]) -> None:
+        self._known = frozenset(ranges)
+        self._of_layer: dict[int, list[PageRange]] = {}
+        for key in sorted(self._known):
+            self._of_layer.setdefault(key[0], []).append(key)
+
+    def covering(self, pages: PageRange) -> tuple[PageRange, ...]:
+        """The page ranges that have a part in `pages`, in page order; none unless they have all of it.
+
+        What is known of these is known by them of one that is a part of one, or that several were joined to.
+        """
+        if pages in self._known:
+            return (pages,)
+        layer, first, stop = pages
+        ranges = self._of_layer.get(layer, [])
+        start = max(0, bisect_right(ranges, first, key=lambda key: key[1]) - 1)
+        near = takewhile(lambda key: key[1] < stop, islice(ranges, start, None))
+        found = tuple(key for key in near if first < key[2])
+        num_pages = sum(min(key[2], stop) - max(key[1], first) for key in found)
+        return found if num_pages == stop - first else ()
 
 
 def ranges_of(replicas: ReplicaMap, layer: int) -> LayerReplicas:

@@ -19,7 +19,7 @@ from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.conf.schema import ModelSettings
 from elaswave_spmd.errors import ConfigError, UserError
-from elaswave_spmd.models import LayeredModel, build_model
+from elaswave_spmd.models import LayeredModel, build_model, import_model
 from elaswave_spmd.run_dir.manifest import MANIFEST
 from elaswave_spmd.weights.families import (
     CONFIG_JSON,
@@ -252,6 +252,7 @@ def _check_configuration(settings: ModelSettings, model: LayeredModel) -> None:
     if saved is not None and saved.target == settings.target:
         known = ours.facts_of_model(model)
         sizes = {"vocab_size": known[VOCABULARY], "seq_len": 1, "layers": saved.layers, "d_model": saved.d_model}
+        import_model(saved.target)
         with torch.device("meta"):
             other = build_model(saved.target, {**sizes, "heads": saved.heads, "dropout": 0.0}, saved.args)
         facts = dict(ours.facts_of_model(other))

@@ -10,7 +10,7 @@ import torch
 
 from elaswave_spmd.conf.schema import ModelSettings, OptimSettings, TrainSettings
 from elaswave_spmd.errors import CheckpointError, ModelError
-from elaswave_spmd.models import LayeredModel, build_model, constructing, freeze_parameters
+from elaswave_spmd.models import LayeredModel, build_model, constructing, freeze_parameters, import_model
 from elaswave_spmd.run_dir.checkpoints import load_newest_good
 from elaswave_spmd.weights.given import owned_parameters
 from elaswave_spmd.weights.sources import SavedState, WeightSource, whole
@@ -66,6 +66,7 @@ def _build(
     seq_len = TrainSettings.from_fields(fields.get("train", {})).seq_len
     sizes = settings.sizes(seq_len, int(data.get("vocab_size") or 0))
     target = settings.target if model is None else model
+    import_model(target)
     with constructing(int(fields.get("seed", 0))):
         made = build_model(target, sizes, settings.args, data.get("attributes"))
     freeze_parameters(made, OptimSettings.from_fields(fields.get("optim", {})).freeze_patterns)

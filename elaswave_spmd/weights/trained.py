@@ -14,7 +14,7 @@ from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.conf.schema import DataSettings, ModelSettings, TrainSettings
 from elaswave_spmd.data.spec import BYTES
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.models import LayeredModel, build_model
+from elaswave_spmd.models import LayeredModel, build_model, import_model
 from elaswave_spmd.run_dir.best import best_path
 from elaswave_spmd.run_dir.checkpoints import load_newest_good, open_checkpoint
 from elaswave_spmd.run_dir.directory import SUMMARY, WEIGHTS, WEIGHTS_EMA, read_summary
@@ -206,5 +206,6 @@ def _build(settings: ModelSettings, source: WeightSource, seq_len: int, run: str
             exists=", ".join(sorted(source.shapes)[:5]),
             fix="read its weights.safetensors by safetensors.torch.load_file",
         )
+    import_model(settings.target)
     with torch.device("meta"):
         return build_model(settings.target, settings.sizes(seq_len, source.shapes["embed.weight"][0]), settings.args)

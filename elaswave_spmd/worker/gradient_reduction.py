@@ -296,8 +296,9 @@ class GradientReducer:
         """
         exchanged = self._exchanges.takes(step, layer, node)
         gives_up = self._form.sharded and not self._keeps_all and not exchanged
-        if not gives_up:
-            self._kept.setdefault(layer, []).append((node, buffer))
+        if not gives_up:  # in place of one of the same node, whose micro-batch was computed again
+            kept = self._kept.get(layer, [])
+            self._kept[layer] = [*(one for one in kept if one[0] != node), (node, buffer)]
         for route in self._routes[layer]:
             if not (exchanged and self._exchanges.reaches(route.pages.primary)):
                 self._emit_part(step, route, node, buffer, mine=True)

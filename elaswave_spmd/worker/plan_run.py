@@ -19,6 +19,7 @@ from elaswave_spmd.models import (
     build_model,
     constructing,
     freeze_parameters,
+    import_model,
     other_loss,
 )
 from elaswave_spmd.recovery.early_stop import EarlyStop
@@ -101,6 +102,7 @@ def make_model(
         layers: the layers that get memory on another device, of those that the model gives as factories; None: all.
     """
     m, sizes = settings.model, settings.model.sizes(settings.train.seq_len, vocab_size)
+    import_model(m.target)
     with torch.device(device), constructing(settings.seed, layers):
         model = build_model(m.target, sizes, m.args, attributes)
     if not vocab_size and type(model).loss is LayeredModel.loss:

@@ -14,13 +14,14 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout, UpdateRule
-from elaswave_spmd.sharding.replicas import PageRange, ReplicaSet, covering
+from elaswave_spmd.sharding.replicas import PageIndex, PageRange, ReplicaSet
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.optimizers import AVERAGE, PageOptimizer, Update
 
@@ -120,12 +121,15 @@ class HeldState:
                 LEARNING.
             values: the compute buffers of the layers that this worker computes.
         """
-        old, self._values = self.layers, values
+        self._values = values
         found: dict[int, list[HeldRange]] = {}
-        for pages in ranges:
-            held = self._held_as(pages, {part.pages.key: part for part in old.get(pages.layer, ())})
-            self._settle(held)
-            found.setdefault(pages.layer, []).append(held)
+        # Layer by layer: what is copied of one is not there twice when the next one is.
+        for layer, of_layer in groupby(sorted(ranges, key=lambda pages: pages.key), key=lambda pages: pages.layer):
+            old = {part.pages.key: part for part in self.layers.pop(layer, ())}
+            index = PageIndex(old)
+            found[layer] = [self._held_as(pages, old, index) for pages in of_layer]
+            for held in found[layer]:
+                self._settle(held)
         self.layers = found
         self._free_what_is_held_in_part()
         self._cuts = {layer: self._cut(layer, held) for layer, held in found.items()}
@@ -150,12 +154,16 @@ class HeldState:
                 else:
                     part.optimizer_state[name] = values.clone()
 
-    def _held_as(self, pages: ReplicaSet, old: Mapping[PageRange, HeldRange]) -> HeldRange:
-        """A page range with the state that is here of it, in the ranges of its layer that were held before."""
+    def _held_as(self, pages: ReplicaSet, old: Mapping[PageRange, HeldRange], index: PageIndex) -> HeldRange:
+        """A page range with the state that is here of it, in the ranges of its layer that were held before.
+
+        Args:
+            index: of `old`.
+        """
         layout = self._layout.layers[pages.layer]
         start, stop = layout.span(pages.first, pages.stop)
         # What is left of an old range is a slice of the same memory: nothing is copied.
-        parts = [old[key].part(pages, start, stop) for key in covering(pages.key, old)]
+        parts = [old[key].part(pages, start, stop) for key in index.covering(pages.key)]
         versions = {part.version for part in parts}
         if not parts or (len(parts) > 1 and LEARNING in versions):
             return self._new(pages, layout, start, stop)  # given up in part: the sender cannot know which
@@ -163,10 +171,10 @@ class HeldState:
         return parts[0] if len(parts) == 1 else self._joined(pages, parts)
 
     def _joined(self, pages: ReplicaSet, parts: Sequence[HeldRange]) -> HeldRange:
-        """The state of neighbouring page ranges as that of one, in memory of its own."""
+        """The state of neighbouring page ranges as that of one."""
         first, last = parts[0], parts[-1]
-        states = {name: torch.cat([part.optimizer_state[name] for part in parts]) for name in first.optimizer_state}
-        master = torch.cat([part.master for part in parts])
+        states = {name: _joined([part.optimizer_state[name] for part in parts]) for name in first.optimizer_state}
+        master = _joined([part.master for part in parts])
         return HeldRange(pages, first.start, last.stop, master, states, first.version)
 
     def _new(self, pages: ReplicaSet, layout: LayerLayout, start: int, stop: int) -> HeldRange:
@@ -444,6 +452,16 @@ class HeldState:
             found[prefix + "master"] += part.master.numel() * 4
             found[prefix + "optimizer"] += sum(t.numel() * 4 for t in part.optimizer_state.values())
         return found
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Flat tensors, one after another: in their own memory where they lie so, as slices of what had been cut do."""
+    base, at = parts[0]._base, parts[0].storage_offset()
+    if base is not None and base.dim() == 1 and all(part._base is base for part in parts):
+        ends = list(accumulate((len(part) for part in parts), initial=at))
+        if [part.storage_offset() for part in parts] == ends[:-1]:
+            return base[at - base.storage_offset() : ends[-1] - base.storage_offset()]
+    return torch.cat(list(parts))
 
 
 def _copy_in_pieces(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:

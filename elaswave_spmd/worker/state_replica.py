@@ -21,7 +21,7 @@ from elaswave_spmd.recovery.worker_protocol import Apply, WorkerProtocol
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import LOSS
-from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet, covering
+from elaswave_spmd.sharding.replicas import PageIndex, PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.context import WorkerContext
 from elaswave_spmd.worker.digests import Digester
@@ -110,7 +110,8 @@ class StateReplica:
         self._gradients_sent: set[tuple[int, PageRange, int]] = set()
         self._sent_state: set[tuple[PageRange, int]] = set()  # (pages, learner) whose state was sent
         self._sends_state_at = 0  # the version whose state learners are sent in this epoch: between two steps
-        self._early: dict[tuple[int, m.Message], Tensor] = {}  # for pages that this worker does not hold yet
+        # For pages that this worker does not hold yet, or not in this range.
+        self._early: dict[tuple[int, m.PageState | m.ReducedGradient], Tensor] = {}
         self._is_in_doubt = False  # what was computed here since the version may come of damaged parameters
         self._compared = -1, -1  # the mesh epoch and the version whose hashes were sent last
         self._reported_epoch = -1  # in which it was reported last that nothing is left to learn
@@ -137,7 +138,8 @@ class StateReplica:
 
         Args:
             replica_map: of the layers that this worker computes, or reads parameters of, and of all that it holds.
-            held: the page ranges that this worker is a replica or learner of: those of before, parts of them, or new.
+            held: the page ranges that this worker is a replica or learner of: those of before, parts of them, several
+                joined, or new.
             highest_version: of any member.
             begun: the last step that this worker has begun.
             has_missed: others may have entered an epoch between this one and the one before.
@@ -153,7 +155,7 @@ class StateReplica:
         if self._loss_range is None:
             self._loss_received = -1
         self._held = {r.key: r for r in held}
-        self._since = {key: self._since_when(key, highest_version) for key in self._held}
+        self._since = self._since_when(highest_version)
         if has_missed:
             # In it they may have ceased to hold or to learn pages, or to be primaries of them, and have given up what
             # this worker had sent to them: they get it again.
@@ -199,15 +201,16 @@ class StateReplica:
         self._early = {key: payload for key, payload in self._early.items() if not isinstance(key[1], m.PageState)}
         self._sent_state.clear()
 
-    def _since_when(self, key: PageRange, now: int) -> int:
-        if key in self._since:
-            return self._since[key]
-        return max((self._since[part] for part in covering(key, self._since)), default=now)
+    def _since_when(self, now: int) -> dict[PageRange, int]:
+        """`_since` of the page ranges that are held now. A joined range is as new as the newest of its parts."""
+        before, index = self._since, PageIndex(self._since)
+        return {key: max((before[part] for part in index.covering(key)), default=now) for key in self._held}
 
     def _split_gradients(self) -> None:
         """Cut reduced gradients as page ranges were cut; those of ranges that are not held here any more go.
 
-        Those of ranges that were joined go as well: they came from members of this mesh epoch, and come again early.
+        Those of ranges that were joined go as well: they came from members of this mesh epoch, under the names of this
+        epoch, and were kept for it (`_early`).
         """
         for step, gradients in self._gradients.items():
             found: dict[PageRange, Tensor] = {}
@@ -470,7 +473,12 @@ class StateReplica:
         self.reducer.step_decided(step)
         self.sums.decided(step)
         self._gradients_sent = {sent for sent in self._gradients_sent if sent[0] > step}
-        self._early = {key: payload for key, payload in self._early.items() if getattr(key[1], "step", 0) >= step}
+        # State of this step may still bring it to whoever learns; its gradients have done their part.
+        self._early = {
+            (sender, message): payload
+            for (sender, message), payload in self._early.items()
+            if message.step > step or (message.step == step and isinstance(message, m.PageState))
+        }
         if decided.extension == m.GROUPED and self.parameters.grouped.serves:
             # All members know by the same votes: the sums of the next step go through the group, if it comes to it.
             self.parameters.grouped.exchanges.agree(step + 1)

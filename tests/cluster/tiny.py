@@ -44,18 +44,18 @@ TRAIN, VALIDATION = Counting(40), Counting(VALIDATION_MICROBATCHES, shift=1000)
 
 
 class _Embed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(VOCAB, WIDTH))
+        self.weight = nn.Parameter(torch.empty(VOCAB, width))
 
     def forward(self, x_BT: Tensor, keys: Keys) -> Tensor:
         return nn.functional.embedding(x_BT, self.weight)
 
 
 class _Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, width: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.empty(WIDTH, WIDTH)), nn.Parameter(torch.empty(WIDTH))
+        self.weight, self.bias = nn.Parameter(torch.empty(width, width)), nn.Parameter(torch.empty(width))
         self.drop = KeyedDropout(dropout)
 
     def forward(self, x_BTD: Tensor, keys: Keys) -> Tensor:
@@ -63,9 +63,9 @@ class _Block(nn.Module):
 
 
 class _Head(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(VOCAB, WIDTH))
+        self.weight = nn.Parameter(torch.empty(VOCAB, width))
 
     def forward(self, x_BTD: Tensor, keys: Keys) -> Tensor:
         return nn.functional.linear(x_BTD, self.weight)
@@ -76,10 +76,10 @@ class Tiny(LayeredModel):
 
     shardings = Shardings(batch=P("dp"), layers=P("pp"), params=P(None), grads=P("dp"), optim=P("dp"))
 
-    def __init__(self, blocks: int, dropout: float, tied: bool) -> None:
-        layers = {f"block{i}": _Block(dropout if i == 0 else 0.0) for i in range(blocks)}
+    def __init__(self, blocks: int, dropout: float, tied: bool, width: int = WIDTH) -> None:
+        layers = {f"block{i}": _Block(dropout if i == 0 else 0.0, width) for i in range(blocks)}
         ties = (Tie("head.weight", "embed.weight"),) if tied else ()
-        super().__init__({"embed": _Embed(), **layers, "head": _Head()}, ties)
+        super().__init__({"embed": _Embed(width), **layers, "head": _Head(width)}, ties)
 
     def init(self, name: str, shape: tuple[int, ...]) -> Init:
         return super().init(name, shape)
@@ -99,6 +99,7 @@ class TinyRun:
     Args:
         overflows: the loss of some samples is infinite, so that some steps have no finite gradient.
         frozen: names of parameters that are not trained.
+        width: of the layers; wide ones have more pages.
     """
 
     blocks: int = 1
@@ -109,6 +110,7 @@ class TinyRun:
     checkpointing: bool = False
     overflows: bool = False
     frozen: tuple[str, ...] = ()
+    width: int = WIDTH
 
     def job(self) -> Job:
         """A validation in the middle and one at the end."""
@@ -129,7 +131,7 @@ class TinyRun:
 
     @property
     def description(self) -> ModelDescription:
-        return _described(self.blocks, self.tied, self.overflows, self.frozen)
+        return _described(self.blocks, self.tied, self.overflows, self.frozen, self.width)
 
     @property
     def shardings(self) -> Shardings:
@@ -137,7 +139,7 @@ class TinyRun:
 
     def make_model(self) -> LayeredModel:
         """A new model on the meta device."""
-        return copy.deepcopy(_template(self.blocks, self.tied, self.overflows, self.frozen))
+        return copy.deepcopy(_template(self.blocks, self.tied, self.overflows, self.frozen, self.width))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -151,13 +153,13 @@ class TinyRun:
 
 
 @cache
-def _template(blocks: int, tied: bool, overflows: bool, frozen: tuple[str, ...]) -> LayeredModel:
+def _template(blocks: int, tied: bool, overflows: bool, frozen: tuple[str, ...], width: int) -> LayeredModel:
     with torch.device("meta"):
-        model = (Overflowing if overflows else Tiny)(blocks, 0.2, tied)
+        model = (Overflowing if overflows else Tiny)(blocks, 0.2, tied, width)
     freeze_parameters(model, frozen)
     return model
 
 
 @cache
-def _described(blocks: int, tied: bool, overflows: bool, frozen: tuple[str, ...]) -> ModelDescription:
-    return describe(_template(blocks, tied, overflows, frozen), page_size=PAGE)
+def _described(blocks: int, tied: bool, overflows: bool, frozen: tuple[str, ...], width: int) -> ModelDescription:
+    return describe(_template(blocks, tied, overflows, frozen, width), page_size=PAGE)

@@ -11,7 +11,6 @@ from elaswave_spmd.recovery import controller_protocol
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import ReplicaMap
-from tests.cluster import tiny
 from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.faults import Fault
 from tests.cluster.schedules import Schedule, cluster_of, judge, undisturbed
@@ -46,7 +45,7 @@ def run(mesh: str, zero: int, *, seed: int) -> Counted:
         faults.append(Fault(step, "kill", members.pop(0), "backward"))
         faults.append(Fault(step + 1, "join", members[-1], "forward"))
         members.append(members[-1] + 1)
-    schedule = Schedule(seed, TinyRun(steps=3 * CHANGES + 3), mesh, zero, faults=tuple(faults))
+    schedule = Schedule(seed, TinyRun(steps=3 * CHANGES + 3, width=48), mesh, zero, faults=tuple(faults))
     wanted = undisturbed(schedule.run.key)
     cluster = cluster_of(schedule, kind=Counted)
     how, failure, detail = judge(schedule, cluster, wanted)
@@ -58,8 +57,7 @@ def run(mesh: str, zero: int, *, seed: int) -> Counted:
 
 @pytest.mark.parametrize(("mesh", "zero"), [("dp4", 1), ("dp4", 3), ("dp3", 0), ("dp4_pp2", 2)])
 @one_thread()
-def test_page_ranges_stay_few(mesh: str, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny, "WIDTH", 48)  # pages enough to be cut
+def test_page_ranges_stay_few(mesh: str, zero: int) -> None:
     found = run(mesh, zero, seed=1).num_ranges
     with mock.patch.object(controller_protocol, "joined", _as_they_are):
         split = run(mesh, zero, seed=1).num_ranges

@@ -79,3 +79,19 @@ def test_shards_that_are_found_complete_a_checkpoint_with_those_that_are_reporte
     assert found.found(shards, 0.0) == [], "it is being written"
     compared = coordinator()
     assert compared.found(shards, 0.0) == [] and manifests(compared.compared(5)) == [5]
+
+
+def test_a_step_that_two_mesh_epochs_have_cut_differently_is_completed_by_one_of_them() -> None:
+    """The run stops where its members are, and page ranges were joined while the disk was busy with that very step."""
+    layer, first, stop = max(RANGES, key=lambda key: key[2])
+    halves, others = ((layer, first, first + 1), (layer, first + 1, stop)), tuple(r for r in RANGES if r[0] != layer)
+    for newest_last in (True, False):
+        found = coordinator(compares=False)
+        older = [(0, 0, halves[:1]), (1, 0, (*halves[1:], *others))]
+        newer = [(0, 1, ((layer, first, stop),)), (1, 1, others)]
+        made: list[int] = []
+        for rank, epoch, ranges in (*older[:1], *newer[:1], *(newer[1:] if newest_last else older[1:])):
+            assert not made
+            name = f"shard_{rank}_1-{epoch}.safetensors"
+            made += manifests(found.wrote(ShardWritten(5, rank, epoch, name, 1, "0" * 64, ranges), 0.0))
+        assert made == [5]

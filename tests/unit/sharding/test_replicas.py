@@ -13,10 +13,10 @@ from elaswave_spmd.sharding import P
 from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import (
+    PageIndex,
     ReplicaSet,
     adopt,
     all_replica_sets,
-    covering,
     disown,
     from_rows,
     joined,
@@ -99,7 +99,7 @@ def test_the_ranges_that_have_all_of_a_range_are_found_whatever_was_cut_and_join
     ranges = [(1, a, b) for a, b in itertools.pairwise(data.draw(cuts)) if data.draw(st.integers(0, 4))]
     first = data.draw(st.integers(0, 19))
     pages = (1, first, data.draw(st.integers(first + 1, 20)))
-    found = covering(pages, data.draw(st.permutations([*ranges, (0, 0, 20), (2, 0, 20)])))
+    found = PageIndex(data.draw(st.permutations([*ranges, (0, 0, 20), (2, 0, 20)]))).covering(pages)
     here, wanted = {page for _, a, b in ranges for page in range(a, b)}, set(range(*pages[1:]))
     if wanted <= here:
         assert list(found) == [key for key in ranges if wanted.intersection(range(*key[1:]))]
