@@ -4,6 +4,11 @@ Measured seconds depend on the layer and on the worker. The two are separated as
 Data Analysis, 1977): a worker's speed is the median, over its layers, of expected over measured seconds; a layer's time
 is the median, over its workers, of measured seconds times their speed. Both are medians over the last few steps, which
 no single outlier moves.
+
+Only products can be measured: if all workers of a stage were twice as fast, and all its layers twice as long, each
+would take the seconds that it takes. Stages share neither workers nor layers, so each has such a factor of its own. It
+is held to the seconds that its layers have taken in the long run, uncorrected; else noise would carry it off, and with
+it the speeds of all workers of the stage.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median, median_high, median_low
+from statistics import fmean, median, median_high, median_low
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.cost_model import CostModel
@@ -20,8 +25,12 @@ from elaswave_spmd.scheduling.cost_model import CostModel
 _Seconds = tuple[float, float]
 """(forward, backward) of one micro-batch."""
 
-SLOWEST = 0.02
-"""The smallest relative speed that is reported: what is slower counts as this."""
+SLOWEST, FASTEST = 0.02, 50.0
+"""The smallest and the largest relative speed that are reported: what is slower or faster counts as these."""
+
+_LONG_RUN = 0.001
+"""Weight of a step in the long run: a lone worker that has become slower counts as slow for about a thousand steps, and
+its layers as long after that."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,7 @@ class ProfileSmoother:
             off, oldest first.
         workers: rank -> its relative speeds in the last steps, oldest first.
         reported: rank -> the speed to plan with.
+        usual: layer -> (steps in which it was measured, the logarithm of the seconds that it takes in the long run).
     """
 
     num_layers: int
@@ -81,6 +91,7 @@ class ProfileSmoother:
     shares: Mapping[int, tuple[float, ...]] = field(default_factory=dict, hash=False)
     workers: Mapping[int, tuple[float, ...]] = field(default_factory=dict, hash=False)
     reported: Mapping[int, float] = field(default_factory=dict, hash=False)
+    usual: Mapping[int, tuple[int, float]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         assert self.num_layers > 0 and self.window > 0 and 0 < self.grain < 1, self
@@ -109,6 +120,10 @@ class ProfileSmoother:
         for layer in by_layer.keys() - expected.keys():
             expected[layer] = median_low(s.seconds * self._speed(s.rank) for s in by_layer[layer])
         now = {rank: median(expected[s.layer] / s.seconds for s in some) for rank, some in by_rank.items()}
+        usual = self._usual_after(by_layer, expected)
+        for ranks, of_layers in _parts(by_layer):
+            factor = _excess({layer: by_layer[layer] for layer in of_layers}, now, usual)
+            now |= {rank: now[rank] / factor for rank in ranks}
         layers, shares, workers = dict(self.layers), dict(self.shares), dict(self.workers)
         for layer, some in by_layer.items():
             forward = median_low(s.forward_s * now[s.rank] for s in some)
@@ -118,8 +133,19 @@ class ProfileSmoother:
                 shares[layer] = (*shares.get(layer, ()), median_low(parts))[-self.window :]
         for rank, speed in now.items():
             workers[rank] = (*workers.get(rank, ()), speed)[-self.window :]
-        found = replace(self, layers=layers, shares=shares, workers=workers)
+        found = replace(self, layers=layers, shares=shares, workers=workers, usual=usual)
         return replace(found, reported=found._rounded())
+
+    def _usual_after(
+        self, by_layer: Mapping[int, Sequence[LayerSample]], expected: Mapping[int, float]
+    ) -> dict[int, tuple[int, float]]:
+        """`usual` after a step. Of the first steps, in which caches are cold, none counts more than another one."""
+        found = dict(self.usual)
+        for layer, some in by_layer.items():
+            steps, before = found.get(layer, (0, math.log(expected[layer])))
+            weight = 1 / (steps + 1) if steps < self.window else _LONG_RUN
+            found[layer] = steps + 1, before + weight * (math.log(median_low(s.seconds for s in some)) - before)
+        return found
 
     def forget(self, ranks: Collection[int]) -> ProfileSmoother:
         """The smoother without workers that are gone."""
@@ -162,6 +188,26 @@ class ProfileSmoother:
             speed, before = self._speed(rank) / middle, self.reported.get(rank)
             # Hysteresis: within one grain the reported speed stays, or noise would change the plan at every step.
             if before is None or abs(speed - before) > self.grain:
-                before = max(1, round(speed / self.grain)) * self.grain
+                before = max(1, round(min(speed, FASTEST) / self.grain)) * self.grain
             found[rank] = before
         return found
+
+
+def _parts(by_layer: Mapping[int, Sequence[LayerSample]]) -> list[tuple[set[int], set[int]]]:
+    """The workers and layers of a step in parts, (ranks, layers), such that no worker has measured layers of two."""
+    parts: list[tuple[set[int], set[int]]] = []
+    for layer, some in by_layer.items():
+        ranks, layers = {sample.rank for sample in some}, {layer}
+        for part in [part for part in parts if not part[0].isdisjoint(ranks)]:
+            parts.remove(part)
+            ranks, layers = ranks | part[0], layers | part[1]
+        parts.append((ranks, layers))
+    return parts
+
+
+def _excess(
+    by_layer: Mapping[int, Sequence[LayerSample]], speeds: Mapping[int, float], usual: Mapping[int, tuple[int, float]]
+) -> float:
+    """How much longer layers are than usual, all taken together, if their workers have these speeds."""
+    corrected = (median_low(s.seconds * speeds[s.rank] for s in some) for some in by_layer.values())
+    return math.exp(fmean(map(math.log, corrected)) - fmean(usual[layer][1] for layer in by_layer))

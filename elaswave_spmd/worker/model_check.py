@@ -220,6 +220,15 @@ def mistake_in_model(error: Exception, place: torch.device) -> ModelError | None
         if "dtype" in str(error):
             rule += "; parameters are in runtime.dtype, whichever dtype the constructor gave them, and so are the "
             rule += "floating-point tensors between layers, while integers of inputs(batch) stay integers"
+    if "meta" in str(error):  # torch's name of a device on which tensors have no values
+        rule = (
+            "inputs(batch), loss() and metrics() are called on the model without memory: its parameters and constants "
+            "have values in their layers alone"
+        )
+        fix = (
+            "make a constant where it is used, as output.new_tensor([1.0, 3.0]), or at the top of the file; hand a "
+            "term of the loss that needs parameters on from a layer, as a tensor without dims"
+        )
     return ModelError(
         f"the model raised {headline_of(error)}, {notes[0]}",
         rule=rule,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from itertools import pairwise
 
 import pytest
@@ -285,3 +286,54 @@ def test_the_share_of_weight_gradients_is_the_median_where_they_were_put_off():
 def test_a_share_that_is_none_is_refused(share):
     with pytest.raises(PlanError, match="weight_share"):
         LayerCost("a", 1, 1, weight_share=share)
+
+
+# What only products of speeds and seconds show: each part of the mesh that shares no layers has a factor of its own.
+
+
+def noisy(
+    smoother: ProfileSmoother, stages: list[list[int]], steps: int, draw: random.Random, slow: dict[int, float]
+) -> ProfileSmoother:
+    """Steps of workers that are equally fast, but for noise and `slow`; each stage has two layers of 3 seconds."""
+    for _ in range(steps):
+        smoother = smoother.observe(
+            LayerSample(rank, layer, *(s / slow.get(rank, 1.0) * draw.lognormvariate(0.0, 0.3) for s in (1.0, 2.0)))
+            for number, ranks in enumerate(stages)
+            for rank in ranks
+            for layer in (2 * number, 2 * number + 1)
+        )
+    return smoother
+
+
+def seconds_of_layers(smoother: ProfileSmoother) -> list[float]:
+    base = CostModel((LayerCost("", 1.0, 2.0, *[1] * 6, 0.0),) * smoother.num_layers, 1e9, 1e-4)
+    return [layer.forward_s + layer.backward_s for layer in smoother.costs(base).layers]
+
+
+@pytest.mark.parametrize("stages", [[[0], [1, 2]], [[0, 1], [2, 3]], [[0], [1], [2], [3]]])
+def test_noise_carries_no_stage_off(stages: list[list[int]]) -> None:
+    """Without an anchor all speeds of a stage grow or fade together, by a factor of 3 in 600 steps of this noise."""
+    draw, smoother = random.Random(0), ProfileSmoother(2 * len(stages))
+    for _ in range(12):
+        smoother = noisy(smoother, stages, 250, draw, {})
+        assert all(0.5 < speed < 2 for speed in smoother.reported.values()), smoother.reported
+        layers = smoother.costs(
+            CostModel((LayerCost("", 1.0, 2.0, *[1] * 6, 0.0),) * smoother.num_layers, 1e9, 1e-4)
+        ).layers
+        assert all(1.5 < layer.forward_s + layer.backward_s < 6 for layer in layers), layers
+
+
+def test_a_lone_worker_that_becomes_slower_is_seen_and_in_the_long_run_its_layers_are() -> None:
+    draw, stages = random.Random(1), [[0], [1], [2]]
+    smoother = noisy(ProfileSmoother(6), stages, 30, draw, {})
+    smoother = noisy(smoother, stages, 10, draw, {1: 0.4})
+    assert smoother.reported[1] < 0.6 < 0.75 < min(smoother.reported[0], smoother.reported[2])
+    smoother = noisy(smoother, stages, 6000, draw, {1: 0.4})
+    assert all(0.6 < speed < 1.6 for speed in smoother.reported.values()), smoother.reported
+    assert min(seconds_of_layers(smoother)[2:4]) > 4.5
+
+
+def test_a_speed_beyond_all_bounds_is_one_that_is_reported() -> None:
+    smoother = observed(ProfileSmoother(2, window=1), {0: 1.0, 1: 1.0, 2: 1e-200, 3: 1e200}, [1, 2])
+    smoother = observed(smoother, {0: 1.0, 1: 1.0, 2: 1e-300, 3: 1e300}, [1, 2])
+    assert min(smoother.reported.values()) == 0.02 and max(smoother.reported.values()) == 50.0
