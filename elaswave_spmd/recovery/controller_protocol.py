@@ -560,11 +560,13 @@ class ControllerProtocol:
         """The mesh epoch with which a controller that came back begins, unless a loss or a wish to leave has begun one.
 
         After the step under way, so that nothing is computed again; but at once where members may wait for what only
-        the controller before knew.
+        the controller before knew: there a change that a wish to leave has begun would be waited for in vain.
         """
-        if self._last_epoch > max(before.last_epoch, before.reconfigure.epoch):
-            return []  # one has begun already
-        return self._begin(AT_ONCE if self.is_validating or self._saving else self._next_boundary())
+        at_once = self.is_validating or bool(self._saving)
+        has_begun = self._last_epoch > max(before.last_epoch, before.reconfigure.epoch)
+        if has_begun and not (at_once and self._change is not None and self._change.after != AT_ONCE):
+            return []
+        return self._begin(AT_ONCE if at_once else self._next_boundary())
 
     # ---- events, from the first epoch on
 

@@ -98,6 +98,16 @@ def test_a_validation_that_is_not_written_down_is_run_again_at_once() -> None:
     assert {prepare.after for prepare in prepares(protocol.begin_generation(before)).values()} == {AT_ONCE}
 
 
+def test_so_it_is_where_a_wish_to_leave_has_begun_a_change_that_waits_for_the_validation() -> None:
+    """Members have sent their losses to the controller that died: they wait, and answer no planned change meanwhile."""
+    protocol, _, before = back(of_run=OF_RUN, prepared=Prepare(8, 6), validated=0)
+    assert {prepare.after for prepare in prepares(protocol.drain(1, "asked to leave")).values()} == {6}
+    assert {prepare.after for prepare in prepares(protocol.begin_generation(before)).values()} == {AT_ONCE}
+    protocol, _, before = back(of_run=OF_RUN, validated=0)
+    protocol.lost(1, "killed")
+    assert protocol.begin_generation(before) == [], "a loss is as urgent"
+
+
 def test_one_that_is_written_down_is_answered_again() -> None:
     protocol, actions, before = back(of_run=OF_RUN, validated=6)
     assert messages(actions) == [(rank, Validated(6)) for rank in MEMBERS]
