@@ -112,7 +112,7 @@ class LayerWatch:
             keys: of the run; other layers of the micro-batch share them.
         """
         self._parameters = self._values.flat.detach().clone()
-        self._process = _process_state(self._place)
+        self._process = process_state(self._place)
         of_keys = {f"keys.{name}": getattr(keys, name) for name in ("seed", "step", "layer", "sample_ids")}
         for name, value in {**given, **of_keys}.items():
             self.give(name, value)
@@ -139,7 +139,8 @@ class LayerWatch:
         Raises:
             ModelError: the layer has changed itself, or something else.
         """
-        _refuse_process(self._layer, self._process, _process_state(self._place))
+        layer = f"layer {self._layer}"
+        refuse_process(layer, _KEYED, self._process, process_state(self._place), where=layer)
         _refuse_other_parameters(self._values)
         if self._parameters is None or not equal_bits(self._parameters, self._values.flat):
             raise _parameters_changed(self._layer, "changes its parameters")
@@ -204,7 +205,7 @@ def _parameters_changed(layer: str, what: str) -> ModelError:
 # ---- what all layers of a process share
 
 
-def _process_state(place: torch.device) -> dict[str, object]:
+def process_state(place: torch.device) -> dict[str, object]:
     """The states of the generators that nobody has keyed, by their names, and settings of torch."""
     found: dict[str, object] = {
         "torch's generator": torch.get_rng_state().numpy().tobytes(),
@@ -216,20 +217,33 @@ def _process_state(place: torch.device) -> dict[str, object]:
     return found | {f"torch.{name}()": getattr(torch, name)() for name in _SETTINGS}
 
 
-def _refuse_process(layer: str, before: Mapping[str, object], after: Mapping[str, object]) -> None:
+def refuse_process(
+    who: str, draw: str, before: Mapping[str, object], after: Mapping[str, object], *, where: str
+) -> None:
+    """Refuse who has drawn from a generator that nobody has keyed, or has changed a setting of torch.
+
+    Args:
+        who: the layer or function that has run, in words.
+        draw: how it gets its random numbers: the fix.
+        before, after: `process_state`.
+        where: as in `UserError`.
+
+    Raises:
+        ModelError: a state or setting is another one after than before.
+    """
     changed = [name for name, state in before.items() if state != after[name]]
     if drawn := [name for name in changed if not name.endswith("()")]:
         raise ModelError(
-            f"layer {layer} draws from {' and '.join(drawn)}",
+            f"{who} draws from {' and '.join(drawn)}",
             rule=f"random numbers are keyed by seed, step, sample and layer: {SAME_RESULT}",
-            where=f"layer {layer}",
-            fix=_KEYED,
+            where=where,
+            fix=draw,
         )
     for name in changed:
         raise ModelError(
-            f"layer {layer} changes {name} while it computes, from {before[name]} to {after[name]}",
+            f"{who} changes {name} while it computes, from {before[name]} to {after[name]}",
             rule="settings of torch are those of the process: the layers that come next compute otherwise",
-            where=f"layer {layer}",
+            where=where,
             fix="only inside a with, such as with torch.no_grad()",
         )
 
@@ -272,6 +286,16 @@ def bits_of(value: Tensor) -> Tensor:
 def equal_bits(one: Tensor, other: Tensor) -> bool:
     """True if two tensors have one dtype, one shape and the same bits."""
     return one.dtype == other.dtype and torch.equal(bits_of(one), bits_of(other))
+
+
+def difference_of(name: str, one: Tensor, other: Tensor) -> str:
+    """How two results with other bits differ, in words."""
+    if one.shape != other.shape:
+        return f"{name} had the shape {list(one.shape)}, then {list(other.shape)}"
+    if one.dtype != other.dtype:
+        return f"{name} was {one.dtype}, then {other.dtype}"
+    wrong = int((bits_of(one) != bits_of(other)).sum())
+    return f"{wrong} of {one.numel()} elements of {name} differ" if one.ndim else f"{name} was {one}, then {other}"
 
 
 def _same(one: object, other: object) -> bool:

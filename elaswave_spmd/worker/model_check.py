@@ -4,8 +4,8 @@ Everything that a run promises rests on that: a micro-batch may be computed by a
 again after a loss. So before a worker is ready each *kind* of layer is run forward and backward on one micro-batch, by
 the worker's own programs on its own device, and then once more by another copy of the layer that has run another
 micro-batch before. What differs, what changed meanwhile (generators, buffers, inputs) and what is not finite is refused
-with the layer, what was seen and the fix. `check_loss` holds the loss of a micro-batch to the losses of its halves, and
-`check_metrics` its metrics.
+with the layer, what was seen and the fix. `inputs(batch)` is held to the same (`function_watch`). `check_loss` holds
+the loss of a micro-batch to the losses of its halves, and `check_metrics` its metrics.
 
 A worker cannot see what it does alike at all times: a number of its own, the order of a set, a library of its machine.
 So each reports digests of its results, which the controller compares (controller/model_checks.py), and workers of odd
@@ -48,9 +48,18 @@ from elaswave_spmd.worker.activations import (
 )
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.context import LocalModel
-from elaswave_spmd.worker.inputs import first_input, leaves_of, to_batch, with_leaves
+from elaswave_spmd.worker.function_watch import checked_inputs
+from elaswave_spmd.worker.inputs import leaves_of, to_batch, with_leaves
 from elaswave_spmd.worker.layer_kinds import kind_of
-from elaswave_spmd.worker.layer_watch import SAME_RESULT, LayerState, LayerWatch, bits_of, equal_bits, no_in_place
+from elaswave_spmd.worker.layer_watch import (
+    SAME_RESULT,
+    LayerState,
+    LayerWatch,
+    bits_of,
+    difference_of,
+    equal_bits,
+    no_in_place,
+)
 from elaswave_spmd.worker.profiling import LayerMemory
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, checked_loss, naming_layer, scores_of
 from elaswave_spmd.worker.spec import Job
@@ -310,8 +319,8 @@ class _Check:
         self._place = place
         self._programs = model.programs
         self._first, self._other = samples
-        dtype = job.torch_dtype
-        self._inputs = {sample.number: first_input(model.inputs, sample.batch, dtype) for sample in samples}
+        found = checked_inputs(model.inputs, [sample.batch for sample in samples], job.torch_dtype, place)
+        self._inputs = {sample.number: x for sample, x in zip(samples, found, strict=True)}
         self._last = len(model.layout.layers) - 1
         self.loss_unchecked = ""
         self.kinds: list[int] = []
@@ -759,19 +768,12 @@ def _compare(layer: str, once: _Result, twice: _Result) -> None:
     for (name, one), (_, other) in zip(once.named(), twice.named(), strict=True):
         if one.shape != other.shape or not equal_bits(one, other):
             raise ModelError(
-                f"layer {layer} gave other results for the same micro-batch: {_difference(name, one, other)}",
+                f"layer {layer} gave other results for the same micro-batch: {difference_of(name, one, other)}",
                 rule=SAME_RESULT,
                 where=f"layer {layer}",
                 fix="no state that is kept between calls, no time, no random numbers but keyed ones "
                 "(KeyedDropout, keys.seed, keys.step, keys.sample_ids), no operation that torch calls nondeterministic",
             )
-
-
-def _difference(name: str, one: Tensor, other: Tensor) -> str:
-    if one.shape != other.shape:
-        return f"{name} had the shape {list(one.shape)}, then {list(other.shape)}"
-    wrong = int((bits_of(one) != bits_of(other)).sum())
-    return f"{wrong} of {one.numel()} elements of {name} differ" if one.ndim else f"{name} was {one}, then {other}"
 
 
 # ---- tensors

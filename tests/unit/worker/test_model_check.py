@@ -468,6 +468,44 @@ def test_what_inputs_raises_is_a_mistake_of_the_model() -> None:
     assert told.where.endswith('in inputs: return batch["image"]') and told.fix == "correct it, or the data"
 
 
+_OWN = torch.Generator()
+_times: list[int] = []
+_buffer = torch.zeros(2, TIME, dtype=torch.int64)
+
+
+def _counted(batch: Batch) -> Tensor:
+    _times.append(0)
+    return batch.tokens.roll(len(_times), -1)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "what"),
+    [
+        (lambda batch: (batch.tokens + torch.randint(2, (2, 1))) % 9, "draws from torch's generator"),
+        (lambda batch: batch.tokens * random.randint(0, 1), "draws from Python's random"),
+        (
+            lambda batch: (batch.tokens + torch.randint(9, (2, 6), generator=_OWN)) % 9,
+            "gave other results for the same",
+        ),
+        (_counted, "gave other results for the same micro-batch: "),
+        (lambda batch: batch.tokens.clamp_(0, 3), "changes batch.tokens in place"),
+        (lambda batch: (batch.targets.clamp_(0, 3), batch.tokens)[1], "changes batch.targets in place"),
+        (lambda batch: _buffer.copy_(batch.tokens), "changes in place what it has returned for another micro-batch"),
+    ],
+    ids=["torch", "python", "generator", "counter", "in place", "targets", "buffer"],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_inputs_does_is_held_to_what_layers_are_held_to(
+    inputs: Callable[[Batch], Tensor], what: str, rank: int
+) -> None:
+    job = a_job()
+    made = replace(local(mistaken("none"), job), inputs=inputs)
+    with pytest.raises(ModelError) as caught:
+        check_model(made, job, Numbers(), CPU, rank=rank)
+    assert caught.value.what.startswith(f"inputs(batch) {what}") and caught.value.where == "inputs(batch)"
+    assert "layer" not in caught.value.what and caught.value.fix
+
+
 def test_an_exception_of_the_model_goes_on_unchanged() -> None:
     class Failing(mistaken_model.Block):
         def change(self, x: Tensor, keys: Any) -> Tensor:

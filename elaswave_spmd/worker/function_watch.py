@@ -1,0 +1,110 @@
+"""The watch over the function that a model has before its layers: inputs(batch).
+
+It is held to what layers are held to (`layer_watch`): the same result for the same micro-batch, whatever was
+computed before, no draws from generators that nobody has keyed, and nothing that it is given is changed. It has
+no keys, so what is random comes from the dataset or from a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elaswave_spmd.errors import ModelError
+from elaswave_spmd.worker.activations import Activation, tensors_of
+from elaswave_spmd.worker.inputs import Inputs, first_input, leaves_of
+from elaswave_spmd.worker.layer_watch import SAME_RESULT, difference_of, equal_bits, process_state, refuse_process
+
+_BY_DATASET = "def __getitem__(self, index, keys) with keys.generator() or keys.numpy() (docs/your_data.md)"
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A function of a model.
+
+    Args:
+        name: with its arguments, as a user writes them.
+        draw: where its random numbers belong.
+        given: what it must not change, in words.
+    """
+
+    name: str
+    draw: str
+    given: str
+
+
+_INPUTS = _Function(
+    "inputs(batch)",
+    f"draw random numbers in the dataset by keys: {_BY_DATASET}; or in the first layer, by its keys",
+    "the batch",
+)
+
+
+def checked_inputs(
+    inputs: Inputs, batches: Sequence[Any], dtype: torch.dtype, place: torch.device
+) -> tuple[Activation, Activation]:
+    """The inputs of the first layer for two micro-batches, the first of which is computed again after the other one.
+
+    Raises:
+        ModelError: `inputs(batch)` returns something else than it should, has two results for one micro-batch, draws
+            from a generator, or changes the batch or what it has returned before.
+        Exception: whatever it raises, with a note that names it and the batch.
+    """
+    runs = [_Run(dict(leaves_of(batch)), lambda batch=batch: first_input(inputs, batch, dtype)) for batch in batches]
+    return _run_both(_INPUTS, runs, place)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A call of a function for one micro-batch, with the tensors that it is given by their names for a user."""
+
+    given: Mapping[str, Tensor]
+    call: Callable[[], Activation]
+
+
+def _run_both(function: _Function, runs: Sequence[_Run], place: torch.device) -> tuple[Activation, Activation]:
+    """Run two micro-batches, and the first one again. Returns the results of both."""
+    first, other = runs
+    once = _run(function, first, place)
+    kept = [tensor.detach().clone() for tensor in tensors_of(once)]
+    between = _run(function, other, place)
+    if not all(map(equal_bits, kept, tensors_of(once))):
+        raise ModelError(
+            f"{function.name} changes in place what it has returned for another micro-batch",
+            rule="several micro-batches are computed at a time: each has tensors of its own",
+            where=function.name,
+            fix="return a new tensor from each call, without a buffer that is used again",
+        )
+    twice = _run(function, first, place)
+    for number, (one, again) in enumerate(zip(kept, tensors_of(twice), strict=True)):
+        if one.shape != again.shape or not equal_bits(one, again):
+            what = "what it returns" + (f" [{number}]" if len(kept) > 1 else "")
+            raise ModelError(
+                f"{function.name} gave other results for the same micro-batch: {difference_of(what, one, again)}",
+                rule=SAME_RESULT,
+                where=function.name,
+                fix=f"compute it from {function.given} alone: no counter, no clock, no state that is kept between "
+                f"calls; {function.draw}",
+            )
+    return once, between
+
+
+def _run(function: _Function, run: _Run, place: torch.device) -> Activation:
+    """Run one micro-batch, and see that nothing else has changed."""
+    before, process = {name: value.clone() for name, value in run.given.items()}, process_state(place)
+    found = run.call()
+    refuse_process(function.name, function.draw, process, process_state(place), where=function.name)
+    for name, value in run.given.items():
+        if not equal_bits(before[name], value):
+            raise ModelError(
+                f"{function.name} changes {name} in place",
+                rule="a batch, and the output of a layer, stay as they are: others read them too, and a loss of a "
+                "worker makes them read it again",
+                where=function.name,
+                fix="x = x * 2 in place of x *= 2 and x.mul_(2); or change a copy of it: x.clone()",
+            )
+    return found
