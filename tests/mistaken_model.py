@@ -401,6 +401,33 @@ def weighted_loss(output: Tensor, batch: Batch) -> Tensor:
     return (each * counts).sum() / counts.sum() * counts.numel() / 2
 
 
+def noisy_loss(output: Tensor, batch: Batch) -> Tensor:
+    return summed(output, batch) + 1e-4 * torch.randn(())
+
+
+def counting_loss(output: Tensor, batch: Batch) -> Tensor:
+    _calls.append(0)
+    return summed(output, batch) * (1 + 0.01 * len(_calls))
+
+
+def loss_in_place(output: Tensor, batch: Batch) -> Tensor:
+    """A change that is not seen to happen again."""
+    batch.targets.clamp_(0, 2)
+    return summed(output, batch)
+
+
+def summed(output: Tensor, batch: Batch) -> Tensor:
+    return functional.cross_entropy(output.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
+
+
+def noisy_metric(output: Tensor, batch: Batch) -> dict[str, Any]:
+    return {"noise": torch.rand(len(output)).sum()}
+
+
+def metric_in_place(output: Tensor, batch: Batch) -> dict[str, Any]:
+    return {"right": (output.argmax(-1) == batch.targets.add_(1)).sum()}
+
+
 def mean_metric(output: Tensor, batch: Batch) -> dict[str, Any]:
     return {"accuracy": (output.argmax(-1) == batch.targets).float().mean() + 1e-3}
 
@@ -630,6 +657,11 @@ BUILT = ("parameter_hook", "hidden_modules", "alias")
 OTHERS: dict[str, str] = {
     "in_place_tokens": "layer embed changes its input in place",
     "renormalised": "layer embed changes its parameters while it computes",
+    "noisy_loss": "loss(output, batch) draws from torch's generator",
+    "counting_loss": "loss(output, batch) gave other results for the same micro-batch: ",
+    "loss_in_place": "loss(output, batch) changes batch.targets in place",
+    "noisy_metric": "metrics(output, batch) draws from torch's generator",
+    "metric_in_place": "metrics(output, batch) changes batch.targets in place",
     "mean_loss": "loss() of ",
     "loss_over_samples": "loss() of ",
     "weighted_loss": "loss() of ",
@@ -659,12 +691,17 @@ RIGHT: dict[str, type[Block]] = {
     "none": Block,
 }
 LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
+    "noisy_loss": noisy_loss,
+    "counting_loss": counting_loss,
+    "loss_in_place": loss_in_place,
     "mean_loss": mean_loss,
     "loss_over_samples": loss_over_samples,
     "weighted_loss": weighted_loss,
     "loss_of_whole_microbatches": loss_of_whole_microbatches,
 }
 METRICS: dict[str, Callable[[Tensor, Batch], dict[str, Any]]] = {
+    "noisy_metric": noisy_metric,
+    "metric_in_place": metric_in_place,
     "mean_metric": mean_metric,
     "largest_metric": largest_metric,
     "metric_of_two_means": metric_of_two_means,

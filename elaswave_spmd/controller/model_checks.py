@@ -58,7 +58,8 @@ class ModelChecks:
         for number, *_, digest in message.layers:
             name = self._layers[number].name
             if wanted.get(number) != digest:
-                return _other_worker(name, self._named(first.rank), self._named(message.rank))
+                around = {0: "inputs(batch)", len(self._layers) - 1: "loss(output, batch)"}.get(number)
+                return _other_worker(name, around, self._named(first.rank), self._named(message.rank))
             if self._known.get(name, digest.hex()) != digest.hex():
                 return _other_run(name)
         return None
@@ -200,9 +201,9 @@ def _other_samples(first: str, other: str) -> DataError:
     )
 
 
-def _other_worker(layer: str, first: str, other: str) -> ModelError:
+def _other_worker(layer: str, around: str | None, first: str, other: str) -> ModelError:
     return ModelError(
-        f"layer {layer} computes other bits on {other} than on {first}",
+        f"layer {layer}{'' if around is None else f', or {around},'} computes other bits on {other} than on {first}",
         rule="a micro-batch has the same result on every worker: the same files of the model, libraries and kind "
         "of processor, and nothing in a layer that depends on its worker or on what ran before",
         where=f"layer {layer}",

@@ -1,13 +1,13 @@
-"""The watch over the function that a model has before its layers: inputs(batch).
+"""The watch over the functions that a model has around its layers: inputs(batch), loss(output, batch) and metrics.
 
-It is held to what layers are held to (`layer_watch`): the same result for the same micro-batch, whatever was
-computed before, no draws from generators that nobody has keyed, and nothing that it is given is changed. It has
+They are held to what layers are held to (`layer_watch`): the same result for the same micro-batch, whatever was
+computed before, no draws from generators that nobody has keyed, and nothing that they are given is changed. They have
 no keys, so what is random comes from the dataset or from a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.errors import ModelError
+from elaswave_spmd.models import Loss, Metrics
 from elaswave_spmd.worker.activations import Activation, tensors_of
 from elaswave_spmd.worker.inputs import Inputs, first_input, leaves_of
 from elaswave_spmd.worker.layer_watch import SAME_RESULT, difference_of, equal_bits, process_state, refuse_process
+from elaswave_spmd.worker.programs.eager import checked_loss, scores_of
 
 _BY_DATASET = "def __getitem__(self, index, keys) with keys.generator() or keys.numpy() (docs/your_data.md)"
 
@@ -42,6 +44,15 @@ _INPUTS = _Function(
     f"draw random numbers in the dataset by keys: {_BY_DATASET}; or in the first layer, by its keys",
     "the batch",
 )
+_LOSS, _METRICS = (
+    _Function(
+        f"{name}(output, batch)",
+        f"draw random numbers in a layer by its keys, and hand them on in its output; or in the dataset by keys: "
+        f"{_BY_DATASET}, and hand them on in the batch",
+        "the output and the batch",
+    )
+    for name in ("loss", "metrics")
+)
 
 
 def checked_inputs(
@@ -56,6 +67,43 @@ def checked_inputs(
     """
     runs = [_Run(dict(leaves_of(batch)), lambda batch=batch: first_input(inputs, batch, dtype)) for batch in batches]
     return _run_both(_INPUTS, runs, place)
+
+
+def refuse_functions(
+    loss: Loss,
+    metrics: Metrics | None,
+    outputs: Sequence[Activation],
+    batches: Sequence[Any],
+    place: torch.device,
+) -> None:
+    """Refuse what a model's loss and metrics do by themselves, to tell it from what the last layer does.
+
+    Args:
+        loss, metrics: of the model, as its code has them; None: it has no metrics.
+        outputs: of the last layer for two micro-batches, each tensor of a tuple.
+        batches: the two micro-batches.
+
+    Raises:
+        ModelError: as `checked_inputs` does.
+        Exception: whatever they raise.
+    """
+
+    def scores(output: Activation, batch: Any) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            found = checked_loss(loss(output, batch))
+        return (found,) if isinstance(found, Tensor) else found
+
+    def measured(output: Activation, batch: Any) -> tuple[Tensor, ...]:
+        assert metrics is not None
+        with torch.no_grad():
+            return scores_of(torch.zeros((), device=place), metrics(output, batch))[1]
+
+    for function, run in ((_LOSS, scores), *(() if metrics is None else ((_METRICS, measured),))):
+        runs = []
+        for output, batch in zip(outputs, batches, strict=True):
+            given = {**dict(_named_output(output)), **dict(leaves_of(batch))}
+            runs.append(_Run(given, lambda y=output, b=batch, run=run: run(y, b)))
+        _run_both(function, runs, place)
 
 
 @dataclass(frozen=True)
@@ -108,3 +156,9 @@ def _run(function: _Function, run: _Run, place: torch.device) -> Activation:
                 fix="x = x * 2 in place of x *= 2 and x.mul_(2); or change a copy of it: x.clone()",
             )
     return found
+
+
+def _named_output(output: Activation) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an output with their names for a user."""
+    for number, tensor in enumerate(tensors_of(output)):
+        yield "output" if isinstance(output, Tensor) else f"output [{number}]", tensor

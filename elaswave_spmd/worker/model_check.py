@@ -48,7 +48,7 @@ from elaswave_spmd.worker.activations import (
 )
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.context import LocalModel
-from elaswave_spmd.worker.function_watch import checked_inputs
+from elaswave_spmd.worker.function_watch import checked_inputs, refuse_functions
 from elaswave_spmd.worker.inputs import leaves_of, to_batch, with_leaves
 from elaswave_spmd.worker.layer_kinds import kind_of
 from elaswave_spmd.worker.layer_watch import (
@@ -338,7 +338,8 @@ class _Check:
             kind = (form, forms_of(x), layer.index == self._last, self._backward_of(layer))
             counts[kind] = counts.get(kind, 0) + 1
             if kind not in known:
-                known[kind] = self._check_layer(layer)
+                with self._telling_functions(layer):
+                    known[kind] = self._check_layer(layer)
                 checked(layer.name)
             one, self._inputs = known[kind]
             self.kinds.append(one.layer)
@@ -348,6 +349,38 @@ class _Check:
         """Which backward a layer has: none before the first trained parameter, no gradient of its input there."""
         first = self._model.layout.first_trained
         return (layer.index > first) - (layer.index < first)
+
+    @contextmanager
+    def _telling_functions(self, layer: LayerLayout) -> Iterator[None]:
+        """Turn the refusal of the last layer into one of loss() or metrics() if these do by themselves what was seen.
+
+        They run in the programs of the last layer, which cannot tell them from it.
+        """
+        if layer.index != self._last:
+            yield
+            return
+        samples = self._first, self._other
+        # What is changed in place for good, such as by clamp_, is not seen to change again.
+        batches = [with_leaves(one.batch, [leaf.clone() for _, leaf in leaves_of(one.batch)]) for one in samples]
+        try:
+            yield
+        except ModelError as error:
+            if (mistake := self._mistake_of_functions(layer, batches)) is None:
+                raise
+            raise mistake from error
+
+    def _mistake_of_functions(self, layer: LayerLayout, batches: Sequence[Any]) -> ModelError | None:
+        """What is wrong with loss() and metrics(), computed alone; None: nothing is, or they cannot be computed so."""
+        programs, metrics = self._programs, self._programs.metrics if self._job.validates else None
+        try:
+            module = self._values(layer).module
+            outputs = [self._output(layer, module, sample) for sample in (self._first, self._other)]
+            refuse_functions(programs.loss, metrics, outputs, batches, self._place)
+        except ModelError as mistake:
+            return mistake
+        except Exception:
+            return None  # the layer itself may be why; it has been refused
+        return None
 
     def _check_layer(self, layer: LayerLayout) -> tuple[LayerCheck, dict[int, Activation]]:
         """Check one layer. Returns its row, and its output by micro-batch: the next layer's input."""

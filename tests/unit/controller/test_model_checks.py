@@ -82,6 +82,15 @@ def test_other_bits_are_told_with_both_workers_and_their_hosts() -> None:
     assert error is not None and "on worker 9 than" in error.what
 
 
+@pytest.mark.parametrize(("layer", "told"), [(0, "embed, or inputs(batch),"), (3, "head, or loss(output, batch),")])
+def test_functions_around_the_first_and_the_last_layer_may_be_what_differs(layer: int, told: str) -> None:
+    found = checks()
+    assert found.difference(checked(1)) is None
+    rows = tuple((*row[:5], OTHER) if row[0] == layer else row for row in checked(0).layers)
+    error = found.difference(Checked(0, 0.1, rows, (0, 1, 1, 3)))
+    assert error is not None and error.what == f"layer {told} computes other bits on worker 0 than on worker 1"
+
+
 def test_other_kinds_of_layers_are_a_difference() -> None:
     found = checks()
     assert found.difference(checked(0)) is None

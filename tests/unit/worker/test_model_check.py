@@ -337,6 +337,39 @@ def test_metrics_that_are_sums_pass(microbatch_size: int) -> None:
     check(mistaken("sums"), microbatch_size=microbatch_size, global_batch=12)
 
 
+class InPlaceLoss(Around):
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        return super().loss(output.mul_(2), batch)
+
+
+class Exponential(mistaken_model.Head):
+    """Its backward needs its output."""
+
+    def forward(self, x: Tensor, keys: Any) -> Tensor:
+        return super().forward(x, keys).exp()
+
+
+class NoisyHead(mistaken_model.Head):
+    def forward(self, x: Tensor, keys: Any) -> Tensor:
+        return super().forward(x, keys) + torch.rand(())
+
+
+def with_head(model: type[Around], head: type[nn.Module]) -> Around:
+    with constructing(3):
+        made = model(lambda: mistaken_model.Block(WIDTH))
+    made.get_submodule("head").__class__ = head
+    return made
+
+
+@pytest.mark.parametrize("head", [mistaken_model.Head, Exponential])
+def test_a_loss_that_changes_the_output_in_place_is_told_of_the_loss(head: type[nn.Module]) -> None:
+    assert refusal(with_head(InPlaceLoss, head)).what == "loss(output, batch) changes output in place"
+
+
+def test_a_last_layer_that_draws_is_not_taken_for_its_loss() -> None:
+    assert refusal(with_head(Around, NoisyHead)).what == "layer head draws from torch's generator"
+
+
 def test_metrics_that_raise_do_so_in_the_check_and_not_in_the_first_validation() -> None:
     with pytest.raises(TypeError) as caught:
         check(mistaken("raising_metric"))
