@@ -66,6 +66,7 @@ from elaswave_spmd.worker.spec import Job
 
 DIGEST_BYTES = 16
 _LOSS_TOLERANCE = 1e-3  # relative, in fp32: sums of other lengths are rounded otherwise, a mean is off by a factor
+_FINITE = "a step whose gradient is not finite is skipped: this model would skip its steps"
 _LONGEST_REASON = 200  # characters
 _GRADIENT = 1e-3  # size of the made-up gradient of a layer's output, about what training has
 _DISTURBANCE = 0.01  # of parameters, at most twice; never below what they begin with, as of a variance of zero
@@ -294,9 +295,8 @@ def _check_samples(job: Job, data: Batches, samples: Sequence[Sample]) -> bytes:
         again = _read(data, sample.ids, torch.device("cpu"), job.seed, sample.step)
         for (name, one), (_, other) in zip(leaves_of(sample.batch), leaves_of(again), strict=True):
             if one.shape != other.shape or one.dtype != other.dtype or not equal_bits(one.cpu(), other):
-                ids = ", ".join(map(str, sample.ids[:4])) + (", ..." if len(sample.ids) > 4 else "")
                 raise DataError(
-                    f"samples {ids} are not the same when they are read again: {name} differs",
+                    f"samples {_listed(sample.ids)} are not the same when they are read again: {name} differs",
                     rule="a batch is a function of its sample ids: any worker reads it, and again after a loss",
                     where="data.target",
                     fix="draw random numbers for augmentation by keys: def __getitem__(self, index, keys), with "
@@ -542,7 +542,7 @@ class _Check:
                 programs.set_training(True)
         watch.end()
         result = _Result(y, dx, into.flat, evaluated)
-        self._refuse_not_finite(layer, values, result, into)
+        self._refuse_not_finite(layer, sample, result, into)
         return result
 
     def _check_addition(self, layer: LayerLayout, values: ValueBuffer, watch: LayerWatch, result: _Result) -> None:
@@ -577,15 +577,14 @@ class _Check:
                     fix="use_reentrant=False for torch.utils.checkpoint.checkpoint; no backward() within a layer",
                 )
 
-    def _refuse_not_finite(
-        self, layer: LayerLayout, values: ValueBuffer, result: _Result, into: GradientBuffer
-    ) -> None:
+    def _refuse_not_finite(self, layer: LayerLayout, sample: Sample, result: _Result, into: GradientBuffer) -> None:
         """Refuse numbers that are not finite with initial values: no step would ever update the weights."""
         name, is_last = layer.name, layer.index == self._last
         y = tensors_of(result.y)
         if any(bool(one.isnan().any()) for one in y) or (is_last and not _finite(y[0])):
             what = "the loss after" if is_last else "the output of"
-            raise _not_finite(name, f"{what} layer {name} is not finite for the first micro-batch, with initial values")
+            what = f"{what} layer {name} is not finite for the first micro-batch, with initial values"
+            raise self._not_finite(layer, sample, what)
         if is_last and layer.loss_block is not None and not 0 <= into.weight < math.inf:
             raise ModelError(
                 f"the weight of loss() is {into.weight:g} for the first micro-batch",
@@ -602,9 +601,42 @@ class _Check:
         if result.dx is not None and not all(map(_finite, tensors_of(result.dx))):
             wrong.insert(0, "its input")
         if wrong:
-            of = ", ".join(wrong[:4]) + (", ..." if len(wrong) > 4 else "")
+            of = _listed(wrong)
             output = "though its output is" if all(map(_finite, y)) else "and its output has infinities"
-            raise _not_finite(name, f"layer {name} gives gradients that are not finite, {output}: of {of}")
+            what = f"layer {name} gives gradients that are not finite, {output}: of {of}"
+            raise self._not_finite(layer, sample, what)
+
+    def _not_finite(self, layer: LayerLayout, sample: Sample, what: str) -> UserError:
+        """The error of a layer that gives numbers that are not finite: of the data if these have such numbers.
+
+        They come to the layer by its input. The loss after the last layer reads them as well.
+        """
+        x_is_finite = all(map(_finite, tensors_of(self._inputs[sample.number])))
+        for name, values in leaves_of(sample.batch):
+            if not _finite(values) and (not x_is_finite or layer.index == self._last):
+                has = "NaN" if bool(values.isnan().any()) else "infinities"
+                return DataError(
+                    f"{name} has {has}{_of_samples(sample.ids, values)}: {what}",
+                    rule=_FINITE,
+                    where=name,
+                    fix="correct these samples, or leave them out of the dataset; or put numbers in place of what is "
+                    "missing, with torch.nan_to_num, in the dataset, in inputs(batch) or in loss(output, batch)",
+                )
+        if layer.index == 0 and not x_is_finite:
+            return ModelError(
+                f"inputs(batch) returns numbers that are not finite, of a batch whose numbers are: {what}",
+                rule=_FINITE,
+                where="inputs(batch)",
+                fix="no division by 0 and no logarithm of it there, such as by the deviation of a constant; no number "
+                "that is too large for runtime.dtype",
+            )
+        return ModelError(
+            what,
+            rule=_FINITE,
+            where=f"layer {layer.name}",
+            fix="torch.autograd.detect_anomaly() names the operation, such as a square root or a logarithm of 0, or "
+            "a branch of torch.where; runtime.check_model=false trains it all the same",
+        )
 
     def _refuse_without_gradient(self, layer: LayerLayout, module: nn.Module) -> None:
         """Refuse a layer behind whose output autograd sees nothing: it and those before it would never be trained.
@@ -873,6 +905,19 @@ def _joined(samples: Sequence[Sample]) -> Any:
     return with_leaves(samples[0].batch, [torch.cat(column) if column[0].ndim else column[0] for column in columns])
 
 
+def _of_samples(ids: np.ndarray, values: Tensor) -> str:
+    """Which samples of a micro-batch have numbers that are not finite, in words; "" if that cannot be told."""
+    if not values.ndim or len(values) != len(ids):
+        return ""
+    wrong = ids[~values.isfinite().reshape(len(ids), -1).all(1).cpu().numpy()]
+    return f", of sample{'s' if len(wrong) > 1 else ''} {_listed(wrong)}"
+
+
+def _listed(values: Sequence[object] | np.ndarray) -> str:
+    """The first ones of some values."""
+    return ", ".join(map(str, values[:4])) + (", ..." if len(values) > 4 else "")
+
+
 def _finite(value: Tensor) -> bool:
     return bool(value.isfinite().all())
 
@@ -888,13 +933,3 @@ def _bound(programs: StagePrograms, layer: LayerLayout, values: ValueBuffer) -> 
         yield
     finally:
         programs.bind({}, {})
-
-
-def _not_finite(layer: str, what: str) -> ModelError:
-    return ModelError(
-        what,
-        rule="a step whose gradient is not finite is skipped: this model would skip its steps",
-        where=f"layer {layer}",
-        fix="torch.autograd.detect_anomaly() names the operation, such as a square root or a logarithm of 0, or "
-        "a branch of torch.where; runtime.check_model=false trains it all the same",
-    )

@@ -175,6 +175,62 @@ def test_a_dataset_that_changes_is_refused_and_its_samples_are_told() -> None:
     assert samples[0] == samples[1] != samples[2]
 
 
+class Measured(Images):
+    """Images of which those with even numbers lack something: in a tensor of the batch all, or one value of each."""
+
+    def __init__(self, lacking: int, value: float) -> None:
+        super().__init__()
+        self._lacking, self._value = lacking, value
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        given = [np.array(image, dtype=np.float32), np.float32(label)]
+        if index % 2 == 0:
+            given[self._lacking] = given[self._lacking] + np.float32(self._value)
+        return given[0], given[1]
+
+
+class Fitted(Classifier):
+    """Fits a number; its inputs may be scaled by a deviation that is 0."""
+
+    def __init__(self, divisor: float = 1.0) -> None:
+        super().__init__(3)
+        self._divisor = divisor
+
+    def inputs(self, batch: Any) -> Any:
+        return batch[0] / self._divisor
+
+    def loss(self, output: Tensor, batch: Any) -> Any:
+        return (output.float().sum(-1) - batch[1]).square().sum()
+
+    def metrics(self, output: Tensor, batch: Any) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("lacking", "value", "told"),
+    [
+        (0, np.nan, r"batch\[0\] has NaN, of samples? \d+(, \d+)*: (the output of )?layer "),
+        (0, np.inf, r"batch\[0\] has infinities, of samples? \d+(, \d+)*: (the output of )?layer "),
+        (1, np.nan, r"batch\[1\] has NaN, of samples? \d+(, \d+)*: the loss after layer "),
+    ],
+)
+def test_data_that_are_not_finite_are_told_of_with_their_samples_and_not_of_a_layer(
+    lacking: int, value: float, told: str
+) -> None:
+    checked(Fitted(), Measured(lacking, 0.0))
+    with pytest.raises(DataError, match=told) as caught:
+        checked(Fitted(), Measured(lacking, value))
+    numbers = caught.value.what.partition(" of sample")[2].partition(":")[0].removeprefix("s").split(", ")
+    assert all(int(number) % 2 == 0 for number in numbers) and caught.value.where == f"batch[{lacking}]"
+
+
+def test_inputs_that_are_not_finite_are_told_of_where_the_data_are() -> None:
+    with pytest.raises(ModelError, match=r"inputs\(batch\) returns numbers that are not finite") as caught:
+        checked(Fitted(divisor=0.0), Measured(0, 0.0))
+    assert caught.value.where == "inputs(batch)"
+
+
 def checked(model: LayeredModel, dataset: Any) -> bytes:
     """The digest of the samples of a model and its data that have passed the check."""
     job = Job(
