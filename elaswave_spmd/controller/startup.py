@@ -457,24 +457,29 @@ class _Lives:
         """Let the controller train; then end the workers, and put the run's directory in order."""
         run_dir, observer = begun.run_dir, begun.observer
         ends = self._ending_callbacks(observer)
+        may_be_completed = True  # after an exception
         with contextlib.closing(begun.start):
-            with observer, ends as end, begun.frequencies, contextlib.ExitStack() as ended:
-                ended.callback(merge_trace, run_dir.path)
-                ended.callback(launcher.stop, 0.0)
-                with self._signals.as_events(begun.controller.stop_requested):
-                    end.outcome = outcome = begun.controller.run()
-                if isinstance(outcome, RestartFrom):
-                    launcher.dismiss("the run begins again")
-                launcher.stop(grace_s=0.0)
-                remove_superfluous(run_dir.path)
-                if isinstance(outcome, RunFinished):
-                    # Else what the workers have written may still be completed, now or by the next controller.
-                    remove_unfinished(run_dir.path)
-                    self._remove_worse(run_dir.path)
-            if isinstance(outcome, RunStopped):
-                # Its last lines name the newest checkpoint: also one whose last report had not come yet.
-                with contextlib.suppress(FilesError):
-                    complete(run_dir.path, plan)
+            try:
+                with observer, ends as end, begun.frequencies, contextlib.ExitStack() as ended:
+                    ended.callback(merge_trace, run_dir.path)
+                    ended.callback(launcher.stop, 0.0)
+                    with self._signals.as_events(begun.controller.stop_requested):
+                        end.outcome = outcome = begun.controller.run()
+                    may_be_completed = isinstance(outcome, RunStopped)
+                    if isinstance(outcome, RestartFrom):
+                        launcher.dismiss("the run begins again")
+                    launcher.stop(grace_s=0.0)
+                    remove_superfluous(run_dir.path)
+                    if isinstance(outcome, RunFinished):
+                        # Else what the workers have written may still be completed, now or by the next controller.
+                        remove_unfinished(run_dir.path)
+                        self._remove_worse(run_dir.path)
+            finally:
+                if may_be_completed:
+                    # Its last lines name the newest checkpoint: also one whose last report had not come yet. What
+                    # cannot be completed now is said by whoever resumes the run, and hides no other error here.
+                    with contextlib.suppress(OSError, RunError, UserError):
+                        complete(run_dir.path, plan)
         return outcome
 
     def _remove_worse(self, run_dir: Path) -> None:

@@ -1,0 +1,92 @@
+"""An error of the controller's own ends a life: what its workers have written is made a checkpoint all the same."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.controller import startup
+from elaswave_spmd.controller.events import Outcome, RestartFrom, RunFinished, RunStopped
+from elaswave_spmd.errors import DataError, FilesError, RunError
+from elaswave_spmd.runtime.processes.stop_signals import StopSignals
+
+
+class World:
+    """A life whose controller ends as it is told, and what is done with its workers and its directory then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:
+        self.done: list[str] = []
+        self.ends_by: Outcome | BaseException = RunFinished()
+        self.fails_to_complete: Exception | None = None
+        self.launcher = Mock()
+        self.launcher.stop.side_effect = lambda *_, **__: self.done.append("stop")
+        monkeypatch.setattr(startup, "complete", self._complete)
+        for name in ("merge_trace", "remove_superfluous", "remove_unfinished"):
+            monkeypatch.setattr(startup, name, Mock())
+        start = Mock()
+        start.close.side_effect = lambda: self.done.append("unlock")
+        controller = SimpleNamespace(run=self._run, stop_requested=Mock())
+        observer = Mock(__enter__=Mock(), __exit__=Mock(return_value=None))
+        self.begun: Any = SimpleNamespace(
+            run_dir=SimpleNamespace(path=run_dir),
+            start=start,
+            observer=observer,
+            frequencies=contextlib.nullcontext(),
+            controller=controller,
+        )
+
+    def _run(self) -> Outcome:
+        if isinstance(self.ends_by, BaseException):
+            raise self.ends_by
+        return self.ends_by
+
+    def _complete(self, *_: object) -> None:
+        self.done.append("complete")
+        if self.fails_to_complete is not None:
+            raise self.fails_to_complete
+
+    def control(self) -> list[str]:
+        """Carry the life out. Returns what was done, each once."""
+        with StopSignals() as signals:
+            lives = startup._Lives(Settings(), signals)
+            lives._control(Mock(), self.launcher, self.begun)
+        return list(dict.fromkeys(self.done))
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
+    return World(monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize("error", [OverflowError("a bug"), RunError("the fork server died"), KeyboardInterrupt()])
+def test_what_workers_have_written_is_completed_after_an_error(world: World, error: BaseException) -> None:
+    world.ends_by = error
+    with pytest.raises(type(error)):
+        world.control()
+    assert list(dict.fromkeys(world.done)) == ["stop", "complete", "unlock"]
+
+
+def test_so_it_is_after_an_end_that_was_decided(world: World) -> None:
+    world.ends_by = RunStopped(RunError("workers are lost"))
+    assert world.control() == ["stop", "complete", "unlock"]
+
+
+@pytest.mark.parametrize("outcome", [RunFinished(), RestartFrom(Path("run"), Settings().mesh, 0)])
+def test_a_run_that_has_finished_or_begins_again_has_nothing_to_complete(world: World, outcome: Outcome) -> None:
+    world.ends_by = outcome
+    assert world.control() == ["stop", "unlock"]
+
+
+@pytest.mark.parametrize(
+    "error", [FilesError(Path("metrics.jsonl"), OSError(28, "full")), DataError("metrics.jsonl is damaged"), OSError()]
+)
+def test_what_cannot_be_completed_hides_no_error(world: World, error: Exception) -> None:
+    world.ends_by, world.fails_to_complete = OverflowError("a bug"), error
+    with pytest.raises(OverflowError):
+        world.control()
