@@ -60,6 +60,7 @@ def train() -> int:
 
 def guarded(command: Callable[[], int]) -> int:
     """Run a command; errors that a user may meet become one clear screen on stderr and an exit code."""
+    _open_standard_streams()
     # OpenBLAS starts threads when numpy is imported; this process multiplies no matrices, and forks.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
@@ -75,6 +76,24 @@ def guarded(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _open_standard_streams() -> None:
+    """Put the null device in the place of standard streams that are closed (`>&-`), of which Python makes None.
+
+    Else a file or socket of the run would get descriptor 1 or 2, and what a library or a worker prints with it.
+    """
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number, which is `fd`
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def _command(command: str, program: str) -> int:
