@@ -14,12 +14,14 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
+from elaswave_spmd.runtime.processes.stop_signals import SAME_SIGNAL_S
 from tests.multiprocess import patient_model
 from tests.multiprocess.real_runs import SMALL, TRAIN, Done, Launched, eventually, launch, train, write_text
 from tests.waiting import PATIENCE_S
@@ -146,6 +148,7 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path: Path, second: signal.Signa
             eventually(lambda: "checkpoint" in kinds(run_dir), run.process)
         os.killpg(run.process.pid, signal.SIGINT)
         eventually(lambda: "signal" in kinds(run_dir), run.process)
+        time.sleep(SAME_SIGNAL_S)
         os.killpg(run.process.pid, second)
         done = run.finish()
         assert done.code == 130 and "Traceback" not in done.err

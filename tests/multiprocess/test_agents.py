@@ -10,6 +10,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from elaswave_spmd.controller.admin_client import ask
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from elaswave_spmd.run_dir.checkpoints import find_checkpoints
 from elaswave_spmd.runtime.processes.rendezvous import Rendezvous, find_controller
+from elaswave_spmd.runtime.processes.stop_signals import SAME_SIGNAL_S
 from elaswave_spmd.runtime.transport.credentials import RunKeys
 from tests import mistaken_model
 from tests.multiprocess import held_model, patient_model
@@ -336,6 +338,7 @@ def test_a_second_ctrl_c_ends_an_agent(site: Site) -> None:
         run.wait_for_steps(2)
         os.killpg(agent.pid, signal.SIGINT)
         assert agent.stderr is not None and agent.stderr.readline().startswith("SIGINT: the agent serves")
+        time.sleep(SAME_SIGNAL_S)
         os.killpg(agent.pid, signal.SIGINT)
         of_agent, of_run = end_of(agent), run.finish()
     assert (of_agent.code, of_agent.err) == (130, "interrupted by SIGINT\n")

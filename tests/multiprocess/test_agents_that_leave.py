@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from elaswave_spmd.controller.admin_client import ask
 from elaswave_spmd.errors import ControlError
 from elaswave_spmd.run_dir import read_metrics
+from elaswave_spmd.runtime.processes.stop_signals import SAME_SIGNAL_S
 from tests.multiprocess.real_runs import Done, eventually
 from tests.multiprocess.test_agents import ENDLESS, HOST, Site, assert_same_bits, end_of, remote_worker
 from tests.multiprocess.test_agents import site as site
@@ -130,6 +132,7 @@ def test_a_second_sigterm_ends_an_agent_at_once(site: Site, undisturbed: Path) -
         os.kill(stands_still, signal.SIGSTOP)
         agent.send_signal(signal.SIGTERM)
         eventually(lambda: events_of(site, "notice"), run.process)
+        time.sleep(SAME_SIGNAL_S)
         agent.send_signal(signal.SIGTERM)
         of_agent = end_of(agent)
         os.kill(stands_still, signal.SIGCONT)

@@ -7,14 +7,19 @@ exception; while it has something to save, an event for the thread that decides;
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+SAME_SIGNAL_S = 0.5
+"""Within so many seconds the same signal again is one request: `timeout` signals its command, and then its group."""
 
 _ALL = 1 << 30
 
@@ -43,13 +48,20 @@ class StopSignals:
     Without `as_events` or `held` the first signal raises `Signalled` in the main thread, and later ones do nothing:
     what the first one has begun to clear up is cleared up.
 
+    A signal that comes again within `SAME_SIGNAL_S` is taken for the one before.
+
     Args:
         numbers: the signals; others do what they did.
+        clock: the time in seconds.
     """
 
-    def __init__(self, numbers: Collection[signal.Signals] = STOP_SIGNALS) -> None:
+    def __init__(
+        self, numbers: Collection[signal.Signals] = STOP_SIGNALS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._asked_for = numbers
+        self._clock = clock
         self._numbers: list[int] = []
+        self._counted: dict[int, float] = {}  # when each signal has counted the last time
         self._pending: deque[int] = deque()  # signals that no handler has got yet
         self._before: dict[int, Any] = {}
         self._held = 0  # signals that raise nothing here
@@ -125,6 +137,10 @@ class StopSignals:
             self._raise()
 
     def _came(self, number: int, _: FrameType | None) -> None:
+        now = self._clock()
+        if now - self._counted.get(number, -math.inf) < SAME_SIGNAL_S:
+            return
+        self._counted[number] = now
         self._numbers.append(number)
         self._pending.append(number)
         if len(self._numbers) > self._held:

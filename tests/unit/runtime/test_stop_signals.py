@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Iterator
 
 import pytest
 
-from elaswave_spmd.runtime.processes.stop_signals import STOP_SIGNALS, Signalled, StopSignals
+from elaswave_spmd.runtime.processes.stop_signals import SAME_SIGNAL_S, STOP_SIGNALS, Signalled, StopSignals
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +20,12 @@ def handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def apart() -> StopSignals:
+    """Signals of which each comes long after the one before, by a clock that goes on whenever it is looked at."""
+    times = itertools.count(0.0, SAME_SIGNAL_S)
+    return StopSignals(clock=lambda: next(times))
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -41,7 +48,7 @@ def test_what_the_first_has_begun_to_clear_up_is_not_interrupted() -> None:
 
 def test_two_signals_are_events_and_a_third_one_is_not() -> None:
     told: list[int] = []
-    with StopSignals() as signals:
+    with apart() as signals:
         with pytest.raises(Signalled, match="SIGTERM"), signals.as_events(told.append):
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGINT)
@@ -50,10 +57,34 @@ def test_two_signals_are_events_and_a_third_one_is_not() -> None:
         assert told == [signal.SIGTERM, signal.SIGINT]
 
 
+def test_the_same_signal_within_a_moment_is_one_request() -> None:
+    """`timeout 60 python train.py` signals the command, and then its whole group."""
+    told: list[int] = []
+    now = 10.0
+    with StopSignals(clock=lambda: now) as signals, signals.as_events(told.append, count=3):
+        signal.raise_signal(signal.SIGTERM)
+        now += SAME_SIGNAL_S / 2
+        signal.raise_signal(signal.SIGTERM)
+        assert told == [signal.SIGTERM]
+        signal.raise_signal(signal.SIGINT)
+        assert told == [signal.SIGTERM, signal.SIGINT], "another signal is another request"
+        now += SAME_SIGNAL_S / 2
+        signal.raise_signal(signal.SIGTERM)
+        assert told == [signal.SIGTERM, signal.SIGINT, signal.SIGTERM], "one that is repeated counts after all"
+
+
+def test_what_is_the_same_request_interrupts_nothing() -> None:
+    told: list[int] = []
+    with StopSignals(clock=lambda: 0.0) as signals, signals.as_events(told.append, count=1):
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+    assert told == [signal.SIGTERM]
+
+
 @pytest.mark.parametrize("num_told", [0, 1])
 def test_a_signal_raises_again_in_what_it_may_cut_short(num_told: int) -> None:
     told: list[int] = []
-    with StopSignals([signal.SIGTERM]) as signals, signals.as_events(told.append):
+    with apart() as signals, signals.as_events(told.append):
         for _ in range(num_told):
             signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Signalled, match="SIGTERM"), signals.raising():
