@@ -111,7 +111,8 @@ class FailurePolicy:
         replaces: a worker is started in place of each that is lost (elastic.replace or elastic.spares).
         start_s: how long a worker of the first mesh may take to be ready (timeouts.start).
         min_workers: with fewer the run does not begin again (elastic.min_workers).
-        max_skipped: this many steps in a row whose gradient is not finite end the run (optim.max_skipped).
+        max_skipped: this many steps in a row without an update end the run (optim.max_skipped): their gradient is not
+            finite, or the weight of their loss not above 0.
         restarts: the run may begin again: its workers can be started a second time.
         mesh: of the run, for the mesh of fewer workers with which it begins again.
         saves: the run writes checkpoints (checkpoint.every).
@@ -284,7 +285,7 @@ class FailureHandler:
         return self._declare_lost(rank, reason, now)
 
     def committed(self, applied: m.Applied, now: float) -> list[Action]:
-        """A step is committed. Too many in a row whose gradient was not finite end the run."""
+        """A step is committed. Too many in a row without an update end the run."""
         self._links.committed(now)
         self._num_skipped = 0 if applied.updated else self._num_skipped + 1
         if not applied.updated and self._num_skipped >= self._policy.max_skipped:

@@ -509,6 +509,12 @@ class RunLog:
         self._rejections.flush()
         if record.last is None:  # resumed at its last step: nothing was left but to collect the weights
             record.last = self._start.last_line
+        elif not record.num_updates:
+            # Fewer steps than optim.max_skipped: without a word the run would look like one that has learned.
+            number, last = record.num_steps, record.last.step
+            which = f"step {last}, the only one," if number == 1 else f"none of the steps {last - number + 1} to {last}"
+            message = f"{which} had {'no' if number == 1 else 'an'} update: the weights are as they were before"
+            self.observer.on_event("skip", step=last, steps=number, message=message)
         summary = make_summary(plan, plan.data, record, weights_sha256(record.weights), self.observer.faults)
         summary |= validation_fields(plan, self.validations, self._version, self.observer.run_dir.path)
         self.observer.on_finish(summary, record.weights, record.averages)
@@ -547,6 +553,8 @@ class RunLog:
         is_usual = not is_missing and not (applied.step > 1 and job.validates_at(applied.step - 1))
         self._record.add_step(line, after_validation=not is_usual)
         self.observer.on_step(line)
+        self._record.num_steps += 1
+        self._record.num_updates += applied.updated
         if not applied.updated:
             message = f"step {applied.step}: gradient not finite, no update"
             if applied.weight is not None and not applied.weight > 0:

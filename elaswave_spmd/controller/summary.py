@@ -51,6 +51,8 @@ class RunRecord:
         self.generation = 1
         """Of the controller that ends the run: above 1 if it has come back (timeouts.adopt)."""
         self.last: MetricsLine | None = None
+        self.num_steps = self.num_updates = 0
+        """Steps that were committed, and those of them that changed the weights."""
         self.validation_loss: float | None = None
         self.validation_metrics: dict[str, float] = {}
         """Of the last validation, by name."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
 from elaswave_spmd.run_dir import read_metrics
+from tests import sample_models
 from tests.faults.fault_runs import Bits
 from tests.multiprocess import mistaken_model
 from tests.multiprocess.real_runs import SMALL, train, write_text
@@ -71,3 +74,16 @@ def test_steps_without_an_update_end_the_run_with_its_state_saved(tmp_path: Path
     first, *others = done.err.splitlines()
     assert first.startswith("error: 3 steps in a row had no update (optim.max_skipped)"), done.err
     assert "Its state after step " in first and others[-1].startswith("resume with: ")
+
+
+def test_a_run_without_any_update_that_is_too_short_to_be_ended_says_so(tmp_path: Path) -> None:
+    shutil.copy(sample_models.__file__, tmp_path)
+    samples = ["data.target=sample_models.Images", "model.target=sample_models.Weightless"]
+    sizes = ["train.global_batch=8", "train.microbatch_size=2", "train.validate_every=0", "run.tensorboard=false"]
+    for number, told in ((1, "step 1, the only one, had no update"), (3, "none of the steps 1 to 3 had an update")):
+        done = train(tmp_path, *samples, *sizes, f"train.steps={number}", f"run.dir=run{number}")
+        assert done.code == 0, done.err
+        events = [json.loads(line) for line in (tmp_path / f"run{number}" / "events.jsonl").read_text().splitlines()]
+        *each, last = [event for event in events if event["event"] == "skip"]
+        assert len(each) == number and all("the weight of its loss is 0" in event["message"] for event in each)
+        assert last["steps"] == number and last["message"] == f"{told}: the weights are as they were before"
