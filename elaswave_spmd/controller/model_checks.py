@@ -207,7 +207,8 @@ def _other_worker(layer: str, around: str | None, first: str, other: str) -> Mod
         rule="a micro-batch has the same result on every worker: the same files of the model, libraries and kind "
         "of processor, and nothing in a layer that depends on its worker or on what ran before",
         where=f"layer {layer}",
-        fix="no rank, host, process id or global variable in a layer, no order of a set (sort it); install the "
+        fix="no rank, host, process id or global variable in a layer (hand on what a later layer needs in a tuple), "
+        "no order of a set (sort it); install the "
         "same versions on machines of the same kind",
     )
 

@@ -10,7 +10,8 @@ the loss of a micro-batch to the losses of its halves, and `check_metrics` its m
 A worker cannot see what it does alike at all times: a number of its own, the order of a set, a library of its machine.
 So each reports digests of its results, which the controller compares (controller/model_checks.py), and workers of odd
 rank run the two micro-batches in the other order: a value that the first micro-batch leaves behind for good differs
-between the two.
+between the two. A worker that is alone runs each kind forward once more, after layers that have run the same
+micro-batch: what layers share is another thing then.
 
 Nothing is left behind: the copies of layers are dropped, the programs are as before, and no key of a step is used up.
 """
@@ -158,6 +159,7 @@ def check_model(
     place: torch.device,
     *,
     rank: int = 0,
+    alone: bool = False,
     checked: Callable[[str], None] = lambda layer: None,
 ) -> ModelCheck:
     """Check each kind of layer with the programs of a worker, which run no layer meanwhile.
@@ -167,6 +169,7 @@ def check_model(
         data: the training split.
         place: where parameters, inputs and outputs lie.
         rank: of the worker; those of odd rank begin with the other micro-batch.
+        alone: there is no worker of the other order to compare with. What layers share is tried here.
         checked: called with the name of each layer that has passed.
 
     Raises:
@@ -178,7 +181,7 @@ def check_model(
     samples = _samples(job, data, place)
     for sample in samples:
         model.programs.check_form(sample.batch)
-    check = _Check(model, job, place, samples if rank % 2 == 0 else samples[::-1])
+    check = _Check(model, job, place, samples if rank % 2 == 0 else samples[::-1], alone=alone)
     try:
         found = check.run(checked)
     finally:
@@ -313,12 +316,15 @@ def _check_samples(job: Job, data: Batches, samples: Sequence[Sample]) -> bytes:
 class _Check:
     """One check, layer by layer. `first` is the micro-batch that is run twice, `other` the one in between."""
 
-    def __init__(self, model: LocalModel, job: Job, place: torch.device, samples: Sequence[Sample]) -> None:
+    def __init__(
+        self, model: LocalModel, job: Job, place: torch.device, samples: Sequence[Sample], *, alone: bool
+    ) -> None:
         self._model = model
         self._job = job
         self._place = place
         self._programs = model.programs
         self._first, self._other = samples
+        self._alone = alone
         found = checked_inputs(model.inputs, [sample.batch for sample in samples], job.torch_dtype, place)
         self._inputs = {sample.number: x for sample, x in zip(samples, found, strict=True)}
         self._last = len(model.layout.layers) - 1
@@ -331,6 +337,7 @@ class _Check:
         # Kind -> (its first layer, the outputs of that), number of layers so far. A layer that is like an earlier one
         # and gets an input of the same form is not run again: its output has the form of that one's.
         known: dict[object, tuple[LayerCheck, dict[int, Activation]]] = {}
+        ran: list[tuple[LayerLayout, dict[int, Activation], Activation]] = []  # each kind, its inputs and first output
         counts: dict[object, int] = {}
         for layer in self._model.layout.layers:
             x = next(iter(self._inputs.values()))
@@ -340,10 +347,44 @@ class _Check:
             if kind not in known:
                 with self._telling_functions(layer):
                     known[kind] = self._check_layer(layer)
+                ran.append((layer, self._inputs, known[kind][1][self._first.number]))
                 checked(layer.name)
             one, self._inputs = known[kind]
             self.kinds.append(one.layer)
+        if self._alone:
+            for layer, self._inputs, output in ran:
+                self._refuse_shared(layer, output)
         return tuple(dataclasses.replace(one, count=counts[kind]) for kind, (one, _) in known.items())
+
+    def _refuse_shared(self, layer: LayerLayout, output: Activation) -> None:
+        """Refuse a layer whose output depends on what other layers have computed last, as by a global variable.
+
+        When it was checked, the layers before it had run the other micro-batch last. Here they have run the same one.
+
+        Args:
+            output: of the first micro-batch, as it was then.
+        """
+        values = self._values(layer)
+        with _bound(self._programs, layer, values):
+            again = self._forward_alone(layer, self._first)
+        for one, other in zip(tensors_of(output), tensors_of(again), strict=True):
+            if not equal_bits(one, other):
+                raise ModelError(
+                    f"layer {layer.name} computes other bits for the same micro-batch when the other layers have "
+                    f"computed another one before: {difference_of('its output', one, other)}",
+                    rule="a layer gets all that it needs from the layer before it: those of another stage run in "
+                    "another process, and on other micro-batches",
+                    where=f"layer {layer.name}",
+                    fix="no global variable and no object that layers share; hand on what a later layer needs in a "
+                    "tuple: return y, gate",
+                )
+
+    def _forward_alone(self, layer: LayerLayout, sample: Sample) -> Activation:
+        """Run a bound layer forward, and nothing else."""
+        x, keys = self._inputs[sample.number], self._keys(layer, sample)
+        y = self._programs.forward(layer.index, sample.number, x, keys, sample.batch)
+        self._programs.discard_all()
+        return y
 
     def _backward_of(self, layer: LayerLayout) -> int:
         """Which backward a layer has: none before the first trained parameter, no gradient of its input there."""
@@ -403,6 +444,8 @@ class _Check:
             put_off = self._bytes_put_off(layer, values)
             if layer.index == self._last:
                 self._check_loss(layer, values.module)
+            if self._alone:  # it is the other micro-batch that leaves something to the layers behind it
+                self._forward_alone(layer, other)
         if self._programs.num_compiled > compiled:
             raise ModelError(
                 f"layer {layer.name} was compiled again for a micro-batch like the one before",

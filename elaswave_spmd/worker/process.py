@@ -231,7 +231,8 @@ class WorkerProcess:
         if self._settings.checks_model:
             checked = partial(beat, "checking the model")
             with refusing_mistakes(place):
-                check = check_model(model, plan.job, data.train, place, rank=self._rank, checked=checked)
+                alone = plan.placement.mesh.num_workers == 1
+                check = check_model(model, plan.job, data.train, place, rank=self._rank, alone=alone, checked=checked)
             rows = tuple(map(dataclasses.astuple, check.layers))
             self._send(m.Checked(self._rank, check.seconds, rows, check.kinds, check.loss_unchecked, check.samples))
         if self._loader is not None:

@@ -85,9 +85,9 @@ def local(model: LayeredModel, job: Job) -> LocalModel:
     return LocalModel(description.layout, description.inits, make, model.layers.__getitem__, programs, made)
 
 
-def check(model: LayeredModel, *, rank: int = 0, **changes: Any) -> ModelCheck:
+def check(model: LayeredModel, *, rank: int = 0, alone: bool = False, **changes: Any) -> ModelCheck:
     job = a_job(**changes)
-    return check_model(local(model, job), job, Numbers(), CPU, rank=rank)
+    return check_model(local(model, job), job, Numbers(), CPU, rank=rank, alone=alone)
 
 
 def mistaken(mistake: str) -> Mistaken:
@@ -134,7 +134,7 @@ def test_parameters_that_would_be_lost_are_refused_when_the_model_is_made(mistak
 def test_what_only_looks_like_a_mistake_passes(right: str, dtype: str) -> None:
     if right == "keyed_noise" and dtype == "bf16":
         pytest.skip("its noise is fp32")
-    found = [check(mistaken(right), rank=rank, dtype=dtype) for rank in (0, 1)]
+    found = [check(mistaken(right), rank=rank, alone=rank == 0, dtype=dtype) for rank in (0, 1)]
     assert found[0].layers == found[1].layers  # digests too, in whichever order a worker began
 
 
@@ -337,6 +337,49 @@ def test_metrics_that_are_sums_pass(microbatch_size: int) -> None:
     check(mistaken("sums"), microbatch_size=microbatch_size, global_batch=12)
 
 
+_shared: dict[str, Tensor] = {}
+
+
+class Writes(mistaken_model.Block):
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        _shared["gate"] = x.detach().sigmoid()
+        return x
+
+
+class Reads(mistaken_model.Block):
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return x * _shared["gate"] if "gate" in _shared else x
+
+
+class Between(LayeredModel):
+    """Two layers that share a variable, with one between them."""
+
+    shardings = Mistaken.shardings
+
+    def __init__(self, first: type[nn.Module], last: type[nn.Module]) -> None:
+        embed, head = mistaken_model.Embed(VOCABULARY, WIDTH), mistaken_model.Head(WIDTH, VOCABULARY)
+        layers = {"first": first(WIDTH), "mid": nn.Linear(WIDTH, WIDTH), "last": last(WIDTH)}
+        super().__init__({"embed": embed, **layers, "head": head})
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("layers", "told"), [((Writes, Reads), "last"), ((Reads, Writes), "first")])
+def test_what_layers_share_is_seen_by_one_worker_alone(
+    layers: tuple[type[nn.Module], type[nn.Module]], told: str, checkpointing: bool
+) -> None:
+    with constructing(3):
+        model = Between(*layers)
+    for alone in (False, True):
+        _shared.clear()
+        if not alone:  # workers of either order find other bits; here nobody compares them
+            check(model, activation_checkpointing=checkpointing)
+            continue
+        error = refusal(model, alone=True, activation_checkpointing=checkpointing)
+        assert error.what.startswith(f"layer {told} computes other bits for the same micro-batch when the other layers")
+    with constructing(3):
+        check(Between(Writes, mistaken_model.Block), alone=True)
+
+
 class InPlaceLoss(Around):
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         return super().loss(output.mul_(2), batch)
@@ -422,6 +465,9 @@ def test_a_check_keeps_one_copy_of_a_layer_at_a_time() -> None:
 
     check_model(replace(kept, make_modules=make), job, Numbers(), CPU)
     assert len(alive) == 6 and most == 1, "two copies of each of three kinds"
+    alive.clear()
+    check_model(replace(kept, make_modules=make), job, Numbers(), CPU, alone=True)
+    assert len(alive) == 9 and most == 1, "and one more, where no other worker is there to compare with"
 
 
 def drawn_by_numpy() -> bytes:
