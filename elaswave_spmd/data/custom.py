@@ -15,6 +15,10 @@ from elaswave_spmd.errors import DataError, add_note, closest, headline_of, plac
 from elaswave_spmd.user_code import import_user_module, is_dotted_name, names_like
 
 _CONTRACT = "a class with __len__, __getitem__ -> 1-D integers of length seq_len + 1, and vocab_size"
+_METHODS = {
+    "__len__": "def __len__(self), which returns the number of samples",
+    "__getitem__": "def __getitem__(self, index), which returns one sample",
+}
 _GENERIC_CONTRACT = "a class with __len__ and __getitem__; with vocab_size its samples are tokens, else anything"
 
 _SETTINGS = ("path", "tokenizer")
@@ -113,6 +117,7 @@ def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
             f"{given} is not a map-style dataset: no {', '.join(missing)}",
             where="data.target",
             exists=_GENERIC_CONTRACT,
+            fix=" and ".join(_METHODS[name] for name in missing),
         )
     if not has_tokens(dataset):
         return dataset

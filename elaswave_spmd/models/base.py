@@ -12,6 +12,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from elaswave_spmd.determinism import Constant, Init, KeyedDropout, Keys, Normal
 from elaswave_spmd.errors import ModelError
@@ -233,7 +235,25 @@ def _forbidden(module: nn.Module) -> tuple[str, str] | None:
             "a micro-batch's result does not depend on other micro-batches; running or batch statistics do",
             "use nn.LayerNorm, nn.RMSNorm or nn.GroupNorm",
         )
+    lazy: Any = module  # the mixin is annotated for itself alone
+    if isinstance(module, LazyModuleMixin) and lazy.has_uninitialized_params():
+        return (
+            "a model is planned before it has seen a batch, so its constructor knows the shape of every parameter",
+            f"give {type(module).__name__.removeprefix('Lazy')} all its sizes; no lazy modules",
+        )
+    if module.training and _has_power_iteration(module):
+        return (
+            "a layer keeps nothing from one call to the next; spectral norm goes on with its power iteration in each",
+            "nn.utils.parametrizations.weight_norm, which keeps nothing; there is no spectral norm in training",
+        )
     return None
+
+
+def _has_power_iteration(module: nn.Module) -> bool:
+    """True for a module whose weight has a spectral norm, as either of torch's two functions makes it."""
+    hooks = module._forward_pre_hooks.values()
+    own = isinstance(module, nn.utils.parametrizations._SpectralNorm)
+    return own or any(isinstance(hook, SpectralNorm) for hook in hooks)
 
 
 def _check_parameters(model: LayeredModel) -> None:

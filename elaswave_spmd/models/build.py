@@ -27,7 +27,8 @@ OWN = {
 
 _WITHOUT_MEMORY = (
     "a run is planned with a model that has shapes and no memory: compute numbers with Python, or with "
-    'device="cpu", as in torch.linspace(0, 0.1, n, device="cpu").tolist()'
+    'device="cpu", as in torch.linspace(0, 0.1, n, device="cpu").tolist(); make a module that reads its own values, '
+    'such as nn.utils.parametrizations.orthogonal(...), inside `with torch.device("cpu"):`'
 )
 
 _LISTED = 40
@@ -83,6 +84,7 @@ def _no_model(what: str) -> ModelError:
         what,
         rule="a model is a subclass of elaswave_spmd.LayeredModel, or a function that returns one",
         where="model.target",
+        fix="class MyModel(LayeredModel), which gives its layers to super().__init__({name: module, ...})",
     )
 
 

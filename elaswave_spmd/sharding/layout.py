@@ -363,7 +363,12 @@ def lay_out(uses: Sequence[LayerUse], *, page_size: int = 4096) -> ModelLayout:
     shapes = {p.name: p for use in uses for p in use.parameters}
     for p in shapes.values():
         if p.num_elements == 0:
-            raise LayoutError(f"parameter {p.name} has shape {p.shape}", rule="a parameter has at least one element")
+            raise LayoutError(
+                f"parameter {p.name} has shape {p.shape}",
+                rule="a parameter has at least one element",
+                where=p.name,
+                fix="leave it out where one of its sizes is 0",
+            )
     for use in uses:
         for reader, owner in use.reads:
             if owner not in shapes:

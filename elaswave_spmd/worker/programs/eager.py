@@ -647,12 +647,18 @@ def checked_loss(loss: object) -> Tensor | tuple[Tensor, Tensor]:
             f"loss(output, batch) returned {described(loss)}, not one number",
             rule="a loss is a tensor without dims, the sum over the tokens of a micro-batch; or a tuple of that and "
             "its weight",
-            fix="return the tensor, without float() and item()"
-            if isinstance(loss, int | float)
-            else "end it with .sum()",
+            fix=_fix_of_loss(loss),
         )
     assert isinstance(loss, Tensor)
     return loss.float()
+
+
+def _fix_of_loss(loss: object) -> str:
+    if isinstance(loss, int | float):
+        return "return the tensor, without float() and item()"
+    if isinstance(loss, Mapping | list | tuple):
+        return "add the losses up and return their sum; single ones go into metrics(output, batch), for validations"
+    return "end it with .sum()" if isinstance(loss, Tensor) else "return the loss"
 
 
 def mixed_weights(what: str) -> ModelError:

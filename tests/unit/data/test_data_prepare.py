@@ -206,7 +206,7 @@ def test_custom_dataset_with_split_path_and_args(here: Path) -> None:
         ("broken.X", "NameError"),
         ("user_c.Absent", "has no class Absent"),
         ("user_c.Raises", "constructor of user_c.Raises failed"),
-        ("user_c.NoLength", "not a map-style dataset: no __len__"),
+        ("user_c.NoLength", r"(?s)not a map-style dataset: no __len__.*fix: *def __len__\(self\), which returns"),
         ("user_c.Words", "is of type str"),
         ("user_c.Uneven", "cannot be stacked"),
         ("user_c.BadVocabulary", "positive integer"),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from elaswave_spmd.determinism import Constant, KeyedDropout, Keys, Normal
 from elaswave_spmd.errors import ModelError, SpecError
@@ -157,6 +158,13 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("random slope", lambda: stack(Plain(nn.RReLU())), "global generator"),
     ("batch norm", lambda: stack(Plain(nn.BatchNorm1d(4))), "LayerNorm"),
     ("running statistics", lambda: stack(Plain(nn.InstanceNorm1d(4, track_running_stats=True))), "statistics"),
+    ("lazy", lambda: stack(Plain(nn.LazyLinear(4))), "(?s)layer0.inner.0 is LazyLinear.*give Linear all its sizes"),
+    (
+        "spectral",
+        lambda: stack(Plain(parametrizations.spectral_norm(nn.Linear(4, 4)))),
+        "(?s)power iteration.*weight_n",
+    ),
+    ("spectral, by a hook", lambda: stack(Plain(nn.utils.spectral_norm(nn.Linear(4, 4)))), "power iteration"),
     ("whole number", lambda: stack(whole_number()), "register_buffer"),
     ("shared parameter", shared_parameter, 'tie\\("layer1.weight", "layer0.weight"\\)'),
     ("shared dropout", shared_dropout, "make two"),
@@ -188,6 +196,13 @@ def test_attributes_of_a_model_beside_its_layers() -> None:
 
 def test_dropout_of_probability_zero_and_layer_norms_are_fine() -> None:
     stack(Plain(nn.Dropout(0.0), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4)))
+
+
+def test_norms_of_weights_that_keep_nothing_are_fine() -> None:
+    """A spectral norm in evaluation mode is one of them."""
+    linears = [nn.Linear(4, 4) for _ in range(3)]
+    weight, orthogonal = parametrizations.weight_norm(linears[0]), parametrizations.orthogonal(linears[1])
+    stack(Plain(weight, orthogonal, parametrizations.spectral_norm(linears[2]).eval()))
 
 
 TIES = [

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils.parametrizations import orthogonal
 
 from elaswave_spmd.errors import ModelError
 from elaswave_spmd.models import GPT, MLP, Llama, build_model
@@ -80,8 +82,9 @@ def test_a_users_model_in_the_working_directory(here: Path) -> None:
         build_model("km_own_model.MyModle", SIZES)
     with pytest.raises(ModelError, match="LayeredModel"):
         build_model("km_own_model.not_a_model", SIZES)
-    with pytest.raises(ModelError, match="LayeredModel"):
+    with pytest.raises(ModelError, match="LayeredModel") as caught:
         build_model("km_own_model.Layer", SIZES)
+    assert caught.value.fix.startswith("class MyModel(LayeredModel)")
 
 
 def test_of_many_models_those_like_the_one_that_was_named_are_shown(here: Path) -> None:
@@ -136,6 +139,22 @@ def test_a_constructor_that_reads_values_is_told_that_there_are_none() -> None:
     with pytest.raises(ModelError) as caught, torch.device("meta"):
         build_model(Rates, {"vocab_size": 11, "layers": 1, "d_model": 8})
     assert "the constructor of Rates failed" in caught.value.what and 'device="cpu"' in caught.value.fix
+
+
+class Orthogonal(MLP):
+    def __init__(self, vocab_size: int, layers: int, d_model: int, by_cpu: bool) -> None:
+        super().__init__(vocab_size, layers, d_model)
+        with torch.device("cpu" if by_cpu else "meta"):
+            self.get_submodule("block0").add_module("mixed", orthogonal(nn.Linear(d_model, d_model)))
+
+
+def test_a_module_that_reads_its_own_values_is_made_on_the_cpu() -> None:
+    sizes = {"vocab_size": 11, "layers": 1, "d_model": 8}
+    with pytest.raises(ModelError) as caught, torch.device("meta"):
+        build_model(Orthogonal, sizes, {"by_cpu": False})
+    assert 'orthogonal(...), inside `with torch.device("cpu"):`' in caught.value.fix
+    with torch.device("meta"):
+        build_model(Orthogonal, sizes, {"by_cpu": True})
 
 
 class Classes(MLP):

@@ -237,13 +237,20 @@ def test_a_layer_that_returns_no_float_tensor_is_refused(then: Callable[[Tensor]
     assert caught.value.where == "layer block0"
 
 
+ADD_UP = "add the losses up and return their sum; single ones go into metrics(output, batch), for validations"
+
+
 @pytest.mark.parametrize(
     ("loss", "returned", "fix"),
     [
         (lambda y, _: y, "a tensor float32[2, 3, 4]", "end it with .sum()"),
         (lambda y, _: 1.5, "an object of type float", "return the tensor, without float() and item()"),
+        (lambda y, _: {"a": y.sum()}, "an object of type dict", ADD_UP),
+        (lambda y, _: [y.sum(), y.sum()], "an object of type list", ADD_UP),
+        (lambda y, _: (y.sum(),) * 3, "a tuple (float32[], float32[], float32[])", ADD_UP),
+        (lambda y, _: None, "an object of type NoneType", "return the loss"),
     ],
-    ids=["tensor", "float"],
+    ids=["tensor", "float", "dict", "list", "tuple", "nothing"],
 )
 def test_a_loss_that_is_no_scalar_tensor_is_refused(loss: Loss, returned: str, fix: str) -> None:
     with pytest.raises(ModelError) as caught:
