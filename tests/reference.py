@@ -76,7 +76,6 @@ class Result:
 
 def train(model: LayeredModel, data: Any, s: Settings) -> Result:
     """Train `model`, whose parameters are overwritten; `data.batch(ids)` is (tokens, targets), int64 [B, T] each."""
-    model.train()
     owner = {t.reader: t.owner for t in model.ties}
     parameters = dict(model.named_parameters())
     masters = {name: _initial(model, name, p.shape, s.seed) for name, p in parameters.items() if name not in owner}

@@ -193,10 +193,8 @@ def _checked_layer(name: str, layer: object) -> nn.Module:
         raise _other_call(name, layer) from None
     if not keyed and "keys" in signature.parameters:
         raise _other_call(name, layer)
+    check_modules(layer, name)
     for path, module in layer.named_modules(prefix=name):
-        if problem := _forbidden(module):
-            rule, fix = problem
-            raise ModelError(f"{path} is {module!r}", rule=rule, fix=fix)
         if not keyed and isinstance(module, KeyedDropout) and module.p > 0:
             raise ModelError(
                 f"{path} is {module!r}, and {type(layer).__name__}.forward{signature} has no keys to give it",
@@ -205,6 +203,21 @@ def _checked_layer(name: str, layer: object) -> nn.Module:
                 fix="def forward(self, x, keys) in a module of your own; torch's containers pass on no keys",
             )
     return layer
+
+
+def check_modules(module: nn.Module, name: str = "") -> None:
+    """Refuse modules that cannot give the same bits on every mesh, in the mode that they are in.
+
+    Args:
+        name: of the module, for errors; empty: a whole model.
+
+    Raises:
+        ModelError: there is one.
+    """
+    for path, inner in module.named_modules(prefix=name):
+        if problem := _forbidden(inner):
+            rule, fix = problem
+            raise ModelError(f"{path} is {inner!r}", rule=rule, fix=fix)
 
 
 def _other_call(name: str, layer: nn.Module) -> ModelError:
@@ -227,14 +240,8 @@ def _forbidden(module: nn.Module) -> tuple[str, str] | None:
             "random numbers are keyed by sample; this module draws from a global generator",
             "use elaswave_spmd.determinism.KeyedDropout(p), called drop(x, keys), or p=0",
         )
-    norms = nn.modules.batchnorm._NormBase
-    if isinstance(module, nn.modules.batchnorm._BatchNorm) or (
-        isinstance(module, norms) and module.track_running_stats
-    ):
-        return (
-            "a micro-batch's result does not depend on other micro-batches; running or batch statistics do",
-            "use nn.LayerNorm, nn.RMSNorm or nn.GroupNorm",
-        )
+    if isinstance(module, nn.modules.batchnorm._NormBase) and (problem := _statistics(module)):
+        return problem
     lazy: Any = module  # the mixin is annotated for itself alone
     if isinstance(module, LazyModuleMixin) and lazy.has_uninitialized_params():
         return (
@@ -246,6 +253,21 @@ def _forbidden(module: nn.Module) -> tuple[str, str] | None:
             "a layer keeps nothing from one call to the next; spectral norm goes on with its power iteration in each",
             "nn.utils.parametrizations.weight_norm, which keeps nothing; there is no spectral norm in training",
         )
+    return None
+
+
+def _statistics(module: nn.modules.batchnorm._NormBase) -> tuple[str, str] | None:
+    """(rule, fix) if a norm takes its statistics from a batch. Those of evaluation mode are constants."""
+    fix = "use nn.LayerNorm, nn.RMSNorm or nn.GroupNorm"
+    if module.track_running_stats:
+        if not module.training:
+            return None
+        return (
+            "a micro-batch's result does not depend on other micro-batches; running statistics do",
+            f"{fix}; or keep the statistics that it has: .eval() before super().__init__(...)",
+        )
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return "a sample is normalized alone; without running statistics it is by those of its micro-batch", fix
     return None
 
 

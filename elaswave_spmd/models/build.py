@@ -15,7 +15,7 @@ from torch import nn
 
 from elaswave_spmd import by_value
 from elaswave_spmd.errors import ModelError, UserError, closest, place_in_user_code
-from elaswave_spmd.models.base import LayeredModel
+from elaswave_spmd.models.base import LayeredModel, check_modules
 from elaswave_spmd.user_code import names_like
 
 OWN = {
@@ -74,6 +74,7 @@ def build_model(
         ) from error
     if not isinstance(model, LayeredModel):
         raise _no_model(f"{shown}() returned {type(model).__name__}")
+    check_modules(model)  # again: after its layers were checked, the constructor may have put them into another mode
     _check_hooks(model)
     _check_hidden(model)
     return model

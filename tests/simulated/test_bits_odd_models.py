@@ -105,6 +105,23 @@ class Buffered(Mix):
         return super().forward(x, keys) + self.get_buffer("ramp").to(x.dtype)
 
 
+class Evaluated(nn.Module):
+    """A frozen part in evaluation mode, with the statistics of what it was trained on, which are in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(TOKENS, affine=False)
+        self.first.requires_grad_(False)
+        self.norm.eval()
+        for buffer, start in ((self.norm.running_mean, -0.2), (self.norm.running_var, 0.7)):
+            assert buffer is not None
+            buffer.copy_(torch.linspace(start, 1.0, TOKENS))
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.norm(self.first(x).float()).relu().to(x.dtype))
+
+
 def of_torch() -> LayeredModel:
     """Modules of torch as they are, which have no place for keys."""
     middle = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
@@ -139,6 +156,7 @@ CASES: dict[str, Callable[[], LayeredModel]] = {
     "its input": model(Same, Same, tied=True),
     "odd parameters": model(Scaled, Scaled),
     "a buffer": model(Buffered),
+    "batch norm, evaluated": model(Evaluated, Evaluated),
     "of torch": of_torch,
     "tuples": lambda: Skips(VOCAB, 2, WIDTH, dropout=0.2),
     "terms of the loss": lambda: Mixture(VOCAB, 2, WIDTH),

@@ -157,6 +157,11 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("recurrent dropout", lambda: stack(Plain(nn.LSTM(4, 4, 2, dropout=0.1))), "KeyedDropout"),
     ("random slope", lambda: stack(Plain(nn.RReLU())), "global generator"),
     ("batch norm", lambda: stack(Plain(nn.BatchNorm1d(4))), "LayerNorm"),
+    (
+        "batch norm without statistics",
+        lambda: stack(Plain(nn.BatchNorm1d(4, track_running_stats=False).eval())),
+        "(?s)a sample is normalized alone.*RMSNorm or nn.GroupNorm$",
+    ),
     ("running statistics", lambda: stack(Plain(nn.InstanceNorm1d(4, track_running_stats=True))), "statistics"),
     ("lazy", lambda: stack(Plain(nn.LazyLinear(4))), "(?s)layer0.inner.0 is LazyLinear.*give Linear all its sizes"),
     (
@@ -196,6 +201,10 @@ def test_attributes_of_a_model_beside_its_layers() -> None:
 
 def test_dropout_of_probability_zero_and_layer_norms_are_fine() -> None:
     stack(Plain(nn.Dropout(0.0), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4)))
+
+
+def test_running_statistics_of_evaluation_mode_are_constants() -> None:
+    stack(Plain(nn.BatchNorm1d(4).eval(), nn.InstanceNorm1d(4, track_running_stats=True).eval()))
 
 
 def test_norms_of_weights_that_keep_nothing_are_fine() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import orthogonal
 
 from elaswave_spmd.errors import ModelError
-from elaswave_spmd.models import GPT, MLP, Llama, build_model
+from elaswave_spmd.models import GPT, MLP, LayeredModel, Llama, build_model
 from tests.mistaken_model import RIGHT, Mistaken
 
 SIZES: dict[str, Any] = {
@@ -155,6 +155,17 @@ def test_a_module_that_reads_its_own_values_is_made_on_the_cpu() -> None:
     assert 'orthogonal(...), inside `with torch.device("cpu"):`' in caught.value.fix
     with torch.device("meta"):
         build_model(Orthogonal, sizes, {"by_cpu": True})
+
+
+class Thawed(LayeredModel):
+    def __init__(self) -> None:
+        super().__init__({"first": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), "last": nn.Linear(4, 4)})
+        self.train()
+
+
+def test_a_norm_that_the_constructor_puts_back_into_training_mode_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"first.1 is BatchNorm1d(.|\n)*running statistics do"):
+        build_model(Thawed, {})
 
 
 class Classes(MLP):
