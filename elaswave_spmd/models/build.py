@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from elaswave_spmd import by_value
 from elaswave_spmd.errors import ModelError, UserError, closest, place_in_user_code
@@ -103,7 +103,7 @@ def _check_hooks(model: LayeredModel) -> None:
 
 
 def _check_hidden(model: LayeredModel) -> None:
-    """Refuse parameters that torch does not see: they would neither be trained nor saved."""
+    """Refuse what is to be trained and torch does not see: it would neither be trained nor saved."""
     known = {id(module) for module in model.modules()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -111,6 +111,10 @@ def _check_hidden(model: LayeredModel) -> None:
                 continue
             if name == "_flat_weights" and isinstance(module, nn.RNNBase):
                 continue  # torch keeps it in step with the attributes
+            # One with a grad_fn was computed of parameters, as the older weight norm of torch keeps it.
+            is_free = isinstance(value, Tensor) and value.requires_grad and value.grad_fn is None
+            if is_free and not isinstance(value, nn.Parameter):
+                raise _untrained(f"{path}.{name}")
             for one in _inside(value):
                 # A module that is registered elsewhere as well is that one; its parameters are replaced there.
                 if isinstance(one, nn.Parameter) or (id(one) not in known and any(True for _ in one.parameters())):
@@ -121,6 +125,15 @@ def _check_hidden(model: LayeredModel) -> None:
                         where=f"{path}.{name}",
                         fix="nn.ModuleList, nn.ModuleDict, nn.ParameterList, or an attribute of its own",
                     )
+
+
+def _untrained(name: str) -> ModelError:
+    return ModelError(
+        f"{name} is a tensor with requires_grad=True, and no nn.Parameter",
+        rule="parameters are attributes of type nn.Parameter: other tensors are neither trained nor saved",
+        where=name,
+        fix="nn.Parameter(tensor); or register_buffer(name, tensor.detach()), if it is a constant",
+    )
 
 
 def _inside(value: object, around: tuple[int, ...] = ()) -> Iterator[nn.Parameter | nn.Module]:

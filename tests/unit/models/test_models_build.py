@@ -168,6 +168,31 @@ def test_a_norm_that_the_constructor_puts_back_into_training_mode_is_refused() -
         build_model(Thawed, {})
 
 
+class Scaled(MLP):
+    def __init__(self, vocab_size: int, layers: int, d_model: int, is_trained: bool) -> None:
+        super().__init__(vocab_size, layers, d_model)
+        vars(self.get_submodule("block0"))["scale"] = torch.ones(d_model, requires_grad=is_trained)
+
+
+def test_a_tensor_that_wants_a_gradient_and_is_no_parameter_is_refused() -> None:
+    sizes = {"vocab_size": 11, "layers": 1, "d_model": 8}
+    with torch.device("meta"):
+        build_model(Scaled, sizes, {"is_trained": False})
+        with pytest.raises(ModelError, match=r"block0.scale is a tensor with requires_grad=True(.|\n)*nn.Parameter\("):
+            build_model(Scaled, sizes, {"is_trained": True})
+
+
+class OldNorm(MLP):
+    def __init__(self, vocab_size: int, layers: int, d_model: int) -> None:
+        super().__init__(vocab_size, layers, d_model)
+        self.get_submodule("block0").add_module("mixed", nn.utils.weight_norm(nn.Linear(d_model, d_model)))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_tensor_that_was_computed_of_parameters_is_none_of_its_own() -> None:
+    build_model(OldNorm, {"vocab_size": 11, "layers": 1, "d_model": 8})
+
+
 class Classes(MLP):
     def __init__(self, num_classes: int, image_shape: list[int], layers: int = 2, d_model: int = 8) -> None:
         super().__init__(num_classes, layers, d_model)
