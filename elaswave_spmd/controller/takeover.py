@@ -276,9 +276,22 @@ class Takeover:
             if rank in members:
                 actions += self._unreported(rank, answer, answers)
         actions.append(FindShards())
-        if unborn := [rank for rank in self._gathered.newcomers if rank not in members]:
-            actions.append(Spawn(self._roster.allocate(len(unborn))))
+        if number := self._number_anew(members, len(dead)):
+            actions.append(Spawn(self._roster.allocate(number)))
         return [*actions, Settled(), *protocol.begin_generation(before)]
+
+    def _number_anew(self, members: Collection[int], num_dead: int) -> int:
+        """The number of workers that are started anew, in place of those that were about to join.
+
+        Spares are among the latter, as nothing tells them apart, and are started with the others that the settings
+        name: only what goes beyond their number was to join. With replacements the places of the dead are taken.
+        """
+        elastic = self._plan.settings.elastic
+        number = sum(rank not in members for rank in self._gathered.newcomers) - elastic.spares
+        if elastic.max_workers is not None:
+            taken = len(members) - (0 if elastic.replaces else num_dead)
+            number = min(number, elastic.max_workers - taken)
+        return max(0, number)
 
     def _why_lost(self, rank: int) -> str:
         """Why a member has not answered, in words."""

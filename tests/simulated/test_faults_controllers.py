@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 
+from elaswave_spmd.conf.schema import ElasticSettings
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import ProtocolAction
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Predecessor
@@ -16,6 +17,7 @@ from elaswave_spmd.worker.kept_reports import KeptReports
 from tests.cluster.cluster import WAYS, ControllerKilled, SimulatedCluster
 from tests.cluster.faults import SENDER, Fault, MessageFault
 from tests.cluster.schedules import Schedule, cluster_of, judge, run, run_many, undisturbed
+from tests.cluster.starting import Starting
 from tests.cluster.tiny import TinyRun
 
 CHUNK = 30
@@ -72,6 +74,20 @@ def test_workers_that_have_answered_are_lost_only_if_their_agent_is_not_back(
 def test_what_failed_once(seed: int) -> None:
     ended = run(Schedule.draw(seed, controllers=True))
     assert ended.how and not ended.failure, ended.detail
+
+
+@pytest.mark.parametrize("spares", [1, 2])
+def test_spares_are_spares_once_more_and_the_mesh_is_no_larger(spares: int) -> None:
+    """Nothing tells spares from workers that were to join, which are started anew as such."""
+    starting = Starting(elastic=ElasticSettings(spares=spares))
+    schedule = Schedule(1, TinyRun(), "dp2_pp2", starting=starting, deaths=(90, 90))
+    cluster = cluster_of(schedule)
+    how, failure, detail = judge(schedule, cluster, undisturbed(schedule.run.key))
+    assert how == "bits" and not failure, detail
+    assert cluster.result.comebacks == 2
+    assert cluster.protocol.placement.mesh.members == (0, 1, 2, 3)
+    kinds = [kind for kind, _ in cluster.events]
+    assert "spare" in kinds[kinds.index("controller") :]
 
 
 class HalfTold(SimulatedCluster):
