@@ -11,13 +11,14 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from elaswave_spmd.conf import checks
-from elaswave_spmd.conf.resume import without_those_of_one_command
-from elaswave_spmd.conf.schema import RAY, Settings
+from elaswave_spmd.conf.resume import saved, without_those_of_one_command
+from elaswave_spmd.conf.schema import RAY, MeshSettings, Settings
 from elaswave_spmd.controller.resume import Comeback, ResumePoint, known_digests, known_validations
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.recovery.generations import FIRST
@@ -94,7 +95,8 @@ def find_living(settings: Settings) -> Living | None:
     """Take over the workers of the run that is resumed; None: it has none that wait for a controller.
 
     Raises:
-        ConfigError: another controller drives the run; or the workers were started with other settings.
+        ConfigError: another controller drives the run; or the workers were started with other settings, or on another
+            mesh than is named.
     """
     resume, place = settings.train.resume, settings.run.dir
     if settings.timeouts.adopt is None or resume is None or settings.train.resume_at is not None:
@@ -145,6 +147,23 @@ def _take_over(settings: Settings, path: Path, lock: RunLock, *, may_have_agents
             fix="the command of the run as it was; or with timeouts.adopt=null: it waits until they have saved their "
             "state and ended, and goes on from there",
         )
+    mesh = MeshSettings.from_fields(first["mesh"])
+    if settings.mesh.shape != mesh.shape:
+        if not _has_had(settings, path, journal):
+            if not live_here:
+                print(_OTHER_SETTINGS, flush=True)
+                return None
+            raise ConfigError(
+                f"workers of the run in {path} still live, on the mesh {mesh.shape.name}, and another mesh is named, "
+                f"{settings.mesh.shape.name}",
+                rule="a controller that comes back has the mesh of the workers that it adopts",
+                where=checks.override("train.resume", str(path)),
+                fix="no mesh, and they are adopted; or timeouts.adopt=null beside it: it waits until they have saved "
+                "their state and ended, and goes on from there on the mesh that is named",
+            )
+        # Named or not: a supervisor's command names the mesh of the run's begin, and so does config.yaml.
+        name, other = mesh.shape.name, settings.mesh.shape.name
+        print(f"workers of the run still live: its mesh is theirs, {name}, and not {other}, as earlier", flush=True)
     with contextlib.ExitStack() as undo:
         folder = next(line[SCRATCH] for line in reversed(lines) if SCRATCH in line)
         fork_server, orphans = _fork_server(folder, settings) if live_here else (None, _NOBODY)
@@ -171,7 +190,6 @@ def _take_over(settings: Settings, path: Path, lock: RunLock, *, may_have_agents
             # As if it had been known at once that nobody lives.
             mesh=settings.mesh if settings.runtime.has_agents else None,
         )
-        mesh = Settings.from_dict({**settings.to_dict(), "mesh": first["mesh"]}).mesh
         known = {line.step: line for line in read_metrics(path)}
         start = ResumePoint(
             first["run"],
@@ -184,6 +202,17 @@ def _take_over(settings: Settings, path: Path, lock: RunLock, *, may_have_agents
         )
         undo.pop_all()
         return Living(replace(settings, mesh=mesh), fork_server, start)
+
+
+def _has_had(settings: Settings, path: Path, journal: Sequence[Mapping[str, Any]]) -> bool:
+    """True if the run had the mesh of these settings, at its begin or later: so no other one is asked for.
+
+    It may have begun again on a smaller one since, or have been resumed on another one.
+    """
+    of_lives = [line["mesh"] for line in journal if "mesh" in line]
+    with contextlib.suppress(ConfigError):
+        of_lives.append(saved(str(path))["mesh"])
+    return any(MeshSettings.from_fields(had).shape == settings.mesh.shape for had in of_lives)
 
 
 _NOBODY = Orphans({}, 0, (), 0.0)

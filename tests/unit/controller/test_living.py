@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
-from elaswave_spmd.conf.schema import AUTO, RAY, Settings
+from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
+from elaswave_spmd.conf.resume import CONFIG
+from elaswave_spmd.conf.schema import AUTO, RAY, MeshSettings, Settings
+from elaswave_spmd.controller import living as living_module
 from elaswave_spmd.controller.living import adoption_record, find_living
+from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.run_dir.directory import EVENTS, METRICS
 from elaswave_spmd.run_dir.journal import Journal
 from elaswave_spmd.run_dir.lock import LOCK
@@ -104,3 +108,58 @@ def test_workers_elsewhere_with_other_settings_are_told_of(
     living = find_living(settings)
     assert living is not None
     living.give_back()
+
+
+# ---- the mesh: that of the workers, whatever it was before
+
+
+def on(settings: Settings, mesh: MeshSettings) -> Settings:
+    return replace(settings, mesh=mesh)
+
+
+THEIRS, OTHER, EARLIER = MeshSettings(dp=2), MeshSettings(dp=3), MeshSettings(dp=5)
+
+
+@pytest.fixture
+def on_two(settings: Settings, tmp_path: Path) -> Settings:
+    """Of a run whose workers train on less than it had earlier."""
+    with Journal(tmp_path / "run") as journal:
+        for life, mesh in ((2, EARLIER), (3, THEIRS)):
+            journal.append(life, 0, "begin", run="abc", **about(on(settings, mesh), tmp_path))
+    return on(settings, THEIRS)
+
+
+def test_another_mesh_is_refused_while_workers_live(
+    on_two: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(living_module, "workers_live", lambda _: True)
+    with pytest.raises(ConfigError, match="still live, on the mesh dp2, and another mesh is named, dp3") as refused:
+        find_living(on(on_two, OTHER))
+    assert "has the mesh of the workers" in refused.value.rule and refused.value.fix.startswith("no mesh")
+    assert (tmp_path / "run" / LOCK).read_text() == KILLED, "without it they can still be adopted"
+
+
+def test_where_they_may_live_elsewhere_they_are_told_of(on_two: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    assert find_living(on(on_two, OTHER)) is None
+    assert "not adopted: they save their state" in capsys.readouterr().out
+
+
+def test_the_mesh_of_the_begin_or_of_an_earlier_life_is_no_other_one(
+    on_two: Settings, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Config.yaml has the one and a supervisor's command names the other; the run has begun again on less since."""
+    text = on(settings, MeshSettings(dp=4)).to_yaml()
+    (tmp_path / "run" / CONFIG).write_text(f"{FORMAT_FIELD}: {FORMAT_VERSION}\n{text}")
+    for mesh in (EARLIER, MeshSettings(dp=4), MeshSettings(stages=(4,))):
+        living = find_living(on(on_two, mesh))
+        assert living is not None and living.settings.mesh == THEIRS
+        living.give_back()
+        says = f"its mesh is theirs, dp2, and not {mesh.shape.name}, as earlier"
+        assert says in capsys.readouterr().out
+
+
+def test_nothing_is_said_of_the_mesh_that_they_have(on_two: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    for mesh in (THEIRS, MeshSettings(stages=(2,))):
+        living = find_living(on(on_two, mesh))
+        assert living is not None and not capsys.readouterr().out
+        living.give_back()
