@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,6 +61,7 @@ from elaswave_spmd.weights.resolve import resolved
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
 
+_SAVED_S = 0.05  # between two looks at workers that save their state
 TARGET = "elaswave_spmd.worker.process:main"
 PRELOAD = (*fork_server_client.PRELOAD, "randomgen", "elaswave_spmd.worker.process", "elaswave_spmd.models")
 
@@ -463,8 +464,14 @@ class _Lives:
                 with observer, ends as end, begun.frequencies, contextlib.ExitStack() as ended:
                     ended.callback(merge_trace, run_dir.path)
                     ended.callback(launcher.stop, 0.0)
-                    with self._signals.as_events(begun.controller.stop_requested):
-                        end.outcome = outcome = begun.controller.run()
+                    try:
+                        with self._signals.as_events(begun.controller.stop_requested):
+                            end.outcome = outcome = begun.controller.run()
+                    except Exception:  # else a signal asks for the end at once
+                        if begun.controller.protocol.started:
+                            members = begun.controller.protocol.placement.mesh.members
+                            self._let_save(launcher, members, plan.settings.timeouts.orphan_grace)
+                        raise
                     may_be_completed = isinstance(outcome, RunStopped)
                     if isinstance(outcome, RestartFrom):
                         launcher.dismiss("the run begins again")
@@ -481,6 +488,23 @@ class _Lives:
                     with contextlib.suppress(OSError, RunError, UserError):
                         complete(run_dir.path, plan)
         return outcome
+
+    def _let_save(self, launcher: Launcher, members: Iterable[int], seconds: float) -> None:
+        """Wait until members have saved their state and ended, whose controller has closed its links to them.
+
+        They finish the step under way, as if it had been killed. A signal ends the waiting.
+        """
+        left, until, signals = list(members), time.monotonic() + seconds, list[int]()
+        with contextlib.suppress(OSError):  # the terminal is closed
+            print(f"the workers save their state, within {seconds:g} s; a signal ends them at once", flush=True)
+        # An error here hides no other one: the fork server has died, say, and with it all that there is to wait for.
+        with self._signals.passing_to(signals.append), contextlib.suppress(RunError):
+            while left and not signals and time.monotonic() < until:
+                launcher.poll()
+                if launcher.signal(left[-1], 0):
+                    time.sleep(_SAVED_S)
+                else:
+                    left.pop()
 
     def _remove_worse(self, run_dir: Path) -> None:
         """Remove the checkpoints that were among the best until the last validations."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 import json
+=======
+import os
+>>>>>>> 223ae12a (An error of the controller's own: workers have their time to finish the step and write, as if it had been killed)
 import shlex
 import shutil
 from pathlib import Path
@@ -13,7 +17,7 @@ from elaswave_spmd.run_dir import read_metrics
 from tests import sample_models
 from tests.faults.fault_runs import Bits
 from tests.multiprocess import mistaken_model
-from tests.multiprocess.real_runs import SMALL, train, write_text
+from tests.multiprocess.real_runs import SMALL, fork_command, train, write_text
 
 # One worker; two where the second one meets the mistake when the first one is lost; state without a mirror; no second
 # chance.
@@ -57,6 +61,49 @@ def test_nor_does_one_in_the_validation_after_the_last_step(tmp_path: Path, word
     done = train(tmp_path, *resumed)
     assert done.code == 0, done.err
     assert Bits.of(tmp_path / "run") == undisturbed(tmp_path, model)
+
+
+# Workers are forks of the command, and write their state so late that whoever does not wait for them loses it.
+A_BUG = """
+import sys
+import time
+
+if __name__ == "__main__":
+    from elaswave_spmd.cli import train
+    from elaswave_spmd.controller.rescheduler import MeasuredCosts
+    from elaswave_spmd.worker.process import WorkerProcess
+
+    def fails(self, step, members):
+        if step >= 4:
+            raise OverflowError("a bug of the controller's")
+        return 0
+
+    def saves_late(self):
+        time.sleep(1)
+        return saves(self)
+
+    MeasuredCosts.committed = fails
+    saves, WorkerProcess.save_if_orphaned = WorkerProcess.save_if_orphaned, saves_late
+    sys.exit(train())
+"""
+
+
+@pytest.mark.parametrize("mesh", ["single", "dp2"])
+def test_nor_does_an_error_of_the_controllers_own(tmp_path: Path, mesh: str) -> None:
+    """Its workers finish the step and write their state, all of them, as if it had been killed."""
+    write_text(tmp_path)
+    script = tmp_path / "with_a_bug.py"
+    script.write_text(A_BUG)
+    words = [*SMALL, "train.steps=40", "train.validate_every=0", f"mesh={mesh}"]
+    done = fork_command(script, tmp_path, *words, environment=dict(os.environ))
+    assert done.code == 1 and done.err.count("OverflowError: a bug of the controller's") == 1, done.err
+    *_, newest, command = done.err.splitlines()
+    step = len(read_metrics(tmp_path / "run"))
+    assert 4 <= step < 40 and newest.endswith(f"/run/checkpoints/step_{step:08}, after step {step}")
+    assert command.startswith("resume with: ") and f"train.resume={tmp_path}/run" in command
+    done = train(tmp_path, f"train.resume={tmp_path}/run")
+    assert done.code == 0, done.err
+    assert [line.step for line in read_metrics(tmp_path / "run")] == [*range(1, 41)]
 
 
 def undisturbed(folder: Path, model: list[str]) -> Bits:

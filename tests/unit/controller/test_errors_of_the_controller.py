@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,13 @@ class World:
             monkeypatch.setattr(startup, name, Mock())
         start = Mock()
         start.close.side_effect = lambda: self.done.append("unlock")
-        controller = SimpleNamespace(run=self._run, stop_requested=Mock())
+        self.living = {0: 3, 1: 1}  # rank -> looks at which it lives
+        self.protocol = SimpleNamespace(started=True, placement=SimpleNamespace(mesh=SimpleNamespace(members=(0, 1))))
+        self.launcher.signal.side_effect = self._is_living
+        monkeypatch.setattr(startup, "_SAVED_S", 0.0)
+        self.plan = Mock()
+        self.plan.settings.timeouts.orphan_grace = 1000.0
+        controller = SimpleNamespace(run=self._run, stop_requested=Mock(), protocol=self.protocol)
         observer = Mock(__enter__=Mock(), __exit__=Mock(return_value=None))
         self.begun: Any = SimpleNamespace(
             run_dir=SimpleNamespace(path=run_dir),
@@ -46,6 +53,12 @@ class World:
             raise self.ends_by
         return self.ends_by
 
+    def _is_living(self, rank: int, number: int) -> bool:
+        assert number == 0
+        self.living[rank] -= 1
+        self.done.append("wait")
+        return self.living[rank] >= 0
+
     def _complete(self, *_: object) -> None:
         self.done.append("complete")
         if self.fails_to_complete is not None:
@@ -55,7 +68,7 @@ class World:
         """Carry the life out. Returns what was done, each once."""
         with StopSignals() as signals:
             lives = startup._Lives(Settings(), signals)
-            lives._control(Mock(), self.launcher, self.begun)
+            lives._control(self.plan, self.launcher, self.begun)
         return list(dict.fromkeys(self.done))
 
 
@@ -64,12 +77,45 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
     return World(monkeypatch, tmp_path)
 
 
-@pytest.mark.parametrize("error", [OverflowError("a bug"), RunError("the fork server died"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [OverflowError("a bug"), RunError("they contradict each other")])
 def test_what_workers_have_written_is_completed_after_an_error(world: World, error: BaseException) -> None:
     world.ends_by = error
     with pytest.raises(type(error)):
         world.control()
+    assert list(dict.fromkeys(world.done)) == ["wait", "stop", "complete", "unlock"]
+    assert max(world.living.values()) < 0, "all have saved their state before they are ended"
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+def test_workers_are_not_waited_for_that_have_no_state_or_are_to_end_at_once(world: World, has_started: bool) -> None:
+    world.protocol.started = has_started
+    world.ends_by = KeyboardInterrupt() if has_started else OverflowError("a bug")
+    with pytest.raises(type(world.ends_by)):
+        world.control()
     assert list(dict.fromkeys(world.done)) == ["stop", "complete", "unlock"]
+
+
+def test_nor_where_the_parent_of_all_has_died(world: World) -> None:
+    world.launcher.poll.side_effect = RunError("the fork server died")
+    world.ends_by = OverflowError("a bug")
+    with pytest.raises(OverflowError):
+        world.control()
+
+
+def test_a_signal_ends_the_waiting(world: World) -> None:
+    world.launcher.signal.side_effect = lambda *_: signal.raise_signal(signal.SIGTERM) or True
+    world.ends_by = OverflowError("a bug")
+    with pytest.raises(OverflowError):
+        world.control()
+    assert world.launcher.signal.call_count == 1
+
+
+def test_one_that_hangs_is_not_waited_for_any_longer_than_its_grace(world: World) -> None:
+    world.plan.settings.timeouts.orphan_grace = 0.01
+    world.launcher.signal.side_effect = lambda *_: True
+    world.ends_by = OverflowError("a bug")
+    with pytest.raises(OverflowError):
+        world.control()
 
 
 def test_so_it_is_after_an_end_that_was_decided(world: World) -> None:
