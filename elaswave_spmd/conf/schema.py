@@ -496,6 +496,16 @@ def endpoint(name: str, value: object) -> tuple[str, int]:
             where=given,
             fix=f"{name}=node0:29400",
         )
+    try:
+        found[1].encode("idna")  # as the look-up of a name does
+    except UnicodeError as error:
+        given = checks.override(name, value)
+        raise ConfigError(
+            f"{given} names a host that cannot be looked up",
+            rule="each part of a host's name between two dots has 1 to 63 characters",
+            where=given,
+            fix=f"{name}=node0:29400",
+        ) from error
     return found[1], int(found[2])
 
 

@@ -134,9 +134,10 @@ def resolve_address(host: str, *, where: str) -> str:
         address = socket.gethostbyname(host)
         with socket.create_server((address, 0)):
             pass
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of a name with a part that is empty or too long
+        why = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(
-            f"{host} is no address of this machine ({error.strerror or error})",
+            f"{host} is no address of this machine ({why})",
             rule="links listen on an address of this machine",
             where=where,
             fix="hostname -I lists them",
@@ -271,7 +272,8 @@ def find_controller(host: str, port: int, secret: bytes, timeout_s: float) -> Fo
     Raises:
         RunError: no process listens there within `timeout_s` seconds.
         NoRunYetError: the process does not answer, or ends each connection.
-        ConfigError: the process refuses the secret, has another format version, or is no controller.
+        ConfigError: `host` can be no name; the process refuses the secret, has another format version, or is no
+            controller.
     """
     where = f"{host}:{port}"
     require_curve(f"the rendezvous {where}", "a run on one machine")
@@ -373,6 +375,7 @@ def _addresses_of(host: str, port: int, deadline: float, timeout_s: float) -> tu
     """ZeroMQ's address of the rendezvous, and the address of this machine that reaches it.
 
     Raises:
+        ConfigError: this can be no name.
         RunError: the name is unknown, or no network leads there, until the deadline.
     """
     while True:
@@ -381,6 +384,13 @@ def _addresses_of(host: str, port: int, deadline: float, timeout_s: float) -> tu
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 probe.connect((address, port))  # sends nothing: it chooses the interface
                 return f"tcp://{address}:{port}", str(probe.getsockname()[0])
+        except UnicodeError as error:
+            raise ConfigError(
+                f"{host}:{port} names a host that cannot be looked up",
+                rule="each part of a host's name between two dots has 1 to 63 characters",
+                where=f"{host}:{port}",
+                fix="the controller's runtime.rendezvous, such as node0:29400",
+            ) from error
         except OSError as error:
             if time.monotonic() > deadline:
                 why = error.strerror or error

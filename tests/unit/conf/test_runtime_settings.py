@@ -55,6 +55,18 @@ def test_texts_that_are_no_endpoint(text: object) -> None:
         endpoint("runtime.rendezvous", text)
 
 
+@pytest.mark.parametrize("host", ["node0..lan", ".node0", ".", "n" * 64, "n" * 300, "node0." + "n" * 64])
+def test_hosts_that_can_be_no_name(host: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be looked up") as caught:
+        endpoint("runtime.rendezvous", f"{host}:29400")
+    assert "1 to 63 characters" in caught.value.rule and caught.value.where == f"runtime.rendezvous={host}:29400"
+
+
+@pytest.mark.parametrize("host", ["node0.lan.", "n" * 63 + ".lan", "knöten.lan", "node_0"])
+def test_hosts_that_can_be_a_name(host: str) -> None:
+    assert endpoint("runtime.rendezvous", f"{host}:1") == (host, 1)
+
+
 @pytest.mark.parametrize(("text", "pair"), [("node0:29400", ("node0", 29400)), ("10.0.0.1:1", ("10.0.0.1", 1))])
 def test_endpoints(text: str, pair: tuple[str, int]) -> None:
     assert endpoint("runtime.rendezvous", text) == pair

@@ -195,6 +195,12 @@ def test_a_missing_controller_is_reported_after_the_timeout(port: int) -> None:
         find_controller("127.0.0.1", port, SECRET, 0.2)
 
 
+@pytest.mark.parametrize("host", ["node0..lan", "n" * 300])
+def test_a_name_that_can_be_none_is_refused_at_once(host: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be looked up"):
+        find_controller(host, 29400, SECRET, PATIENCE_S)
+
+
 def test_a_listener_that_never_answers_is_not_a_controller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ANSWER_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(NoRunYetError) as caught:
@@ -270,7 +276,7 @@ def test_a_missing_token_file_is_refused(tmp_path: Path) -> None:
 
 def test_links_listen_on_one_address_of_this_machine() -> None:
     assert resolve_address("localhost", where="here") == "127.0.0.1"
-    for wrong in ("203.0.113.1", "no-such-host.invalid"):
+    for wrong in ("203.0.113.1", "no-such-host.invalid", "node0..lan"):
         with pytest.raises(ConfigError, match="no address of this machine"):
             resolve_address(wrong, where="here")
     with pytest.raises(ConfigError, match="every address of this machine"):
