@@ -841,6 +841,14 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not options.drain > 0 or not math.isfinite(options.drain):
         raise ConfigError(f"--drain {options.drain:g} is no deadline", rule="a number of seconds above 0")
+    if options.name and (refused := am.refused_name(options.name, "--name")) is not None:
+        raise refused
+    if not options.timeout >= 0 or not math.isfinite(options.timeout):
+        raise ConfigError(
+            f"--timeout {options.timeout:g} is no time to look for the controller",
+            rule="a number of seconds, 0 or more",
+            fix="--timeout 300",
+        )
     if options.workers < 1:
         raise ConfigError(
             f"--workers {options.workers} leaves no place for a worker",

@@ -11,6 +11,29 @@ from elaswave_spmd import errors
 UNEXPECTED = "message that no agent sends or gets"
 """The reason by which messages are counted that are none of these, or of the other direction."""
 
+_LONGEST_NAME = 64  # characters; a host name of Linux has no more
+
+
+def refused_name(name: str, where: str) -> errors.ConfigError | None:
+    """Why a machine's name is refused: it is printed as it is, in logs and on terminals. None: it is not.
+
+    Args:
+        where: it comes from, for the error.
+    """
+    if 0 < len(name) <= _LONGEST_NAME and name.isprintable():
+        return None
+    return errors.ConfigError(
+        f"{shown_name(name)} is no name of a machine",
+        rule=f"the name of an agent has 1 to {_LONGEST_NAME} characters, all of which can be printed",
+        where=where,
+        fix="--name node0",
+    )
+
+
+def shown_name(name: str) -> str:
+    """A name that is refused, for people: escaped, and not longer than others."""
+    return ascii(name[:_LONGEST_NAME]) + ("..." if len(name) > _LONGEST_NAME else "")
+
 
 class AgentMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages; encoded as a compact array [kind, fields ...]."""

@@ -471,10 +471,8 @@ class Agents:
             self._handle_message(agent, message)
         elif isinstance(message, am.Notice) and item.sender in self._asking:
             self._send(self._asking.pop(item.sender), am.LetGo(_NO_WORKER))
-        elif isinstance(message, am.Hello) and item.sender < CONTROLLER and message.capacity > 0:
-            self._accept_or_refuse(item.sender, message)
-        elif isinstance(message, am.Back) and item.sender < CONTROLLER and message.hello.capacity > 0:
-            self._take_back_or_not(item.sender, message)
+        elif isinstance(message, am.Hello | am.Back) and item.sender < CONTROLLER:
+            self._handle_newcomer(item.sender, message)
         elif message is None or isinstance(message, am.Hello | am.Back):
             self._links.reject(am.UNEXPECTED)
         # Else it is of an agent that was refused, or is lost already.
@@ -511,6 +509,31 @@ class Agents:
                 self._lose(agent, problem.what, problem.to_error(str(agent)))
             case _:
                 self._links.reject(am.UNEXPECTED)
+
+    def _handle_newcomer(self, peer: int, message: am.Hello | am.Back) -> None:
+        """Answer the first message of an agent, if it can be one."""
+        hello = message.hello if isinstance(message, am.Back) else message
+        if hello.capacity < 1:
+            self._links.reject(am.UNEXPECTED)
+        elif (refusal := am.refused_name(hello.host, f"agent {peer}")) is not None:
+            self._refuse_name(peer, hello, refusal)
+        elif isinstance(message, am.Back):
+            self._take_back_or_not(peer, message)
+        else:
+            self._accept_or_refuse(peer, hello)
+
+    def _refuse_name(self, peer: int, hello: am.Hello, refusal: ConfigError) -> None:
+        """Refuse an agent whose name cannot be printed as it is, before that is told anywhere."""
+        try:
+            self._links.connect(peer, hello.address)
+        except RunError:
+            self._links.reject(am.UNEXPECTED)
+            return
+        if self._order is not None:
+            self._news.append(AgentGone(peer, am.shown_name(hello.host), hello.capacity, False, refusal.what))
+        elif len(self._refused) < _MOST_REFUSED:
+            self._refused.append(f"agent {peer}: {refusal.what}")
+        self._links.send(peer, am.encode(am.Refused(am.Problem.from_error(refusal))))
 
     def _accept_or_refuse(self, peer: int, hello: am.Hello) -> None:
         """Answer an agent's first message."""

@@ -212,6 +212,32 @@ def test_another_torch_is_refused_on_both_sides(agents: Agents, remote: Make) ->
     assert isinstance(refused, am.Refused) and isinstance(refused.problem.to_error(""), ConfigError)
 
 
+BAD_NAMES = pytest.mark.parametrize("name", ["", "evil\nname\x1b[31m", "n" * 65], ids=["none", "control", "long"])
+
+
+@BAD_NAMES
+def test_a_name_that_cannot_be_printed_as_it_is_is_refused_on_both_sides(
+    agents: Agents, remote: Make, name: str
+) -> None:
+    other = remote().hello(name)
+    settle(agents, lambda: agents._refused)
+    assert not list(agents) and not agents._news
+    (told,) = agents._refused
+    assert told.isprintable() and "is no name of a machine" in told
+    refused = other.receive()
+    assert isinstance(refused, am.Refused) and "64 characters" in refused.problem.to_error("the controller").args[0]
+
+
+@BAD_NAMES
+def test_a_late_agent_with_such_a_name_is_told_of_without_it(agents: Agents, remote: Make, name: str) -> None:
+    prepared(agents, remote)
+    late = remote().hello(name)
+    gone = news_of(agents)
+    assert isinstance(gone, AgentGone) and not gone.joined and len(list(agents)) == 2
+    assert gone.host.isprintable() and gone.reason.isprintable() and len(gone.host) < 100
+    assert isinstance(late.receive(), am.Refused)
+
+
 def test_an_agent_with_another_format_version_is_refused_with_both_named(agents: Agents, remote: Make) -> None:
     other = remote().hello(format_version=FORMAT_VERSION + 1)
     settle(agents, lambda: agents._refused)
@@ -236,6 +262,12 @@ def news_of(agents: Agents) -> AgentNews:
     """The next news."""
     settle(agents, lambda: agents._news)
     return agents._news.pop(0)
+
+
+def returning_answer(agents: Agents, remote: Remote) -> am.AgentMessage:
+    """The controller's answer to an agent that comes."""
+    settle(agents, lambda: agents._refused or agents._news)
+    return remote.receive()
 
 
 def test_a_late_agent_asks_prepares_and_is_ready(agents: Agents, remote: Make) -> None:
@@ -705,6 +737,15 @@ def test_an_agent_that_is_back_with_another_torch_is_refused(next_agents: Agents
     gone = news_of(next_agents)
     assert isinstance(gone, AgentGone) and not gone.joined and "has torch 1.0" in gone.reason
     assert isinstance(returning.receive(), am.Refused) and not list(next_agents)
+
+
+@BAD_NAMES
+def test_an_agent_that_is_back_with_a_name_that_cannot_be_printed_is_refused(
+    next_agents: Agents, returning: Remote, name: str
+) -> None:
+    told = back(returning)
+    returning.send(msgspec.structs.replace(told, hello=msgspec.structs.replace(told.hello, host=name)))
+    assert isinstance(returning_answer(next_agents, returning), am.Refused) and not list(next_agents)
 
 
 @pytest.mark.parametrize(
