@@ -37,6 +37,7 @@ from elaswave_spmd.controller.startup import data_spec, start_fork_server
 from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.errors import ConfigError, DataError, RunError, UserError
 from elaswave_spmd.mesh.mesh import named_workers
+from elaswave_spmd.run_dir.display import count
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.beat_relay import BeatRelay
@@ -432,9 +433,9 @@ class Agent:
         hello = am.Hello(FORMAT_VERSION, self._links.address, offer.name, offer.capacity, version, before)
         first = self._workers.offered(hello, self._scratch.path, time.monotonic())
         self._send(first)
-        what = f"places for {offer.capacity} workers of the run at {offer.rendezvous}"
+        what = f"places for {count(offer.capacity, 'worker')} of the run at {offer.rendezvous}"
         if isinstance(first, am.Back):
-            what = f"a controller is at {offer.rendezvous} again, and may adopt {len(first.workers)} workers"
+            what = f"a controller is at {offer.rendezvous} again, and may adopt {count(len(first.workers), 'worker')}"
         print(f"agent on {offer.name}: {what}", flush=True)
         try:
             if isinstance(first, am.Back):

@@ -159,7 +159,10 @@ class Ending:
             folder = earlier  # another directory than the one that it went on from: there is no checkpoint in it yet
             checkpoint = newest_checkpoint(folder)
         if checkpoint is None and not folder.exists():
-            return [f"nothing to resume: there is no {folder}"]
+            also = _OF_NODES if self._is_of_nodes else ()
+            command = self.command.resuming(Path("/NEW/PLACE"), was_resumed=folder == earlier, also=also)
+            moved = f"if it was moved to /NEW/PLACE, resume with: {command}"
+            return [f"nothing to resume: there is no {folder}", moved]
         if checkpoint is None:
             return [f"nothing to resume: {folder} has no good checkpoint (checkpoint.every=N writes them)"]
         # What this command names must not be in use, and a run that has its result is not resumed in its place.

@@ -122,8 +122,8 @@ def start_of(words: Sequence[str], environment: Mapping[str, str]) -> Start:
     if place.rank == 0:
         return Run(
             settings,
-            f"torchrun: rank 0 of {place.num_nodes} nodes, the controller: it meets {runtime.agents} agents at "
-            f"{runtime.rendezvous}",
+            f"torchrun: rank 0 of {place.num_nodes} nodes, the controller: it meets {runtime.agents} "
+            f"agent{'s' * (runtime.agents != 1)} at {runtime.rendezvous}",
         )
     assert runtime.rendezvous is not None and runtime.token_file is not None, "checked with the settings"
     return Serve(

@@ -162,7 +162,7 @@ def test_workers_on_two_machines_have_the_bits_of_one(site: Site, tmp_path: Path
         of_agent, of_run = end_of(agent), run.finish()
     assert (of_run.code, of_run.err) == (0, "") and (of_agent.code, of_agent.err) == (0, "")
     assert f"waiting for 1 agents at 127.0.0.1:{site.port}\nworkers: 2 on {HOST}\n" in of_run.out
-    assert f"agent on {HOST}: places for 1 workers" in of_agent.out
+    assert f"agent on {HOST}: places for 1 worker" in of_agent.out
     assert_same_bits(site.here / "run", wanted)
     assert "rejected" not in read_summary(site.here / "run"), "nobody of the run is taken for a stranger"
     assert sorted(path.name for path in site.there.iterdir()) == ["cache", "text.txt"], "data prepared there, no run"

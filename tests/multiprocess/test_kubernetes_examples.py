@@ -180,7 +180,7 @@ def test_the_snippets_start_a_run_that_goes_on_without_an_agent_and_resumes(
                 assert hook.end().code == 0, hook.log.read_text()
             end = pod.end()
             assert end.code == 0, end.out
-            assert "on pod-a: places for 1 workers" in end.out
+            assert "on pod-a: places for 1 worker" in end.out
         holds(first, lambda: read_metrics(run_dir)[-1].workers == 1)
         first.signal_shell(signal.SIGTERM)  # the controller itself: the snippet has become it
         end = first.end()

@@ -70,7 +70,7 @@ def test_a_job_that_has_to_end_goes_on_when_it_is_started_again(
         end = job.end()
         engine.nothing_is_left()
     assert end.code == 0, end.out
-    assert f"resume: step {done}, from " in end.out and "places for 1 workers of the run" in end.out
+    assert f"resume: step {done}, from " in end.out and "places for 1 worker of the run" in end.out
     assert_same_bits(run_dir, wanted)
     assert engine.requeued == requeued and not (engine.folder / "runs" / "7.token").exists()
 

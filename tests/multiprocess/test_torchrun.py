@@ -128,9 +128,9 @@ def test_two_nodes_of_torchrun_are_one_run_with_the_bits_of_one_worker(folders: 
     assert [end.code for end in ends] == [0, 0], ends
     out = "".join(end.out for end in ends)
     assert out.count("on this node has nothing to do") == 2
-    assert f"rank 0 of 2 nodes, the controller: it meets 1 agents at {address}:29600\n" in out
+    assert f"rank 0 of 2 nodes, the controller: it meets 1 agent at {address}:29600\n" in out
     assert f"rank 2 of 2 nodes, an agent of the run at {address}:29600\n" in out
-    assert "places for 1 workers of the run" in out
+    assert "places for 1 worker of the run" in out
     found, wanted = read_metrics(run_dir), read_metrics(alone / "run")
     assert [(line.step, line.loss_hex, line.grad_norm_hex) for line in found] == [
         (line.step, line.loss_hex, line.grad_norm_hex) for line in wanted

@@ -70,8 +70,10 @@ def test_every_end_says_why_nothing_can_go_on(good: set[Path], error: Exception,
     what, *_, last = ending(error, tmp_path).lines()
     assert what.startswith("error: ") or "ValueError: x" in what
     assert last == f"nothing to resume: {tmp_path} has no good checkpoint (checkpoint.every=N writes them)"
-    *_, last = ending(error, tmp_path / "gone").lines()
-    assert last == f"nothing to resume: there is no {tmp_path}/gone"
+    *_, nothing, last = ending(error, tmp_path / "gone").lines()
+    assert nothing == f"nothing to resume: there is no {tmp_path}/gone"
+    command = "python train.py train.resume=/NEW/PLACE run.trace=true"
+    assert last == f"if it was moved to /NEW/PLACE, resume with: {command}"
 
 
 def test_a_run_that_was_resumed_repeats_what_was_named_then(good: set[Path]) -> None:
