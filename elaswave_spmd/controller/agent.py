@@ -91,6 +91,9 @@ def main(arguments: Sequence[str], program: str) -> int:
     machine = _Machine(options.drain)
     with StopSignals(_OF_TERMINALS) as signals, StopSignals((signal.SIGTERM,)) as terms, machine:
         found = search.first()
+        if not options.name and _is_beside_controller(found):
+            print(f"the controller is on this machine too, by the same name, {name}: one failure domain.", end=" ")
+            print("--name gives this agent another", flush=True)
         before: tuple[int, ...] = ()
         keeps_workers = False  # they wait for a controller
         joins_again, until = False, 0.0  # the time from which it does not try any more
@@ -801,6 +804,11 @@ def check_same_data(ours: PreparedData, theirs: PreparedData) -> None:
         exists=", ".join(f"{name} {getattr(theirs, name)}" for name in names) + " on the controller's machine",
         fix="the same files on all machines; data=stdlib also needs the same version of Python",
     )
+
+
+def _is_beside_controller(found: Found) -> bool:
+    """True if the controller listens at the address of this machine that leads to it."""
+    return found.address.rpartition(":")[0] == f"tcp://{found.local_host}"
 
 
 def _report(error: BaseException) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -335,6 +337,18 @@ def test_a_refusal_is_final_also_for_who_joins_again(story: Story) -> None:
 def test_the_first_start_does_not_look_again(story: Story, steps: list[tuple[str, Exception | None]]) -> None:
     with pytest.raises((ConfigError, RunError), match=r"no answer|cannot be reached"):
         story(*steps)
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_an_agent_on_the_controllers_machine_is_told_of_the_name_that_both_have(
+    story: Story, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_beside: bool
+) -> None:
+    monkeypatch.setattr(module.socket, "gethostname", lambda: "node0")
+    address = "tcp://10.0.0.1:7" if is_beside else "tcp://10.0.0.2:7"
+    monkeypatch.setattr(sys.modules[__name__], "FOUND", replace(FOUND, address=address, local_host="10.0.0.1"))
+    story(("find", None), ("join", None), ("serve", None))
+    hint = "by the same name, node0: one failure domain. --name gives this agent another\n"
+    assert (hint in capsys.readouterr().out) == is_beside
 
 
 @pytest.mark.parametrize("seconds", ["inf", "nan", "0"])
