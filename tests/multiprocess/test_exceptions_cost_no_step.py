@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 import json
-=======
 import os
->>>>>>> 223ae12a (An error of the controller's own: workers have their time to finish the step and write, as if it had been killed)
 import shlex
 import shutil
 from pathlib import Path
