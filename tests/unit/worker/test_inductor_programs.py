@@ -210,7 +210,7 @@ def check(make: Callable[[], LayeredModel], *, checkpointing: bool = False) -> t
     made = MadeValues(lambda layers: model) if description.has_own_values else None
     prototype = model.layers.__getitem__
     local = LocalModel(description.layout, description.inits, modules, prototype, programs, made)
-    found = check_model(local, job, Samples(), CPU)
+    found = check_model(local, job, Samples(), CPU, alone=True)
     assert programs.num_compiled == number
     return programs, found
 
