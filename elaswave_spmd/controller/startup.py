@@ -42,7 +42,7 @@ from elaswave_spmd.run_dir.best import ranked_steps
 from elaswave_spmd.run_dir.captured_output import CapturedOutput
 from elaswave_spmd.run_dir.checkpoints import prune, remove_superfluous, remove_unfinished
 from elaswave_spmd.run_dir.discard import discard_after
-from elaswave_spmd.run_dir.display import make_display, shows_live
+from elaswave_spmd.run_dir.display import count, make_display, shows_live
 from elaswave_spmd.run_dir.listener import Listeners
 from elaswave_spmd.run_dir.lock import WORKERS_LOCK
 from elaswave_spmd.run_dir.trace import merge_trace
@@ -769,7 +769,7 @@ def gather(launcher: Launcher, settings: Settings, data: PreparedData) -> Topolo
     if agents is None:
         return None
     if runtime.agents:
-        print(f"waiting for {runtime.agents} agents at {runtime.rendezvous}", flush=True)
+        print(f"waiting for {count(runtime.agents, 'agent')} at {runtime.rendezvous}", flush=True)
         agents.wait_for_all(runtime.agents_timeout)
     hosts = _assigned(launcher, settings)
     counts = Counter(hosts.values())
