@@ -161,7 +161,7 @@ def test_workers_on_two_machines_have_the_bits_of_one(site: Site, tmp_path: Path
     with site.run(*SHORT, f"runtime.encryption={encryption}", in_new_interpreters=encrypted) as (run, agent):
         of_agent, of_run = end_of(agent), run.finish()
     assert (of_run.code, of_run.err) == (0, "") and (of_agent.code, of_agent.err) == (0, "")
-    assert f"waiting for 1 agents at 127.0.0.1:{site.port}\nworkers: 2 on {HOST}\n" in of_run.out
+    assert f"waiting for 1 agent at 127.0.0.1:{site.port}\nworkers: 2 on {HOST}\n" in of_run.out
     assert f"agent on {HOST}: places for 1 worker" in of_agent.out
     assert_same_bits(site.here / "run", wanted)
     assert "rejected" not in read_summary(site.here / "run"), "nobody of the run is taken for a stranger"
@@ -307,7 +307,7 @@ def test_the_death_of_the_controller_ends_agents_and_their_workers(site: Site) -
     patient = f"timeouts.shutdown={10 * PATIENCE_S}"
     with launch(site.here, *ENDLESS, *site.several, patient, mark=site.mark) as run:
         assert run.process.stdout is not None
-        while not run.process.stdout.readline().startswith("waiting for 1 agents"):
+        while not run.process.stdout.readline().startswith("waiting for 1 agent"):
             assert run.process.poll() is None
         with site.agent("--timeout", "10") as agent:  # so long it looks for the controller, at first and again
             run.wait_for_steps(2)
