@@ -39,11 +39,11 @@ class SampleKeys:
     sample_id: int
 
     def generator(self) -> torch.Generator:
-        """A new generator of torch, for `torch.rand(..., generator=g)` and the like."""
+        """A new generator of torch, for `torch.rand(..., generator=g)`. Each call begins the same stream again."""
         return torch.Generator().manual_seed(int(self._seeds.generate_state(1, np.uint64)[0]) & _MASK)
 
     def numpy(self) -> np.random.Generator:
-        """A new generator of numpy."""
+        """A new generator of numpy. Each call begins the same stream again."""
         return np.random.Generator(np.random.Philox(self._seeds))
 
     @property

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elaswave_spmd.determinism.rng import WordSource
+from elaswave_spmd.determinism.rng import MASK64, WordSource
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +60,16 @@ class Keys:
         """These keys for the call of layer number `layer`."""
         number = torch.tensor(layer, dtype=torch.int64, device=self.layer.device)
         return Keys(self.seed, self.step, self.sample_ids, number, {}, self.source)
+
+    def generator(self, row: int) -> torch.Generator:
+        """A new generator on the CPU for the sample in row `row`, seeded from seed, step, layer and sample id.
+
+        Each call for a row begins the same stream again: a layer that draws twice keeps the generator. It is for layers
+        that run eagerly; those that are compiled have `KeyedDropout`.
+        """
+        parts = int(self.seed), int(self.step), int(self.layer), int(self.sample_ids[row])
+        state = np.random.SeedSequence([part & MASK64 for part in parts]).generate_state(1, np.uint64)
+        return torch.Generator().manual_seed(int(state[0]))
 
     def count(self, site: int) -> int:
         """Returns how often `site` was used before in this layer call, and counts this use."""

@@ -65,6 +65,17 @@ def test_a_sample_has_one_mask_in_any_microbatch() -> None:
     assert torch.equal(turned.flip(0), together)
 
 
+def test_a_sample_has_one_generator_in_any_microbatch_and_each_call_begins_it_again() -> None:
+    def draw(keys: Keys, row: int) -> list[float]:
+        return torch.randn(8, generator=keys.generator(row)).tolist()
+
+    keys = Keys.make(-1, 2**33, [5, 2**50], 3)
+    assert draw(keys, 1) == draw(keys, 1) == draw(keys.again(), 1)
+    assert draw(keys, 1) == draw(Keys.make(-1, 2**33, [2**50, 7, 5], 3), 0)
+    others = [Keys.make(1, 2**33, [5], 3), Keys.make(-1, 1, [5], 3), keys.at(4), Keys.make(-1, 2**33, [6], 3)]
+    assert len({tuple(draw(one, 0)) for one in (keys, *others)}) == 5
+
+
 def test_every_part_of_the_key_counts() -> None:
     x = torch.ones(1, 64)
     variants = [
