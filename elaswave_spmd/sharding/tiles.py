@@ -11,7 +11,8 @@ coordinate (stage, position) axis pp makes `num_stages` parts, of which this is 
     P("pp", "dp")     rows over stages, columns over the workers of each stage
 
 Axes that the spec leaves out hold replicas: workers that differ only there hold the same tile, and one worker for each
-coordinate of the other axes covers the array exactly once. Tiles agree with those of jax.sharding.NamedSharding.
+coordinate of the other axes covers the array exactly once. Where the axes divide the
+array, tiles agree with those of jax.sharding.NamedSharding.
 
 A run uses this for the pages of optimizer state (`StateSharding`): the array is the sequence of a layer's pages.
 """
