@@ -363,7 +363,8 @@ class _Lives:
                 launcher.agents.go_on(_most_workers(settings), settings.to_dict(), data.to_dict())
         elif (topology := gather(launcher, settings, data)) is not None:
             plan = plan_run(settings, data, topology, costs)
-        return self._train(plan, launcher, scratch, again, living, until_made or contextlib.ExitStack())
+        begun = self._begin(plan, launcher, scratch, again, living, until_made or contextlib.ExitStack())
+        return self._train(plan, launcher, begun)
 
     def close(self) -> None:
         """Closing again is allowed."""
@@ -378,17 +379,8 @@ class _Lives:
                 for line in self._captured.lines(rest=True):
                     print(line, file=sys.stderr)
 
-    def _train(
-        self,
-        plan: RunPlan,
-        launcher: Launcher,
-        scratch: str,
-        again: Path | None,
-        living: Living | None,
-        until_made: contextlib.ExitStack,
-    ) -> Outcome:
-        """Train, from the run's directory to the end of its workers."""
-        begun = self._begin(plan, launcher, scratch, again, living, until_made)
+    def _train(self, plan: RunPlan, launcher: Launcher, begun: _Begun) -> Outcome:
+        """Train, to the end of the workers."""
         run_dir = begun.run_dir
         before, self.run_dir = self.run_dir, run_dir.path
         if self._run_dir_fd is not None:

@@ -173,8 +173,8 @@ class HeldState:
     def _joined(self, pages: ReplicaSet, parts: Sequence[HeldRange]) -> HeldRange:
         """The state of neighbouring page ranges as that of one."""
         first, last = parts[0], parts[-1]
-        states = {name: _joined([part.optimizer_state[name] for part in parts]) for name in first.optimizer_state}
-        master = _joined([part.master for part in parts])
+        states = {name: _concatenated([part.optimizer_state[name] for part in parts]) for name in first.optimizer_state}
+        master = _concatenated([part.master for part in parts])
         return HeldRange(pages, first.start, last.stop, master, states, first.version)
 
     def _new(self, pages: ReplicaSet, layout: LayerLayout, start: int, stop: int) -> HeldRange:
@@ -454,7 +454,7 @@ class HeldState:
         return found
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
     """Flat tensors, one after another: in their own memory where they lie so, as slices of what had been cut do."""
     base, at = parts[0]._base, parts[0].storage_offset()
     if base is not None and base.dim() == 1 and all(part._base is base for part in parts):

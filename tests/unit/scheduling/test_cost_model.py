@@ -312,7 +312,7 @@ def seconds_of_layers(smoother: ProfileSmoother) -> list[float]:
 
 @pytest.mark.parametrize("stages", [[[0], [1, 2]], [[0, 1], [2, 3]], [[0], [1], [2], [3]]])
 def test_noise_carries_no_stage_off(stages: list[list[int]]) -> None:
-    """Without an anchor all speeds of a stage grow or fade together, by a factor of 3 in 600 steps of this noise."""
+    """Without an anchor all speeds of a stage grow or fade together, without an end."""
     draw, smoother = random.Random(0), ProfileSmoother(2 * len(stages))
     for _ in range(12):
         smoother = noisy(smoother, stages, 250, draw, {})
