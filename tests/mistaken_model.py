@@ -730,7 +730,7 @@ class Mistaken(LayeredModel):
 
     shardings = Shardings(batch=P("dp"), layers=P("pp"), grads=P("dp"), optim=P("dp"))
 
-    def __init__(self, vocab_size: int, d_model: int, mistake: str) -> None:
+    def __init__(self, vocab_size: int, d_model: int, mistake: str, **others: object) -> None:
         blocks = {name: kind for name, (kind, _) in BLOCKS.items()} | BETWEEN_WORKERS | RIGHT
         blocks |= {name: kind for name, (kind, _) in UNCOPIED.items()}
         block = OrderOfASet if mistake == "order_of_a_set" else blocks.get(mistake, Block)

@@ -74,7 +74,14 @@ class Own(LayeredModel):
     shardings = Shardings(batch=P("dp"), layers=P("pp"), grads=P("dp"), optim=P("dp"))
 
     def __init__(
-        self, vocab_size: int, d_model: int, layers: int = 2, wrong: str = "", factories: bool = False, log: str = ""
+        self,
+        vocab_size: int,
+        d_model: int,
+        layers: int = 2,
+        wrong: str = "",
+        factories: bool = False,
+        log: str = "",
+        **others: object,
     ) -> None:
         made = {f"block{number}": partial(build, d_model, wrong, number, log) for number in range(layers)}
         blocks = made if factories else {name: make() for name, make in made.items()}

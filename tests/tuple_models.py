@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Init, KeyedDropout, Keys
-from elaswave_spmd.models import Batch, LayeredModel
+from elaswave_spmd.models import MLP, Batch, LayeredModel
 
 
 class Hidden(NamedTuple):
@@ -70,7 +70,7 @@ class First(nn.Linear):
 class Skips(LayeredModel):
     """A named tuple through `layers` layers, a plain one, and one tensor."""
 
-    def __init__(self, vocab_size: int, layers: int, d_model: int, dropout: float = 0.0) -> None:
+    def __init__(self, vocab_size: int, layers: int, d_model: int, dropout: float = 0.0, **others: object) -> None:
         middle = {f"mix{i}": Mix(d_model, dropout) for i in range(layers)}
         begin, join = Begin(vocab_size, d_model), Join(vocab_size, d_model)
         super().__init__(
@@ -155,7 +155,7 @@ class Answer(nn.Linear):
 class Mixture(LayeredModel):
     """A mixture of experts: each layer adds a term to the loss, which is a function of the whole micro-batch."""
 
-    def __init__(self, vocab_size: int, layers: int, d_model: int, experts: int = 3) -> None:
+    def __init__(self, vocab_size: int, layers: int, d_model: int, experts: int = 3, **others: object) -> None:
         middle = {f"experts{i}": Experts(d_model, experts) for i in range(layers)}
         super().__init__({"start": Start(vocab_size, d_model), **middle, "answer": Answer(d_model, vocab_size)})
 
@@ -164,3 +164,10 @@ class Mixture(LayeredModel):
 
     def init(self, name: str, shape: tuple[int, ...]) -> Init:
         return super().init(name, shape)
+
+
+class AnySizes(MLP):
+    """An MLP for words that name other sizes as well."""
+
+    def __init__(self, vocab_size: int, layers: int, d_model: int, dropout: float, **others: object) -> None:
+        super().__init__(vocab_size, layers, d_model, dropout=dropout)

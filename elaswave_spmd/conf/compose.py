@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -24,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from elaswave_spmd.conf import checks, resume
 from elaswave_spmd.conf.mesh_names import FORMS, register_mesh_names
-from elaswave_spmd.conf.schema import GROUPS, NAMES, Settings
+from elaswave_spmd.conf.schema import GROUPS, NAMES, SIZES, Settings
 from elaswave_spmd.conf.section import unknown_setting
 from elaswave_spmd.errors import ConfigError, closest
 
@@ -62,7 +63,10 @@ def settings_from(words: Sequence[str]) -> Settings:
     if (run := composed["train"].get("resume")) is not None:
         named = [override.key_or_group for override in overrides]
         composed = resume.merge(resume.saved(str(run)), composed, named)
-    return Settings.from_dict(_resolved(composed))
+    settings = Settings.from_dict(_resolved(composed))
+    given = [override.key_or_group for override in overrides if not override.is_delete()]
+    sizes = frozenset(size for name in given for group, _, size in [name.partition(".")] if group == "model")
+    return replace(settings, model=replace(settings.model, named=sizes & SIZES))
 
 
 def named_settings(words: Sequence[str]) -> set[str]:

@@ -119,6 +119,10 @@ class ShardingSettings(Section, group="sharding"):
         return None if self.name == "model" else int(self.name.removeprefix("zero"))
 
 
+SIZES = frozenset(("layers", "d_model", "heads", "dropout"))
+"""The settings of a model that its constructor gets where it has a parameter of that name."""
+
+
 @dataclass(frozen=True)
 class ModelSettings(Section, group="model"):
     """The model that is trained. Its constructor gets the sizes that it has parameters for, and all of `args`."""
@@ -133,6 +137,8 @@ class ModelSettings(Section, group="model"):
     init_from: str | None = setting(
         None, "weights to begin with: a safetensors file, a run or checkpoint, or a directory of Hugging Face"
     )
+    named: frozenset[str] = dataclasses.field(default=frozenset(), compare=False, repr=False)
+    """Sizes that the command line or the call names, and no choice: the model must have a use for them. No setting."""
 
     @property
     def label(self) -> str:
@@ -1123,7 +1129,9 @@ class Settings(Section):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; `from_dict` inverts it."""
-        return checks.plain(dataclasses.asdict(self))
+        fields = dataclasses.asdict(self)
+        del fields["model"]["named"]  # it is of one command
+        return checks.plain(fields)
 
     def to_yaml(self) -> str:
         """The text of config.yaml."""

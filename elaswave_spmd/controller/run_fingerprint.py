@@ -39,7 +39,7 @@ def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
     model, optim = dataclasses.asdict(settings.model), dataclasses.asdict(settings.optim)
     # What is frozen is in the layout, by names: it may be the model's own choice as well as that of `optim.freeze`.
     # So is what groups of parameters have of their own, as several lists of groups may say the same.
-    del model["name"], optim["max_skipped"], optim["freeze"], optim["groups"]
+    del model["name"], model["named"], optim["max_skipped"], optim["freeze"], optim["groups"]
     # What is not given is left out, as it was before there were these settings.
     for group, name in ((model, "init_from"), (optim, "decay_steps"), (optim, "schedule_steps"), (optim, "ema")):
         if group[name] is None:

@@ -40,6 +40,7 @@ def build_model(
     sizes: Mapping[str, Any],
     extra: Mapping[str, Any] | None = None,
     attributes: Mapping[str, Any] | None = None,
+    named: Collection[str] = (),
 ) -> LayeredModel:
     """Make the model `target`. Under `with torch.device("meta")` no memory is allocated.
 
@@ -50,14 +51,16 @@ def build_model(
             has parameters for.
         extra: further arguments; it must have a parameter for each.
         attributes: of the dataset, such as num_classes: for parameters that would be missing otherwise.
+        named: those of the sizes that the user has named: the constructor must have a parameter for each.
 
     Raises:
-        ModelError: there is no such model, it is not a LayeredModel, or arguments are unknown or missing.
+        ModelError: there is no such model, it is not a LayeredModel, or arguments are unknown, unused or missing.
     """
     make = find_model(target) if isinstance(target, str) else target
     shown = target if isinstance(target, str) else by_value.plain_name(make, "model")
     if not callable(make) or (inspect.isclass(make) and not issubclass(make, LayeredModel)):
         raise _no_model(f"model.target={shown} is {make!r}")
+    _refuse_unused(make, shown, {name: sizes[name] for name in sizes if name in named})
     given = _arguments(make, shown, sizes, extra or {}, attributes or {})[0]
     try:
         model = make(**given)
@@ -184,6 +187,23 @@ def _arguments(
             + " ".join(f"+model.args.{name}=VALUE" for name in missing),
         )
     return given, of_dataset
+
+
+def _refuse_unused(make: Callable[..., object], shown: str, named: Mapping[str, Any]) -> None:
+    """Refuse sizes that the user has named and the constructor has no parameter for: they would change nothing."""
+    parameters = inspect.signature(make).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    if unused := {name: value for name, value in named.items() if name not in parameters}:
+        words = [f"model.{name}={value}" for name, value in unused.items()]
+        raise ModelError(
+            f"{' and '.join(words)} would change nothing: {by_value.plain_name(make, shown)} does not take "
+            f"{' and '.join(unused)}",
+            rule="a model's constructor gets those sizes that it has a parameter for, by that name",
+            where=" ".join(words),
+            exists=", ".join(parameters) or "it takes nothing",
+            fix="leave it out, or +model.args.NAME=VALUE with the name that the constructor has for it",
+        )
 
 
 def attributes_given(

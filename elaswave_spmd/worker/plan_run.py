@@ -104,7 +104,7 @@ def make_model(
     m, sizes = settings.model, settings.model.sizes(settings.train.seq_len, vocab_size)
     import_model(m.target)
     with torch.device(device), constructing(settings.seed, layers):
-        model = build_model(m.target, sizes, m.args, attributes)
+        model = build_model(m.target, sizes, m.args, attributes, m.named)
     if not vocab_size and type(model).loss is LayeredModel.loss:
         raise other_loss(type(model).__name__)
     freeze_parameters(model, settings.optim.freeze_patterns)

@@ -45,7 +45,7 @@ class Head(nn.Module):
         return nn.functional.linear(x, self.weight)
 
 class Broken(LayeredModel):
-    def __init__(self, vocab_size, d_model, way):
+    def __init__(self, vocab_size, d_model, way, **others):
         super().__init__({"embed": Embed(vocab_size, d_model), "head": Head(vocab_size, d_model, way)})
 """
 

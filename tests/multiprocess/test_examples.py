@@ -21,16 +21,17 @@ SHORT = (
         "train.validate_every=4",
     ),
     *("train.validate_microbatches=2", "optim.warmup_steps=2", "optim.lr=0.01", "page.size=256"),
-    *("run.tensorboard=false", "model.d_model=16", "model.heads=2"),
+    *("run.tensorboard=false", "model.d_model=16"),
     *PATIENT,  # exactly one loss, also on a machine that is too busy for heartbeats
 )
+HEADS = "model.heads=2"
 TEXT = ("data=text", "data.path=text.txt", "data.cache=cache")
 CASES = {
     "encoder_decoder": (
-        ("model.target=encoder_decoder.Translator", "data.target=encoder_decoder.Pairs", "model.layers=2"),
+        ("model.target=encoder_decoder.Translator", "data.target=encoder_decoder.Pairs", "model.layers=2", HEADS),
         "pp3",
     ),
-    "images": (("model.target=images.Classifier", "data.target=images.Shapes", "model.layers=2"), "dp2_pp2"),
+    "images": (("model.target=images.Classifier", "data.target=images.Shapes", "model.layers=2", HEADS), "dp2_pp2"),
     "mixture_of_experts": (("model.target=mixture_of_experts.Mixture", "model.layers=2", *TEXT), "dp2_pp2"),
 }
 

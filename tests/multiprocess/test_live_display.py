@@ -27,7 +27,7 @@ class Head(nn.Module):
         return self.linear(x)
 
 class Prints(LayeredModel):
-    def __init__(self, vocab_size, d_model):
+    def __init__(self, vocab_size, d_model, **others):
         super().__init__({"embed": nn.Embedding(vocab_size, d_model), "head": Head(vocab_size, d_model)})
 """
 KILL = "chaos.events=[{step: 20, kind: kill, rank: 2, point: backward}]"

@@ -13,7 +13,8 @@ from tests.multiprocess.made_up_train import SEEN
 from tests.multiprocess.made_up_train import __file__ as script
 from tests.multiprocess.real_runs import SMALL, train, train_in_new_interpreter, write_text
 
-ARGUMENTS = [*SMALL, *PATIENT, "model=mlp_tiny", "model.dropout=0.1", "mesh=dp2_pp2", "checkpoint.every=3"]
+NO_HEADS = [word for word in SMALL if word != "model.heads=2"]
+ARGUMENTS = [*NO_HEADS, *PATIENT, "model=mlp_tiny", "model.dropout=0.1", "mesh=dp2_pp2", "checkpoint.every=3"]
 STEPS = 16
 EVENTS = (
     "chaos.events=[{step: 3, kind: kill, rank: 1, point: backward}, {step: 5, kind: join, rank: 0, point: forward}]"

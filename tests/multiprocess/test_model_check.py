@@ -69,7 +69,7 @@ def test_a_model_that_raises_an_exception_is_refused_with_the_layer(tmp_path: Pa
     write_text(tmp_path)
     (tmp_path / "wrong_model.py").write_text(
         "from torch import nn\nfrom elaswave_spmd import LayeredModel\n\n\n"
-        "class Wrong(LayeredModel):\n    def __init__(self, vocab_size):\n        super().__init__("
+        "class Wrong(LayeredModel):\n    def __init__(self, vocab_size, **others):\n        super().__init__("
         '{"embed": nn.Embedding(vocab_size, 8), "mid": nn.Linear(9, 8), "head": nn.Linear(8, vocab_size)})\n'
     )
     told = refused(tmp_path, "model.target=wrong_model.Wrong", "mesh=dp2")

@@ -28,7 +28,7 @@ class Layer(nn.Module):
         return nn.functional.linear(x, self.weight) if self.last else nn.functional.embedding(x, self.weight)
 
 class MyModel(LayeredModel):
-    def __init__(self, vocab_size, d_model, spec):
+    def __init__(self, vocab_size, d_model, spec, **others):
         layers = {str(n): Layer(vocab_size, d_model, n == "head", P(*spec)) for n in ("embed", "head")}
         super().__init__(layers)
 """

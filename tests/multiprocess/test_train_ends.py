@@ -40,7 +40,7 @@ class Head(nn.Module):
         return nn.functional.linear(x, self.weight)
 
 class Broken(LayeredModel):
-    def __init__(self, vocab_size, d_model):
+    def __init__(self, vocab_size, d_model, **others):
         super().__init__({"embed": Embed(vocab_size, d_model), "head": Head(vocab_size, d_model)})
 """
 

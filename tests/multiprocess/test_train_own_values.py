@@ -19,7 +19,7 @@ from own_values_model import Own
 from still_model import wait_in
 
 class StillOwn(Own):
-    def __init__(self, vocab_size, d_model, layers, factories, still):
+    def __init__(self, vocab_size, d_model, layers, factories, still, **others):
         super().__init__(vocab_size, d_model, layers, factories=factories)
         wait_in(self.layers[0], still)
 """

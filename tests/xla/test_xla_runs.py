@@ -59,7 +59,7 @@ def test_losses_are_those_of_the_cpu(tmp_path: Path) -> None:
 
 def test_the_mlp_has_the_losses_of_the_cpu(tmp_path: Path) -> None:
     write_text(tmp_path)
-    same = "model.target=mlp", "train.steps=3", "optim.schedule=constant"
+    same = "model.target=tests.tuple_models.AnySizes", "train.steps=3", "optim.schedule=constant"
     done = train(tmp_path, *SMALL, "runtime.device=cpu", *same)
     assert done.code == 0, done.err
     xla = run(tmp_path / "xla", "mesh.tp=2", *same)
@@ -196,7 +196,7 @@ def test_variables_that_contradict_are_refused(
     ("arguments", "telling"),
     [
         (["mesh.tp=3"], "no multiple of 3"),
-        (["mesh.fsdp=2", "model.target=mlp"], "fsdp"),
+        (["mesh.fsdp=2", "model.target=tests.tuple_models.AnySizes"], "fsdp"),
     ],
 )
 def test_islands_that_a_model_does_not_fit_are_refused(arguments: list[str], telling: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from elaswave_spmd import cli
+from elaswave_spmd.conf.compose import settings_from
 from elaswave_spmd.conf.help import help_text
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller.on_ray import command as on_ray
@@ -311,3 +312,10 @@ def test_devices_that_cannot_be_used_are_refused_before_torch(
 
 def test_the_entry_is_short() -> None:
     assert len((ROOT / "train.py").read_text(encoding="utf-8").splitlines()) < 40
+
+
+def test_sizes_that_are_named_are_known_and_neither_written_nor_compared() -> None:
+    settings = settings_from(["model=llama_tiny", "++model.heads=2", "model.dropout=0.1", "~optim.clip", "seed=3"])
+    assert settings.model.named == {"heads", "dropout"}
+    assert Settings.from_dict(settings.to_dict()) == settings and "named" not in settings.to_dict()["model"]
+    assert not settings_from(["model=llama_tiny", "+model.args.window=4"]).model.named

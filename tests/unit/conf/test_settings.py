@@ -35,7 +35,7 @@ def leaves(section: type = Settings, prefix: str = "") -> Iterator[str]:
         inner = field.default_factory
         if isinstance(inner, type) and dataclasses.is_dataclass(inner):
             yield from leaves(inner, f"{prefix}{field.name}.")
-        else:
+        elif field.metadata:  # others are no settings
             yield prefix + field.name
 
 

@@ -129,6 +129,17 @@ def test_models_that_only_look_like_mistakes_are_built_without_memory(right: str
         build_model(Mistaken, {"vocab_size": 11, "d_model": 8}, {"mistake": right})
 
 
+def test_a_size_that_was_named_and_has_no_parameter_is_refused(here: Path) -> None:
+    """A default is silent, and so is a size that no constructor gets by name but that it takes with all others."""
+    (here / "km_sizes.py").write_text(OWN_MODEL)
+    build_model("km_sizes.MyModel", SIZES, {"depth": 1}, named={"d_model"})
+    build_model("km_sizes.Open", SIZES, {"depth": 1}, named={"heads"})
+    with pytest.raises(ModelError) as caught:
+        build_model("km_sizes.MyModel", SIZES, {"depth": 1}, named={"d_model", "heads", "dropout"})
+    assert "model.heads=2 and model.dropout=0.0 would change nothing: MyModel does not take" in caught.value.what
+    assert caught.value.exists == "vocab_size, d_model, depth" and "+model.args.NAME=VALUE" in caught.value.fix
+
+
 class Rates(MLP):
     def __init__(self, vocab_size: int, layers: int, d_model: int) -> None:
         super().__init__(vocab_size, layers, d_model)
