@@ -64,6 +64,7 @@ class StageWorkers:
         microbatches: the most micro-batches of a worker.
         in_flight: the most micro-batches that a worker has between forward and backward.
         memory_limit: bytes that each worker has.
+        fastest: the speed of its fastest worker.
     """
 
     size: int
@@ -71,6 +72,7 @@ class StageWorkers:
     microbatches: int = 1
     in_flight: int = 1
     memory_limit: float = math.inf
+    fastest: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class Partition:
         stage_s: seconds that the slowest worker of each stage computes in a step.
         memory: bytes of a worker of each stage.
         moved_bytes: bytes that layers which change their stage have to move.
-        optimum_s: the smallest possible bottleneck_s; with a tolerance bottleneck_s may be larger.
+        optimum_s: the smallest possible bottleneck_s; with a tolerance, or by the whole pipeline, bottleneck_s may be
+            larger.
     """
 
     cuts: tuple[int, ...]
@@ -110,11 +113,17 @@ def partition(
     rule: MemoryRule = REPLICATED,
     move_bytes: np.ndarray | None = None,
     tolerance: float = 0.0,
+    by_pipeline: bool = False,
 ) -> Partition:
     """The partition with the smallest bottleneck that fits in memory; of several, the one that moves the fewest bytes.
 
     Two dynamic programs over (prefix, stage), O(layers^2 stages) each: the first finds the smallest bottleneck, the
     second the fewest bytes among all partitions whose stages take no longer. The earliest cuts win ties.
+
+    By the whole pipeline, a stage waits until the first micro-batch has passed the stages before it, and after its last
+    one the stages behind it work on: it takes the way of one micro-batch through all stages, and beside that what it
+    computes for its others. Where stages are equally fast that way is as long for all partitions, so that these others
+    decide: few micro-batches a worker count for less than by the bottleneck, where the one of the way is among them.
 
     Args:
         stages: workers, speeds and memory of each stage.
@@ -122,6 +131,8 @@ def partition(
         move_bytes: float64 [stages, layers]: bytes that move if a layer is in a stage; None: nothing moves.
         tolerance: the bottleneck may exceed the smallest one by this part of it if fewer bytes move; inf: the
             bottleneck does not matter, and layers move only if they do not fit.
+        by_pipeline: what is made small is the time of the pipeline, as far as the partition decides it, and not the
+            bottleneck.
 
     Raises:
         PlanError: there are more stages than layers, or no partition fits in memory. The error then names the stage
@@ -134,14 +145,18 @@ def partition(
             rule="every stage has at least one layer",
             fix=f"plan for 1 to {num_layers} stages",
         )
-    seconds, memory = _seconds(costs, stages), _memory(costs, stages, rule)
+    seconds, memory = _seconds(costs, [stage.load for stage in stages]), _memory(costs, stages, rule)
     allowed = _allowed(seconds, memory, stages)
-    optimum = _least(allowed, np.maximum)[0]
+    optimum = least = _least(allowed, np.maximum)[0]
     if optimum == math.inf:
         raise _no_room(costs, stages, memory, rule)
+    if by_pipeline:
+        beside = _seconds(costs, [max(0.0, stage.load - 1 / stage.fastest) for stage in stages])
+        allowed = _allowed(beside, memory, stages)
+        least = _least(allowed, np.maximum)[0]
     if move_bytes is None:
         move_bytes = np.zeros((num_stages, num_layers))
-    limit = optimum * (1.0 + tolerance)
+    limit = least * (1.0 + tolerance)
     moved = []
     # Bytes add up over the layers of a stage, so a range costs the difference of two prefix sums.
     for table, of_stage in zip(allowed, move_bytes, strict=True):
@@ -155,12 +170,12 @@ def partition(
     return Partition(cuts, max(stage_s), stage_s, fill, float(num_bytes), float(optimum))
 
 
-def _seconds(costs: CostModel, stages: Sequence[StageWorkers]) -> list[np.ndarray]:
-    """Per stage, float64[layers + 1, layers + 1]: seconds if it has layers [row, column); inf if it would have none."""
+def _seconds(costs: CostModel, loads: Sequence[float]) -> list[np.ndarray]:
+    """Per load, float64[layers + 1, layers + 1]: seconds of a stage with layers [row, column); inf if it has none."""
     total = costs.prefix("forward_s") + costs.prefix("backward_s")
-    microbatch = np.where(np.tri(len(total), dtype=bool), math.inf, total[None, :] - total[:, None])
-    by_load = {stage.load: microbatch * stage.load for stage in stages}
-    return [by_load[stage.load] for stage in stages]
+    microbatch, layers = total[None, :] - total[:, None], ~np.tri(len(total), dtype=bool)
+    by_load = {load: np.where(layers, microbatch * load, math.inf) for load in set(loads)}
+    return [by_load[load] for load in loads]
 
 
 def _memory(costs: CostModel, stages: Sequence[StageWorkers], rule: MemoryRule) -> list[np.ndarray]:

@@ -359,6 +359,9 @@ class _Planner:
         candidates: dict[object, Candidate] = {}
         with suppress(PlanError):  # what runs now may be the only one that fits in memory
             candidates = {found.key: found for found in (self.recut(grouping, tolerance) for tolerance in TOLERANCES)}
+            if sum(map(len, grouping.stages)) <= _TIMED_WORKERS:
+                found = self.recut(grouping, 0.0, by_pipeline=True)
+                candidates[found.key] = found
             refined = self.with_shifted_cuts(grouping, min(candidates.values(), key=self.total))
             candidates[refined.key] = refined
         by_key = dict.fromkeys(candidates, grouping)
@@ -420,7 +423,8 @@ class _Planner:
 
         def look_at(choice: StageChoice) -> None:
             theirs = self.grouping_of(choice.stages)
-            found.append((theirs, self.candidate(theirs, choice.partition.cuts)))
+            each = [self.candidate(theirs, one.cuts) for one in choice.partitions]
+            found.append((theirs, min(each, key=self.total)))
 
         num_workers = sum(map(len, grouping.stages))
         small = num_workers <= _SEARCHED_WORKERS
@@ -435,8 +439,11 @@ class _Planner:
         numbers = groupings.numbers(stage_counts)
         for room, searches in ((1.0, False), (_UNEVEN, True)):
             for even_s, number in numbers if small or not searches else numbers[:_MOST_SEARCHED]:
-                least = groupings.least_seconds(number) if searches else even_s
-                if least * self.remaining_steps >= room * total or len(found) >= _MOST_REGROUPED:
+                # All groupings into two stages are few, and may take far less than even ones.
+                least = even_s if not searches else 0.0 if number == 2 else groupings.least_seconds(number)
+                if least * self.remaining_steps >= room * total:
+                    continue
+                if len(found) >= _MOST_REGROUPED:
                     break
                 choices = groupings.of_number(number, total if searches else 0.0)
                 for choice in choices[: _MOST_OF_A_NUMBER if small else _FEW_OF_A_NUMBER]:
@@ -514,10 +521,16 @@ class _Planner:
         assert best is not None, "the first candidate has a time"
         return theirs, best
 
-    def recut(self, grouping: _Grouping, tolerance: float) -> Candidate:
-        """The partition that moves the fewest bytes within a tolerance of the least bottleneck."""
-        table = grouping.estimates.table(self.rule)
-        found = partition(self.costs, grouping.rows, rule=self.rule, move_bytes=table, tolerance=tolerance)
+    def recut(self, grouping: _Grouping, tolerance: float, by_pipeline: bool = False) -> Candidate:
+        """The partition that moves the fewest bytes within a tolerance of the least bottleneck, or least pipeline."""
+        found = partition(
+            self.costs,
+            grouping.rows,
+            rule=self.rule,
+            move_bytes=grouping.estimates.table(self.rule),
+            tolerance=tolerance,
+            by_pipeline=by_pipeline,
+        )
         return self.candidate(grouping, found.cuts)
 
     def with_shifted_cuts(self, grouping: _Grouping, start: Candidate) -> Candidate:

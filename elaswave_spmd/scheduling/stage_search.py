@@ -117,17 +117,22 @@ class StageChoice:
 
     Args:
         stages: ranks of each stage.
-        partition: the layers of each stage.
-        seconds: a lower bound of the step time, links included.
+        partitions: the layers of each stage; if there are two, the one with the smaller lower bound comes first.
+        seconds: a lower bound of the step time with the first partition, links included.
         move: an estimate of moving there.
         reason: one line for the log.
     """
 
     stages: Stages
-    partition: Partition
+    partitions: tuple[Partition, ...]
     seconds: float
     move: MoveEstimate
     reason: str
+
+    @property
+    def partition(self) -> Partition:
+        """The layers of each stage."""
+        return self.partitions[0]
 
     def __str__(self) -> str:
         return f"{self.reason}\n  {self.partition}\n  {self.move.bytes:,.0f} B move, by estimate"
@@ -164,7 +169,10 @@ def stage_workers(
     else:
         limits = (1,) * len(speeds)
     rows = zip(speeds, counts, limits, strict=True)
-    found = [StageWorkers(len(v), float((c / v).max()), int(c.max()), limit, memory_limit) for v, c, limit in rows]
+    found = [
+        StageWorkers(len(v), float((c / v).max()), int(c.max()), limit, memory_limit, float(v.max()))
+        for v, c, limit in rows
+    ]
     return found, counts
 
 
@@ -406,6 +414,9 @@ class Groupings:
     def evaluate(self, sizes: Sequence[int], name: str, tolerance: float = 0.0) -> StageChoice:
         """The choice with stages of these sizes, partitioned within a tolerance.
 
+        Without one, on meshes that are not too large, there are two partitions: by the bottleneck and by the whole
+        pipeline.
+
         Raises:
             PlanError: the layers do not fit in memory.
         """
@@ -414,23 +425,41 @@ class Groupings:
         rows, counts = stage_workers(speeds, self.num_microbatches, self.memory_limit, self.split)
         moves = MoveEstimates(self.costs, self.old_cuts, [self.was[part] for part in parts])
         table = moves.table(self.rule)
-        found = partition(self.costs, rows, rule=self.rule, move_bytes=table, tolerance=tolerance)
+        both = tolerance == 0.0 and len(sizes) > 1 and len(self.order) <= PARTITIONED_WORKERS
+        every = [
+            partition(self.costs, rows, rule=self.rule, move_bytes=table, tolerance=tolerance, by_pipeline=by_pipeline)
+            for by_pipeline in ((False, True) if both else (False,))
+        ]
         stages = tuple(self.order[part] for part in parts)
         in_flight = [row.in_flight for row in rows]
-        pipeline_s = self._pipeline_seconds(stages, found.cuts, counts, in_flight)
+        bounds = {each.cuts: self._step_seconds(stages, each.cuts, counts, in_flight) for each in every}
+        found = sorted({each.cuts: each for each in every}.values(), key=lambda each: bounds[each.cuts])
+        best = found[0].cuts
+        shown = "-".join(map(str, sizes[:12])) + ("-..." if len(sizes) > 12 else "")
+        reason = f"{name} (workers {shown}): {bounds[best]:.4g} s a step, {self.remaining_steps} steps left"
+        return StageChoice(stages, tuple(found), bounds[best], moves.to(best, self.rule), reason)
+
+    def _step_seconds(
+        self, stages: Stages, cuts: tuple[int, ...], counts: Sequence[np.ndarray], in_flight: Sequence[int]
+    ) -> float:
+        """A lower bound of the step time, links included.
+
+        Args:
+            counts, in_flight: as for `_pipeline_seconds`.
+        """
+        sizes = [len(members) for members in stages]
+        pipeline_s = self._pipeline_seconds(stages, cuts, counts, in_flight)
         if (level := min(sizes)) < max(sizes) and len(self.order) <= PARTITIONED_WORKERS:
             # Workers of larger stages may be parked, so that micro-batches of all stages are cut at the same places.
+            speeds = [self.costs.speeds_of(members) for members in stages]
             active = tuple(
                 tuple(members[i] for i in fastest(v, level)) for members, v in zip(stages, speeds, strict=True)
             )
             even = [balanced_counts(self.num_microbatches, self.costs.speeds_of(members)) for members in active]
-            pipeline_s = min(pipeline_s, self._pipeline_seconds(active, found.cuts, even, in_flight))
-        spans = zip(pairwise(found.cuts), rows, strict=True)
-        sent = max(traffic_bytes(self.costs, self.rule, a, b, row.size, 1) for (a, b), row in spans)
-        seconds = max(pipeline_s, sent / self.costs.bandwidth)
-        shown = "-".join(map(str, sizes[:12])) + ("-..." if len(sizes) > 12 else "")
-        reason = f"{name} (workers {shown}): {seconds:.4g} s a step, {self.remaining_steps} steps left"
-        return StageChoice(stages, found, seconds, moves.to(found.cuts, self.rule), reason)
+            pipeline_s = min(pipeline_s, self._pipeline_seconds(active, cuts, even, in_flight))
+        spans = zip(pairwise(cuts), sizes, strict=True)
+        sent = max(traffic_bytes(self.costs, self.rule, a, b, size, 1) for (a, b), size in spans)
+        return max(pipeline_s, sent / self.costs.bandwidth)
 
     def _pipeline_seconds(
         self, stages: Stages, cuts: tuple[int, ...], counts: Sequence[np.ndarray], in_flight: Sequence[int]
