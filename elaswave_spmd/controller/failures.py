@@ -55,6 +55,7 @@ _LAST_WORDS_S = 1.0  # how long the report of a worker that failed may take afte
 _MOST_STARTS = 3  # how often the first mesh waits for a worker in one place
 _START = 0  # the step of what fails before the first one
 _WITH_REPORT = 1  # the exit code of a worker whose report comes as Failed
+_MOST_TOLD = 8  # lost workers whose ends are told one by one
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -178,6 +179,7 @@ class FailureHandler:
         self._signal = ""  # by which the run was asked to end
         self._cause: RunError | None = None  # for which the run stops, with its state saved
         self._unexplained: dict[int, int] = {}  # rank -> the step in which its end was seen, before its cause is known
+        self._untold: dict[int, str] = {}  # rank -> how a lost member went, which has no line while its epoch has none
         self._lost_before: dict[int, int] = {}  # rank -> how many were lost in its place while workers start
         self._ending: _Ending | None = None
 
@@ -358,6 +360,10 @@ class FailureHandler:
         if not self._protocol.started:
             return self._lost_at_start(rank, reason, at, is_late=is_late)
         mesh, is_spare = self._protocol.placement.mesh, rank in self._replacements.spares
+        # Of members that are gone since the mesh was made; those before have a line of their own.
+        self._untold = {other: how for other, how in self._untold.items() if other in mesh}
+        if rank in mesh:
+            self._untold[rank] = reason if reason.startswith(f"worker {rank} ") else f"worker {rank}: {reason}"
         # The Prepare in `change` comes before the replacement, whose start takes long: until it is sent, the other
         # workers may wait for the one that is lost.
         change = self._protocol.lost(rank, reason, spare=self._replacements.lost(rank))
@@ -433,6 +439,8 @@ class FailureHandler:
             return None
         if (step := self._unexplained.pop(event.rank, None)) is None:
             return None
+        if event.rank in self._untold:
+            self._untold[event.rank] = str(event.exited)
         if _is_crash(event.exited):
             rank, _ = self._crashes.setdefault(step, (event.rank, str(event.exited)))
             if rank != event.rank:
@@ -600,7 +608,14 @@ class FailureHandler:
     def _end_with_checkpoint(self, end: Unrecoverable, checkpoint: SavedState | None) -> list[Action]:
         if restart := self._restart(end, checkpoint):
             return restart
-        return [End(RunStopped(self._error(f"the run cannot go on: {end.reason}")))]
+        return [End(RunStopped(self._error(f"the run cannot go on: {end.reason}{self._how_lost()}")))]
+
+    def _how_lost(self) -> str:
+        """How the members went whose loss has ended the run: no event tells of them, as no mesh without them came."""
+        mesh = self._protocol.placement.mesh
+        lost = [how for rank, how in sorted(self._untold.items()) if rank in mesh]
+        more = f"; {len(lost) - _MOST_TOLD} more" if len(lost) > _MOST_TOLD else ""
+        return f" ({'; '.join(lost[:_MOST_TOLD])}{more})" if lost else ""
 
     def _stop(self, save: Save, message: str) -> list[Action]:
         """The end; an exception after the saved version, which brought it to that, is shown."""

@@ -518,6 +518,23 @@ def test_giving_up_shows_the_last_crash() -> None:
         world.do(world.losses.end(nobody, world.now))
 
 
+def test_giving_up_tells_how_those_were_lost_that_no_event_tells_of() -> None:
+    nobody = Unrecoverable((), "no worker is left")
+    world = World()
+    world.gone(WorkerEnded(0, "its process ended", world.now))  # a death watch: how it ended is known later
+    world.do(world.losses.suspected([Suspect(1, "no heartbeat for 2 s")], world.now))
+    world.do(world.losses.end(nobody, world.now))
+    how = r"\(worker 0 \(pid 70\) was ended by signal 9 \(SIGKILL\); worker 1: no heartbeat for 2 s\)$"
+    with pytest.raises(RunError, match=f"no worker is left {how}"):
+        world.exits(0, signal=9)
+    world = World()
+    world.exits(1, signal=9)
+    world.protocol.placement.mesh = Mesh.initial(MeshShape.of_stages((1,)))  # without it, of which an event has told
+    world.exits(0, signal=9)
+    with pytest.raises(RunError, match=r"no worker is left \(worker 0 \(pid 70\) was ended by signal 9 \(SIGKILL\)\)$"):
+        world.do(world.losses.end(nobody, world.now))
+
+
 @pytest.mark.parametrize("started", [True, False])
 def test_giving_up_has_nothing_to_do_with_a_crash_that_was_survived(started: bool) -> None:
     world = World() if started else starting()
