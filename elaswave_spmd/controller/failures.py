@@ -611,7 +611,7 @@ class FailureHandler:
         return [End(RunStopped(self._error(f"the run cannot go on: {end.reason}{self._how_lost()}")))]
 
     def _how_lost(self) -> str:
-        """How the members went whose loss has ended the run: no event tells of them, as no mesh without them came."""
+        """How the members went whose loss is the end: no `fail` tells of them, as no mesh without them came."""
         mesh = self._protocol.placement.mesh
         lost = [how for rank, how in sorted(self._untold.items()) if rank in mesh]
         more = f"; {len(lost) - _MOST_TOLD} more" if len(lost) > _MOST_TOLD else ""
@@ -663,8 +663,8 @@ class FailureHandler:
             "workers": left,
             "mesh": mesh.shape.name,
             "reason": end.reason,
-            "message": f"{end.reason}: {pages} pages of state after step {protocol.version} are gone; "
-            f"{left} workers ({mesh.shape.name}) begin again after step {step}, {where}",
+            "message": f"{end.reason}{self._how_lost()}: {pages} pages of state after step {protocol.version} are "
+            f"gone; {left} workers ({mesh.shape.name}) begin again after step {step}, {where}",
         }
         return [Record("restart", fields), End(RestartFrom(self._run_dir, mesh, step, is_begin=is_begin))]
 

@@ -716,6 +716,16 @@ def test_a_run_whose_workers_are_all_lost_at_each_start_does_not_begin_again(sta
         world.do(world.losses.end(end, world.now))
 
 
+def test_a_run_that_begins_again_tells_how_those_were_lost_whom_no_other_event_names() -> None:
+    world = World()
+    world.checkpoint = SimpleNamespace(step=3, path=Path("run/checkpoints/step_00000003"))
+    world.exits(1, signal=9)
+    world.do(world.losses.end(Unrecoverable((ReplicaSet(0, 0, 4, 1, frozenset({1})),), "all are lost"), world.now))
+    (restart,) = (action for action in world.actions if isinstance(action, Record) and action.kind == "restart")
+    message = str(restart.fields["message"])
+    assert message.startswith("all are lost (worker 1 (pid 71) was ended by signal 9 (SIGKILL)): 4 pages of state")
+
+
 def test_a_run_that_replaces_its_workers_begins_again_on_its_own_ragged_mesh() -> None:
     """As even as can be it would be [2, 1]: the larger stage would be another one than the user's."""
     world = World(replace=True, mesh={"stages": [1, 2]})
