@@ -487,31 +487,27 @@ class RuntimeSettings(Section, group="runtime"):
             )
 
 
-def endpoint(name: str, value: object) -> tuple[str, int]:
-    """Host and port of a text "HOST:PORT".
+def endpoint(name: str | None, value: object) -> tuple[str, int]:
+    """Host and port of a text "HOST:PORT". The host has the form of a name, so its look-up raises nothing but OSError.
+
+    Args:
+        name: the setting that has this value; None: it is a word by itself, as on the command line of an agent.
 
     Raises:
         ConfigError: the text has another form.
     """
+    given = str(value) if name is None else checks.override(name, value)
+    fix = "the controller's runtime.rendezvous, such as node0:29400" if name is None else f"{name}=node0:29400"
     found = re.fullmatch(r"([^\s:/]+):([0-9]{1,5})", value) if isinstance(value, str) else None
     if found is None or not 0 < int(found[2]) < 2**16:
-        given = checks.override(name, value)
-        raise ConfigError(
-            f"{given} is not HOST:PORT",
-            rule="HOST is a name or an IPv4 address, PORT a number from 1 to 65535",
-            where=given,
-            fix=f"{name}=node0:29400",
-        )
+        what, rule = "is not HOST:PORT", "HOST is a name or an IPv4 address, PORT a number from 1 to 65535"
+        raise ConfigError(f"{given} {what}", rule=rule, where=given, fix=fix)
     try:
         found[1].encode("idna")  # as the look-up of a name does
     except UnicodeError as error:
-        given = checks.override(name, value)
-        raise ConfigError(
-            f"{given} names a host that cannot be looked up",
-            rule="each part of a host's name between two dots has 1 to 63 characters",
-            where=given,
-            fix=f"{name}=node0:29400",
-        ) from error
+        what = "names a host that cannot be looked up"
+        rule = "each part of a host's name between two dots has 1 to 63 characters"
+        raise ConfigError(f"{given} {what}", rule=rule, where=given, fix=fix) from error
     return found[1], int(found[2])
 
 

@@ -80,7 +80,7 @@ def main(arguments: Sequence[str], program: str) -> int:
         RunError: no controller, or it is gone. Nothing is left behind.
     """
     options = _parse(arguments, program)
-    host, port = endpoint("HOST:PORT", options.rendezvous)
+    host, port = endpoint(None, options.rendezvous)
     secret = read_secret(options.token_file, where=f"--token-file {options.token_file}")
     address = None if options.host is None else resolve_address(options.host, where=f"--host {options.host}")
     name = options.name or socket.gethostname()
@@ -285,7 +285,7 @@ class _Search:
             return find_controller(*self._endpoint, self._secret, left_s)
         if (said := take_note(self._moved)) is not None:
             try:
-                self._endpoint = endpoint("HOST:PORT", said)
+                self._endpoint = endpoint(None, said)
             except ConfigError:
                 print(f"{self._moved} names no place of a run: {said!r}", flush=True)
             else:

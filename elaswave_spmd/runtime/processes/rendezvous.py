@@ -269,11 +269,13 @@ class Rendezvous:
 def find_controller(host: str, port: int, secret: bytes, timeout_s: float) -> Found:
     """Wait until a process listens at the rendezvous, and ask it how to join the run.
 
+    Args:
+        host, port: as `conf.schema.endpoint` returns them.
+
     Raises:
         RunError: no process listens there within `timeout_s` seconds.
         NoRunYetError: the process does not answer, or ends each connection.
-        ConfigError: `host` can be no name; the process refuses the secret, has another format version, or is no
-            controller.
+        ConfigError: the process refuses the secret, has another format version, or is no controller.
     """
     where = f"{host}:{port}"
     require_curve(f"the rendezvous {where}", "a run on one machine")
@@ -375,7 +377,6 @@ def _addresses_of(host: str, port: int, deadline: float, timeout_s: float) -> tu
     """ZeroMQ's address of the rendezvous, and the address of this machine that reaches it.
 
     Raises:
-        ConfigError: this can be no name.
         RunError: the name is unknown, or no network leads there, until the deadline.
     """
     while True:
@@ -384,13 +385,6 @@ def _addresses_of(host: str, port: int, deadline: float, timeout_s: float) -> tu
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 probe.connect((address, port))  # sends nothing: it chooses the interface
                 return f"tcp://{address}:{port}", str(probe.getsockname()[0])
-        except UnicodeError as error:
-            raise ConfigError(
-                f"{host}:{port} names a host that cannot be looked up",
-                rule="each part of a host's name between two dots has 1 to 63 characters",
-                where=f"{host}:{port}",
-                fix="the controller's runtime.rendezvous, such as node0:29400",
-            ) from error
         except OSError as error:
             if time.monotonic() > deadline:
                 why = error.strerror or error

@@ -351,6 +351,18 @@ def test_an_agent_on_the_controllers_machine_is_told_of_the_name_that_both_have(
     assert (hint in capsys.readouterr().out) == is_beside
 
 
+@pytest.mark.parametrize(
+    ("word", "what"),
+    [("node0", "is not HOST:PORT"), ("node0:0", "is not HOST:PORT"), ("node0..lan:29400", "cannot be looked up")],
+)
+def test_a_place_of_the_controller_that_can_be_none_is_told_of_as_it_was_typed(word: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=what) as caught:
+        module.main([word, "--token-file", "x"], "elaswave-spmd")
+    error = caught.value
+    assert error.what.startswith(f"{word} ") and error.where == word and "HOST:PORT=" not in str(error)
+    assert error.fix.endswith("such as node0:29400")
+
+
 @pytest.mark.parametrize("seconds", ["inf", "nan", "0"])
 def test_a_deadline_that_never_comes_is_refused(seconds: str) -> None:
     with pytest.raises(ConfigError, match=f"--drain {seconds} is no deadline"):
