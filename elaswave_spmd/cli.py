@@ -1,7 +1,7 @@
 """The command line: `python train.py`, `python -m elaswave_spmd train` and `elaswave-spmd train` are the same.
 
 `conf.compose` makes settings of the words, the controller runs them. Exit codes: 0 done; 1 the run failed; 2 bad input,
-found before any worker starts; 130 SIGINT (Ctrl-C), 143 SIGTERM, 129 SIGHUP. Heavy imports wait until the settings are
+found before the first step; 130 SIGINT (Ctrl-C), 143 SIGTERM, 129 SIGHUP. Heavy imports wait until the settings are
 good.
 """
 

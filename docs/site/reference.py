@@ -48,7 +48,7 @@ same. Below is what each command's `--help` prints; [Settings](settings.md) has 
 |---|---|
 | 0 | has done what it was asked for |
 | 1 | has failed: an exception in your code, too few workers, a full disk, ... |
-| 2 | was refused, with the rule and the fix, before any worker was started |
+| 2 | was refused, with the rule and the fix, before its first step |
 | 130, 143, 129 | was asked to end by SIGINT (Ctrl-C), SIGTERM, SIGHUP (a closed terminal) |
 
 """

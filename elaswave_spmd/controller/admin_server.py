@@ -27,6 +27,7 @@ from elaswave_spmd.controller.notices import Notices
 from elaswave_spmd.controller.replacements import Replacements
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import ControlError
+from elaswave_spmd.mesh.mesh import named_workers
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.run_dir import RunObserver
 from elaswave_spmd.runtime.processes.fd_limit import fits_fd_limit
@@ -155,8 +156,9 @@ class Administration:
                 "the run has elastic.enabled=false", rule="the workers of a run that is not elastic stay the same"
             )
         if not protocol.started:
+            late = protocol.not_ready
             raise ControlError(
-                f"workers {list(protocol.not_ready)} have not started yet",
+                f"{named_workers(late)} {'has' if len(late) == 1 else 'have'} not started yet",
                 rule="the workers of a run change once all of the first have started",
                 fix="try again in a few seconds",
             )
@@ -205,7 +207,7 @@ class Administration:
                 f"worker {unknown[0]} "
                 + ("has not joined yet" if unknown[0] in self._roster else "is not in the mesh"),
                 rule="only a member of the mesh can leave it",
-                exists=f"workers {', '.join(map(str, sorted(protocol.members)))}",
+                exists=named_workers(sorted(protocol.members)),
             )
         self._check_who_stays(ranks)
         actions: list[Action] = [action for rank in ranks for action in protocol.drain(rank, "drained by ctl")]

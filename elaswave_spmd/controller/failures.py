@@ -42,6 +42,7 @@ from elaswave_spmd.controller.events import (
 from elaswave_spmd.controller.replacements import Replacements
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import ModelError, RunError, StoppedBySignal, UserError, WorkerError, exception_line
+from elaswave_spmd.mesh.mesh import named_workers
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import RemoveMember, Save, Unrecoverable
@@ -271,7 +272,7 @@ class FailureHandler:
         actions: list[Action] = []
         late = [suspect.rank for suspect in suspects if suspect.rank not in self._protocol.addresses]
         if late and not (self._policy.survives or self._protocol.started):
-            error = RunError(f"workers {late} did not start within {self._policy.start_s:g} s")
+            error = RunError(f"{named_workers(late)} did not start within {self._policy.start_s:g} s")
             return [End(RunStopped(error))]
         for suspect in suspects:
             if self._policy.survives:

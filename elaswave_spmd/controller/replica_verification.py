@@ -13,6 +13,7 @@ from elaswave_spmd.controller.checkpoints import CheckpointCoordinator
 from elaswave_spmd.controller.events import Action, End, Record, RunStopped
 from elaswave_spmd.controller.verdicts import Verdicts, host_of
 from elaswave_spmd.errors import RunError
+from elaswave_spmd.mesh.mesh import named_workers
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
@@ -82,9 +83,9 @@ class ReplicaVerifier:
         records: list[Action] = [self._record_verdict(found, rank, pages) for rank, pages in found.wrong.items()]
         if found.undecided:
             return [*records, *self._undecided(found)]
-        who = ", ".join(map(str, found.wrong))
         if self._action == "stop":
-            error = f"the run stops (verify.action=stop): worker {who} has wrong state after step {found.version}"
+            who = f"{named_workers(found.wrong)} {'has' if len(found.wrong) == 1 else 'have'}"
+            error = f"the run stops (verify.action=stop): {who} wrong state after step {found.version}"
             return [*records, End(RunStopped(RunError(error)))]
         if self._action == "report":
             return [*records, *self._protocol.repair(found.wrong)]
@@ -95,7 +96,7 @@ class ReplicaVerifier:
     def _undecided(self, found: Compared) -> list[Action]:
         """Replicas differ, and nothing shows which is wrong."""
         pages, ranks = next(iter(found.undecided.items()))
-        what = f"workers {list(ranks)} have different state after step {found.version}: {self._where(pages)}"
+        what = f"{named_workers(ranks)} have different state after step {found.version}: {self._where(pages)}"
         fields = {
             "step": found.version,
             "ranks": list(ranks),

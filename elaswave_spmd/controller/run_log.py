@@ -101,7 +101,7 @@ class EpochEvents:
         if first.stages != planned.stages:
             tp, fsdp = planned.shape.axis_size("tp"), planned.shape.axis_size("fsdp")
             mesh = MeshShape.of_stages(map(len, first.stages), tp=tp, fsdp=fsdp).name
-            text = f"training begins on {mesh}, workers {', '.join(str(r) for s in first.stages for r in s)}"
+            text = f"training begins on {mesh}, {named_workers([r for s in first.stages for r in s])}"
             self._observer.on_event(
                 "begin",
                 mesh=mesh,

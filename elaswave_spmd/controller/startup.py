@@ -85,7 +85,7 @@ def run(
         run_dir_fd: a descriptor to which the run's directory is written, a line for a supervisor; None: there is none.
 
     Raises:
-        UserError: bad input, found before any worker starts; nothing is left behind.
+        UserError: bad input, found before the first step; nothing is left behind.
     """
     with contextlib.ExitStack() as stack:
         signals = signals or stack.enter_context(StopSignals())
@@ -151,7 +151,7 @@ def train(
         The run's directory.
 
     Raises:
-        UserError: bad input, found before any worker starts; nothing is left behind.
+        UserError: bad input, found before the first step; nothing is left behind.
         Unfinished: anything else.
     """
     if given is not None:

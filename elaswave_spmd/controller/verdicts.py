@@ -97,7 +97,7 @@ class Verdicts:
         """One of these workers is wrong, or more, and nothing shows which."""
         if not set(disputed) <= {*self._protocol.members}:
             return []  # a mesh epoch without one of them is about to begin, and with it another attempt
-        what = f"workers {sorted(disputed)} computed different results in step {case.step}: {case}"
+        what = f"{named_workers(sorted({*disputed}))} computed different results in step {case.step}: {case}"
         error = f"{what}; each gives the same results again, and nothing shows which of them is wrong"
         return self.undecided(error, self._protocol.version)
 

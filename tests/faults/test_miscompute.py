@@ -106,7 +106,7 @@ def test_of_two_copies_that_differ_again_the_run_ends_and_names_both(tmp_path: P
         "step: 6, kind: miscompute, rank: 1, point: apply", "step: 9, kind: miscompute, rank: 0, point: apply"
     )
     done = train(tmp_path, *TINY, "mesh=dp2", "sharding=zero1", "mirror.verify_every=1", "checkpoint.every=4", wrong)
-    assert done.code == 1 and "workers [0, 1] have different state after step 9" in done.err
+    assert done.code == 1 and "workers 0, 1 have different state after step 9" in done.err
     assert "nothing shows which of them is wrong, for the second time" in done.err
 
 

@@ -75,7 +75,7 @@ class Held:
         def is_ready() -> bool:
             with pytest.raises(ControlError) as caught:
                 ask(str(self.run.folder / "run"), {"command": "add", "count": 1})
-            return f"workers [{missing}] have not started yet" in str(caught.value)
+            return f"worker {missing} has not started yet" in str(caught.value)
 
         eventually(is_ready, self.run.process)
 

@@ -71,7 +71,7 @@ def test_also_after_the_first_step_at_a_validation_and_after_the_last_step(step:
 
 
 TWO_COPIES = pytest.mark.parametrize(("mesh", "zero", "mirrors"), [("dp2", 0, 1), ("dp2", 1, 1), ("dp4", 2, 1)])
-UNDECIDED = r"workers \[\d, \d\] have different state after step 3.* nothing shows which of them is wrong"
+UNDECIDED = r"workers \d, \d have different state after step 3.* nothing shows which of them is wrong"
 
 
 @TWO_COPIES

@@ -366,7 +366,7 @@ def test_min_workers_stay(make: Callable[..., World]) -> None:
 def test_members_do_not_change_while_they_start_or_end(make: Callable[..., World], body: dict[str, Any]) -> None:
     world = make()
     world.protocol.ready(Ready(1, "address"))
-    assert "workers [0, 2] have not" in world.refusal(**body)
+    assert "workers 0, 2 have not" in world.refusal(**body)
     world.start()
     world.protocol.version = 9
     assert "before its last step" in world.refusal(**body)

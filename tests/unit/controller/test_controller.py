@@ -76,7 +76,7 @@ def test_workers_that_do_not_start_are_named(end, planned: RunPlan) -> None:
     error, stop = end(lambda workers: None, start_timeout_s=0.3)
     assert isinstance(error, RunError)
     if not planned.settings.elastic.enabled:
-        assert str(error) == stop == "workers [0, 1] did not start within 0.3 s"
+        assert str(error) == stop == "workers 0, 1 did not start within 0.3 s"
         return
     why = (
         "0 workers are left, elastic.min_workers is 1, as 2 were lost while workers started (worker 0: not ready after"
