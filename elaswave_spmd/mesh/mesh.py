@@ -107,10 +107,6 @@ class Mesh:
         """The stage of a member."""
         return self.coordinate(rank)[0]
 
-    def position_in_stage(self, rank: int) -> int:
-        """The place of a member within its stage: its index on axis dp."""
-        return self.coordinate(rank)[1]
-
     def with_stages(
         self, stages: Iterable[Iterable[int]], domains: Mapping[int, Path] | None = None, *, epoch: int | None = None
     ) -> Mesh:

@@ -481,9 +481,7 @@ class _Planner:
             left = tuple(tuple(rank for rank in members if rank != slowest) for members in left)
             best = self.best_of(self.grouping_of(left), stage_counts, total)
             found += [
-                self.with_idle_workers(theirs, one, idle, home)
-                for theirs, one in best
-                for home in range(len(one.assignment.stages))
+                self.with_idle_workers(one, idle, home) for _, one in best for home in range(len(one.assignment.stages))
             ]
         return found
 
@@ -505,9 +503,7 @@ class _Planner:
         found = [*self.regrouped(grouping, stage_counts, total), *found]
         return sorted(found, key=lambda each: self.total(each[1]))[:_MOST_REFINED]
 
-    def with_idle_workers(
-        self, grouping: _Grouping, found: Candidate, idle: Sequence[int], home: int
-    ) -> tuple[_Grouping, Candidate]:
+    def with_idle_workers(self, found: Candidate, idle: Sequence[int], home: int) -> tuple[_Grouping, Candidate]:
         """The same candidate with some workers more, in one of its stages, which have no micro-batches."""
         stages, order = found.assignment.stages, found.assignment.microbatch_order
         theirs = self.grouping_of(

@@ -288,10 +288,6 @@ class ModelLayout:
         return sum(s.parameter.num_elements for layer in self.layers for b in layer.state_blocks for s in b.slots)
 
     @cached_property
-    def num_frozen_parameters(self) -> int:
-        return sum(s.parameter.num_elements for ly in self.layers for b in ly.state_blocks if b.frozen for s in b.slots)
-
-    @cached_property
     def frozen(self) -> tuple[str, ...]:
         """The names of all parameters that are not trained, readers of ties included, in layer order."""
         return tuple(s.parameter.name for layer in self.layers for b in layer.blocks if b.frozen for s in b.slots)

@@ -145,7 +145,7 @@ def _write_tensors(trained: TrainedModel, family: Family, folder: Path, max_file
     stored = {}
     for name, _ in owned_parameters(trained.model):
         how = family.stored(name, heads)
-        stored[name] = Stored(stored_name(family, how, family.prefix), how.transposed, how.heads)
+        stored[name] = Stored(stored_name(how, family.prefix), how.transposed, how.heads)
     sizes = {name: 4 * math.prod(trained.source.shapes[name]) for name in stored}
     files = list(_files(sizes, max_file_bytes))
     for file in files:

@@ -305,7 +305,7 @@ def family_of_config(config: Mapping[str, Any], file: Path) -> Family:
     return family
 
 
-def stored_name(family: Family, stored: Stored, prefix: str) -> str:
+def stored_name(stored: Stored, prefix: str) -> str:
     """The whole name of a tensor; the head has no prefix."""
     return stored.name if stored.name.startswith("lm_head.") else prefix + stored.name
 

@@ -152,10 +152,10 @@ def _open_published(path: Path, where: str, model: LayeredModel, *, checked: boo
     prefix = family.prefix if any(name.startswith(family.prefix) for name in files.tensors) else ""
     heads = family.facts_of_model(model)["model.heads"]
     wanted = {name: family.stored(name, heads) for name, _ in owned_parameters(model)}
-    stored = {name: replace(how, name=stored_name(family, how, prefix)) for name, how in wanted.items()}
+    stored = {name: replace(how, name=stored_name(how, prefix)) for name, how in wanted.items()}
     if checked:
         # A tied head is stored by some, and read by none: it is the embedding.
-        tied = {stored_name(family, family.stored(tie.reader, heads), prefix) for tie in model.ties}
+        tied = {stored_name(family.stored(tie.reader, heads), prefix) for tie in model.ties}
         known = {how.name for how in stored.values()} | tied
         extra = [name for name in files.tensors if name not in known and not family.is_constant(name)]
         _refuse_extra(extra, where, path)

@@ -33,7 +33,7 @@ def test_coordinates_are_the_inverse_of_stages(sizes: list[int]) -> None:
     mesh = mesh_of(*sizes)
     assert mesh.members == tuple(range(sum(sizes)))
     for rank in mesh.members:
-        assert mesh.stages[mesh.stage_of(rank)][mesh.position_in_stage(rank)] == rank
+        assert mesh.stages[mesh.stage_of(rank)][mesh.coordinate(rank)[1]] == rank
 
 
 def test_a_loss_makes_stages_ragged_and_a_newcomer_mends_them() -> None:
@@ -48,7 +48,7 @@ def test_a_loss_makes_stages_ragged_and_a_newcomer_mends_them() -> None:
 def test_strangers_are_refused() -> None:
     mesh = mesh_of(2, 2)
     assert 3 in mesh and 4 not in mesh
-    for ask in (mesh.stage_of, mesh.position_in_stage):
+    for ask in (mesh.stage_of, mesh.coordinate):
         with pytest.raises(MeshError, match=r"(?s)rank 4.*epoch 0.*ranks 0-3"):
             ask(4)
 
