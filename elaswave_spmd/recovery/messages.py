@@ -446,10 +446,12 @@ class Checked(Message, frozen=True):
 
 
 class Constructed(Message, frozen=True):
-    """Worker -> controller, before Ready, if constructors of the model made any values: digests of these.
+    """Worker -> controller, before Ready: digests of the values that it begins with, where these have to be compared.
+
+    These are what constructors of the model made, or, on several machines, the given weights (`model.init_from`).
 
     Args:
-        rows: (name, whether it is a constant and no parameter, digest). What two workers have made is the same.
+        rows: (name, whether it is a constant and no parameter, digest). What two workers have is the same.
     """
 
     rank: int

@@ -7,6 +7,8 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +16,9 @@ import yaml
 from safetensors.numpy import load_file
 
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
+from elaswave_spmd.controller.io import _ManifestWriter
+from elaswave_spmd.controller.living import NEXT_RANK
+from elaswave_spmd.recovery.messages import Prepare
 from elaswave_spmd.run_dir import weights_sha256
 from tests.multiprocess.real_runs import SMALL, Done, train, write_text
 
@@ -82,6 +87,20 @@ def test_the_summary_has_the_documented_fields(run: Run) -> None:
     assert sorted(run.summary["state_bytes_per_worker"]) == ["0", "1", "2"]
     assert set(run.summary["state_bytes_per_worker"]["0"]) == {"params", "grads", "optim", "mirrors"}
     assert re.fullmatch(r"[0-9a-f]{64}", run.summary["corpus"]["sha256"]) and run.summary["corpus"]["bytes"] > 1000
+
+
+def test_the_lines_of_the_journal_have_fields_that_are_told_of(run: Run) -> None:
+    (first,) = map(json.loads, (run.folder / "epochs.jsonl").read_text().splitlines())
+    lines = [first]
+    journal = SimpleNamespace(
+        append=lambda incarnation, epoch, reason, **fields: lines.append({"reason": reason, **fields})
+    )
+    writer = SimpleNamespace(_journal=journal, _incarnation=1)
+    _ManifestWriter.journal(cast(Any, writer), Prepare(1, 6), {NEXT_RANK: 4})
+    assert [line["reason"] for line in lines] == ["start", "prepare"]
+    section = DOCS.read_text(encoding="utf-8").split("\n## epochs.jsonl\n")[1].split("\n## ")[0]
+    told = set(re.findall(r"`(\w+)`", section))
+    assert told >= {name for line in lines for name in line} | {line["reason"] for line in lines}
 
 
 def test_the_weights_are_those_of_the_hash(run: Run) -> None:
