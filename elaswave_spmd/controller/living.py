@@ -128,42 +128,15 @@ def newcomers(scratch: str, orphans: Orphans) -> tuple[int, ...]:
 
 
 def _take_over(settings: Settings, path: Path, lock: RunLock, *, may_have_agents: bool) -> Living | None:
+    """Take over the workers of the run in `path`, whose lock is held; None: there are none, or they are to end."""
     journal = read_journal(path)
     lines = [line for line in journal if line["incarnation"] == journal[-1]["incarnation"]]
     first = lines[0]
     live_here, may_have_agents = workers_live(path), may_have_agents and "credentials" in first  # agents have them
     if SCRATCH not in first or not (live_here or may_have_agents):
         return None
-    if first["settings"] != _digest(settings):
-        if not live_here:
-            # Whether any lives elsewhere is not known. If so, its agent has it save its state, and joins after that.
-            print(_OTHER_SETTINGS, flush=True)
-            return None
-        # Before anything is taken over: with the settings that they have they can still be adopted.
-        raise ConfigError(
-            f"workers of the run in {path} still live, and were started with other settings",
-            rule="a controller that comes back has the settings of the workers that it adopts",
-            where=checks.override("train.resume", str(path)),
-            fix="the command of the run as it was; or with timeouts.adopt=null: it waits until they have saved their "
-            "state and ended, and goes on from there",
-        )
-    mesh = MeshSettings.from_fields(first["mesh"])
-    if settings.mesh.shape != mesh.shape:
-        if not _has_had(settings, path, journal):
-            if not live_here:
-                print(_OTHER_SETTINGS, flush=True)
-                return None
-            raise ConfigError(
-                f"workers of the run in {path} still live, on the mesh {mesh.shape.name}, and another mesh is named, "
-                f"{settings.mesh.shape.name}",
-                rule="a controller that comes back has the mesh of the workers that it adopts",
-                where=checks.override("train.resume", str(path)),
-                fix="no mesh, and they are adopted; or timeouts.adopt=null beside it: it waits until they have saved "
-                "their state and ended, and goes on from there on the mesh that is named",
-            )
-        # Named or not: a supervisor's command names the mesh of the run's begin, and so does config.yaml.
-        name, other = mesh.shape.name, settings.mesh.shape.name
-        print(f"workers of the run still live: its mesh is theirs, {name}, and not {other}, as earlier", flush=True)
+    if (mesh := _mesh_of_workers(settings, path, journal, first, live_here=live_here)) is None:
+        return None
     with contextlib.ExitStack() as undo:
         folder = next(line[SCRATCH] for line in reversed(lines) if SCRATCH in line)
         fork_server, orphans = _fork_server(folder, settings) if live_here else (None, _NOBODY)
@@ -202,6 +175,52 @@ def _take_over(settings: Settings, path: Path, lock: RunLock, *, may_have_agents
         )
         undo.pop_all()
         return Living(replace(settings, mesh=mesh), fork_server, start)
+
+
+def _mesh_of_workers(
+    settings: Settings, path: Path, journal: Sequence[Mapping[str, Any]], first: Mapping[str, Any], *, live_here: bool
+) -> MeshSettings | None:
+    """The mesh of the workers that may live; None: none is known to, and the settings are not those that they have.
+
+    Args:
+        first: the first line of the journal of this life of the run.
+        live_here: some live on this machine.
+
+    Raises:
+        ConfigError: some live here and have other settings.
+    """
+    if first["settings"] != _digest(settings):
+        if not live_here:
+            # Whether any lives elsewhere is not known. If so, its agent has it save its state, and joins after that.
+            print(_OTHER_SETTINGS, flush=True)
+            return None
+        # Before anything is taken over: with the settings that they have they can still be adopted.
+        raise ConfigError(
+            f"workers of the run in {path} still live, and were started with other settings",
+            rule="a controller that comes back has the settings of the workers that it adopts",
+            where=checks.override("train.resume", str(path)),
+            fix="the command of the run as it was; or with timeouts.adopt=null: it waits until they have saved their "
+            "state and ended, and goes on from there",
+        )
+    mesh = MeshSettings.from_fields(first["mesh"])
+    if settings.mesh.shape == mesh.shape:
+        return mesh
+    if _has_had(settings, path, journal):
+        # Named or not: a supervisor's command names the mesh of the run's begin, and so does config.yaml.
+        name, other = mesh.shape.name, settings.mesh.shape.name
+        print(f"workers of the run still live: its mesh is theirs, {name}, and not {other}, as earlier", flush=True)
+        return mesh
+    if not live_here:
+        print(_OTHER_SETTINGS, flush=True)
+        return None
+    raise ConfigError(
+        f"workers of the run in {path} still live, on the mesh {mesh.shape.name}, and another mesh is named, "
+        f"{settings.mesh.shape.name}",
+        rule="a controller that comes back has the mesh of the workers that it adopts",
+        where=checks.override("train.resume", str(path)),
+        fix="no mesh, and they are adopted; or timeouts.adopt=null beside it: it waits until they have saved "
+        "their state and ended, and goes on from there on the mesh that is named",
+    )
 
 
 def _has_had(settings: Settings, path: Path, journal: Sequence[Mapping[str, Any]]) -> bool:

@@ -471,16 +471,8 @@ class Controller:
                 return self._checkpoints.found(io.find_shards(), now)
             case Settled():
                 io.settle()
-            case Broadcast(ranks, message, peers):
-                if isinstance(message, m.Prepare):
-                    # On the disk before any worker knows of the epoch: workers stamp their checkpoint shards with it,
-                    # and a later controller has to know which epochs there were.
-                    io.journal(message)
-                # Encoded once: at a thousand workers the encoding would cost more than all the rest of a change.
-                for receivers, encoded in self._packer.encoded(ranks, message, peers):
-                    header = stamped(encoded, self._generation)
-                    for rank in receivers:
-                        io.send(rank, header)
+            case Broadcast():
+                self._broadcast(action)
             case Spawn(ranks, newcomers, host):
                 return self._spawn(ranks, newcomers, host, now)
             case AdmitAgent() | RefuseAgent() | DrainAgent() | LetAgentGo() | DoubtAgent() | GiveUpAgent():
@@ -508,20 +500,9 @@ class Controller:
             case GoBack():
                 return self._failures.go_back(action)
             case Committed(applied):
-                self._checkpoints.committed(applied.step)
-                self._verifier.committed(applied)
-                self._sum_verifier.committed(applied)
-                if self._failures.is_ending:
-                    return []
-                acknowledged = self._acknowledge() if applied.step % _ACKNOWLEDGED_STEPS == 0 else []
-                planned = self._rescheduler.committed(applied.step, now)
-                return [*acknowledged, *planned, *self._failures.committed(applied, now)]
-            case ValidationDone(step, is_last=is_last):
-                loss = mean_loss(self._plan, action)
-                self._log.validations.add(step, loss)
-                self._checkpoints.validated(step, loss)
-                if is_last:
-                    return [self._early_end(step)]
+                return self._committed(applied, now)
+            case ValidationDone():
+                return self._validated(action)
             case EpochBegun(placement, version=version):
                 self._verifier.begun(action)
                 self._sum_verifier.begun(action)
@@ -549,6 +530,28 @@ class Controller:
                 request.reply(answer)
         return []
 
+    def _broadcast(self, action: Broadcast) -> None:
+        if isinstance(action.message, m.Prepare):
+            # On the disk before any worker knows of the epoch: workers stamp their checkpoint shards with it, and a
+            # later controller has to know which epochs there were.
+            self._io.journal(action.message)
+        # Encoded once: at a thousand workers the encoding would cost more than all the rest of a change.
+        for receivers, encoded in self._packer.encoded(action.ranks, action.message, action.peers):
+            header = stamped(encoded, self._generation)
+            for rank in receivers:
+                self._io.send(rank, header)
+
+    def _committed(self, applied: m.Applied, now: float) -> list[Action]:
+        """A step is committed: everybody who follows the steps hears of it."""
+        self._checkpoints.committed(applied.step)
+        self._verifier.committed(applied)
+        self._sum_verifier.committed(applied)
+        if self._failures.is_ending:
+            return []
+        acknowledged = self._acknowledge() if applied.step % _ACKNOWLEDGED_STEPS == 0 else []
+        planned = self._rescheduler.committed(applied.step, now)
+        return [*acknowledged, *planned, *self._failures.committed(applied, now)]
+
     def _acknowledge(self) -> list[Action]:
         """Tell workers that they need not keep their reports of steps any more, where a controller may come back.
 
@@ -559,6 +562,13 @@ class Controller:
         return [Broadcast(self.protocol.members, m.Written(self.protocol.version))]
 
     # ---- validations
+
+    def _validated(self, done: ValidationDone) -> list[Action]:
+        """All losses of a validation are there."""
+        loss = mean_loss(self._plan, done)
+        self._log.validations.add(done.step, loss)
+        self._checkpoints.validated(done.step, loss)
+        return [self._early_end(done.step)] if done.is_last else []
 
     def _early_end(self, step: int) -> Record:
         about = self._log.validations.early_stop()
