@@ -19,6 +19,15 @@ def is_dotted_name(target: str) -> bool:
     return "." in target and all(part.isidentifier() for part in target.split("."))
 
 
+def import_here(name: str) -> ModuleType:
+    """Import a module, with the working directory on the import path. Raises what the import raises."""
+    # `python train.py` and `python -m` put the working directory on the path; an installed script and a worker may not.
+    if (folder := os.getcwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
+    importlib.invalidate_caches()  # the file may have been written after Python listed the folder
+    return importlib.import_module(name)
+
+
 def import_user_module(name: str, what: str, where: str, error_type: type[UserError]) -> ModuleType:
     """Import a module of the user's, with the working directory on the import path.
 
@@ -30,16 +39,13 @@ def import_user_module(name: str, what: str, where: str, error_type: type[UserEr
     Raises:
         UserError: of that class; the module cannot be imported.
     """
-    # `python train.py` and `python -m` put the working directory on the path; an installed script and a worker may not.
-    if (folder := os.getcwd()) not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)
     try:
-        return importlib.import_module(name)
+        return import_here(name)
     except Exception as error:
         raise error_type(
             f"the module of {what} cannot be imported ({type(error).__name__}: {error})",
             where=place_in_user_code(error) or where,
-            exists="modules in the working directory: " + (names_like(name, _modules_here()) or "none"),
+            exists="modules in the working directory: " + (names_like(name, modules_here()) or "none"),
             fix="run from the folder that holds the file, or correct its name",
         ) from error
 
@@ -53,5 +59,6 @@ def names_like(name: str, names: Sequence[str]) -> str:
     return f"{', '.join(found)}, and {rest} other{'s' * (rest > 1)}"
 
 
-def _modules_here() -> list[str]:
+def modules_here() -> list[str]:
+    """The names of the modules in the working directory."""
     return sorted(name[:-3] for name in os.listdir() if name.endswith(".py"))

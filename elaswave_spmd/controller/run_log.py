@@ -38,12 +38,11 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast, Committed, EpochBegun, RemoveMember, ValidationDone
 from elaswave_spmd.recovery.messages import Applied, Damaged, Measured, Ready
 from elaswave_spmd.run_dir import MetricsLine, RunObserver, weights_sha256
+from elaswave_spmd.run_dir.faults import UNDISTURBED_STEPS
 from elaswave_spmd.worker.optimizers import averages
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
-
-_UNDISTURBED = 50  # steps whose median is the usual one
 
 
 @dataclass
@@ -90,7 +89,7 @@ class EpochEvents:
         self._observer = observer
         self._element_bytes = element_bytes
         self._seen: dict[int, _Seen] = {}  # rank -> its loss, until the epoch without it
-        self._usual: deque[float] = deque(maxlen=_UNDISTURBED)
+        self._usual: deque[float] = deque(maxlen=UNDISTURBED_STEPS)
         self._disturbed: EpochBegun | None = None
         self._recovered: _Recovered | None = None
         self._prepared_at = 0.0

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +13,7 @@ from torch import Tensor, nn
 from elaswave_spmd import by_value
 from elaswave_spmd.errors import ModelError, UserError, closest, place_in_user_code
 from elaswave_spmd.models.base import LayeredModel, check_modules
-from elaswave_spmd.user_code import names_like
+from elaswave_spmd.user_code import import_here, modules_here, names_like
 
 OWN = {
     "gpt": "elaswave_spmd.models.gpt.GPT",
@@ -267,12 +264,8 @@ def find_model(target: str) -> Any:
     module_name, _, name = dotted.rpartition(".")
     if not module_name:
         raise _unknown(target, f"models {', '.join(OWN)}; files {_files_like(target)}", closest(target, [*OWN]))
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    importlib.invalidate_caches()  # the file may have been written after Python listed the folder
     try:
-        module = importlib.import_module(module_name)
+        module = import_here(module_name)
     except ModuleNotFoundError as error:
         # Either the user's module does not exist, or it exists and imports one that does not.
         if error.name and (module_name + ".").startswith(error.name + "."):
@@ -308,5 +301,4 @@ def _broken(target: str, error: Exception) -> ModelError:
 
 
 def _files_like(name: str) -> str:
-    files = sorted(path.stem for path in Path.cwd().glob("*.py"))
-    return names_like(name, files) or "none in the working directory"
+    return names_like(name, modules_here()) or "none in the working directory"

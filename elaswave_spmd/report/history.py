@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elaswave_spmd.report.recorded import RecordedRun
+from elaswave_spmd.run_dir.faults import UNDISTURBED_STEPS
 from elaswave_spmd.run_dir.metrics import MetricsLine
 from elaswave_spmd.run_dir.observer import event_text
 
 MARKED = ("fail", "corrupt", "leave", "join", "move", "link", "rollback", "restart", "resume")
 """The kinds of incidents that charts have a mark for."""
 CAUSES = ("fail", "corrupt", "leave", "join", "link", "steps given up", "checkpoint", "validation", "not running")
-_UNDISTURBED = 50  # steps whose median is the usual one, as in the run's own `recovered` events
 _NO_INCIDENTS = (
     "validation",
     "checkpoint",
@@ -245,7 +245,7 @@ def _lost(run: RecordedRun, incidents: Iterable[Incident]) -> tuple[Lost, ...]:
 
 def _with_usual(lines: Iterable[MetricsLine], unusual: set[int]) -> Iterable[tuple[MetricsLine, float]]:
     """The unusual steps, each with the median time of the usual ones before it. The first step is none of either."""
-    usual: deque[float] = deque(maxlen=_UNDISTURBED)
+    usual: deque[float] = deque(maxlen=UNDISTURBED_STEPS)
     for line in lines:
         if line.step in unusual:
             if usual:

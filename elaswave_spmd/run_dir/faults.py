@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 OF_WORKERS = ("fail", "corrupt", "leave", "join")
 """Kinds of events that are counted by the workers they name; the others by the event."""
+UNDISTURBED_STEPS = 50
+"""Steps without a fault whose median is the usual time of a step: more than that is the penalty of a fault."""
 KINDS = (*OF_WORKERS, "link", "device", "corruption", "restart", "rollback")
 
 
