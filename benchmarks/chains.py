@@ -7,7 +7,7 @@ reduction tree that wait for their sibling. A chain needs one. It is no node of 
 worker has to have all of it, or hand its sum on. Everything is counted, nothing is timed:
 
 - Gradients held: the additions are walked through on the project's tree, in the order of a worker's micro-batches.
-- Memory: `scheduling.memory_of` for ZeRO-0 on two workers, beside the same parameters, moments and one gradient, which
+- Memory: `step_time.memory_of` for ZeRO-0 on two workers, beside the same parameters, moments and one gradient, which
   is DDP. In fp32 the parameters are their own master copy, on both sides. On top come further open gradients, and the
   reduced gradients of the other worker's pages, which are held until the step is applied. "All else" is what DDP was
   measured to need besides (the table of steady_state in docs/results.md).

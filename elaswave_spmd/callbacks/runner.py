@@ -27,7 +27,7 @@ _NONE: Mapping[str, float] = MappingProxyType({})
 
 
 class CallbackRunner:
-    """Tells callbacks about a run (`run_dir.RunListener`). All methods are for the controller's thread.
+    """Tells callbacks about a run (`run_dir.listener.RunListener`). All methods are for the controller's thread.
 
     One for a command, however often its run begins again: what was told is not told a second time.
 

@@ -41,7 +41,7 @@ class _Request:
 
 
 class TextSampler:
-    """Has a text generated from each checkpoint of a run (`run_dir.RunListener`).
+    """Has a text generated from each checkpoint of a run (`run_dir.listener.RunListener`).
 
     One for a command, however often its run begins again. All methods are for the controller's thread. A thread of this
     object's own waits for the process that generates, which is started for the first text. While one text is being

@@ -95,7 +95,7 @@ class Boundaries:
         return (_boundary(key),) if self._one_shape else (_boundary(key), key.step, key.microbatch)
 
     def _stands_in(self, key: BoundaryKey) -> bool:
-        """True for a gradient that no layer before the boundary needs: one zero crosses it (`programs.no_gradient`)."""
+        """True for a gradient that no layer before the boundary needs: one zero crosses it (`eager.no_gradient`)."""
         return key.kind == GRADIENT and _boundary(key) <= self._first_trained
 
     def receive(self, message: Crossing, payload: Tensor, *, placed: bool = False) -> None:
@@ -204,7 +204,7 @@ def _shapes(message: Crossing) -> _Shapes:
     if not message.forms:
         return (message.shape,)
     is_gradient = isinstance(message, m.ActivationGradient)
-    # One zero comes back where nothing has a gradient (`programs.no_gradient`).
+    # One zero comes back where nothing has a gradient (`eager.no_gradient`).
     return tuple(form.shape for form in message.forms if is_gradient or form.graded) or ((1,),)
 
 

@@ -57,6 +57,23 @@ def test_code_that_the_docs_name_exists(page: Path) -> None:
     assert not wrong
 
 
+def test_classes_that_prose_names_are_in_the_module_that_it_names() -> None:
+    """`module.Class` in a page, a README, a docstring or a comment; a room is what its `__init__.py` hands on."""
+    sources = {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+    words: dict[str, set[str]] = {}
+    for path, text in sources.items():
+        module = path.parent.name if path.name == "__init__.py" else path.stem
+        words.setdefault(module, set()).update(re.findall(r"\w+", text))
+    pages = {path: path.read_text(encoding="utf-8") for path in (*DOCS, *READMES)}
+    wrong = [
+        f"{path.relative_to(ROOT)}: {module}.{name}"
+        for path, text in (*sources.items(), *pages.items())
+        for before, module, name in re.findall(r"`((?:\w+\.)*)(\w+)\.([A-Z]\w+)`", text)
+        if not before.startswith("tests.") and module in words and name not in words[module]
+    ]
+    assert not wrong
+
+
 def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
     """Sizes of boxes may be older: they follow the lines of the rooms. Rooms, floors and arrows may not."""
     program = runpy.run_path(str(ROOT / "docs/rooms/draw.py"))

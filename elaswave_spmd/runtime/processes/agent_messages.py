@@ -122,7 +122,7 @@ class Notice(AgentMessage, frozen=True):
 
 
 class WorkerExited(AgentMessage, frozen=True):
-    """A worker's process has ended and is reaped, as in `fork_server.Exited`; or it could not be started."""
+    """A worker's process has ended and is reaped, as in `fork_server_client.Exited`; or it could not be started."""
 
     rank: int
     pid: int
