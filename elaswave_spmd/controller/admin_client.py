@@ -22,7 +22,7 @@ from rich.text import Text
 
 from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.errors import ControlError, DataError, RunError
-from elaswave_spmd.mesh.mesh import format_ints
+from elaswave_spmd.mesh.mesh import shortened_ranks, shortened_workers
 from elaswave_spmd.run_dir.directory import read_events
 from elaswave_spmd.run_dir.display import clock_text, count
 from elaswave_spmd.run_dir.listener import CALLBACK
@@ -51,9 +51,9 @@ def main(arguments: Sequence[str], program: str) -> int:
     elif options.command == "status":
         _show(answer, Console())
     elif options.command == "add":
-        print(f"{_workers(answer['added'])} will join; training goes on meanwhile")
+        print(f"{shortened_workers(answer['added'])} will join; training goes on meanwhile")
     else:
-        leaving = f"{_workers(answer['leaving'])} will leave, between two steps" if answer["leaving"] else ""
+        leaving = f"{shortened_workers(answer['leaving'])} will leave, between two steps" if answer["leaving"] else ""
         host = f"{answer['host']} leaves the run, and its agent ends then" if "host" in answer else ""
         print("; ".join(part for part in (leaving, host) if part))
     return 0
@@ -133,22 +133,22 @@ def status_rows(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
         speed = f"{answer['tokens_per_second']:,.0f} {answer['unit']}/s, {clock_text(answer['seconds_left'])} left"
         done += f", loss {loss:.4f}, {speed}"
     rows.append(("committed", done))
-    changing = f", changing, waits for {_workers(answer['changing'])}" if answer["changing"] else ""
+    changing = f", changing, waits for {shortened_workers(answer['changing'])}" if answer["changing"] else ""
     rows.append(("mesh", f"{answer['mesh']}, epoch {answer['mesh_epoch']}{changing}"))
     for number, ranks in enumerate(answer["stages"]):
-        shown = ", ".join(_worker(rank, pids) for rank in ranks) if len(ranks) <= _SHOWN else format_ints(ranks)
+        shown = ", ".join(_worker(rank, pids) for rank in ranks) if len(ranks) <= _SHOWN else shortened_ranks(ranks)
         rows.append((f"stage {number}", shown))
     newcomers = [w["rank"] for w in answer["newcomers"]]
     rows += [("newcomers", ", ".join(_worker(rank, pids) for rank in newcomers[:_SHOWN]))] if newcomers else []
     spares = [f"{_worker(w['rank'], pids)}{'' if w['ready'] else ', starting'}" for w in answer["spares"][:_SHOWN]]
     rows += [("spares", "; ".join(spares))] if spares else []
     for host in answer.get("hosts", ()):
-        places = "" if host["places"] is None else f", {count(host['places'], 'place')}"
-        ranks = f"workers {format_ints(host['ranks'])}" if host["ranks"] else "no workers"
+        places = "" if host["places"] is None else f"; {count(host['places'], 'place')}"
+        ranks = shortened_workers(host["ranks"]) if host["ranks"] else "no workers"
         rows.append(
-            ("host", f"{host['host']}: {ranks}{places}" + ("" if host["state"] == "ready" else f", {host['state']}"))
+            ("host", f"{host['host']}: {ranks}{places}" + ("" if host["state"] == "ready" else f"; {host['state']}"))
         )
-    rows += [(name, format_ints(answer[name])) for name in ("leaving", "learners") if answer[name]]
+    rows += [(name, shortened_ranks(answer[name])) for name in ("leaving", "learners") if answer[name]]
     rows += [("losses", answer["unsurvived"])] if answer["unsurvived"] else []
     return rows + [("event" if not i else "", event["text"]) for i, event in enumerate(answer["events"])]
 
@@ -168,10 +168,6 @@ def _show(answer: Mapping[str, Any], console: Console) -> None:
 
 def _worker(rank: int, pids: Mapping[int, int | None]) -> str:
     return f"{rank} (pid {pids[rank]})" if pids.get(rank) is not None else str(rank)
-
-
-def _workers(ranks: Sequence[int]) -> str:
-    return f"worker{'s' * (len(ranks) > 1)} {format_ints(ranks)}"
 
 
 def _not_alive(run: str, folder: Path) -> ControlError:

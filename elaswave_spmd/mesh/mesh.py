@@ -142,6 +142,16 @@ def named_workers(ranks: Collection[int]) -> str:
     return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
+def shortened_workers(ranks: Collection[int]) -> str:
+    """Workers in words, where they may be many: "worker 2", "workers 0-3, 7, 9"."""
+    return f"worker{'s' * (len(ranks) > 1)} {shortened_ranks(ranks)}"
+
+
+def shortened_ranks(ranks: Iterable[int]) -> str:
+    """The ranks of `shortened_workers` alone: "0-3, 7, 9"."""
+    return format_ints(ranks).replace(" ", ", ")
+
+
 def format_ints(values: Iterable[int]) -> str:
     """Whole numbers with their runs shortened and a long tail left out: "0-3 7 9-11"."""
     runs: list[list[int]] = []

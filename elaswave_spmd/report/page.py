@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from elaswave_spmd.mesh.mesh import format_ints
+from elaswave_spmd.mesh.mesh import shortened_workers
 from elaswave_spmd.report.columns import STAGE_COLORS, columns_of
 from elaswave_spmd.report.decimate import MOST_POINTS
 from elaswave_spmd.report.history import History, Incident, Plan, history_of
@@ -249,7 +249,7 @@ def _plan_text(plan: Plan | None) -> str:
         counts = plan.microbatches[stage] if stage < len(plan.microbatches) else ()
         few = len(counts) <= _MOST_SHOWN_RANKS
         shown = "+".join(map(str, counts)) if few else f"{min(counts)} to {max(counts)} each"
-        lines.append(f"stage {stage}: workers {format_ints(ranks)}, layers {layers}, micro-batches {shown}")
+        lines.append(f"stage {stage}: {shortened_workers(ranks)}; layers {layers}; micro-batches {shown}")
     return "\n".join(lines)
 
 

@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from elaswave_spmd.mesh.mesh import format_ints
+from elaswave_spmd.mesh.mesh import format_ints, shortened_workers
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
 from elaswave_spmd.sharding.replica_rebalance import rebalance_replicas
 from elaswave_spmd.sharding.replicas import (
@@ -249,7 +249,7 @@ class ReshardPlan:
         Args:
             element_bytes: bytes of all kinds of state of one element: 12 with AdamW (fp32 master and two moments).
         """
-        gone = f"without {_workers(self.gone)}" if self.gone else "no worker is lost"
+        gone = f"without {shortened_workers(sorted(self.gone))}" if self.gone else "no worker is lost"
         lines = [f"reshard plan, {gone}" + (f": {self.sharding}" if self.sharding else "")]
         lines += self._moves("promote", self.promotions, "in place of", reverse=True)
         lines += self._moves("copy", self.copies, "->", element_bytes=element_bytes)
@@ -312,11 +312,6 @@ def plan_reshard(
 def copies(replica_sets: Iterable[ReplicaSet]) -> Iterator[PageMove]:
     """The copies of state that these page ranges need: from the primary to each learner, by page and destination."""
     return (PageMove(it.key, it.primary, rank) for it in replica_sets for rank in sorted(it.learners))
-
-
-def _workers(ranks: Iterable[int]) -> str:
-    found = sorted(ranks)
-    return f"worker{'s' * (len(found) > 1)} {format_ints(found)}"
 
 
 def _ranges(ranges: Iterable[PageRange]) -> str:

@@ -299,8 +299,8 @@ def test_status_has_the_machines(world: World) -> None:
         ("node3", 4, [], "preparing"),
     ]
     rows = [text for name, text in admin_client.status_rows(status) if name == "host"]
-    assert rows[:2] == ["node0: workers 0", "node1: workers 1 2, 2 places"]
-    assert rows[3] == "node3: no workers, 4 places, preparing"
+    assert rows[:2] == ["node0: worker 0", "node1: workers 1, 2; 2 places"]
+    assert rows[3] == "node3: no workers; 4 places; preparing"
 
 
 def test_add_starts_newcomers(world: World) -> None:
@@ -600,7 +600,7 @@ def run_main(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> s
 
 
 def test_the_command_prints_what_a_person_needs(served: World, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main(capsys, served.folder, "add", "2").startswith("workers 3 4 will join")
+    assert run_main(capsys, served.folder, "add", "2").startswith("workers 3, 4 will join")
     assert run_main(capsys, served.folder, "drain", "1").startswith("worker 1 will leave")
     lines = run_main(capsys, served.folder, "status").splitlines()
     assert lines[0] == f"run        {served.folder}" and "stage 1    2" in lines
