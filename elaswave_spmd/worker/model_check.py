@@ -379,6 +379,28 @@ class _Check:
                     "tuple: return y, gate",
                 )
 
+    def _refuse_other_without_graph(self, layer: LayerLayout, output: Activation) -> None:
+        """Refuse a bound layer whose output has other bits with activation checkpointing than without.
+
+        Some operators of torch, such as its LSTM on CPUs, run other kernels where nothing is kept for a backward. A run
+        may be resumed with or without checkpointing, and what is computed again is to be what was handed on.
+
+        Args:
+            output: of the first micro-batch, with checkpointing.
+        """
+        with self._programs.without_checkpointing():
+            kept = self._forward_alone(layer, self._first)
+        for one, other in zip(tensors_of(output), tensors_of(kept), strict=True):
+            if not equal_bits(one, other):
+                raise ModelError(
+                    f"layer {layer.name} computes other bits where nothing is kept for its backward: "
+                    f"{difference_of('its output', other, one)}",
+                    rule="activation checkpointing changes no bits: a forward that keeps nothing gives what the one "
+                    "gives that is repeated for the backward",
+                    where=f"layer {layer.name}",
+                    fix="runtime.activation_checkpointing=false; torch's LSTM on CPUs is such a layer, its GRU is not",
+                )
+
     def _forward_alone(self, layer: LayerLayout, sample: Sample) -> Activation:
         """Run a bound layer forward, and nothing else."""
         x, keys = self._inputs[sample.number], self._keys(layer, sample)
@@ -439,6 +461,8 @@ class _Check:
             del between  # a layer's gradients may be large
             twice = self._run(layer, values, watch, first, returned=outputs[other.number])
             _compare(layer.name, once, twice)
+            if self._job.activation_checkpointing:
+                self._refuse_other_without_graph(layer, twice.y)
             self._check_addition(layer, values, watch, twice)
             self._refuse_without_gradient(layer, values.module)
             put_off = self._bytes_put_off(layer, values)

@@ -190,6 +190,16 @@ class StagePrograms:
         finally:
             vars(self).update(own)
 
+    @contextmanager
+    def without_checkpointing(self) -> Iterator[None]:
+        """Runs forwards that keep what their backward needs, whether the run has activation checkpointing or not."""
+        own = self._checkpointing
+        self._checkpointing = False
+        try:
+            yield
+        finally:
+            self._checkpointing = own
+
     def bind(self, modules: Mapping[int, nn.Module], values: Mapping[int, ValueBuffer]) -> None:
         """Sets the layers to run from now on. If they are others than before, all saved forwards are discarded.
 

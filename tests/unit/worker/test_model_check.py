@@ -734,3 +734,36 @@ def test_a_tensor_of_a_tuple_that_is_changed_in_place_is_refused() -> None:
     model = Mixture(VOCABULARY, 1, WIDTH)
     model.get_submodule("experts0").__class__ = ChangesItsTuple
     assert "experts0" in refusal(model).what and "in place" in refusal(model).what
+
+
+class OtherWithoutGraph(nn.Module):
+    """As an operator with another kernel where autograd keeps nothing, such as torch's LSTM on CPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, keys: Any) -> Tensor:
+        y = self.linear(x)
+        return y if torch.is_grad_enabled() else y * (1 + 2**-20)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_layer_with_other_bits_without_a_graph_is_refused_with_activation_checkpointing(rank: int) -> None:
+    check(Around(OtherWithoutGraph), rank=rank)
+    error = refusal(Around(OtherWithoutGraph), rank=rank, activation_checkpointing=True)
+    assert error.what.startswith("layer block0 computes other bits where nothing is kept for its backward"), error
+    assert error.fix.startswith("runtime.activation_checkpointing=false")
+
+
+def test_programs_have_activation_checkpointing_again_after_a_check() -> None:
+    job = a_job(activation_checkpointing=True)
+    model = local(Around(OfTorch), job)
+    check_model(model, job, Numbers(), CPU)
+    keys = Keys.make(job.seed, 1, np.arange(2), 1, CPU)
+    layer = model.layout.layers[1]
+    values = ValueBuffer(layer, model.make_modules([1])[1], torch.float32, CPU)
+    values.flat.zero_()
+    model.programs.bind({1: values.module}, {1: values})
+    model.programs.forward(1, 0, torch.ones(2, TIME, WIDTH), keys, None)
+    assert model.programs._saved[1, 0].y is None
