@@ -717,7 +717,7 @@ class _Check:
         x = leaf(self._inputs[self._first.number], passes_gradient=layer.index > first)
         keys = self._keys(layer, self._first)
         with torch.enable_grad(), naming_layer(layer.name, "check of its gradient", x):
-            y = call_layer(module, x, keys)
+            y = checked_output(call_layer(module, x, keys), self._job.torch_dtype, layer.name)
         if any(one.requires_grad for one in tensors_of(y)):
             return
         which = "it" if layer.index == first else "it and the layers before it"

@@ -767,3 +767,19 @@ def test_programs_have_activation_checkpointing_again_after_a_check() -> None:
     model.programs.bind({1: values.module}, {1: values})
     model.programs.forward(1, 0, torch.ones(2, TIME, WIDTH), keys, None)
     assert model.programs._saved[1, 0].y is None
+
+
+class DictHead(mistaken_model.Head):
+    def forward(self, x: Tensor, keys: Any) -> Any:
+        return {"logits": super().forward(x, keys)}
+
+
+class LossOfDict(Around):
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        return super().loss(output["logits"], batch)
+
+
+def test_a_last_layer_that_returns_a_dict_is_refused_as_any_other_layer_is() -> None:
+    error = refusal(with_head(LossOfDict, DictHead))
+    assert error.what.startswith("layer head returned an object of type dict"), error
+    assert "flat tuple" in error.rule
