@@ -21,6 +21,7 @@ from elaswave_spmd.conf.schema import ModelSettings
 from elaswave_spmd.errors import ConfigError, UserError
 from elaswave_spmd.models import LayeredModel, build_model, import_model
 from elaswave_spmd.run_dir.manifest import MANIFEST
+from elaswave_spmd.sharding import Tie
 from elaswave_spmd.weights.families import (
     CONFIG_JSON,
     VOCABULARY,
@@ -180,6 +181,7 @@ def _check_tensors(source: WeightSource, model: LayeredModel, given: str) -> Non
             fix=f"{hint}the settings of the model that these weights are of; for a model that has more than these, a "
             "file with its own initial values beside them (docs/weights.md)",
         )
+    _refuse_tied([tie for tie in model.ties if tie.reader in source.shapes], where, Path(given))
     _refuse_extra([name for name in source.shapes if name not in wanted], where, Path(given))
     for name, shape in wanted.items():
         if source.shapes[name] != shape:
@@ -207,6 +209,18 @@ def _fix_of_shape(name: str) -> str:
     return "the settings of the model that these weights are of"
 
 
+def _refuse_tied(ties: list[Tie], where: str, path: Path) -> None:
+    """Refuse parameters that read those of another layer: only one of the two values could be used."""
+    if ties:
+        raise ConfigError(
+            f"{path} holds {_listed(tie.reader for tie in ties)}, which the model ties: "
+            f"{_listed(str(tie) for tie in ties)}",
+            rule="two tied parameters are one array, which given weights hold under the name of its owner",
+            where=where,
+            fix=f"leave {_listed(tie.reader for tie in ties)} out of the file, or the tie out of the model",
+        )
+
+
 def _refuse_extra(extra: list[str], where: str, path: Path) -> None:
     if extra:
         raise ConfigError(
@@ -214,7 +228,7 @@ def _refuse_extra(extra: list[str], where: str, path: Path) -> None:
             rule="all given weights are used: a model with fewer layers, or a tied head, would be another one",
             where=where,
             fix="the settings of the model that these weights are of; or a file with the model's named_parameters() "
-            "alone",
+            "alone, of tied ones the owner",
         )
 
 

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from elaswave_spmd.conf.schema import ModelSettings, Settings
 from elaswave_spmd.errors import UserError
 from elaswave_spmd.models import LayeredModel
+from elaswave_spmd.sharding import tie
 from elaswave_spmd.weights.given import GivenWeights, check_weights, open_weights, owned_parameters
 from elaswave_spmd.weights.resolve import resolved
 from elaswave_spmd.weights.sources import WeightSource, qkv_runs, whole
@@ -276,3 +278,16 @@ def test_sources_satisfy_the_protocol(tmp_path: Path) -> None:
     assert set(source.shapes) == set(source.dtypes)
     source.close()
     assert torch.equal(source.read("embed.weight", 0, 4), source.read("embed.weight", 0, 8)[:4]), "opened again"
+
+
+def test_a_tied_parameter_beside_its_owner_is_refused_with_the_name_to_leave_out(tmp_path: Path) -> None:
+    model = LayeredModel({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}, ties=[tie("b.weight", "a.weight")])
+    path, values = tmp_path / "begin.safetensors", {name: value.clone() for name, value in model.state_dict().items()}
+    save_file(values, path)
+    with pytest.raises(UserError) as caught:
+        check_weights(ModelSettings(target="mine.Model", init_from=str(path)), model)
+    assert caught.value.what == f"{path} holds b.weight, which the model ties: b.weight = a.weight"
+    assert caught.value.fix and caught.value.fix.startswith("leave b.weight out of the file")
+    del values["b.weight"]
+    save_file(values, path)
+    check_weights(ModelSettings(target="mine.Model", init_from=str(path)), model)
