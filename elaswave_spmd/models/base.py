@@ -248,6 +248,11 @@ def _forbidden(module: nn.Module) -> tuple[str, str] | None:
             "a model is planned before it has seen a batch, so its constructor knows the shape of every parameter",
             f"give {type(module).__name__.removeprefix('Lazy')} all its sizes; no lazy modules",
         )
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+        return (
+            "gradients are dense: they are added up and reduced in pages of all elements",
+            "sparse=False",
+        )
     if module.training and _has_power_iteration(module):
         return (
             "a layer keeps nothing from one call to the next; spectral norm goes on with its power iteration in each",
@@ -287,8 +292,10 @@ def _check_parameters(model: LayeredModel) -> None:
             if not parameter.is_floating_point():
                 raise ModelError(
                     f"parameter {path} has {parameter.dtype}",
-                    rule="every parameter is a floating-point tensor",
-                    fix="register constants by register_buffer",
+                    rule="every parameter is a tensor of real floating-point numbers",
+                    fix="a parameter of real numbers, with a last dim of 2, and torch.view_as_complex of it in forward"
+                    if parameter.is_complex()
+                    else "register constants by register_buffer",
                 )
             if other := homes.get(id(parameter)):
                 raise ModelError(

@@ -95,6 +95,8 @@ def checked_output(y: object, dtype: torch.dtype, name: str) -> Activation:
     if isinstance(y, tuple) and (converted := in_compute_dtype(y, dtype)) is not None:
         return converted
     fix = "return (hidden, mask) or the like; integers only beside others, and numbers as tensors"
+    if any(isinstance(one, Tensor) and one.is_complex() for one in (y if isinstance(y, tuple) else (y,))):
+        fix = "return torch.view_as_real(y), and begin the next layer with torch.view_as_complex(x)"
     if isinstance(y, tuple) and any(isinstance(one, Keys) for one in y):
         fix = "def forward(self, x) with hidden, mask = x: a tuple comes as one argument, and the second one is keys"
     raise ModelError(

@@ -119,6 +119,12 @@ def whole_number() -> nn.Module:
     return layer
 
 
+def complex_numbers() -> Plain:
+    module = Plain()
+    module.filter = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    return module
+
+
 def shared_parameter() -> LayeredModel:
     first, second = Plain(), Plain()
     second.weight = first.weight
@@ -170,6 +176,9 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
         "(?s)power iteration.*weight_n",
     ),
     ("spectral, by a hook", lambda: stack(Plain(nn.utils.spectral_norm(nn.Linear(4, 4)))), "power iteration"),
+    ("sparse gradients", lambda: stack(Plain(nn.Embedding(4, 4, sparse=True))), "(?s)dense.*sparse=False"),
+    ("sparse bag", lambda: stack(Plain(nn.EmbeddingBag(4, 4, sparse=True))), "(?s)dense.*sparse=False"),
+    ("complex numbers", lambda: stack(complex_numbers()), "(?s)complex64.*view_as_complex"),
     ("whole number", lambda: stack(whole_number()), "register_buffer"),
     ("shared parameter", shared_parameter, 'tie\\("layer1.weight", "layer0.weight"\\)'),
     ("shared dropout", shared_dropout, "make two"),

@@ -86,6 +86,14 @@ def test_other_outputs_are_refused(y: Any, told: str) -> None:
         a.checked_output(y, torch.float32, "block0")
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_complex_numbers_are_refused_with_the_real_ones_to_return(several: bool) -> None:
+    y = torch.zeros(2, dtype=torch.complex64)
+    with pytest.raises(ModelError) as caught:
+        a.checked_output((torch.zeros(1), y) if several else y, torch.float32, "block0")
+    assert caught.value.fix and "torch.view_as_real" in caught.value.fix
+
+
 def test_what_is_handed_on_has_no_graph_and_keeps_its_marks_and_names() -> None:
     y = a.checked_output(Pair(pair().hidden * 2, pair().mask), torch.float32, "l")
     x = a.handed_on(y)
