@@ -267,6 +267,14 @@ class OptimSettings(Section, group="optim"):
                     exists=", ".join(SCHEDULES),
                     fix=f"optim.schedule={schedules[-1]}, or leave optim.{name} out",
                 )
+        if self.schedule_steps is not None and self.schedule_steps <= self.warmup_steps:
+            given = checks.override("optim.schedule_steps", self.schedule_steps)
+            raise ConfigError(
+                f"{given} is no more than optim.warmup_steps={self.warmup_steps}",
+                rule="a schedule ends after its warm-up: the learning rate rises to its peak first",
+                where=given,
+                fix=f"optim.schedule_steps={self.warmup_steps + 1} or more, or a shorter optim.warmup_steps",
+            )
 
     def check_decay(self, steps: int) -> None:
         """Check that the warm-up and the decay fit into a run of so many steps.

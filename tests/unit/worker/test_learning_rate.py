@@ -74,6 +74,8 @@ def test_a_schedule_of_its_own_length_stays_at_its_end(schedule: str) -> None:
     [
         ({"decay_steps": 10}, "optim.decay_steps=10 is given with optim.schedule=cosine"),
         ({"schedule_steps": 10, "schedule": "constant"}, "optim.schedule_steps=10 is given with optim.schedule=const"),
+        ({"schedule_steps": 5}, "optim.schedule_steps=5 is no more than optim.warmup_steps=20"),
+        ({"schedule_steps": 7, "warmup_steps": 7, "schedule": "linear"}, "no more than optim.warmup_steps=7"),
         ({"decay_steps": 381, "schedule": "wsd"}, "optim.decay_steps=381 and optim.warmup_steps=20 are more than"),
         ({"decay_steps": 81, "schedule": "wsd", "schedule_steps": 100}, "more than the schedule's 100 steps"),
     ],
