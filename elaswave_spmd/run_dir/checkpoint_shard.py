@@ -134,9 +134,14 @@ def checkpoint_path(run_dir: str | Path, step: int) -> Path:
     return Path(run_dir) / CHECKPOINTS / f"step_{step:08d}"
 
 
-def shard_name(rank: int, ballot: Ballot) -> str:
-    """The file name of a worker's shard. Within one step no two shards of a run have the same name."""
-    return f"shard_{rank}_{ballot.incarnation}-{ballot.epoch}.safetensors"
+def shard_name(rank: int, ballot: Ballot, *, for_others: bool = False) -> str:
+    """The file name of a worker's shard. Within one step no two shards of a run have the same name.
+
+    Args:
+        for_others: as for `write_shard`.
+    """
+    others = "_for_others" if for_others else ""
+    return f"shard_{rank}_{ballot.incarnation}-{ballot.epoch}{others}.safetensors"
 
 
 def write_shard(
@@ -147,6 +152,7 @@ def write_shard(
     arrays: Mapping[PageRange, Mapping[str, np.ndarray]],
     *,
     run: str,
+    for_others: bool = False,
 ) -> ShardInfo:
     """Write a worker's shard, whole or not at all, and flush it to the disk.
 
@@ -159,13 +165,15 @@ def write_shard(
         arrays: page range -> kind of state -> fp32 [elements]; the same kinds for every page range, but that frozen
             ones have one kind alone, the master.
         run: id of the run.
+        for_others: this is the worker's second shard, of pages that workers which have not written theirs were to
+            write.
 
     Raises:
         FilesError: the disk is full, or the run's directory is missing.
     """
     _assert_state(arrays)
     ordered = [(key, kind, arrays[key][kind]) for key in sorted(arrays) for kind in sorted(arrays[key])]
-    path = directory / shard_name(rank, ballot)
+    path = directory / shard_name(rank, ballot, for_others=for_others)
     with writing(path):
         # Not `parents=True`: if the run's directory was removed, the run must end, and not begin a new one.
         for folder in (directory.parent, directory):

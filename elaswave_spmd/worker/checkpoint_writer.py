@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,12 +24,13 @@ import numpy as np
 from elaswave_spmd.errors import RunError, UserError
 from elaswave_spmd.recovery.messages import Applied, ShardWritten
 from elaswave_spmd.run_dir.atomic_write import replacing
-from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, write_shard
+from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, shard_name, write_shard
 from elaswave_spmd.run_dir.checkpoint_writers import assign_writers
 from elaswave_spmd.run_dir.in_place import InPlace
 from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.run_dir.manifest import MANIFEST
 from elaswave_spmd.runtime.devices import Device, HostCopy
+from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
@@ -44,6 +45,9 @@ _MAX_WAITING = 2
 
 _MAX_REPORTS = 256
 """Applied steps that a worker remembers, for `write_now`."""
+
+_OTHERS_S, _POLL_S = 1.0, 0.02
+"""For how long `write_now` waits for other workers' shards, at least, and how often it looks."""
 
 Arrays = dict[PageRange, dict[str, np.ndarray]]
 """Page range -> kind of state (`MASTER`, or one of the optimizer's) -> fp32 [elements]."""
@@ -141,23 +145,44 @@ class CheckpointWriter:
         """Writes the state as it is, and the records of the last steps, without a report: the controller is gone.
 
         Every worker does so on its own. If all of them are at the same version, the next controller finds a complete
-        set of shards and makes a checkpoint of it.
+        set of shards and makes a checkpoint of it. The share of a worker that is gone as well is written by all workers
+        that hold it: a machine may have been lost on which both were.
 
         Returns:
             Why the state could not be written; empty if it was, or if there was nothing to write.
         """
         self.close()
-        step = replica.protocol.version
+        step, epoch = replica.protocol.version, replica.protocol.epoch
         directory = checkpoint_path(self._orders.run_dir, step)
         if not step or (directory / MANIFEST).exists():
             return ""  # initial values can be drawn again; or the controller had completed this checkpoint
-        if not (arrays := self._copy(replica, step)):
-            return ""
-        wrote = self._write(_Copied(step, replica.protocol.epoch, arrays, 0.0))
-        if wrote.error:
+        began, wrote = time.monotonic(), None
+        if arrays := self._copy(replica, step):
+            wrote = self._write(_Copied(step, epoch, arrays, 0.0))
+            _save_reports(directory, self._rank, self._reports)
+        if wrote is None or not wrote.error:
+            ended = time.monotonic()  # others take about as long
+            lacking = self._writers_that_lack(replica, directory, ended + max(_OTHERS_S, ended - began))
+            if arrays := self._copy(replica, step, lacking):
+                wrote = self._write(_Copied(step, epoch, arrays, 0.0), for_others=True)
+        if wrote is not None and wrote.error:
             return f"its state after step {step} could not be written to {directory}: {wrote.error}"
-        _save_reports(directory, self._rank, self._reports)
         return ""
+
+    def _writers_that_lack(self, replica: StateReplica, directory: Path, until: float) -> frozenset[int]:
+        """The workers that have not written their shards by then, of pages which this worker holds as well.
+
+        Args:
+            until: by the monotonic clock.
+        """
+        ballot = Ballot(self._orders.incarnation, replica.protocol.epoch)
+        writers = self._writers_of(replica.placement)
+        others = {writers[part.pages.key] for part in replica.state if part.version != LEARNING} - {self._rank}
+        while others := {rank for rank in others if not (directory / shard_name(rank, ballot)).exists()}:
+            if time.monotonic() >= until:
+                break
+            time.sleep(_POLL_S)
+        return frozenset(others)
 
     def applied(self, report: Applied, replica: StateReplica) -> None:
         """Records a step, and copies the state if a checkpoint is due. The state changes after this call."""
@@ -182,16 +207,24 @@ class CheckpointWriter:
             self._thread.start()
         self._waiting.put(copied)
 
-    def _copy(self, replica: StateReplica, step: int) -> Arrays:
-        """Copies the page ranges that this worker is the writer of, at version `step`, to host memory."""
-        placement = replica.placement
-        # The writers are a function of the replica map, so all workers agree on them without a message.
+    def _writers_of(self, placement: Placement) -> Mapping[PageRange, int]:
+        """The writer of each page range: a function of the replica map, so all workers agree without a message."""
         if self._writers_epoch != placement.mesh.epoch:
             self._writers_epoch = placement.mesh.epoch
             self._writers = assign_writers(placement.replica_map(self._layout), self._layout)
+        return self._writers
+
+    def _copy(self, replica: StateReplica, step: int, of_writers: Collection[int] | None = None) -> Arrays:
+        """Copies page ranges at version `step` to host memory.
+
+        Args:
+            of_writers: the page ranges that this worker holds and one of these is the writer of; None: those that this
+                worker is the writer of.
+        """
+        writers, chosen = self._writers_of(replica.placement), {self._rank} if of_writers is None else of_writers
         copies: dict[PageRange, dict[str, HostCopy]] = {}
         for part in replica.state:
-            if self._writers[part.pages.key] == self._rank and part.version != LEARNING:
+            if writers[part.pages.key] in chosen and part.version != LEARNING:
                 assert part.version == step, (part.pages, part.version, step)
                 state = {MASTER: part.master, **part.optimizer_state}
                 copies[part.pages.key] = {kind: self._device.copy_to_host(values) for kind, values in state.items()}
@@ -205,8 +238,12 @@ class CheckpointWriter:
         while (copied := self._waiting.get()) is not None:
             self._send_report(self._write(copied))
 
-    def _write(self, copied: _Copied) -> ShardWritten:
-        """Writes one shard. A full disk or a missing directory ends this checkpoint, not the training."""
+    def _write(self, copied: _Copied, *, for_others: bool = False) -> ShardWritten:
+        """Writes one shard. A full disk or a missing directory ends this checkpoint, not the training.
+
+        Args:
+            for_others: as for `write_shard`.
+        """
         begin = time.perf_counter()
         orders = self._orders
         step = copied.step
@@ -215,7 +252,9 @@ class CheckpointWriter:
         ballot = Ballot(orders.incarnation, epoch)
         try:
             self._in_place.check()  # another run may have begun where this one's directory was
-            shard = write_shard(directory, step, ballot, self._rank, copied.arrays, run=orders.run)
+            shard = write_shard(
+                directory, step, ballot, self._rank, copied.arrays, run=orders.run, for_others=for_others
+            )
         except (RunError, UserError) as error:
             return ShardWritten(step, self._rank, epoch, error=str(error))
         write_ms = 1e3 * (time.perf_counter() - begin)

@@ -310,3 +310,28 @@ def test_a_run_is_resumed_when_the_workers_of_its_killed_controller_have_ended(
     (event,) = [event for event in read_events(tmp_path / "run") if event["event"] == "resume"]
     assert event["step"] >= 12 and event["steps_again"] == 0, "what the workers have written is not lost"
     assert bits(tmp_path / "run") == bits(undisturbed)
+
+
+@pytest.mark.parametrize("lost_by", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_is_lost_with_the_controller_costs_no_step(
+    tmp_path: Path, undisturbed: Path, lost_by: signal.Signals
+) -> None:
+    """The others cannot end the step that they are in. They write their state before it, and that worker's share."""
+    write_text(tmp_path)
+    model = [*patient_model.write(tmp_path, tmp_path / "go"), *patient_model.held(13, tmp_path / "go")]
+    with launch(tmp_path, *RUN, *model, "timeouts.controller=3", "timeouts.shutdown=1000") as run:
+        run.wait_for_steps(12)
+        *others, lost = run.workers()
+        for pid, number in ((run.process.pid, signal.SIGKILL), (lost, lost_by)):
+            os.kill(pid, number)
+        run.process.wait()
+        (tmp_path / "go").touch()
+        waiting(lambda: not run.processes().keys() & {*others})
+        if lost_by == signal.SIGSTOP:
+            os.kill(lost, signal.SIGKILL)
+        waiting(lambda: not run.processes())
+    done = train(tmp_path, "train.resume=run")
+    assert (done.code, done.err) == (0, ""), done.out
+    (event,) = [event for event in read_events(tmp_path / "run") if event["event"] == "resume"]
+    assert (event["step"], event["steps_again"]) == (12, 0)
+    assert bits(tmp_path / "run") == bits(undisturbed)
