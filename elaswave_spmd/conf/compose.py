@@ -62,7 +62,8 @@ def settings_from(words: Sequence[str]) -> Settings:
     composed = _compose(words)
     if (run := composed["train"].get("resume")) is not None:
         named = [override.key_or_group for override in overrides]
-        composed = resume.merge(resume.saved(str(run)), composed, named)
+        run = _resolved({"resume": run})["resume"] if "\\${" in str(run) else run  # as words_resuming writes it
+        composed = resume.merge(resume.literal(resume.saved(str(run))), composed, named)
     settings = Settings.from_dict(_resolved(composed))
     given = [override.key_or_group for override in overrides if not override.is_delete()]
     sizes = frozenset(size for name in given for group, _, size in [name.partition(".")] if group == "model")
@@ -88,7 +89,7 @@ def setting_of(word: str) -> str:
 def word_of(name: str, text: str) -> str:
     """The word of a command line that sets `name` to a text, in quotes where Hydra's grammar would take it apart."""
     plain = re.fullmatch(r"/[\w/.+@%:-]*( +[\w/.+@%:-]+)*", text, re.ASCII)
-    return f"{name}={text if plain else QuotedString(text, Quote.single).with_quotes()}"
+    return f"{name}={text if plain else QuotedString(resume.literal(text), Quote.single).with_quotes()}"
 
 
 def _one_by_one(settings: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -155,7 +156,7 @@ def _in_grammar(name: str, value: object) -> str:
     if isinstance(value, PurePath):
         value = str(value)
     if isinstance(value, str):
-        return value if _is_plain_text(value) else QuotedString(value, Quote.single).with_quotes()
+        return value if _is_plain_text(value) else QuotedString(resume.literal(value), Quote.single).with_quotes()
     if isinstance(value, list | tuple):
         return "[" + ",".join(_in_grammar(name, item) for item in value) + "]"
     if isinstance(value, Mapping):

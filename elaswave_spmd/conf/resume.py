@@ -24,6 +24,9 @@ _OF_ONE_COMMAND = (
 _NOT_AGAIN = ("run.dir", "train.resume", "train.resume_at")
 """Where a run is, and where it came from. A command that goes on with it is told the former as `train.resume`."""
 
+_REFERENCE = re.compile(r"(\\*)\$\{")
+"""The begin of a reference to another setting, with the backslashes before it, each pair of which stands for one."""
+
 _STEP = re.compile(r"step_0*([0-9]+)")
 """The directory of a checkpoint, below that of its run."""
 
@@ -52,6 +55,15 @@ def without_those_of_one_command(settings: Mapping[str, Any]) -> dict[str, Any]:
     for group, name in _OF_ONE_COMMAND:
         kept.setdefault(group, {}).pop(name, None)
     return kept
+
+
+def literal(value: Any) -> Any:
+    """The value with every `${` in its texts written so that it stays what it is: these values are resolved already."""
+    if isinstance(value, str):
+        return _REFERENCE.sub(r"\1\1\\${", value)
+    if isinstance(value, Mapping):
+        return {name: literal(item) for name, item in value.items()}
+    return [literal(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def words_resuming(words: Iterable[str], run_dir: str) -> list[str]:

@@ -227,6 +227,12 @@ def test_settings_are_those_of_the_command_line() -> None:
     assert settings.chaos.events[0].step == 5 and settings.run.tensorboard is False
 
 
+@pytest.mark.parametrize("text", ["cost ${x}", "${seed}", "a\\${seed}", "\\\\${seed}", "}${", "$", "\\"])
+def test_a_text_that_looks_like_a_reference_to_a_setting_stays_a_text(text: str) -> None:
+    settings = settings_from(words_of({"generate.prompt": text, "model.args.texts": [text, {"of": text}]}))
+    assert settings.generate.prompt == text and settings.model.args == {"texts": [text, {"of": text}]}
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [

@@ -68,6 +68,17 @@ def test_a_group_is_replaced_and_its_settings_stay_on_top(resume) -> None:
     assert found.model.target == "llama" and found.model.layers == 2 and "window" not in found.model.args
 
 
+@pytest.mark.parametrize("text", ["cost ${x}", "${seed}", "a\\${seed}", "\\\\${seed}"])
+def test_a_text_of_a_run_is_the_same_when_it_is_resumed(tmp_path: Path, text: str) -> None:
+    folder = tmp_path / text
+    folder.mkdir()
+    saved = {**SAVED, "generate": {"prompt": text}, "model": {"target": "mlp", "args": {"texts": [text]}}}
+    (folder / "config.yaml").write_text(f"format: {FORMAT_VERSION}\n" + Settings.from_dict(saved).to_yaml())
+    found = settings_from(words_resuming([], str(folder)))
+    assert found.generate.prompt == text and found.model.args == {"texts": [text]}
+    assert found.train.resume == str(folder)
+
+
 @pytest.mark.parametrize("content", [None, "", "- 1", "a: ["])
 def test_a_directory_without_a_run_is_refused(resume, tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "config.yaml"
