@@ -40,6 +40,7 @@ CHOICES: Mapping[str, str] = {
 """The groups whose settings are chosen by a name, each with the choice that holds where none is named."""
 
 _OPEN = ("model.args.", "data.args.")  # names below these belong to the user's own code
+_LONGEST_SHOWN = 500  # characters of a word in an error
 
 
 def choices_of(group: str) -> list[str]:
@@ -220,7 +221,7 @@ def _compose(words: Sequence[str]) -> dict[str, Any]:
             config = hydra.compose("config", overrides=[*words])
         # Not resolved yet: a resumed run lays its own settings over these, and `${...}` must see the result.
         plain: Any = OmegaConf.to_container(config, resolve=False)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, OSError) as error:  # OSError: a name longer than one of a file
         raise _refused_by_hydra(error, words) from None
     return plain
 
@@ -263,10 +264,10 @@ def _parsed(word: str, own: bool = False) -> Override:
         raise _without_value(word)
     try:
         override = OverridesParser.create().parse_override(word)
-    except HydraException as error:
+    except (HydraException, ValueError, RecursionError) as error:  # Python's own: a number of 5000 digits, deep lists
         why = str(error).splitlines()[0]
         fix = "quote what a shell or a list would take apart: 'data.path=\"a b.txt\"'"
-        raise ConfigError(f"{word} cannot be read ({why})", where=word, fix=fix) from None
+        raise ConfigError(f"{_shortened(word)} cannot be read ({why})", where=_shortened(word), fix=fix) from None
     name = override.key_or_group
     if override.is_sweep_override():
         raise _is_sweep(word)
@@ -279,6 +280,11 @@ def _parsed(word: str, own: bool = False) -> Override:
     elif name not in (*NAMES, *GROUPS, "hydra.searchpath") and not name.startswith(_OPEN):
         raise unknown_setting(name, [*NAMES, *CHOICES], word.lstrip("~"))
     return override
+
+
+def _shortened(word: str) -> str:
+    """A word of a command line as an error shows it: of a very long one its begin."""
+    return word if len(word) <= _LONGEST_SHOWN else f"{word[:_LONGEST_SHOWN]}..."
 
 
 def _is_sweep(word: str) -> ConfigError:
@@ -331,4 +337,5 @@ def _refused_by_hydra(error: Exception, words: Sequence[str]) -> ConfigError:
     elif name.startswith(_OPEN) and "Could not override" in text:
         what, fix = f"{where} names an argument that this model or dataset does not set yet", f"+{where}"
         return ConfigError(what, rule="new arguments are added with a plus", where=where, fix=fix)
-    return ConfigError(f"{where} cannot be applied ({text.splitlines()[0].strip()})", where=where)
+    where, why = _shortened(where), _shortened(text.splitlines()[0].strip())
+    return ConfigError(f"{where} cannot be applied ({why})", where=where)

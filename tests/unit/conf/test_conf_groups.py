@@ -204,6 +204,17 @@ def test_words_that_cannot_be_are_refused_by_their_override(overrides: str, wher
     assert caught.value.where == where
 
 
+@pytest.mark.parametrize(
+    "word",
+    ["seed=" + "9" * 5000, "+model.args.sizes=" + "[" * 3000 + "]" * 3000, "mesh=dp" + "9" * 5000],
+    ids=["digits", "nested", "mesh"],
+)
+def test_words_that_are_too_long_to_be_read_are_refused_in_a_few_lines(word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(word)
+    assert caught.value.where.startswith(word[:100]) and len(str(caught.value)) < 2000
+
+
 def test_arguments_of_a_users_model() -> None:
     made = settings("model.target=my_file.MyModel", "+model.args.window=8", "+data.args.shift=2").model
     assert made.args == {"window": 8} and made.label == "MyModel"
