@@ -11,6 +11,7 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -123,11 +124,19 @@ class LiveServer(ThreadingHTTPServer):
         """The address of the page."""
         return f"http://{HOST}:{self.server_port}/{self._token}/"
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that leaves in the middle, as a browser's tab that is closed, is no error; others are shown."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
     def answer(self, target: str, headers: Mapping[str, str]) -> Answer:
         """The answer to a GET request for `target`, the path and query of an address."""
         if headers.get("Host", "") not in [f"{name}:{self.server_port}" for name in _NAMES]:
             return _refusal(HTTPStatus.FORBIDDEN, "this server answers at 127.0.0.1 only")
-        url = urlsplit(target)
+        try:
+            url = urlsplit(target)
+        except ValueError:  # "http://[/"
+            return _refusal(HTTPStatus.BAD_REQUEST, "this is no address")
         _, _, rest = url.path.partition("/")
         token, _, name = rest.partition("/")
         if not hmac.compare_digest(token.encode(), self._token.encode()):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +16,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from elaswave_spmd.report.recorded import RunReader
+from elaswave_spmd.report.server import LiveRun, LiveServer
 from elaswave_spmd.run_dir.metrics import MetricsLine
 from tests.browser import browser
 from tests.waiting import eventually
@@ -83,6 +88,35 @@ def test_only_who_has_the_address_can_read_the_run(run: Path) -> None:
             assert asked(address, url.path, host=host)[0] == 403, host
         assert asked(address, url.path, method="POST")[0] == 501
         assert token != urlsplit(address_of_another(run)).path.strip("/")
+
+
+def test_clients_that_send_nonsense_or_leave_in_the_middle_bring_nothing_to_the_terminal(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended = threading.Event()
+
+    class Server(LiveServer):
+        def shutdown_request(self, request: object) -> None:  # the last of a connection, after `handle_error`
+            super().shutdown_request(request)  # type: ignore[arg-type]
+            ended.set()
+
+    with Server(LiveRun(RunReader(run))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            url = urlsplit(server.address)
+            assert asked(server.address, "http://[/", host=url.netloc)[0] == 400
+            ended.wait()
+            ended.clear()
+            with socket.create_connection(("127.0.0.1", server.server_port)) as left:
+                left.sendall(f"GET {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\n\r\n".encode())
+                # Closed by a reset, before the page is made: it cannot be sent.
+                left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            ended.wait()
+        finally:
+            server.shutdown()
+            thread.join()
+    assert capfd.readouterr() == ("", "")
 
 
 def address_of_another(run: Path) -> str:
