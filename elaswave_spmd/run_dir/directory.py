@@ -72,7 +72,8 @@ class RunDir:
             now: clock for the default name.
 
         Raises:
-            ConfigError: the directory holds a run already, is not a directory, or cannot be written.
+            ConfigError: the directory holds a run already, is not a directory, cannot be written, or its path is no
+                UTF-8.
         """
         if path is not None and not str(path).strip():
             raise ConfigError(
@@ -83,6 +84,7 @@ class RunDir:
             if path is None and candidate.exists():
                 continue
             folder = candidate.absolute()
+            _refuse_unreadable(folder)
             _refuse_occupied(folder)
             # Each step that creates something registers how to remove it; `pop_all` at the end cancels the removals.
             with contextlib.ExitStack() as undo, _directory_errors(candidate):
@@ -208,6 +210,17 @@ def _default_paths(model: str, mesh: str, time: datetime) -> Iterator[Path]:
     yield Path("runs", name)
     for number in range(2, _NAME_TRIES + 1):
         yield Path("runs", f"{name}_{number}")
+
+
+def _refuse_unreadable(folder: Path) -> None:
+    """Refuse a path that Python keeps with surrogates: safetensors could not open the checkpoints that are in it."""
+    if str(folder).encode(errors="replace").decode() != str(folder):
+        raise ConfigError(
+            f"run.dir={folder} is not UTF-8",
+            rule="the files of a run are in UTF-8, its own path among the texts in them",
+            where="run.dir",
+            fix="run.dir=DIR with another name, or start in a directory with another one",
+        )
 
 
 def _refuse_occupied(folder: Path) -> None:

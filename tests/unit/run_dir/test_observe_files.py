@@ -87,6 +87,12 @@ def test_a_directory_that_holds_a_run_is_refused(tmp_path: Path, name: str) -> N
     assert (tmp_path / name).read_text() == "kept"
 
 
+def test_a_path_that_is_no_utf_8_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        _create(tmp_path / "\udcff" / "run")
+    assert _tree(tmp_path) == []
+
+
 def test_a_directory_with_other_files_is_taken(tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("mine")
     _create(tmp_path).discard()
