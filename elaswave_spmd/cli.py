@@ -8,6 +8,7 @@ good.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +95,8 @@ def _open_standard_streams() -> None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # else a name or a text that it has no characters for would end a run
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _command(command: str, program: str) -> int:

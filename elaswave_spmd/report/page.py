@@ -315,8 +315,8 @@ def _ms(value: float | None) -> str:
 
 
 def _text(text: str) -> str:
-    """A text of any origin, for element contents and attributes."""
-    return html.escape(text, quote=True)
+    """A text of any origin, for element contents and attributes. A path may have bytes that are no UTF-8."""
+    return html.escape(text.encode("utf-8", "backslashreplace").decode(), quote=True)
 
 
 def _json_in_html(value: object) -> str:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.report.report_command import main
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -27,3 +32,15 @@ def test_a_page_that_cannot_be_written_is_told_with_the_path_and_the_reason(
     assert caught.value.what == f"the report cannot be written to {tmp_path / name} ({why})"
     assert caught.value.where == f"--out {tmp_path / name}" and caught.value.fix.startswith("--out FILE")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["config.yaml"]
+
+
+def test_a_run_whose_path_is_no_utf_8_has_a_report_whatever_the_output_can_show(tmp_path: Path) -> None:
+    folder = tmp_path / "a\udcff\u00e9"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("model: m\n")
+    words = [sys.executable, "-m", "elaswave_spmd", "report", str(folder)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{tmp_path}/a\\udcff\\xe9/report.html\n"
+    assert "a\\udcff\u00e9" in (folder / "report.html").read_text(encoding="utf-8")
