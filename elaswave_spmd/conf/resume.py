@@ -10,6 +10,7 @@ from typing import Any
 
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, version_mismatch
+from elaswave_spmd.conf.schema import GROUPS
 from elaswave_spmd.errors import ConfigError
 
 CONFIG = "config.yaml"
@@ -114,6 +115,11 @@ def _inside_a_run(path: Path, where: str) -> ConfigError | None:
     )
 
 
+def _is_saved(name: object, found: object) -> bool:
+    """True for an item as config.yaml has them: a setting, or a group of settings."""
+    return isinstance(name, str) and (name not in GROUPS or isinstance(found, dict))
+
+
 def saved(run: str) -> dict[str, Any]:
     """The settings in a run's config.yaml, as plain data.
 
@@ -135,9 +141,9 @@ def saved(run: str) -> dict[str, Any]:
             where=where,
             fix="train.resume=runs/NAME",
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except (yaml.YAMLError, ValueError, RecursionError):  # such as a month 13, and lists nested thousands deep
         fields = None
-    if not isinstance(fields, dict):
+    if not isinstance(fields, dict) or not all(_is_saved(name, found) for name, found in fields.items()):
         raise ConfigError(f"{file} does not hold the settings of a run", where=where, fix="another run")
     if mismatch := version_mismatch(fields.pop(FORMAT_FIELD, None)):
         raise ConfigError(

@@ -238,7 +238,7 @@ class CostModel:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"{where} is not a JSON object ({error})", fix="save it again") from None
         names = {"bandwidth", "latency_s", "layers", "speeds"}
         data = _object(data, where, names, {"bandwidth", "layers"})

@@ -79,11 +79,12 @@ def open_weights(settings: ModelSettings, model: LayeredModel, *, checked: bool 
         return SavedState(path)
     if (path / CONFIG_JSON).exists():
         return _open_published(path, where, model, checked=checked)
+    entries = path.iterdir() if path.is_dir() else ()  # it may be a device, or a pipe
     raise ConfigError(
         f"{path} holds no weights",
         rule=FORMS,
         where=where,
-        exists=", ".join(sorted(entry.name for entry in path.iterdir())[:20]) or "nothing in it",
+        exists=", ".join(sorted(entry.name for entry in entries)[:20]) or "nothing in it",
         fix=f"a directory with {CONFIG_JSON} and model.safetensors, or with {CONFIG}",
     )
 
@@ -284,7 +285,7 @@ def _saved_model(path: Path) -> ModelSettings | None:
     try:
         fields = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
         return ModelSettings.from_fields(fields["model"])
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError, UserError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError, UserError):
         return None
 
 

@@ -165,7 +165,7 @@ def read_json(file: Path, where: str) -> dict[str, Any]:
         raise ConfigError(
             f"cannot read {file} ({error.strerror or error})", where=where, fix="a directory that has this file"
         ) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
         raise ConfigError(f"{file} is not a JSON object", where=where, fix="download or copy the directory again")

@@ -167,7 +167,7 @@ def read_config(file: Path, run: str) -> Mapping[str, Any]:
         raise ConfigError(
             f"cannot read {file} ({error.strerror or error})", rule=_RUN_RULE, where=run, fix=_FIX
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except (yaml.YAMLError, ValueError, RecursionError):  # such as a month 13, and lists nested thousands deep
         fields = None
     if not isinstance(fields, dict):
         raise ConfigError(f"{file} does not hold the settings of a run", rule=_RUN_RULE, where=run, fix=_FIX)

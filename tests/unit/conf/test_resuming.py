@@ -79,7 +79,20 @@ def test_a_text_of_a_run_is_the_same_when_it_is_resumed(tmp_path: Path, text: st
     assert found.train.resume == str(folder)
 
 
-@pytest.mark.parametrize("content", [None, "", "- 1", "a: ["])
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "",
+        "- 1",
+        "a: [",
+        "a: 2020-13-01",
+        "a: " + "[" * 3000 + "]" * 3000,
+        f"format: {FORMAT_VERSION}\n2020-01-01: 1",
+        f"format: {FORMAT_VERSION}\ntrain: 5",
+    ],
+    ids=["missing", "empty", "list", "torn", "date", "nested", "name", "group"],
+)
 def test_a_directory_without_a_run_is_refused(resume, tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "config.yaml"
     file.unlink()

@@ -139,6 +139,7 @@ def changed(path: str, value: object) -> str:
     [
         ("{", "is not a JSON object"),
         ("[]", "is not a JSON object"),
+        ("[" * 100_000, "is not a JSON object"),
         (changed("bandwidth", None), "no 'bandwidth'"),
         (changed("colour", 1), "colour"),
         (changed("layers", {}), "are a list"),

@@ -225,6 +225,7 @@ REFUSALS = {
     "swapped shard": Refusal(swapped_shard, "model-1-of-3.safetensors"),
     "no config": Refusal(lambda path: (path / "config.json").unlink(), "holds no weights"),
     "torn json": Refusal(lambda path: (path / "config.json").write_text("{"), "is not a JSON object"),
+    "nested json": Refusal(lambda path: (path / "config.json").write_text("[" * 100_000), "is not a JSON object"),
     "no object": Refusal(lambda path: (path / "config.json").write_text("[1]"), "is not a JSON object"),
 }
 
@@ -237,6 +238,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, refusal: Refusal) -> None:
     with pytest.raises(UserError) as caught:
         check_weights(settings_for(published, path), published.model())
     assert refusal.told in str(caught.value) and caught.value.fix, caught.value
+
+
+def test_a_device_holds_no_weights() -> None:
+    published = MODELS["llama3"]
+    with pytest.raises(UserError, match="/dev/zero holds no weights"):
+        check_weights(settings_for(published, Path("/dev/zero")), published.model())
 
 
 def test_weights_of_another_kind_of_model(tmp_path: Path) -> None:
