@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from elaswave_spmd.controller.torchrun import Start
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and the ends of lines
 FIRST_LINE = "elaswave_spmd: preparing ..."
 _USAGE = """usage: {program} train [name=value ...]     train a model; {program} train --help shows the settings
 
@@ -69,7 +71,7 @@ def guarded(command: Callable[[], int]) -> int:
     except UserError as error:
         return _bad_input(error)
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_harmless(str(error))}", file=sys.stderr)
         return FAILED
     except Signalled as signalled:
         print(signalled, file=sys.stderr)
@@ -300,15 +302,19 @@ def _reader_may_leave() -> Iterator[None]:
         raise SystemExit(DONE) from None
 
 
+def _harmless(text: str) -> str:
+    """The text with escapes for what steers a terminal: names in it may come from files of anybody, such as weights."""
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
 def _bad_input(error: UserError) -> int:
+    text = _harmless(str(error))
     if not sys.stderr.isatty():
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {text}", file=sys.stderr)
         return BAD_INPUT
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
 
-    Console(stderr=True).print(
-        Panel(Text(str(error)), title="error", title_align="left", border_style="red", expand=False)
-    )
+    Console(stderr=True).print(Panel(Text(text), title="error", title_align="left", border_style="red", expand=False))
     return BAD_INPUT

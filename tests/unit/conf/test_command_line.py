@@ -197,6 +197,23 @@ def test_on_a_terminal_the_screen_is_a_panel_without_markup(
     assert "mesh.stages=[3,2] contradicts mesh.dp=2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("kind", [MeshError, RunError])
+def test_names_in_errors_do_not_steer_the_terminal(
+    kind: type[Exception],
+    terminal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    ran: Ran,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    ran.ends = kind("no tensor a\x1b]0;b\x07\x9b2J\nnext\tline")
+    assert command(monkeypatch) in (1, 2)
+    shown = capsys.readouterr().err
+    assert r"no tensor a\x1b]0;b\x07\x9b2J" in shown and not {"\x07", "\x9b"} & {*shown} and "\x1b]" not in shown
+    assert "next" in shown
+
+
 def test_help_starts_with_examples(
     monkeypatch: pytest.MonkeyPatch, ran: Ran, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
