@@ -668,6 +668,8 @@ class CheckpointSettings(Section, group="checkpoint"):
     )
 
 
+_SHORTEST_HEARTBEAT = 1e-3
+"""Seconds: a processor that is to send and to hear more of them has no time for anything else."""
 _LATE_HEARTBEATS = 3
 _MOST_HEARTBEATS = 5_000
 """A second of them, as far as `suspect` allows: the controller has other things to do with a processor."""
@@ -697,7 +699,9 @@ class Timeouts(Section, group="timeouts"):
     `leave`: a worker whose leave takes longer counts as failed, unless it holds state that no other worker has.
     """
 
-    heartbeat: float = setting(0.1, "from one heartbeat of a worker to the next; longer on many workers", above=0)
+    heartbeat: float = setting(
+        0.1, "from one heartbeat of a worker to the next; longer on many workers", at_least=_SHORTEST_HEARTBEAT
+    )
     suspect: float = setting(2.0, "from the last heartbeat until a worker counts as hanging", above=0)
     status: float = setting(5.0, "from an unanswered Prepare until a worker counts as hanging", above=0)
     progress: float = setting(

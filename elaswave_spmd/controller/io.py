@@ -103,7 +103,10 @@ class ControllerIO(Protocol):
         ...
 
     def next_event(self, until: float) -> Event:
-        """The next thing that has happened. Tick once the clock has reached `until`, whatever else waits."""
+        """The next thing that has happened. Tick once the clock has reached `until`, whatever else waits.
+
+        But never twice in a row while something else waits: a clock that is always late would let nothing else through.
+        """
         ...
 
     def stop_requested(self, number: int) -> None:
@@ -249,6 +252,7 @@ class ProcessIO:
         self._stops: deque[StopRequested] = deque()  # filled by a signal handler
         self._rejected: Counter[str] = Counter()
         self._look_at = 0.0
+        self._has_ticked = False  # the event before was a Tick: what has come meanwhile is looked at before another one
         self._deaths: deque[WorkerEnded] = deque()  # filled by the death watch's threads; a deque needs no lock
         agents = self._agents
         host, transport = listen_host(settings.runtime), cast(Transport, settings.runtime.transport)
@@ -311,9 +315,11 @@ class ProcessIO:
             if self._ready:
                 return self._ready.popleft()
             left = until - time.monotonic()
-            if left <= 0:
+            if left <= 0 and not self._has_ticked:
+                self._has_ticked = True
                 return Tick()  # before the mailbox: a flood of messages must not keep the detector from its deadlines
-            item = self._mailbox.get(min(left, _POLL_S))
+            self._has_ticked = False
+            item = self._mailbox.get(max(0.0, min(left, _POLL_S)))
             self._ready += [*self._asked(), *self._ended_after_words(), *self._rejections()]
             if item is not None and (event := self._event_of(item)) is not None:
                 return event

@@ -105,6 +105,7 @@ BAD = [
     ("train.stop_patience", -1), ("train.stop_min_delta", 0.1), ("train.stop_min_delta", -1),
     *((f"timeouts.{field.name}", value) for field in dataclasses.fields(Timeouts) for value in (0, -1.0, "1 s")),
     *((f"timeouts.{field.name}", None) for field in dataclasses.fields(Timeouts) if field.name != "adopt"),
+    ("timeouts.heartbeat", 1e-9), ("timeouts.heartbeat", 9e-4),
     ("chaos.events", None), ("chaos.events", {"step": 1, "kind": "kill"}), ("chaos.events", ["kill"]),
     ("chaos.events", [{"kind": "kill"}]), ("chaos.events", [{"step": 401, "kind": "kill"}]),
     ("chaos.random", "maybe"), ("chaos.seed", -1), ("chaos.rate", -0.1), ("chaos.rate", "often"),

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter, deque
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from elaswave_spmd.controller.events import BeatsReceived, ExitsReported, LinkEnded, Received, Tick, WorkerEnded
+from elaswave_spmd.controller.events import (
+    BeatsReceived,
+    ExitsReported,
+    LinkEnded,
+    Received,
+    StopRequested,
+    Tick,
+    WorkerEnded,
+)
 from elaswave_spmd.controller.io import ProcessIO
 from elaswave_spmd.recovery import admission
 from elaswave_spmd.recovery import messages as m
@@ -30,6 +39,7 @@ def io() -> ProcessIO:
     made._launcher, made._links = cast(ForkServerClient, fork_server), cast(Links, SimpleNamespace(rejected={}))
     made._mailbox, made._ready, made._stops, made._deaths = Mailbox(), deque(), deque(), deque()
     made._rejected, made._look_at = Counter(), 0.0
+    made._has_ticked = False
     for item in (Envelope(0, m.encode(HEARTBEAT)), Envelope(0, m.encode(FAILED)), PeerClosed(0)):
         made._mailbox.put(item)
     return made
@@ -72,3 +82,21 @@ def test_what_agents_send_on_is_heartbeats_or_counted(io: ProcessIO, monkeypatch
 
 def test_a_tick_is_due_whatever_waits_in_the_mailbox(io: ProcessIO) -> None:
     assert io.next_event(io.now()) == Tick() and len(io._mailbox) == 3
+
+
+def test_a_clock_that_is_always_late_lets_messages_and_signals_through(io: ProcessIO) -> None:
+    """Where ticks are due faster than they are handled, nothing was heard any more, not even Ctrl-C."""
+    io.__dict__ |= {
+        "_planning": SimpleNamespace(next_answer=lambda: None),
+        "_writer": SimpleNamespace(next_result=lambda: None),
+    }
+    io.stop_requested(signal.SIGINT)
+    events = [io.next_event(io.now()) for _ in range(12)]
+    others = [event for event in events if event != Tick()]
+    assert events[0] == Tick() and StopRequested("SIGINT") in others
+    assert [type(event) for event in others if isinstance(event, (Received, LinkEnded))] == [
+        Received,
+        Received,
+        LinkEnded,
+    ]
+    assert events[-1] == Tick()  # and with nothing to hear, ticks alone
