@@ -98,7 +98,10 @@ def _open_standard_streams() -> None:
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # else a name or a text that it has no characters for would end a run
-        sys.stdout.reconfigure(errors="backslashreplace")
+        # Where descriptor 1 was a file when Python began and is a pipe by now, the change is made, and then an error is
+        # raised, as a pipe has no position.
+        with contextlib.suppress(OSError):
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _command(command: str, program: str) -> int:

@@ -43,3 +43,22 @@ def test_a_closed_stream_is_the_null_device(tmp_path: Path, fd: int) -> None:
 def test_a_command_without_an_output_ends_well() -> None:
     words = ["sh", "-c", 'exec "$@" >&- 2>&- <&-', "sh", sys.executable, "-m", "elaswave_spmd", "--help"]
     assert subprocess.run(words, capture_output=True).returncode == 0
+
+
+REDIRECTED = """
+import os, sys
+from elaswave_spmd import cli
+print("before", flush=True)
+os.dup2(int(sys.argv[1]), 1)
+sys.exit(cli.guarded(lambda: print("\\udcff", flush=True) or 0))
+"""
+
+
+def test_an_output_that_has_become_a_pipe_since_python_began_is_one(tmp_path: Path) -> None:
+    """As in a process that is forked from another one and takes over the streams of the command."""
+    read, write = os.pipe()
+    with open(tmp_path / "out", "w") as out, open(read, encoding="utf-8") as pipe:
+        words = [sys.executable, "-c", REDIRECTED, str(write)]
+        done = subprocess.run(words, stdout=out, stderr=subprocess.PIPE, text=True, pass_fds=(write,))
+        os.close(write)
+        assert (done.returncode, done.stderr, pipe.read()) == (0, "", "\\udcff\n")
