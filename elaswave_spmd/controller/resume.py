@@ -500,17 +500,21 @@ def _manifest(run_dir: Path, shards: list[ShardInfo]) -> Manifest | None:
     about: dict[str, Any] = next((line for line in journal if "identity" in line), {})
     if not about:
         return None
-    step, kinds = shards[0].step, tuple(about["kinds"])
+    step, kinds = shards[0].step, tuple(about.get("kinds", ()))
     for some in sets_of_shards(shards):
         newest = max(shard.ballot for shard in some)
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(CheckpointError, LookupError, TypeError, ValueError):  # an identity of other fields
             return Manifest(about["run"], step, newest, step, about["identity"], about["layout"], kinds, some)
     return None
 
 
 def _missing_lines(run_dir: Path, path: Path, manifest: Manifest, plan: RunPlan) -> list[MetricsLine] | None:
     """The lines up to the checkpoint's step that metrics.jsonl lacks; None: one is not known."""
-    step, rate = manifest.step, LearningRate.of_identity(manifest.identity)  # of the dead controller's run
+    step = manifest.step
+    try:
+        rate = LearningRate.of_identity(manifest.identity)  # of the dead controller's run
+    except (LookupError, TypeError, AttributeError):
+        return None  # its journal was changed
     last = max((line.step for line in _read(read_metrics, run_dir)), default=0)
     reports = read_reports(path)
     if any(number not in reports for number in range(last + 1, step + 1)):

@@ -30,6 +30,9 @@ _NO_INCIDENTS = (
     "not_generated",
 )
 
+_LARGEST = 2**53
+"""Of the numbers that an event may tell: times, steps and bytes are smaller, and floats have all of these exactly."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -235,7 +238,7 @@ def _lost(run: RecordedRun, incidents: Iterable[Incident]) -> tuple[Lost, ...]:
             add("checkpoint", (_number(event, "copy_ms") or 0.0) / 1e3)
         if kind in ("rollback", "restart"):
             kept, last = _number(event, "step") or 0, _number(event, "given_up" if kind == "rollback" else "lost_after")
-            given_up = sum(seconds_of.get(step, 0.0) for step in range(int(kept) + 1, int(last or 0) + 1))
+            given_up = sum(seconds for step, seconds in seconds_of.items() if int(kept) < step <= int(last or 0))
             add("steps given up", given_up, given_up)
         if kind == "start" and ended is not None:
             add("not running", at - ended)
@@ -279,9 +282,9 @@ def _step_of(event: Mapping[str, Any], known: int) -> int:
 def _plan_of(event: Mapping[str, Any]) -> Plan | None:
     """The plan that an event tells of, or None."""
     try:
-        stages = tuple(tuple(int(rank) for rank in ranks) for ranks in event["stages"])
-        cuts = tuple(int(cut) for cut in event["layer_cuts"])
-        counts = tuple(tuple(int(count) for count in row) for row in event["microbatch_counts"])
+        stages = tuple(tuple(_whole(rank) for rank in ranks) for ranks in event["stages"])
+        cuts = tuple(_whole(cut) for cut in event["layer_cuts"])
+        counts = tuple(tuple(_whole(count) for count in row) for row in event["microbatch_counts"])
     except (KeyError, TypeError, ValueError):
         return None
     return Plan(_text(event, "mesh"), stages, cuts, counts) if stages else None
@@ -299,9 +302,19 @@ def _ranks(event: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else ()
 
 
+def _whole(value: Any) -> int:
+    """A whole number that a plan may have. Charts draw it, with what numbers of the floats' size lack: a next one."""
+    number = int(value)
+    if abs(number) > _LARGEST:
+        raise ValueError(value)
+    return number
+
+
 def _number(event: Mapping[str, Any], name: str) -> float | None:
     value = event.get(name)
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    return value if -_LARGEST <= value <= _LARGEST else None  # NaN is neither
 
 
 def _text(event: Mapping[str, Any], name: str) -> str:

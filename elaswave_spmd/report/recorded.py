@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.errors import DataError
 from elaswave_spmd.run_dir.directory import EVENTS, METRICS, SUMMARY
+from elaswave_spmd.run_dir.json_lines import line_name, read_json, read_json_line
 from elaswave_spmd.run_dir.metrics import MetricsLine
 
 
@@ -64,16 +64,13 @@ class FollowedLines:
         self._offset += len(whole)
         return [self._parse(line) for line in whole.split(b"\n")[:-1]]
 
+    def name_of(self, number: int) -> str:
+        """The name in errors of a line that was read; `number`: -1 is the newest."""
+        return line_name(self._path, self._number + 1 + number)
+
     def _parse(self, line: bytes) -> dict[str, Any]:
         self._number += 1
-        try:
-            fields = json.loads(line)
-        except ValueError:
-            fields = None
-        if not isinstance(fields, dict):
-            where = f"{self._path}, line {self._number}"
-            raise DataError(f"{where} is not a JSON object: {line[:80]!r}", where=where)
-        return fields
+        return read_json_line(line, self.name_of(-1))
 
 
 class RunReader:
@@ -110,7 +107,11 @@ class RunReader:
             raise DataError(**self._error)
         run = self._run
         try:
-            lines = tuple(MetricsLine.from_dict(fields) for fields in self._metrics.read())
+            new = self._metrics.read()
+            lines = tuple(
+                MetricsLine.from_dict(fields, self._metrics.name_of(number - len(new)))
+                for number, fields in enumerate(new)
+            )
             events = tuple(self._events.read())
         except DataError as error:
             self._error = error.fields()
@@ -125,7 +126,7 @@ def _read_summary(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        summary = json.loads(_text_of(path))
+        summary = read_json(_text_of(path))
     except ValueError as error:
         raise DataError(f"{path} is not JSON ({error})") from error
     if not isinstance(summary, dict):

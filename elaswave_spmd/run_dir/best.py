@@ -9,6 +9,7 @@ from elaswave_spmd.errors import CheckpointError, DataError
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
 from elaswave_spmd.run_dir.directory import SUMMARY, WEIGHTS, read_events, read_summary
 from elaswave_spmd.run_dir.discard import still_valid
+from elaswave_spmd.run_dir.json_lines import float_of_hex
 from elaswave_spmd.run_dir.manifest import MANIFEST
 
 
@@ -26,7 +27,7 @@ def ranked_steps(run_dir: Path) -> tuple[int, ...]:
     found = still_valid(events, "validation")
     # Losses over other micro-batches than the newest one's (train.validate_microbatches) cannot be compared with it.
     number = found[-1]["microbatches"] if found else 0
-    return ranked({e["step"]: float.fromhex(e["loss_hex"]) for e in found if e["microbatches"] == number})
+    return ranked({e["step"]: float_of_hex(e["loss_hex"]) for e in found if e["microbatches"] == number})
 
 
 def best_weights(run_dir: Path, steps: tuple[int, ...], last: int | None) -> tuple[int, str] | None:

@@ -18,7 +18,7 @@ from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.errors import ConfigError, DataError
 from elaswave_spmd.run_dir.atomic_write import make_private_folder, open_private, replacing
 from elaswave_spmd.run_dir.in_place import InPlace
-from elaswave_spmd.run_dir.json_lines import JsonLines, plain, read_json_lines
+from elaswave_spmd.run_dir.json_lines import JsonLines, float_of_hex, line_name, plain, read_json, read_json_lines
 from elaswave_spmd.run_dir.metrics import MetricsLine
 from elaswave_spmd.run_dir.trace import PARTS, TRACE
 from elaswave_spmd.run_dir.weights import save_weights
@@ -177,7 +177,9 @@ def read_metrics(path: str | Path) -> list[MetricsLine]:
     Raises:
         DataError: the file is missing or malformed.
     """
-    return [MetricsLine.from_dict(fields) for fields in read_json_lines(Path(path) / METRICS)]
+    file = Path(path) / METRICS
+    lines = enumerate(read_json_lines(file), start=1)
+    return [MetricsLine.from_dict(fields, line_name(file, number)) for number, fields in lines]
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
@@ -186,7 +188,14 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         DataError: the file is missing or malformed.
     """
-    return read_json_lines(Path(path) / EVENTS)
+    file = Path(path) / EVENTS
+    events = read_json_lines(file)
+    for number, event in enumerate(events, start=1):
+        if not _is_event(event):
+            where = line_name(file, number)
+            rule = "an event has a name and a time, and the fields of its kind (docs/run_files.md)"
+            raise DataError(f"{where} is not an event: {str(event)[:500]}", rule=rule, where=where)
+    return events
 
 
 def read_summary(path: str | Path) -> dict[str, Any]:
@@ -197,10 +206,47 @@ def read_summary(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path) / SUMMARY
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        summary = read_json(file.read_bytes())
+        if not isinstance(summary, dict):
+            raise ValueError("it is not a JSON object")
+        return summary
     except (OSError, ValueError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or error
         raise DataError(f"cannot read {file} ({why})", rule="a run writes its summary when it has finished") from error
+
+
+def _is_event(event: Mapping[str, Any]) -> bool:
+    """True if an event has a name, a time, and the fields by which a run that is resumed goes on."""
+    if not isinstance(event.get("event"), str) or not _is_number(event.get("time")):
+        return False
+    match event["event"]:
+        case "validation":
+            return _is_count(event.get("step")) and _is_count(event.get("microbatches")) and _is_hex(event)
+        case "rollback":
+            return _is_count(event.get("step"))
+        case "model_check":
+            rows = event.get("layers")
+            return isinstance(rows, list) and all(
+                isinstance(row, dict) and isinstance(row.get("layer"), str) and isinstance(row.get("digest"), str)
+                for row in rows
+            )
+    return True
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_hex(event: Mapping[str, Any]) -> bool:
+    try:
+        float_of_hex(event.get("loss_hex"))
+    except ValueError:
+        return False
+    return True
 
 
 def _default_paths(model: str, mesh: str, time: datetime) -> Iterator[Path]:

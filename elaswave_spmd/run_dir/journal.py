@@ -15,11 +15,22 @@ from typing import Any, NamedTuple
 
 from elaswave_spmd.errors import DataError
 from elaswave_spmd.run_dir.atomic_write import append_whole, open_private, sync_directory, writing
+from elaswave_spmd.run_dir.json_lines import read_json
 
 EPOCHS = "epochs.jsonl"
 ORPHAN_GRACE = "orphan_grace"
 """Field of the first line of a life whose workers wait to be adopted: seconds that they may live without a controller.
 """
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    ORPHAN_GRACE: (float, int),
+    "run": (str,),
+    "identity": (dict,),
+    "layout": (dict,),
+    "kinds": (list,),
+    "scratch": (str,),
+}
+"""The types of fields that a line may have, and by which another controller goes on."""
 
 
 class Ballot(NamedTuple):
@@ -132,7 +143,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
         fields = _parse(line)
         if fields is None and number == len(lines):
             break
-        if fields is None or (found and _ballot_of(fields) <= _ballot_of(found[-1])):
+        if fields is None or _is_odd(fields) or (found and _ballot_of(fields) <= _ballot_of(found[-1])):
             raise DataError(
                 f"{path}, line {number} is damaged: {line[:80]!r}",
                 rule="every line but the last is a JSON object whose incarnation and epoch are above those before it",
@@ -146,10 +157,20 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
 def _parse(line: bytes) -> dict[str, Any] | None:
     """The fields of one line, or None if it is not a line of a journal."""
     try:
-        fields = json.loads(line)
+        fields = read_json(line)
     except ValueError:
         return None
     if not isinstance(fields, dict):
         return None
     is_ballot = all(type(fields.get(name)) is int for name in Ballot._fields)
     return fields if is_ballot else None
+
+
+def _is_odd(fields: dict[str, Any]) -> bool:
+    """True for fields that no controller has written, and that the next one would end at. No crash leaves such a line.
+
+    It is damage as the last line as well: if it were left out, its ballot would be used again.
+    """
+    if not all(0 <= fields[name] < 2**53 for name in Ballot._fields):
+        return True
+    return any(name in fields and not isinstance(fields[name], of) for name, of in _TYPES.items())

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from elaswave_spmd.errors import DataError
 from elaswave_spmd.run_dir.atomic_write import append_whole, open_private, writing
+
+_DEEPEST = 100
+"""Levels of lists and objects in each other: a run writes a few, and Python's own code ends at about 1000."""
 
 
 class JsonLines:
@@ -55,17 +58,90 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
         content = Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {path} ({error.strerror or error})") from error
-    found: list[dict[str, Any]] = []
-    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
-        where = f"{path}, line {number}"
-        try:
-            fields = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{where} is not JSON: {line[:80]!r}", where=where) from error
-        if not isinstance(fields, dict):
-            raise DataError(f"{where} is not a JSON object: {line[:80]!r}", where=where)
-        found.append(fields)
-    return found
+    lines = content.split(b"\n")[:-1]
+    return [read_json_line(line, line_name(path, number)) for number, line in enumerate(lines, start=1)]
+
+
+def line_name(path: str | Path, number: int) -> str:
+    """The name of a line in errors."""
+    return f"{path}, line {number}"
+
+
+def read_json_line(line: bytes, where: str) -> dict[str, Any]:
+    """The fields of one line.
+
+    Args:
+        where: its name in errors.
+
+    Raises:
+        DataError: it is not a JSON object that a run can have written.
+    """
+    try:
+        fields = read_json(line)
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON: {line[:80]!r}", where=where) from error
+    if not isinstance(fields, dict):
+        raise DataError(f"{where} is not a JSON object: {line[:80]!r}", where=where)
+    return fields
+
+
+def read_json(text: str | bytes) -> Any:
+    """The value of a JSON text as a run writes it: UTF-8, numbers that a float can hold, and few levels.
+
+    Python's own reader takes more, and what is made of that (sums, ranges, texts) ends with errors of many kinds: NaN
+    and 1e999, whole numbers that no float can hold, and lists nested without an end, at which it ends itself.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    try:
+        value = _DECODER.decode(text if isinstance(text, str) else text.decode())
+    except RecursionError as error:
+        raise ValueError("it is nested without an end") from error
+    _refuse_deep(value)
+    return value
+
+
+def float_of_hex(text: object) -> float:
+    """The number that `float.hex` has written.
+
+    Raises:
+        ValueError: this is no such text, or its number is larger than any float.
+    """
+    try:
+        return float.fromhex(str(text))
+    except OverflowError as error:
+        raise ValueError(f"{text} is larger than any float") from error
+
+
+def _refuse_deep(value: object) -> None:
+    level, levels = [value], 0
+    while level := [item for it in level if isinstance(it, (dict, list)) for item in _items(it)]:
+        levels += 1
+        if levels > _DEEPEST:
+            raise ValueError(f"it is nested in more than {_DEEPEST} levels")
+
+
+def _items(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is larger than any float")
+    return number
+
+
+def _whole(text: str) -> int:
+    _finite(text)
+    return int(text)
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_int=_whole, parse_constant=_refuse)
 
 
 def plain(value: object) -> Any:

@@ -19,6 +19,7 @@ from elaswave_spmd.errors import CheckpointError
 from elaswave_spmd.run_dir.atomic_write import replacing, sync_directory, writing
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path
 from elaswave_spmd.run_dir.journal import Ballot
+from elaswave_spmd.run_dir.json_lines import read_json
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange
 
@@ -187,7 +188,7 @@ class Manifest:
                 checkpoint.
         """
         try:
-            fields = json.loads(text)
+            fields = read_json(text)
             sha256 = fields.pop("sha256")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError("the manifest is torn, or is not a manifest") from error
@@ -196,18 +197,25 @@ class Manifest:
             raise CheckpointError(f"the manifest {mismatch}")
         if sha256 != _hash(fields):
             raise CheckpointError("the manifest does not match its sha256")
-        shared = {"run": fields["run"], "step": fields["step"], "incarnation": fields["incarnation"]}
-        return cls(
-            fields["run"],
-            fields["step"],
-            Ballot(fields["incarnation"], fields["epoch"]),
-            fields["last_committed"],
-            fields["identity"],
-            fields["layout"],
-            tuple(fields["kinds"]),
-            tuple(ShardInfo.from_dict(shard, **shared) for shard in fields["shards"]),
-            fields["validation"],
-        )
+        try:
+            if not all(isinstance(fields[name], dict) for name in ("identity", "layout")):
+                raise TypeError("identity and layout are objects")
+            shared = {"run": fields["run"], "step": fields["step"], "incarnation": fields["incarnation"]}
+            return cls(
+                fields["run"],
+                fields["step"],
+                Ballot(fields["incarnation"], fields["epoch"]),
+                fields["last_committed"],
+                fields["identity"],
+                fields["layout"],
+                tuple(fields["kinds"]),
+                tuple(ShardInfo.from_dict(shard, **shared) for shard in fields["shards"]),
+                fields["validation"],
+            )
+        except CheckpointError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError("the manifest has other fields than those of a checkpoint") from error
 
 
 def sets_of_shards(shards: Collection[ShardInfo]) -> Iterator[tuple[ShardInfo, ...]]:

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elaswave_spmd.errors import DataError
+from elaswave_spmd.run_dir.json_lines import float_of_hex
+
+_SHOWN = 500  # characters of a line that is none, in its error
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,11 @@ class MetricsLine:
         return fields
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, object]) -> MetricsLine:
+    def from_dict(cls, fields: Mapping[str, object], where: str = "") -> MetricsLine:
         """Inverse of `to_dict`. The floats are taken from their hex forms.
+
+        Args:
+            where: name of the line in errors.
 
         Raises:
             DataError: not a metrics line.
@@ -111,10 +117,18 @@ class MetricsLine:
             known = {
                 f.name: fields[f.name] for f in dataclasses.fields(cls) if f.name not in optional or f.name in fields
             }
-            known["loss"] = float.fromhex(str(known["loss_hex"]))
-            known["grad_norm"] = float.fromhex(str(known["grad_norm_hex"]))
+            known["loss"] = float_of_hex(known["loss_hex"])
+            known["grad_norm"] = float_of_hex(known["grad_norm_hex"])
             if known.get("weight") is not None:
                 known["weight"] = float(str(known["weight"]))  # JSON has no nan or inf: such a weight is a text
+            for name in ("step", "mesh_epoch", "tokens", "workers"):
+                count = known[name]
+                if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count < 2**63:
+                    raise ValueError(f"{name} is not a count")
+            for name in ("lr", "seconds", "data_seconds"):
+                if type(known.get(name, 0)) not in (int, float) and (name != "data_seconds" or known[name] is not None):
+                    raise ValueError(f"{name} is not a number")
             return cls(**known)  # type: ignore[arg-type]
         except (KeyError, ValueError, TypeError) as error:
-            raise DataError(f"{dict(fields)} is not a line of metrics.jsonl") from error
+            what = f"{str(dict(fields))[:_SHOWN]} is not a line of metrics.jsonl"
+            raise DataError(f"{where}: {what}" if where else what, where=where) from error

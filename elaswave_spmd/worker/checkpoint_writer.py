@@ -28,6 +28,7 @@ from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, shard_name, 
 from elaswave_spmd.run_dir.checkpoint_writers import assign_writers
 from elaswave_spmd.run_dir.in_place import InPlace
 from elaswave_spmd.run_dir.journal import Ballot
+from elaswave_spmd.run_dir.json_lines import float_of_hex, read_json
 from elaswave_spmd.run_dir.manifest import MANIFEST
 from elaswave_spmd.runtime.devices import Device, HostCopy
 from elaswave_spmd.scheduling.placement import Placement
@@ -269,9 +270,9 @@ def read_reports(directory: Path) -> dict[int, StepRecord]:
     """
     found: dict[int, StepRecord] = {}
     for path in sorted(directory.glob("reports_*.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            for fields in json.loads(path.read_text()):
-                fields |= {name: float.fromhex(fields[name]) for name in ("loss", "grad_norm")}
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            for fields in read_json(path.read_bytes()):
+                fields |= {name: float_of_hex(fields[name]) for name in ("loss", "grad_norm")}
                 found[fields["step"]] = StepRecord(**fields)
     return found
 

@@ -230,6 +230,29 @@ def test_a_damaged_record_is_named_with_what_to_do(shared: Path, killed: Path) -
         record.write_text(whole)
 
 
+def test_what_python_reads_and_no_run_writes_is_damage_as_well(shared: Path, killed: Path) -> None:
+    """Lists that are nested without an end, numbers that no float holds, fields of other types."""
+    deep = "[" * 200_000
+    for name, wrong, told in (
+        ("metrics.jsonl", deep, "line 1 is not JSON"),
+        ("events.jsonl", deep, "line 1 is not JSON"),
+        ("epochs.jsonl", deep, "line 1 is damaged"),
+        ("metrics.jsonl", '{"step": 1, "loss_hex": "0x1p99999"}', "line 1: "),
+        ("epochs.jsonl", '{"incarnation": 1, "epoch": 0, "orphan_grace": []}', "line 1 is damaged"),
+    ):
+        record = killed / name
+        whole = record.read_text()
+        record.write_text(f"{wrong}\n{whole}")
+        done = train(shared, f"train.resume={killed.name}")
+        assert done.code == 2 and "Traceback" not in done.err, done.err
+        assert f"{killed.name}/{name}, {told}" in done.err
+        record.write_text(whole)
+    before, newest = checkpoints(killed)[-2:]
+    (killed / "checkpoints" / f"step_{newest:08d}" / "manifest.json").write_text(deep)
+    done = train(shared, f"train.resume={killed.name}", f"run.dir=deep-{killed.name}")
+    assert done.code == 0 and event(shared / f"deep-{killed.name}", "resume")["step"] == before, done.err
+
+
 def test_steps_that_are_computed_again_are_compared(shared: Path, killed: Path) -> None:
     before, newest = checkpoints(killed)[-2:]
     shutil.rmtree(killed / "checkpoints" / f"step_{newest:08d}")

@@ -98,7 +98,7 @@ def end_orphans(run_dir: Path) -> None:
     """End the workers of a run whose result is written, and which wait for a controller that need not come."""
     from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient  # not before it is needed
 
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
         lines = (json.loads(line) for line in (run_dir / _EPOCHS).read_bytes().splitlines() if b'"scratch"' in line)
         for scratch in [line["scratch"] for line in lines if "scratch" in line][-1:]:
             if (taken := ForkServerClient.adopt(scratch, 0.0)) is not None:

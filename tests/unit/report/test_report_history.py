@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def recorded(*events: dict[str, Any], metrics: tuple[MetricsLine, ...] = ()) -> 
     return RecordedRun(Path("runs/a"), "model: m", metrics, (start, *events))
 
 
-def lost(epoch: int = 1, after_step: int = 4, **fields: Any) -> dict[str, Any]:
+def lost(epoch: int = 1, after_step: float = 4, **fields: Any) -> dict[str, Any]:
     told = {"ranks": [1], "mesh_epoch": epoch, "after_step": after_step, "bytes_moved": 10, "bytes_bound": 8, **THREE}
     return event("fail", 105.0, **told | fields)
 
@@ -105,6 +106,39 @@ def test_events_of_unknown_kinds_or_with_odd_fields_are_incidents_without_them()
     )
 
 
+HUGE = 10**30
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lost(after_step=HUGE),
+        lost(after_step=float("inf")),
+        lost(after_step=float("nan")),
+        lost(stages=[["9" * 400]]),
+        lost(ranks=[HUGE], bytes_moved=float("inf"), microbatches_redone=float("nan"), detect_ms=HUGE),
+        event("start", float("nan"), first_step=float("inf")),
+        event("validation", HUGE, step=float("inf"), loss=1.0),
+        event("recovered", 106.0, mesh_epoch=HUGE, penalty_ms=float("nan")),
+    ],
+    ids=str,
+)
+def test_numbers_that_no_run_has_make_a_page_as_if_they_were_not_told(odd: dict[str, Any]) -> None:
+    run = recorded(lost(), odd, metrics=(line(1), line(2)))
+    history = history_of(run)
+    assert as_json(columns_of(run, history)) and fragments_of(run, history)
+    assert all(abs(incident.step) <= 2**53 for incident in history.incidents)
+
+
+def test_steps_given_up_are_those_that_the_run_had() -> None:
+    """An event that names a hundred billion of them made a report count for hours."""
+    kinds = {"rollback": "given_up", "restart": "lost_after"}
+    for kind, name in kinds.items():
+        run = recorded(event(kind, 101.0, step=1, **{name: 10**15}), metrics=(line(1), line(2, 3.0), line(3, 4.0)))
+        (found,) = [lost for lost in history_of(run).lost if lost.cause == "steps given up"]
+        assert found.seconds == found.again == 7.0
+
+
 @pytest.mark.parametrize("end, state", [("finish", "finished"), ("stop", "stopped"), ("validation", "not ended")])
 def test_the_state_of_a_run_is_that_of_its_last_event(end: str, state: str) -> None:
     assert history_of(recorded(event(end, 101.0))).state == state
@@ -162,6 +196,31 @@ def test_a_malformed_line_is_refused_with_its_number(tmp_path: Path) -> None:
     path.write_bytes(b'{"a": 1}\n[]\n')
     with pytest.raises(DataError, match="line 2 is not a JSON object"):
         FollowedLines(path).read()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "summary.json"])
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, '{"a": 1e999}', '{"a": NaN}', '{"a": 1' + "0" * 400 + "}", "[]"], ids=repr
+)
+def test_what_no_run_writes_is_refused_with_its_file(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "config.yaml").write_text("model: m\n")
+    (tmp_path / "events.jsonl").write_text('{"event": "start", "time": 1}\n')
+    (tmp_path / name).write_text(text + "\n")
+    with pytest.raises(DataError, match=f"{name}.* is not"):
+        RunReader(tmp_path).read()
+
+
+def test_an_odd_line_of_metrics_is_refused_with_its_number(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: m\n")
+    reader = RunReader(tmp_path)
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        file.write(f"{json.dumps(line(1).to_dict())}\n")
+        file.flush()
+        assert len(reader.read().metrics) == 1
+        for odd in ({}, {"loss_hex": "0x1p99999"}):
+            file.write(f"{json.dumps(line(2).to_dict() | odd)}\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 3: .* is not a line of metrics\.jsonl"):
+        reader.read()
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

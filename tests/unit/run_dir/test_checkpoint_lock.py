@@ -185,7 +185,8 @@ def test_a_torn_line_is_dropped(tmp_path: Path, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    "rubbish", [b"\0\0\0\n", b'{"incarnation": 1\n', b"[1, 2]\n", b'{"incarnation": 1}\n', b"\xff\n"]
+    "rubbish",
+    [b"\0\0\0\n", b'{"incarnation": 1\n', b"[1, 2]\n", b'{"incarnation": 1}\n', b"\xff\n", b"[" * 200_000 + b"\n"],
 )
 def test_rubbish_is_dropped_at_the_end_and_is_damage_before_it(tmp_path: Path, rubbish: bytes) -> None:
     with Journal(tmp_path) as journal:
@@ -198,6 +199,26 @@ def test_rubbish_is_dropped_at_the_end_and_is_damage_before_it(tmp_path: Path, r
     (tmp_path / EPOCHS).write_bytes(rubbish + content)
     for read in (Journal, next_incarnation, read_journal):
         with pytest.raises(DataError, match=r"epochs\.jsonl, line 1 is damaged: "):
+            read(tmp_path)
+
+
+ODD = {
+    "orphan_grace": '"x"',
+    "run": "7",
+    "identity": "[]",
+    "layout": "null",
+    "kinds": '"master"',
+    "scratch": "{}",
+    "incarnation": str(10**30),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), ODD.items(), ids=ODD)
+def test_an_odd_field_is_damage_also_in_the_last_line(tmp_path: Path, name: str, value: str) -> None:
+    """That line's ballot may be in use: it is not left out as a torn one is."""
+    (tmp_path / EPOCHS).write_text(f'{{"incarnation":1,"epoch":0}}\n{{"incarnation":2,"epoch":0,"{name}":{value}}}\n')
+    for read in (Journal, next_incarnation, read_journal):
+        with pytest.raises(DataError, match=r"epochs\.jsonl, line 2 is damaged: "):
             read(tmp_path)
 
 

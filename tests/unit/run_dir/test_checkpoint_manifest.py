@@ -15,7 +15,12 @@ from elaswave_spmd.errors import CheckpointError, ConfigError
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path, write_shard
 from elaswave_spmd.run_dir.checkpoints import open_checkpoint, write_manifest
 from elaswave_spmd.run_dir.journal import Ballot
-from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, layout_fingerprint
+from elaswave_spmd.run_dir.manifest import (
+    MANIFEST,
+    Manifest,
+    _hash,  # pyright: ignore[reportPrivateUsage]
+    layout_fingerprint,
+)
 from elaswave_spmd.run_dir.run_identity import check_identity
 from elaswave_spmd.sharding.replicas import PageRange
 from tests.unit.run_dir.checkpoint_cases import BALLOT, manifest_of, save, small_layout, state_of, write_shards
@@ -117,9 +122,17 @@ def test_another_format_version_is_refused() -> None:
         with pytest.raises(CheckpointError) as caught:
             Manifest.from_json(text.replace(f'"format": {FORMAT_VERSION}', other))
         assert named in caught.value.what and caught.value.what.endswith(f"format version {FORMAT_VERSION}")
-    for none in ("", "[]", "3", '"sha256"', "{}", b"\xff"):
+    for none in ("", "[]", "3", '"sha256"', "{}", b"\xff", "[" * 200_000, '{"sha256": 1' + "0" * 400 + "}"):
         with pytest.raises(CheckpointError, match="torn, or is not a manifest"):
             Manifest.from_json(none)
+
+
+@pytest.mark.parametrize("odd", [{"step": None}, {"layout": {}}, {"kinds": 3}, {"shards": [{}]}, {"identity": "x"}])
+def test_a_manifest_of_other_fields_is_damaged_whatever_its_hash_says(odd: dict[str, object]) -> None:
+    fields = json.loads(manifest_of(small_layout(), [_info(*WHOLE)], 4).to_json()) | odd
+    del fields["sha256"]
+    with pytest.raises(CheckpointError, match="has other fields"):
+        Manifest.from_json(json.dumps({**fields, "sha256": _hash(fields)}))
 
 
 def test_a_manifest_waits_for_its_shards(tmp_path: Path) -> None:

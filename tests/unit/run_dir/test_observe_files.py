@@ -204,6 +204,66 @@ def test_a_torn_last_line_is_left_out_and_cut_off(tmp_path_factory: pytest.TempP
     assert read_json_lines(path) == [*before, {"n": "next"}]
 
 
+NO_VALUES = {
+    "deep": b"[" * 200_000,
+    "deep but whole": b'{"a": ' * 150 + b"1" + b"}" * 150,
+    "nan": b'{"a": NaN}',
+    "minus infinity": b'{"a": -Infinity}',
+    "large": b'{"a": 1e999}',
+    "many digits": b'{"a": 1' + b"0" * 400 + b"}",
+    "thousands of digits": b'{"a": ' + b"9" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("text", NO_VALUES.values(), ids=NO_VALUES)
+def test_what_no_run_writes_is_no_value_though_python_reads_it(tmp_path: Path, text: bytes) -> None:
+    for name, read in (("events.jsonl", read_events), ("metrics.jsonl", read_metrics), ("summary.json", read_summary)):
+        (tmp_path / name).write_bytes(text + b"\n")
+        with pytest.raises(DataError, match=r"line 1 is not JSON|cannot read .*summary\.json"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"loss_hex": "0x1p99999"},
+        {"grad_norm_hex": "0x1p99999"},
+        {"step": 2**63},
+        {"step": 1.5},
+        {"workers": True},
+        {"lr": "fast"},
+        {"seconds": None},
+        {"data_seconds": []},
+    ],
+    ids=str,
+)
+def test_an_odd_metrics_line_is_named(tmp_path: Path, odd: dict[str, object]) -> None:
+    whole, wrong = _line().to_dict(), _line().to_dict() | odd
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(whole)}\n{json.dumps(wrong)}\n")
+    with pytest.raises(DataError, match=r"is not a line of metrics\.jsonl") as caught:
+        read_metrics(tmp_path)
+    assert caught.value.where == f"{tmp_path / 'metrics.jsonl'}, line 2" and caught.value.where in caught.value.what
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"time": 1.0},
+        {"event": 3, "time": 1.0},
+        {"event": "fail", "time": "now"},
+        {"event": "rollback", "time": 1.0, "step": "x"},
+        {"event": "validation", "time": 1.0, "microbatches": 2, "loss_hex": "0x1p+0"},
+        {"event": "validation", "time": 1.0, "step": 1, "microbatches": 2, "loss_hex": "0x1p99999"},
+        {"event": "model_check", "time": 1.0, "layers": [{"layer": 1}]},
+    ],
+    ids=str,
+)
+def test_an_event_by_which_no_run_can_go_on_is_named(tmp_path: Path, odd: dict[str, object]) -> None:
+    (tmp_path / "events.jsonl").write_text(f'{{"event": "start", "time": 1}}\n{json.dumps(odd)}\n')
+    with pytest.raises(DataError, match=r"events\.jsonl, line 2 is not an event"):
+        read_events(tmp_path)
+
+
 @pytest.mark.parametrize("content", [b"nonsense\n{}\n", b"[1]\n", b"\xff\n"])
 def test_a_malformed_line_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b"{}\n" + content)
@@ -217,7 +277,7 @@ def test_missing_files_are_data_errors(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"^cannot read .*\.jsonl? \(No such file or directory\)"):
             read(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(DataError, match=r"^\{\} is not a line of metrics\.jsonl"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 1: \{\} is not a line of metrics\.jsonl"):
         read_metrics(tmp_path)
 
 
