@@ -188,6 +188,13 @@ def add_note(error: Exception, note: str) -> None:
     vars(error).setdefault("__notes__", []).append(note)
 
 
+def exit_as_error(error: SystemExit, note: str) -> RuntimeError:
+    """The error that stands for a sys.exit() of the user's code: threads and workers tell of it as of any other."""
+    made = RuntimeError(f"sys.exit({error.code!r}) was called").with_traceback(error.__traceback__)
+    add_note(made, note)
+    return made
+
+
 def place_in_user_code(error: BaseException) -> str | None:
     """The innermost line of the user's own code that an exception came through, or None if it came through none.
 

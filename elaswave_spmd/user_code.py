@@ -41,7 +41,7 @@ def import_user_module(name: str, what: str, where: str, error_type: type[UserEr
     """
     try:
         return import_here(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise error_type(
             f"the module of {what} cannot be imported ({type(error).__name__}: {error})",
             where=place_in_user_code(error) or where,

@@ -84,7 +84,7 @@ def _made(target: object, where: str) -> Callback:
         made = target()
     except UserError:
         raise  # it says itself what is wrong
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{where} cannot be made ({type(error).__name__}: {error})",
             rule=_RULE,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from elaswave_spmd import by_value
-from elaswave_spmd.errors import DataError, add_note, closest, headline_of, place_in_user_code
+from elaswave_spmd.errors import DataError, add_note, closest, exit_as_error, headline_of, place_in_user_code
 from elaswave_spmd.user_code import import_user_module, is_dotted_name, names_like
 
 _CONTRACT = "a class with __len__, __getitem__ -> 1-D integers of length seq_len + 1, and vocab_size"
@@ -100,7 +100,7 @@ def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
         dataset = make(**kwargs)
     except DataError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # Only if the call itself failed: a wrapper may have given what the signature of the wrapped says is missing.
         if isinstance(error, TypeError) and place_in_user_code(error) is None and (lacks := _lacking(make, kwargs)):
             raise _needs(target, lacks, kwargs) from error
@@ -168,7 +168,7 @@ def length_of(dataset: Any, name: str) -> int:
         length = type(dataset).__len__(dataset)  # not len(), whose refusal does not say what was returned
     except DataError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DataError(
             f"__len__ of {name} raised {headline_of(error)}",
             rule=rule,
@@ -225,6 +225,8 @@ def read_sample(dataset: Any, index: int, seq_len: int, name: str) -> np.ndarray
     except Exception as error:
         add_note(error, f"in sample {index} of {name}")  # so the report of the failed worker names the sample
         raise
+    except SystemExit as end:
+        raise exit_as_error(end, f"in sample {index} of {name}") from end
     if sample.ndim != 1 or sample.shape[0] != seq_len + 1 or sample.dtype.kind not in "iu":
         raise DataError(
             f"sample {index} of {name} has shape {sample.shape} and dtype {sample.dtype}",

@@ -328,7 +328,7 @@ def _checked_length(dataset: object, name: str, seq_len: int) -> int:
             _check_batch(dataset, length, name)
     except DataError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DataError(
             f"{name} failed when its first or last sample was read ({type(error).__name__}: {error})",
             where=place_in_user_code(error) or "data.target",

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from elaswave_spmd.data.tree import map_tree, named_leaves
-from elaswave_spmd.errors import DataError, add_note, headline_of
+from elaswave_spmd.errors import DataError, add_note, exit_as_error, headline_of
 
 _COLLATE = "def collate(self, samples), a method of the dataset that returns a dict or tuple of tensors"
 _MASK = (1 << 63) - 1
@@ -95,6 +95,8 @@ class GenericDataset:
         except Exception as error:
             add_note(error, f"in sample {index} of {self._name}")
             raise
+        except SystemExit as end:
+            raise exit_as_error(end, f"in sample {index} of {self._name}") from end
 
 
 def takes_keys(dataset: Any) -> bool:
@@ -123,6 +125,8 @@ def collated(samples: Sequence[Any], dataset: Any, name: str, indices: Sequence[
         except Exception as error:
             add_note(error, f"in collate(samples) of {name}, of {_described(samples[0])}")
             raise
+        except SystemExit as end:
+            raise exit_as_error(end, f"in collate(samples) of {name}") from end
     else:
         try:
             if isinstance(samples[0], Mapping) and any(one.keys() != samples[0].keys() for one in samples):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from elaswave_spmd import by_value
-from elaswave_spmd.errors import ModelError, UserError, closest, place_in_user_code
+from elaswave_spmd.errors import ModelError, UserError, closest, headline_of, place_in_user_code
 from elaswave_spmd.models.base import LayeredModel, check_modules
 from elaswave_spmd.user_code import import_here, modules_here, names_like
 
@@ -63,12 +63,20 @@ def build_model(
         model = make(**given)
     except UserError:
         raise
-    except Exception as error:
-        if (place := place_in_user_code(error)) is None:
+    except (Exception, SystemExit) as error:
+        place = place_in_user_code(error)
+        if place is None and isinstance(error, (OverflowError, RuntimeError)) and target in OWN:
+            raise ModelError(  # torch's own, such as of a tensor of 2**63 elements
+                f"model.target={target} cannot be made ({type(error).__name__}: {headline_of(error)})",
+                where="model.target",
+                exists=f"it was given {given}",
+                fix="smaller sizes",
+            ) from error
+        if place is None and isinstance(error, Exception):
             raise
         raise ModelError(
             f"{'the constructor of ' if inspect.isclass(make) else ''}{shown} failed ({type(error).__name__}: {error})",
-            where=place,
+            where=place or "model.target",
             exists=f"it was given {given}",
             fix="correct it, or these arguments" if "meta tensor" not in str(error).lower() else _WITHOUT_MEMORY,
         ) from error
@@ -271,7 +279,7 @@ def find_model(target: str) -> Any:
         if error.name and (module_name + ".").startswith(error.name + "."):
             raise _unknown(target, f"models {', '.join(OWN)}; files {_files_like(module_name)}") from None
         raise _broken(target, error) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _broken(target, error) from error
     if not hasattr(module, name):
         classes = [n for n, v in vars(module).items() if inspect.isclass(v) and issubclass(v, LayeredModel)]
@@ -287,7 +295,7 @@ def _unknown(target: str, exists: str, close: str = "") -> ModelError:
     return ModelError(f"model.target={target} is not found: no such model", exists=exists, fix=fix)
 
 
-def _broken(target: str, error: Exception) -> ModelError:
+def _broken(target: str, error: Exception | SystemExit) -> ModelError:
     at = getattr(error, "filename", None), getattr(error, "lineno", None)
     trace = error.__traceback__
     while trace is not None:

@@ -346,10 +346,11 @@ number = 3
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "own_hooks.py").write_text(OWN)
     (tmp_path / "own_broken.py").write_text("import math\nmath.nothing\n")
+    (tmp_path / "own_ends.py").write_text("import sys\nsys.exit(3)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     yield
-    for name in ("own_hooks", "own_broken"):
+    for name in ("own_hooks", "own_broken", "own_ends"):
         sys.modules.pop(name, None)
 
 
@@ -366,6 +367,8 @@ def test_callbacks_are_named_by_class_or_by_object() -> None:
         ("Good", "run.callbacks=[Good] does not name a class in a module", "fix"),
         ("own_hook.Good", "the module of run.callbacks=[own_hook.Good] cannot be imported", "own_hooks"),
         ("own_broken.Good", "cannot be imported (AttributeError", "own_broken.py:2"),
+        ("own_ends.Good", "cannot be imported (SystemExit: 3)", "own_ends.py:2"),
+        ("builtins.exit", "run.callbacks=[builtins.exit] cannot be made (SystemExit", "defaults"),
         ("own_hooks.God", "module own_hooks has no God", "Good, Needs"),
         ("own_hooks.Needs", "run.callbacks=[own_hooks.Needs] cannot be made (TypeError", "defaults"),
         ("own_hooks.Other", "which is no callback", "derived from elaswave_spmd.Callback"),

@@ -215,14 +215,21 @@ def test_custom_dataset_with_split_path_and_args(here: Path) -> None:
         ("user_c.Floats", "a sample is 5 integers"),
         ("user_c.Outside", r"tokens lie in \[0, vocab_size\)"),
         ("user_c.Failing", "failed when its first or last sample was read"),
+        ("builtins.exit", "constructor of builtins.exit failed .SystemExit"),
+        ("ends.X", "cannot be imported .SystemExit: 3"),
+        ("user_c.Ends", r"failed when its first or last sample was read .RuntimeError: sys.exit\(4\) was called"),
+        ("user_c.EndsCollating", r"failed when its first or last sample was read .RuntimeError: sys.exit\(5\)"),
+        ("user_c.EndsCounting", r"__len__ of user_c.EndsCounting raised SystemExit: 6"),
     ],
 )
 def test_bad_custom_datasets(here: Path, target: str, message: str) -> None:
     _module(here, "broken", "undefined_name")
+    _module(here, "ends", "import sys; sys.exit(3)")
     _module(
         here,
         "user_c",
         """
+import sys
 class Good:
     vocab_size = 9
     def __len__(self): return 5
@@ -250,6 +257,14 @@ class Outside(Good):
     def __getitem__(self, i): return [9] * 5
 class Failing(Good):
     def __getitem__(self, i): raise KeyError(i)
+class Ends(Good):
+    def __getitem__(self, i): sys.exit(4)
+class EndsCollating:
+    def __len__(self): return 5
+    def __getitem__(self, i): return [1]
+    def collate(self, samples): sys.exit(5)
+class EndsCounting(Good):
+    def __len__(self): sys.exit(6)
 """,
     )
     with pytest.raises(DataError, match=message):

@@ -122,6 +122,21 @@ def test_a_file_that_fails_is_shown_with_its_line(here: Path, text: str, shown: 
     assert f"km_broken.py:{line}" in str(caught.value)
 
 
+def test_a_target_that_ends_the_process_is_told_of_as_one_that_fails(here: Path) -> None:
+    (here / "km_ends.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(ModelError, match=r"km_ends\.py:2 .SystemExit: 3"):
+        build_model("km_ends.MyModel", SIZES)
+    with pytest.raises(ModelError, match=r"builtins\.exit failed .SystemExit") as caught:
+        build_model("builtins.exit", SIZES)
+    assert caught.value.where == "model.target"
+
+
+def test_sizes_that_torch_has_no_tensors_for_are_refused(here: Path) -> None:
+    for target in ("gpt", "llama", "mlp"):
+        with pytest.raises(ModelError, match=f"model.target={target} cannot be made"), torch.device("meta"):
+            build_model(target, SIZES | {"d_model": 2**62, "heads": 1})
+
+
 @pytest.mark.parametrize("right", RIGHT)
 def test_models_that_only_look_like_mistakes_are_built_without_memory(right: str) -> None:
     """Recurrent modules of torch keep their parameters in a list, and a container may contain itself."""
