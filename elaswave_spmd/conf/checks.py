@@ -80,7 +80,7 @@ def whole(name: str, value: object, *, at_least: float = 0, below: float = _LARG
 
 def asked_whole(at_least: float, below: float, multiple_of: int = 1) -> str:
     """The rule that `whole` checks: "a whole number, 1 or more"."""
-    asked = f"{at_least:g} or more" if below >= _LARGEST else f"from {at_least:g} to {below - 1:g}"
+    asked = f"{at_least:g} or more" if below >= _LARGEST else f"from {at_least:g} to {below - 1:.0f}"
     return f"a whole number, {asked}" + (f", and a multiple of {multiple_of}" if multiple_of > 1 else "")
 
 

@@ -119,6 +119,8 @@ class ShardingSettings(Section, group="sharding"):
         return None if self.name == "model" else int(self.name.removeprefix("zero"))
 
 
+_MOST_LAYERS, _LARGEST_WIDTH = 10_000, 1_000_000
+"""Far above those of any model. A mistyped number would otherwise be built, layer by layer, for hours."""
 SIZES = frozenset(("layers", "d_model", "heads", "dropout"))
 """The settings of a model that its constructor gets where it has a parameter of that name."""
 
@@ -129,9 +131,9 @@ class ModelSettings(Section, group="model"):
 
     name: str = setting("gpt_tiny", "name of the choice, in files and on the screen")
     target: str = setting("gpt", "gpt, llama, mlp or my_file.MyModel")
-    layers: int = setting(4, "transformer layers; embedding and head come on top", at_least=1)
-    d_model: int = setting(128, "width", at_least=1)
-    heads: int = setting(4, "attention heads", at_least=1)
+    layers: int = setting(4, "transformer layers; embedding and head come on top", at_least=1, at_most=_MOST_LAYERS)
+    d_model: int = setting(128, "width", at_least=1, at_most=_LARGEST_WIDTH)
+    heads: int = setting(4, "attention heads", at_least=1, at_most=_LARGEST_WIDTH)
     dropout: float = setting(0.0, "probability of dropout", at_least=0, below=1)
     args: Mapping[str, Any] = setting({}, "further arguments of the constructor, +model.args.NAME=VALUE")
     init_from: str | None = setting(

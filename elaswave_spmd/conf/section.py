@@ -122,7 +122,7 @@ class Declaration:
         if kind is bool:
             return checks.flag(name, value)
         if kind is int:
-            least, below = max(limits.at_least, -(2**63)), min(limits.below, 2**63)
+            least, below = max(limits.at_least, -(2**63)), min(limits.below, limits.at_most + 1, 2**63)
             return checks.whole(name, value, at_least=least, below=below, multiple_of=limits.multiple_of)
         if kind is float:
             bounds = {word: getattr(limits, word) for word in ("above", "at_least", "below", "at_most")}

@@ -67,6 +67,7 @@ BAD = [
     ("mesh.stages", "abc"), ("mesh.stages", []), ("mesh.stages", [3, 0]), ("mesh.stages", [3, "b"]), ("mesh.stages", 3),
     ("sharding.name", "zero4"), ("sharding.name", None),
     ("model.name", ""), ("model.target", None), ("model.target", ""), ("model.layers", 0), ("model.layers", None),
+    ("model.layers", 1_000_000_000), ("model.d_model", 2**62), ("model.heads", 2**62),
     ("model.d_model", -8), ("model.heads", "four"), ("model.dropout", -0.1), ("model.dropout", 1.0),
     ("model.dropout", "abc"), ("model.dropout", float("nan")), ("model.args", 3), ("model.args", None),
     ("model.init_from", ""),
