@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from elaswave_spmd.conf import checks, resume
 from elaswave_spmd.conf.mesh_names import FORMS, register_mesh_names
-from elaswave_spmd.conf.schema import GROUPS, NAMES, SIZES, Settings
+from elaswave_spmd.conf.schema import GROUPS, NAMES, SIZES, OptimSettings, Settings
 from elaswave_spmd.conf.section import unknown_setting
 from elaswave_spmd.errors import ConfigError, closest
 
@@ -67,8 +67,24 @@ def settings_from(words: Sequence[str]) -> Settings:
         composed = resume.merge(resume.literal(resume.saved(str(run))), composed, named)
     settings = Settings.from_dict(_resolved(composed))
     given = [override.key_or_group for override in overrides if not override.is_delete()]
-    sizes = frozenset(size for name in given for group, _, size in [name.partition(".")] if group == "model")
+    settings.optim.check_read(_given_of(settings.optim, given, whole=run is None or "optim" in given))
+    sizes = frozenset(_names_in("model", given))
     return replace(settings, model=replace(settings.model, named=sizes & SIZES))
+
+
+def _names_in(group: str, names: Sequence[str]) -> set[str]:
+    """The settings of a group among names: {"lr"} of the group "optim" and ["optim.lr", "optim", "seed"]."""
+    return {name.removeprefix(f"{group}.") for name in names if name.startswith(f"{group}.")}
+
+
+def _given_of(optim: OptimSettings, named: Sequence[str], *, whole: bool) -> set[str]:
+    """The settings of the optimizer that words name, or the file of a choice: what is not as it is by default.
+
+    Args:
+        whole: they were composed now, none is that of a run that is resumed.
+    """
+    defaults = vars(OptimSettings()) if whole else {}
+    return _names_in("optim", named) | {name for name, value in defaults.items() if getattr(optim, name) != value}
 
 
 def named_settings(words: Sequence[str]) -> set[str]:

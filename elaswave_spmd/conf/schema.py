@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,7 @@ CORPORA = ("stdlib", "text", "bin", "arrow", "parquet", "custom")
 OPTIMIZERS = ("adamw", "sgd")
 WSD = "wsd"
 SCHEDULES = ("constant", "linear", "cosine", WSD, "inverse_sqrt")
+_WITH_AN_END = ("linear", "cosine", WSD)
 
 TRACKERS = ("wandb", "mlflow")
 
@@ -219,6 +220,15 @@ def _patterns(text: str) -> tuple[str, ...]:
     return tuple(text.replace(",", " ").split())
 
 
+_READ_BY: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "betas": ("name", ("adamw",)),
+    "eps": ("name", ("adamw",)),
+    "momentum": ("name", ("sgd",)),
+    "final_lr_ratio": ("schedule", _WITH_AN_END),
+}
+"""Settings that only some choices read: the setting that chooses, and those choices."""
+
+
 @dataclass(frozen=True)
 class OptimSettings(Section, group="optim"):
     """The update of the weights."""
@@ -258,7 +268,7 @@ class OptimSettings(Section, group="optim"):
         return _patterns(self.freeze or "")
 
     def check_rules(self) -> None:
-        needs = {"decay_steps": (WSD,), "schedule_steps": ("linear", "cosine", WSD)}
+        needs = {"decay_steps": (WSD,), "schedule_steps": _WITH_AN_END}
         for name, schedules in needs.items():
             if (value := getattr(self, name)) is not None and self.schedule not in schedules:
                 given = checks.override(f"optim.{name}", value)
@@ -277,6 +287,28 @@ class OptimSettings(Section, group="optim"):
                 where=given,
                 fix=f"optim.schedule_steps={self.warmup_steps + 1} or more, or a shorter optim.warmup_steps",
             )
+
+    def check_read(self, given: Collection[str]) -> None:
+        """Check that the optimizer and the schedule read the settings that somebody gave a value.
+
+        Without such a list this cannot be told: the config.yaml of a run has all settings, those of the other
+        optimizer as well.
+
+        Args:
+            given: names of settings, without the group.
+
+        Raises:
+            ConfigError: one of them is read by another optimizer or schedule only.
+        """
+        for name, (by, readers) in _READ_BY.items():
+            if name in given and (chosen := getattr(self, by)) not in readers:
+                where = checks.override(f"optim.{name}", getattr(self, name))
+                raise ConfigError(
+                    f"{where} is given with optim.{by}={chosen}, which does not read it",
+                    rule=f"it is read by optim.{by}={' or '.join(readers)}",
+                    where=where,
+                    fix=f"leave optim.{name} out, or optim.{by}={readers[-1]}",
+                )
 
     def check_decay(self, steps: int) -> None:
         """Check that the warm-up and the decay fit into a run of so many steps.

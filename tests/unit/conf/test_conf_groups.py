@@ -250,6 +250,43 @@ def test_choices_of_your_own(tmp_path: Path) -> None:
     assert (made.model.name, made.model.layers, made.model.target) == ("mine", 7, "gpt")
 
 
+UNREAD = {
+    "optim.momentum=0.5": ("optim.name=adamw", "optim.name=sgd"),
+    "optim.momentum=0.9 optim=adamw": ("optim.name=adamw", "optim.name=sgd"),  # the default, and named
+    "optim.betas=[0.5,0.6] optim.name=sgd": ("optim.name=sgd", "optim.name=adamw"),
+    "optim=sgd ++optim.eps=1e-6": ("optim.name=sgd", "optim.name=adamw"),
+    "optim.final_lr_ratio=0.2 optim.schedule=constant": (
+        "optim.schedule=constant",
+        "optim.schedule=linear or cosine or wsd",
+    ),
+}
+
+
+@pytest.mark.parametrize("words", UNREAD)
+def test_settings_that_the_optimizer_does_not_read_are_refused(words: str) -> None:
+    chosen, readers = UNREAD[words]
+    with pytest.raises(ConfigError, match=f"is given with {chosen}, which does not read it") as refused:
+        settings(*words.split())
+    assert refused.value.rule == f"it is read by {readers}"
+    assert refused.value.where.partition("=")[0] in words
+
+
+@pytest.mark.parametrize(
+    "words", ["optim=sgd optim.momentum=0.5", "optim.betas=[0.5,0.6] optim.eps=1e-6", "optim=sgd ~optim.betas"]
+)
+def test_settings_that_the_optimizer_reads_are_taken(words: str) -> None:
+    assert settings(*words.split()).optim
+
+
+def test_settings_of_a_choice_of_your_own_that_the_optimizer_does_not_read_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "optim").mkdir()
+    own = f"hydra.searchpath=[file://{tmp_path}]"
+    (tmp_path / "optim" / "mine.yaml").write_text("name: sgd\nmomentum: 0.5\nbetas: [0.9, 0.95]\n")
+    assert settings(own, "optim=mine").optim.momentum == 0.5, "betas are as they are by default"
+    with pytest.raises(ConfigError, match=r"optim\.momentum=0\.5 is given with optim\.name=adamw"):
+        settings(own, "optim=mine", "optim.name=adamw")
+
+
 def test_nothing_of_hydra_is_left() -> None:
     plain = settings("optim.betas=[0.8,0.9]", "+model.args.sizes=[1,2]").to_dict()
     assert type(plain["model"]["args"]["sizes"]) is list and type(plain["optim"]["betas"]) is list

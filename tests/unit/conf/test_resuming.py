@@ -45,6 +45,17 @@ def test_what_is_not_named_is_as_it_was(resume, tmp_path: Path) -> None:
     assert found.train.steps == 50 and found.train.global_batch == 8
 
 
+def test_a_run_that_has_settings_which_its_optimizer_does_not_read_goes_on(tmp_path: Path) -> None:
+    saved = Settings.from_dict({**SAVED, "optim": {"name": "sgd", "eps": 1e-6, "betas": [0.5, 0.6]}})
+    (tmp_path / "config.yaml").write_text(f"format: {FORMAT_VERSION}\n" + saved.to_yaml())
+    word = f"train.resume={tmp_path}"
+    assert settings_from([word]).optim == settings_from([word, "optim.name=sgd"]).optim == saved.optim
+    assert settings_from([word, "optim=sgd"]).optim.lr == 0.1
+    for named in ("optim.betas=[0.5,0.6]", "optim.eps=1e-6"):
+        with pytest.raises(ConfigError, match=r"is given with optim\.name=sgd, which does not read it"):
+            settings_from([word, named])
+
+
 def test_the_directory_and_the_faults_are_not_taken_over(resume) -> None:
     assert resume().run.dir is None and resume().chaos.events == ()
     named = resume("run.dir=elsewhere", "chaos.events=[{step: 9, kind: kill, rank: 1}]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from elaswave_spmd.conf.schema import OptimSettings
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.run_dir.manifest import AVERAGE
 from elaswave_spmd.worker.optimizers import (
@@ -124,6 +126,16 @@ def test_optimizers_by_name() -> None:
     with pytest.raises(ConfigError, match=r"optim\.name=lion is not a known optimizer") as caught:
         make_optimizer("lion", **settings)
     assert caught.value.exists == "adamw, sgd"
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw", AdamW), ("sgd", SGD)])
+def test_the_settings_know_what_each_optimizer_reads(name: str, kind: type[AdamW | SGD]) -> None:
+    of_all = {field.name for each in (AdamW, SGD) for field in fields(each)}
+    reads = {field.name for field in fields(kind)}
+    OptimSettings(name=name).check_read(reads)
+    for other in of_all - reads:
+        with pytest.raises(ConfigError, match=f"optim.{other}=.* is given with optim.name={name}"):
+            OptimSettings(name=name).check_read({other})
 
 
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(0.1, 0.9)])
