@@ -150,6 +150,28 @@ def test_a_fork_server_that_hangs_is_killed_with_its_workers_and_not_waited_for(
     assert fork_server.kill() == fork_server.stop() == []
 
 
+@methods
+def test_an_answer_that_comes_after_its_order_was_given_up_is_not_that_of_the_next_one(
+    start: StartForkServer, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And orders that are read together, as they have come while the fork server stood still, are all carried out."""
+    fork_server = start(method=method)
+    fork_server.spawn(0, {"sleep": 600})
+    for rank in (1, 2):
+        os.kill(fork_server.pid, signal.SIGSTOP)
+        assert eventually(lambda: state(fork_server.pid) == "T")
+        with monkeypatch.context() as patch:
+            patch.setattr(client_module, "_ORDER_TIMEOUT_S", 0.0)
+            with pytest.raises(NoAnswerError):
+                fork_server.spawn(rank, {"sleep": 600})
+            with pytest.raises(NoAnswerError):
+                fork_server.signal(rank, signal.SIGKILL)
+        os.kill(fork_server.pid, signal.SIGCONT)
+        assert fork_server.signal(0, 0) is True
+        assert fork_server.signal(7, 0) is False
+        assert [(exited.rank, exited.signal) for exited in exits(fork_server, 1)] == [(rank, signal.SIGKILL)]
+
+
 def test_a_fork_server_that_hangs_while_it_imports_is_not_waited_for(
     start: StartForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,11 +6,13 @@ of all workers, so it alone reaps them, signals them without a race on process i
 killed.
 
 Lines of JSON, controller -> fork server: first the setup, then {"spawn": rank, "spec": {...}}, {"signal": number,
-"rank": rank}, {"orphan_grace_s": seconds}, {"hold": path}, {"settled": true}, {"stop": grace_s}; each is answered by
-one line, that of a worker that cannot be started is {"not_started": why}. On a second pipe the fork server writes a
-line {"exited": rank, ...} for each worker that ended. `by_value` in the setup is the descriptor of what the run gets by
-value, or null. With `adopt_s` in the setup another controller may take it over for so many seconds once the controller
-is gone (adoption.py).
+"rank": rank}, {"orphan_grace_s": seconds}, {"hold": path}, {"settled": true}, {"stop": grace_s}. The setup is answered
+by one line. Every order also has an "order", its number, and is answered by one line that has this number as "to", so
+that the controller can tell a late answer to an order that it has given up from that to the next one; the answer for a
+worker that cannot be started has {"not_started": why}. On a second pipe the fork server writes a line {"exited": rank,
+...} for each worker that ended. `by_value` in the setup is the descriptor of what the run gets by value, or null. With
+`adopt_s` in the setup another controller may take it over for so many seconds once the controller is gone
+(adoption.py).
 """
 
 from __future__ import annotations
@@ -193,47 +195,49 @@ class ForkServer:
 
     def _loop(self) -> None:
         while True:
-            ready, _, _ = select.select([self._orders, self._wake_read], [], [])
+            # An order that was read together with the one before makes the socket readable no more.
+            is_read = b"\n" in self._buffer
+            ready, _, _ = select.select([self._orders, self._wake_read], [], [], 0.0 if is_read else None)
             if self._wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
                 self._reap()
-            if self._orders in ready:
+            if is_read or self._orders in ready:
                 order = self._next_order()
                 if order is None:
                     raise _ControllerLostError
                 if "stop" in order:
                     self._end_all(float(order["stop"]))
-                    self._answer({"stopped": True})
+                    self._answer({"stopped": True, "to": order["order"]})
                     return
-                self._execute(order)
-
-    def _execute(self, order: dict[str, Any]) -> None:
-        try:
-            if "spawn" in order:
-                rank = int(order["spawn"])
-                spec = order["spec"] | {"rank": rank, "life_fd": self._setup["life_fd"]}
-                self._next_rank = max(self._next_rank, rank + 1)
                 try:
-                    self._pids[rank] = self._fork(spec) if self._setup["method"] == "fork" else self._spawn(spec)
-                except (OSError, MemoryError) as error:  # no process, memory, descriptor or disk is left for it
-                    self._answer({"not_started": str(error) or type(error).__name__})
-                    return
-                self._made.append(rank)
-                self._answer({"pid": self._pids[rank]})
-            elif "orphan_grace_s" in order:
-                self._setup["orphan_grace_s"] = float(order["orphan_grace_s"])
-                self._answer({"set": True})
-            elif "settled" in order:
-                self._is_settled = True
-                self._answer({"settled": True})
-            elif "hold" in order:
-                hold_lock(order["hold"])
-                self._answer({"held": True})
-            else:
-                self._answer({"sent": self._signal(int(order["rank"]), int(order["signal"]))})
-        except Exception:
-            self._answer({"error": traceback.format_exc()})
+                    done = self._execute(order)
+                except Exception:
+                    done = {"error": traceback.format_exc()}
+                self._answer(done | {"to": order["order"]})
+
+    def _execute(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Carry out an order that is not the last one. Returns what is answered."""
+        if "spawn" in order:
+            rank = int(order["spawn"])
+            spec = order["spec"] | {"rank": rank, "life_fd": self._setup["life_fd"]}
+            self._next_rank = max(self._next_rank, rank + 1)
+            try:
+                self._pids[rank] = self._fork(spec) if self._setup["method"] == "fork" else self._spawn(spec)
+            except (OSError, MemoryError) as error:  # no process, memory, descriptor or disk is left for it
+                return {"not_started": str(error) or type(error).__name__}
+            self._made.append(rank)
+            return {"pid": self._pids[rank]}
+        if "orphan_grace_s" in order:
+            self._setup["orphan_grace_s"] = float(order["orphan_grace_s"])
+            return {"set": True}
+        if "settled" in order:
+            self._is_settled = True
+            return {"settled": True}
+        if "hold" in order:
+            hold_lock(order["hold"])
+            return {"held": True}
+        return {"sent": self._signal(int(order["rank"]), int(order["signal"]))}
 
     def _fork(self, spec: dict[str, Any]) -> int:
         """Make a worker by a fork. Returns its process id; in the child this never returns."""

@@ -93,6 +93,7 @@ class ForkServerClient:
         self._life = life
         self._scratch = scratch
         self._orphan_grace_s = orphan_grace_s
+        self._num_orders = 0
         self._answer_buffer = b""
         self._notice_buffer = b""
         self._ready = False
@@ -213,7 +214,7 @@ class ForkServerClient:
             raise RunError("the fork server was stopped")
         if self._ready:
             return
-        answer = self._receive(timeout_s)
+        answer = self._receive(timeout_s, time.monotonic() + timeout_s)
         if "error" in answer:
             self._abandon()
             raise RunError(answer["error"])
@@ -303,8 +304,7 @@ class ForkServerClient:
             self._abandon()  # still importing: it has no children
             return []
         try:
-            self._send({"stop": grace_s})
-            self._receive(grace_s + _ORDER_TIMEOUT_S)
+            self._request({"stop": grace_s}, grace_s + _ORDER_TIMEOUT_S)
             self._process.wait(max(0.0, min(_ORDER_TIMEOUT_S, self._wait_until - time.monotonic())))
         except (RunError, subprocess.TimeoutExpired):
             pass  # it has died, or hangs and is killed below: then the kernel kills its children with it
@@ -385,10 +385,14 @@ class ForkServerClient:
             f"the fork server (pid {self.pid}), parent of all workers, ended {how}; its workers ended with it"
         )
 
-    def _request(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Send an order, and wait for its answer."""
-        self._send(order)
-        answer = self._receive(_ORDER_TIMEOUT_S)
+    def _request(self, order: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
+        """Send an order, and wait for its answer, for `_ORDER_TIMEOUT_S` if no other time is given."""
+        self._num_orders += 1
+        self._send(order | {"order": self._num_orders})
+        deadline = time.monotonic() + (limit_s := _ORDER_TIMEOUT_S if timeout_s is None else timeout_s)
+        # An answer that comes late, to an order that was given up, is none to this one.
+        while (answer := self._receive(limit_s, deadline)).get("to") != self._num_orders:
+            pass
         if "error" in answer:
             raise RunError(f"the fork server failed to carry out an order:\n{answer['error']}")
         return answer
@@ -405,9 +409,8 @@ class ForkServerClient:
         except OSError as error:
             raise self._died() from error
 
-    def _receive(self, timeout_s: float) -> dict[str, Any]:
-        """Wait for the next answer."""
-        deadline = time.monotonic() + timeout_s
+    def _receive(self, timeout_s: float, deadline: float) -> dict[str, Any]:
+        """Wait for the next answer until `deadline`, `timeout_s` seconds after the begin."""
         while b"\n" not in self._answer_buffer:
             self._wait_for([self._orders], [], deadline, timeout_s)
             try:
