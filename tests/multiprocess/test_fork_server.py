@@ -154,16 +154,17 @@ def test_a_fork_server_that_hangs_is_killed_with_its_workers_and_not_waited_for(
 def test_an_answer_that_comes_after_its_order_was_given_up_is_not_that_of_the_next_one(
     start: StartForkServer, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And orders that are read together, as they have come while the fork server stood still, are all carried out."""
+    """And orders that are read together, as they have come while the fork server stood still, are all carried out; also
+    one that is so large that it could be sent only in part."""
     fork_server = start(method=method)
     fork_server.spawn(0, {"sleep": 600})
-    for rank in (1, 2):
+    for rank, size in ((1, 0), (2, 4 << 20), (3, 0)):
         os.kill(fork_server.pid, signal.SIGSTOP)
         assert eventually(lambda: state(fork_server.pid) == "T")
         with monkeypatch.context() as patch:
             patch.setattr(client_module, "_ORDER_TIMEOUT_S", 0.0)
             with pytest.raises(NoAnswerError):
-                fork_server.spawn(rank, {"sleep": 600})
+                fork_server.spawn(rank, {"sleep": 600, "large": "x" * size})
             with pytest.raises(NoAnswerError):
                 fork_server.signal(rank, signal.SIGKILL)
         os.kill(fork_server.pid, signal.SIGCONT)

@@ -94,6 +94,7 @@ class ForkServerClient:
         self._scratch = scratch
         self._orphan_grace_s = orphan_grace_s
         self._num_orders = 0
+        self._unsent = b""  # of orders that were given up
         self._answer_buffer = b""
         self._notice_buffer = b""
         self._ready = False
@@ -398,7 +399,8 @@ class ForkServerClient:
         return answer
 
     def _send(self, message: dict[str, Any]) -> None:
-        data = memoryview(json.dumps(message).encode() + b"\n")
+        # A line that was begun is ended first: else the fork server would take this order for a part of it.
+        data = memoryview(self._unsent + json.dumps(message).encode() + b"\n")
         deadline = time.monotonic() + _ORDER_TIMEOUT_S
         try:
             while data:
@@ -408,6 +410,8 @@ class ForkServerClient:
                     self._wait_for([], [self._orders], deadline, _ORDER_TIMEOUT_S)
         except OSError as error:
             raise self._died() from error
+        finally:
+            self._unsent = bytes(data)
 
     def _receive(self, timeout_s: float, deadline: float) -> dict[str, Any]:
         """Wait for the next answer until `deadline`, `timeout_s` seconds after the begin."""
