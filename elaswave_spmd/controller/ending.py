@@ -18,6 +18,7 @@ from pathlib import Path
 from elaswave_spmd.conf.schema import RAY, TORCHRUN, Settings
 from elaswave_spmd.controller.io import newest_checkpoint
 from elaswave_spmd.errors import RunError, StoppedBySignal, UserError, headline_of
+from elaswave_spmd.run_dir.checkpoints import newest_complete
 from elaswave_spmd.run_dir.directory import SUMMARY
 from elaswave_spmd.run_dir.lock import workers_live
 from elaswave_spmd.runtime.processes.stop_signals import Signalled
@@ -164,7 +165,10 @@ class Ending:
             moved = f"if it was moved to /NEW/PLACE, resume with: {command}"
             return [f"nothing to resume: there is no {folder}", moved]
         if checkpoint is None:
-            return [f"nothing to resume: {folder} has no good checkpoint (checkpoint.every=N writes them)"]
+            every, why = self.settings.checkpoint.every, "checkpoint.every=N writes them"
+            if every and not newest_complete(folder):
+                why = f"with checkpoint.every={every} none was finished yet"
+            return [f"nothing to resume: {folder} has no good checkpoint ({why})"]
         # What this command names must not be in use, and a run that has its result is not resumed in its place.
         taken = self.run_dir is not None and (self.run_dir != folder or (folder / SUMMARY).exists())
         if self.run_dir is None:

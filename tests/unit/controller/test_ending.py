@@ -13,11 +13,12 @@ import pytest
 
 from elaswave_spmd.conf.compose import settings_from
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
-from elaswave_spmd.conf.schema import RunSettings, RuntimeSettings, Settings, TrainSettings
+from elaswave_spmd.conf.schema import CheckpointSettings, RunSettings, RuntimeSettings, Settings, TrainSettings
 from elaswave_spmd.controller import ending as module
 from elaswave_spmd.controller.ending import Command, Ending
 from elaswave_spmd.errors import FilesError, RunError, StoppedBySignal, WorkerError
 from elaswave_spmd.run_dir.lock import WORKERS_LOCK
+from elaswave_spmd.run_dir.manifest import MANIFEST
 from elaswave_spmd.runtime.processes.scratch import hold_lock
 from elaswave_spmd.runtime.processes.stop_signals import Signalled
 
@@ -74,6 +75,19 @@ def test_every_end_says_why_nothing_can_go_on(good: set[Path], error: Exception,
     assert nothing == f"nothing to resume: there is no {tmp_path}/gone"
     command = "python train.py train.resume=/NEW/PLACE run.trace=true"
     assert last == f"if it was moved to /NEW/PLACE, resume with: {command}"
+
+
+def test_a_run_that_writes_checkpoints_is_not_told_to_but_that_none_was_finished(
+    good: set[Path], tmp_path: Path
+) -> None:
+    ended = ending(RunError("x"), tmp_path)
+    ended = replace(ended, settings=replace(ended.settings, checkpoint=CheckpointSettings(every=50)))
+    none = f"nothing to resume: {tmp_path} has no good checkpoint"
+    directory = tmp_path / "checkpoints" / "step_00000050"
+    directory.mkdir(parents=True)
+    assert ended.lines()[1:] == [f"{none} (with checkpoint.every=50 none was finished yet)"]
+    (directory / MANIFEST).touch()
+    assert ended.lines()[1:] == [f"{none} (checkpoint.every=N writes them)"], "it was finished, and is damaged"
 
 
 def test_a_run_that_was_resumed_repeats_what_was_named_then(good: set[Path]) -> None:
