@@ -136,6 +136,23 @@ def test_output_may_be_merged_and_long(server: TrainServer, tmp_path: Path) -> N
     assert end_of(command) == (0, 2 * ("x" * 300_000 + "\n"), "") and command.stderr is None
 
 
+def test_a_command_may_change_its_stdout_where_that_of_the_tests_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "says.py").write_text("import sys\nsys.stdout.reconfigure(errors='backslashreplace')\nprint('yes')")
+    before = os.dup(1)
+    with (tmp_path / "output").open("w") as output:
+        os.dup2(output.fileno(), 1)
+    try:
+        server = TrainServer()
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+    try:
+        command = server.start([str(tmp_path / "says.py")], tmp_path, environment(new_mark()))
+        assert end_of(command) == (0, "yes\n", "")
+    finally:
+        server.stop()
+
+
 def test_a_command_that_cannot_start_says_why(server: TrainServer, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="has not started, but: ended 1"):
         server.start(["none.py"], tmp_path / "none", environment(new_mark()))

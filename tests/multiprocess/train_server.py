@@ -14,6 +14,7 @@ import atexit
 import ctypes
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -306,11 +307,25 @@ def _become(words: Sequence[str], folder: str, environment: dict[str, str], outp
         os.dup2(descriptor, number)
     for descriptor in outputs:
         os.close(descriptor)
+    _renew_stdout()
     tempfile.tempdir = None  # what it found in the server's environment
     sys.orig_argv = [sys.executable, *words]
     is_module = words[0] == "-m"
     sys.argv = [*words[1:]] if is_module else [*words]
     sys.path[0] = folder if is_module else str(Path(words[0]).parent)
+
+
+def _renew_stdout() -> None:
+    """Makes `sys.stdout` again: the server's remembers that it can be sought in, where the tests' output is a file.
+
+    A change of its encoding or of how it treats errors would ask where in the file it is, which a pipe refuses.
+    """
+    old = sys.stdout
+    assert isinstance(old, io.TextIOWrapper)
+    binary = open(1, "wb", buffering=0 if old.write_through else -1, closefd=False)  # noqa: SIM115
+    sys.stdout = io.TextIOWrapper(
+        binary, old.encoding, old.errors, line_buffering=old.line_buffering, write_through=old.write_through
+    )
 
 
 def _show_mark(mark: bytes) -> None:
