@@ -693,7 +693,7 @@ class Agent:
     def _prepare_run(self, num_workers: int, settings: Settings, theirs: PreparedData) -> None:
         grace_s = settings.timeouts.agent_grace
         self._workers.set_timeouts(settings.timeouts.adopt, grace_s + _ORPHAN_GRACE_S)
-        raise_fd_limit(num_workers)
+        raise_fd_limit(num_workers, strangers=True)
         self._restart_fork_server(worker_start(settings), grace_s)
         if hasattr(resource, "prlimit"):  # Linux; the fork server runs already, and its children inherit its limits
             resource.prlimit(self._fork_server.pid, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))

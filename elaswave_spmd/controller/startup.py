@@ -299,7 +299,7 @@ class _Lives:
         settings = living.settings
         with contextlib.ExitStack() as unmade:
             unmade.callback(living.give_back)  # until a controller is made, an error leaves them to the next one
-            raise_fd_limit(_most_workers(settings) + settings.elastic.spares + (settings.runtime.agents or 0))
+            _raise_fd_limit(settings)
             agents = _open(settings, living.start)
             if agents is not None:
                 unmade.callback(agents.give_back)
@@ -704,7 +704,7 @@ def start_launcher(
         if agents is not None:
             undo.callback(agents.close, 0.0)
         # Before the fork server: workers inherit the limit from it.
-        raise_fd_limit(_most_workers(settings) + settings.elastic.spares + (settings.runtime.agents or 0))
+        _raise_fd_limit(settings)
         streams = {} if captured is None else captured.streams
         grace_s = settings.timeouts.orphan_grace
         start = worker_start(settings)
@@ -817,6 +817,12 @@ def across_stages(shape: MeshShape) -> list[int]:
 def _most_workers(settings: Settings) -> int:
     """The workers that a run may have beside spares, as far as its settings say."""
     return settings.elastic.max_workers or settings.mesh.shape.num_workers
+
+
+def _raise_fd_limit(settings: Settings) -> None:
+    """Have room for the links of all that the settings have room for, and for strangers where there are ports."""
+    links = _most_workers(settings) + settings.elastic.spares + (settings.runtime.agents or 0)
+    raise_fd_limit(links, strangers=settings.runtime.transport == "tcp")
 
 
 def _open(settings: Settings, start: ResumePoint | None) -> Agents | None:

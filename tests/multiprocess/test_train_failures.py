@@ -141,6 +141,16 @@ def test_workers_get_room_for_their_links(tmp_path: Path) -> None:
             assert resource.prlimit(pid, resource.RLIMIT_NOFILE) == (500, 500)
 
 
+def test_a_run_with_ports_has_room_for_the_connections_of_strangers(tmp_path: Path) -> None:
+    """As many as the soft limit would do, of anybody, would keep the run from writing its files, which ends it."""
+    write_text(tmp_path)
+    limits = {resource.RLIMIT_NOFILE: (200, 500)}  # the links of dp2 fit into either
+    with launch(tmp_path, *ENDLESS, "mesh=dp2", "runtime.transport=tcp", limits=limits) as run:
+        run.wait_for_steps(1)
+        for pid in [run.process.pid, *run.workers()]:
+            assert resource.prlimit(pid, resource.RLIMIT_NOFILE) == (500, 500)
+
+
 @pytest.mark.skipif(bool(why_not_shared()), reason=why_not_shared())
 def test_where_memory_cannot_be_shared_links_go_over_sockets_and_the_run_says_so(tmp_path: Path) -> None:
     """Its size counts as a file's. Where it can be, nothing is said."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from contextlib import suppress
 
 from elaswave_spmd.errors import ConfigError
 
@@ -10,17 +11,32 @@ FDS_PER_LINK = 7
 """Both directions of a link: two sockets, their connections' ends, a monitor, the peer's memory and its bell."""
 
 _OTHER_FDS = 100  # data, logs, pipes, what libraries keep open
+_FDS_OF_STRANGERS = 1 << 16  # more than the ports that one address has to connect from
 
 
-def raise_fd_limit(num_workers: int) -> None:
+def raise_fd_limit(num_workers: int, *, strangers: bool = False) -> None:
     """Raise this process's soft limit of open files to the hard one if `num_workers` links would not fit.
 
     Called before the worker processes are made: they inherit the limit, and each has as many links.
+
+    Args:
+        strangers: processes listen on ports, so that anybody can open connections, each of which takes a descriptor
+            until it is closed for want of credentials. Once all are taken no file of the run can be written, which
+            ends it. The limit is raised to have room for them too, as far as the system lets it.
 
     Raises:
         ConfigError: the hard limit is too low.
     """
     needed = _fds_needed(num_workers)
+    _raise_for_links(num_workers, needed)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = needed + _FDS_OF_STRANGERS
+    if strangers and not _allows(soft, wanted):
+        with suppress(ValueError, OSError):  # systems that have another limit below the hard one; links fit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if _allows(hard, wanted) else hard, hard))
+
+
+def _raise_for_links(num_workers: int, needed: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _allows(soft, needed):
         return

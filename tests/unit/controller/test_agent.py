@@ -36,7 +36,7 @@ def test_the_orphans_of_an_agent_have_the_time_that_the_settings_give_them(
     told: list[Any] = []
     fork_server = SimpleNamespace(pid=0, ready=lambda: told.append("ready"), set_orphan_grace=told.append)
     links = SimpleNamespace(send=lambda peer, header: told.append(am.decode(header)))
-    monkeypatch.setattr(module, "raise_fd_limit", lambda workers: None)
+    monkeypatch.setattr(module, "raise_fd_limit", lambda workers, *, strangers: None)
     agent = Agent(cast(Any, links), cast(Any, None), cast(Any, fork_server), cast(Any, SCRATCH), AgentWorkers({}))
     agent._prepare(2, settings, data)
     assert told == ["ready", 120.0, am.Prepared()]

@@ -39,6 +39,35 @@ def test_the_soft_limit_is_raised_where_needed(
     assert limits[-1] == after
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1024, 4096), (4096, 4096)),
+        ((1024, 1 << 30), (65664, 1 << 30)),
+        ((1024, INF), (65664, INF)),
+        ((1 << 20, 1 << 20), (1 << 20, 1 << 20)),
+        ((INF, INF), (INF, INF)),
+    ],
+)
+def test_where_strangers_can_connect_there_is_room_for_them(
+    limits: list[tuple[int, int]], before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    limits.append(before)
+    raise_fd_limit(4, strangers=True)
+    assert limits[-1] == after
+
+
+def test_a_system_that_has_no_room_for_strangers_is_no_error(
+    limits: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int, pair: tuple[int, int]) -> None:
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(fd_limit.resource, "setrlimit", refuse)
+    limits.append((1024, INF))
+    raise_fd_limit(4, strangers=True)
+
+
 def test_room_is_what_the_soft_limit_leaves(limits: list[tuple[int, int]]) -> None:
     limits.append((600, 4096))
     assert fits_fd_limit(71) and not fits_fd_limit(72)
