@@ -21,7 +21,6 @@ import dataclasses
 import math
 import os
 import resource
-import select
 import signal
 import socket
 import time
@@ -43,6 +42,7 @@ from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.beat_relay import BeatRelay
 from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError, NotStartedError
+from elaswave_spmd.runtime.processes.ready import is_any_ready
 from elaswave_spmd.runtime.processes.rendezvous import (
     Found,
     NoRunYetError,
@@ -578,7 +578,7 @@ class Agent:
     def _turn(self) -> bool:
         """Wait for messages and for ends of workers, and handle them. Returns True when the run is over."""
         until_s = _LOOK_S if self._end_by is None else _DEADLINE_LOOK_S
-        select.select([self._mailbox, self._fork_server], [], [], until_s)
+        is_any_ready([self._mailbox, self._fork_server], timeout_s=until_s)
         if self._end_by is not None and not self._has_given_notice and self._terms.first is not None:
             self._has_given_notice = True
             print(f"SIGTERM: workers leave the run, and the agent ends within {self._drain_s:g} s", flush=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import select
 import signal
 import threading
 import time
@@ -64,6 +63,7 @@ from elaswave_spmd.runtime.processes.adoption import read_address
 from elaswave_spmd.runtime.processes.agents import AgentBack, AgentNews, Agents, RemoteExited
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, NotStartedError
 from elaswave_spmd.runtime.processes.launcher import Launcher, Machine
+from elaswave_spmd.runtime.processes.ready import is_any_ready
 from elaswave_spmd.runtime.processes.rendezvous import is_loopback, resolve_address
 from elaswave_spmd.runtime.processes.scratch import remove_with
 from elaswave_spmd.runtime.processes.stop_signals import signal_name
@@ -496,7 +496,7 @@ class ProcessIO:
     def _ended(self) -> list[WorkerEnded | AgentNews]:
         """Ends of processes that were noticed since the last call, and news of agents."""
         now = time.monotonic()
-        exits = self._launcher.poll() if select.select([self._launcher], [], [], 0)[0] else []
+        exits = self._launcher.poll() if is_any_ready([self._launcher], timeout_s=0.0) else []
         found = [self._deaths.popleft() for _ in range(len(self._deaths))]
         news = self._agents.take_news() if self._agents is not None else []
         back = [event for event in news if isinstance(event, AgentBack)]

@@ -44,8 +44,9 @@ _NICE = 10
 _MAX_WAITING = 2
 """Copies of the state that may wait to be written. Each has the size of this worker's share of the state."""
 
-_MAX_REPORTS = 256
-"""Applied steps that a worker remembers, for `write_now`."""
+_MAX_REPORTS = 8192
+"""Applied steps that a worker remembers, for `write_now`. A controller that stands still for a minute before it is lost
+has written none of them down, and a checkpoint without the lines of all steps before it does not count."""
 
 _OTHERS_S, _POLL_S = 1.0, 0.02
 """For how long `write_now` waits for other workers' shards, at least, and how often it looks."""

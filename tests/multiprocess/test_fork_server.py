@@ -25,6 +25,7 @@ from elaswave_spmd.runtime.processes import fork_server as server_module
 from elaswave_spmd.runtime.processes import fork_server_client as client_module
 from elaswave_spmd.runtime.processes.fork_server import ForkServer
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError, NotStartedError
+from elaswave_spmd.runtime.processes.ready import is_any_ready
 from tests.multiprocess.forks_itself import exits
 from tests.waiting import PATIENCE_S
 
@@ -135,13 +136,13 @@ def test_a_fork_server_that_hangs_is_killed_with_its_workers_and_not_waited_for(
     assert eventually((tmp_path / "there").exists) and eventually(lambda: not fork_server.signal(1, 0))
     os.kill(fork_server.pid, signal.SIGSTOP)
 
-    def signalled(*select_arguments: Any) -> Any:
+    def signalled(*arguments: Any) -> bool:
         """A wait for the answer, in which SIGTERM comes."""
         fork_server.wait_at_most_until(time.monotonic())
-        return select.select(*select_arguments)
+        return is_any_ready(*arguments)
 
     with monkeypatch.context() as patch, pytest.raises(NoAnswerError, match="until the deadline of this machine"):
-        patch.setattr(client_module, "select", SimpleNamespace(select=signalled))
+        patch.setattr(client_module, "is_any_ready", signalled)
         fork_server.signal(0, signal.SIGTERM)
     with pytest.raises(NoAnswerError):
         fork_server.spawn(2, {"large": "x" * (4 << 20)})

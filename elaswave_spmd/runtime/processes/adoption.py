@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import struct
@@ -20,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from elaswave_spmd.runtime.processes.ready import is_any_ready
 
 _SOCKET, _ADDRESS = "next", "{}.address"
 _HELLO_S = 10.0  # for the other side to say what it has to say
@@ -156,7 +157,7 @@ class AdoptedProcess:
 
     def poll(self) -> int | None:
         """0 once the process has ended, however it did; None before."""
-        return 0 if select.select([self._fd], [], [], 0)[0] else None
+        return 0 if is_any_ready([self._fd], timeout_s=0.0) else None
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end.
@@ -169,7 +170,7 @@ class AdoptedProcess:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
-            select.select([self._fd], [], [], left)
+            is_any_ready([self._fd], timeout_s=left)
         return 0
 
     def kill(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import select
 import shutil
 import signal
 import socket
@@ -25,6 +24,7 @@ from elaswave_spmd.runtime.processes.child import GROUP_SIGNALS
 from elaswave_spmd.runtime.processes.fork_server import num_threads
 from elaswave_spmd.runtime.processes.forked_process import ForkedProcess, fork_process
 from elaswave_spmd.runtime.processes.import_path import interpreter_environment
+from elaswave_spmd.runtime.processes.ready import is_any_ready
 
 # The third would otherwise be imported by the first backward, in every worker.
 PRELOAD = ("numpy", "torch", "torch.fx.experimental.symbolic_shapes", "zmq")
@@ -436,9 +436,9 @@ class ForkServerClient:
             NoAnswerError: not until `deadline`, `timeout_s` seconds after the begin, nor `wait_at_most_until`.
         """
         while (left := min(deadline, self._wait_until) - time.monotonic()) > 0:
-            if any(select.select(readable, writable, [], min(left, _LOOK_S))):
+            if is_any_ready(readable, writable, min(left, _LOOK_S)):
                 return
-        if any(select.select(readable, writable, [], 0.0)):
+        if is_any_ready(readable, writable, 0.0):
             return
         cut = "until the deadline of this machine" if self._wait_until < deadline else f"within {timeout_s:g} s"
         raise NoAnswerError(f"the fork server (pid {self.pid}) did not answer {cut}")
