@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
+from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
+from elaswave_spmd.run_dir.checkpoints import newest_complete
 from elaswave_spmd.runtime.transport.shared_memory import why_not_shared
 from tests.multiprocess import still_model
 from tests.multiprocess.real_runs import SMALL, eventually, launch, write_text
@@ -39,7 +41,12 @@ def test_a_full_disk_ends_a_run_with_one_line(tmp_path: Path) -> None:
     message = "the run's files cannot be written: "
     assert done.code == 1
     assert done.err.startswith(f"error: {message}")
-    assert done.err.splitlines()[1:] == [f"nothing to resume: {tmp_path}/run has no good checkpoint ({EVERY})"]
+    after = done.err.splitlines()[1:]
+    if step := newest_complete(tmp_path / "run"):  # what was full was TensorBoard's file: the others had room
+        assert after[0] == f"newest checkpoint: {checkpoint_path(tmp_path / 'run', step)}, after step {step}"
+        assert len(after) == 2 and after[1].startswith("resume with: ")
+    else:
+        assert after == [f"nothing to resume: {tmp_path}/run has no good checkpoint ({EVERY})"]
     assert read_metrics(tmp_path / "run"), "every line is whole"
     last = read_events(tmp_path / "run")[-1]
     assert last["event"] == "stop" and last["message"].startswith(message)
