@@ -161,13 +161,15 @@ class CheckpointWriter:
         began, wrote = time.monotonic(), None
         if arrays := self._copy(replica, step):
             wrote = self._write(_Copied(step, epoch, arrays, 0.0))
-            _save_reports(directory, self._rank, self._reports)
         if wrote is None or not wrote.error:
             ended = time.monotonic()  # others take about as long
             lacking = self._writers_that_lack(replica, directory, ended + max(_OTHERS_S, ended - began))
             if arrays := self._copy(replica, step, lacking):
                 wrote = self._write(_Copied(step, epoch, arrays, 0.0), for_others=True)
-        if wrote is not None and wrote.error:
+        if wrote is None:
+            return ""
+        _save_reports(directory, self._rank, self._reports)
+        if wrote.error:
             return f"its state after step {step} could not be written to {directory}: {wrote.error}"
         return ""
 
