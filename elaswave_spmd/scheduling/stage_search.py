@@ -40,6 +40,7 @@ _NEAR = 1.15  # the local search makes a bound better by less than this, but for
 _ALL_PAIRS = 5  # with more stages, workers are moved between neighbours only
 
 Stages = tuple[tuple[int, ...], ...]
+_Way = tuple[Stages, list[np.ndarray]]  # the workers of each stage that compute, and the micro-batches of each
 
 
 @dataclass(frozen=True)
@@ -431,34 +432,37 @@ class Groupings:
             for by_pipeline in ((False, True) if both else (False,))
         ]
         stages = tuple(self.order[part] for part in parts)
-        in_flight = [row.in_flight for row in rows]
-        bounds = {each.cuts: self._step_seconds(stages, each.cuts, counts, in_flight) for each in every}
-        found = sorted({each.cuts: each for each in every}.values(), key=lambda each: bounds[each.cuts])
+        ways = self._ways(stages, speeds, counts)
+        by_cuts = {each.cuts: each for each in every}
+        bounds = {cuts: self._step_seconds(ways, cuts, [row.in_flight for row in rows]) for cuts in by_cuts}
+        found = sorted(by_cuts.values(), key=lambda each: bounds[each.cuts])
         best = found[0].cuts
         shown = "-".join(map(str, sizes[:12])) + ("-..." if len(sizes) > 12 else "")
         reason = f"{name} (workers {shown}): {bounds[best]:.4g} s a step, {self.remaining_steps} steps left"
         return StageChoice(stages, tuple(found), bounds[best], moves.to(best, self.rule), reason)
 
-    def _step_seconds(
-        self, stages: Stages, cuts: tuple[int, ...], counts: Sequence[np.ndarray], in_flight: Sequence[int]
-    ) -> float:
+    def _ways(self, stages: Stages, speeds: Sequence[np.ndarray], counts: list[np.ndarray]) -> list[_Way]:
+        """The ways in which these stages may compute: all of their workers, and as many of each as the smallest has.
+
+        Workers of larger stages may be parked, so that micro-batches of all stages are cut at the same places.
+        """
+        sizes = [len(members) for members in stages]
+        if (level := min(sizes)) == max(sizes) or len(self.order) > PARTITIONED_WORKERS:
+            return [(stages, counts)]
+        active = tuple(tuple(members[i] for i in fastest(v, level)) for members, v in zip(stages, speeds, strict=True))
+        even = [balanced_counts(self.num_microbatches, self.costs.speeds_of(members)) for members in active]
+        return [(stages, counts), (active, even)]
+
+    def _step_seconds(self, ways: Sequence[_Way], cuts: tuple[int, ...], in_flight: Sequence[int]) -> float:
         """A lower bound of the step time, links included.
 
         Args:
-            counts, in_flight: as for `_pipeline_seconds`.
+            ways: those in which the stages may compute, all of their workers first.
+            in_flight: as for `_pipeline_seconds`.
         """
-        sizes = [len(members) for members in stages]
-        pipeline_s = self._pipeline_seconds(stages, cuts, counts, in_flight)
-        if (level := min(sizes)) < max(sizes) and len(self.order) <= PARTITIONED_WORKERS:
-            # Workers of larger stages may be parked, so that micro-batches of all stages are cut at the same places.
-            speeds = [self.costs.speeds_of(members) for members in stages]
-            active = tuple(
-                tuple(members[i] for i in fastest(v, level)) for members, v in zip(stages, speeds, strict=True)
-            )
-            even = [balanced_counts(self.num_microbatches, self.costs.speeds_of(members)) for members in active]
-            pipeline_s = min(pipeline_s, self._pipeline_seconds(active, cuts, even, in_flight))
-        spans = zip(pairwise(cuts), sizes, strict=True)
-        sent = max(traffic_bytes(self.costs, self.rule, a, b, size, 1) for (a, b), size in spans)
+        pipeline_s = min(self._pipeline_seconds(active, cuts, counts, in_flight) for active, counts in ways)
+        spans = zip(pairwise(cuts), ways[0][0], strict=True)
+        sent = max(traffic_bytes(self.costs, self.rule, a, b, len(members), 1) for (a, b), members in spans)
         return max(pipeline_s, sent / self.costs.bandwidth)
 
     def _pipeline_seconds(
