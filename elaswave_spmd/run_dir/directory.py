@@ -18,7 +18,16 @@ from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.errors import ConfigError, DataError
 from elaswave_spmd.run_dir.atomic_write import make_private_folder, open_private, replacing
 from elaswave_spmd.run_dir.in_place import InPlace
-from elaswave_spmd.run_dir.json_lines import JsonLines, float_of_hex, line_name, plain, read_json, read_json_lines
+from elaswave_spmd.run_dir.json_lines import (
+    JsonLines,
+    float_of_hex,
+    is_count,
+    is_number,
+    line_name,
+    plain,
+    read_json,
+    read_json_lines,
+)
 from elaswave_spmd.run_dir.metrics import MetricsLine
 from elaswave_spmd.run_dir.trace import PARTS, TRACE
 from elaswave_spmd.run_dir.weights import save_weights
@@ -217,13 +226,13 @@ def read_summary(path: str | Path) -> dict[str, Any]:
 
 def _is_event(event: Mapping[str, Any]) -> bool:
     """True if an event has a name, a time, and the fields by which a run that is resumed goes on."""
-    if not isinstance(event.get("event"), str) or not _is_number(event.get("time")):
+    if not isinstance(event.get("event"), str) or not is_number(event.get("time")):
         return False
     match event["event"]:
         case "validation":
-            return _is_count(event.get("step")) and _is_count(event.get("microbatches")) and _is_hex(event)
+            return is_count(event.get("step")) and is_count(event.get("microbatches")) and _is_hex(event)
         case "rollback":
-            return _is_count(event.get("step"))
+            return is_count(event.get("step"))
         case "model_check":
             rows = event.get("layers")
             return isinstance(rows, list) and all(
@@ -231,14 +240,6 @@ def _is_event(event: Mapping[str, Any]) -> bool:
                 for row in rows
             )
     return True
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**63
 
 
 def _is_hex(event: Mapping[str, Any]) -> bool:

@@ -114,6 +114,16 @@ def float_of_hex(text: object) -> float:
         raise ValueError(f"{text} is larger than any float") from error
 
 
+def is_count(value: object) -> bool:
+    """True for a whole number, 0 or more, as steps and workers are counted in files of a run."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def is_number(value: object) -> bool:
+    """True for a number as JSON has them: true and false are none."""
+    return type(value) in (int, float)
+
+
 def _refuse_deep(value: object) -> None:
     level, levels = [value], 0
     while level := [item for it in level if isinstance(it, (dict, list)) for item in _items(it)]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elaswave_spmd.errors import DataError
-from elaswave_spmd.run_dir.json_lines import float_of_hex
+from elaswave_spmd.run_dir.json_lines import float_of_hex, is_count, is_number
 
 _SHOWN = 500  # characters of a line that is none, in its error
 
@@ -122,12 +122,13 @@ class MetricsLine:
             if known.get("weight") is not None:
                 known["weight"] = float(str(known["weight"]))  # JSON has no nan or inf: such a weight is a text
             for name in ("step", "mesh_epoch", "tokens", "workers"):
-                count = known[name]
-                if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count < 2**63:
+                if not is_count(known[name]):
                     raise ValueError(f"{name} is not a count")
-            for name in ("lr", "seconds", "data_seconds"):
-                if type(known.get(name, 0)) not in (int, float) and (name != "data_seconds" or known[name] is not None):
+            for name in ("lr", "seconds"):
+                if not is_number(known[name]):
                     raise ValueError(f"{name} is not a number")
+            if known.get("data_seconds") is not None and not is_number(known["data_seconds"]):
+                raise ValueError("data_seconds is not a number")
             return cls(**known)  # type: ignore[arg-type]
         except (KeyError, ValueError, TypeError) as error:
             what = f"{str(dict(fields))[:_SHOWN]} is not a line of metrics.jsonl"

@@ -367,17 +367,16 @@ class _Check:
         values = self._values(layer)
         with _bound(self._programs, layer, values):
             again = self._forward_alone(layer, self._first)
-        for one, other in zip(tensors_of(output), tensors_of(again), strict=True):
-            if not equal_bits(one, other):
-                raise ModelError(
-                    f"layer {layer.name} computes other bits for the same micro-batch when the other layers have "
-                    f"computed another one before: {difference_of('its output', one, other)}",
-                    rule="a layer gets all that it needs from the layer before it: those of another stage run in "
-                    "another process, and on other micro-batches",
-                    where=f"layer {layer.name}",
-                    fix="no global variable and no object that layers share; hand on what a later layer needs in a "
-                    "tuple: return y, gate",
-                )
+        if difference := _difference_of_outputs(output, again):
+            raise ModelError(
+                f"layer {layer.name} computes other bits for the same micro-batch when the other layers have "
+                f"computed another one before: {difference}",
+                rule="a layer gets all that it needs from the layer before it: those of another stage run in "
+                "another process, and on other micro-batches",
+                where=f"layer {layer.name}",
+                fix="no global variable and no object that layers share; hand on what a later layer needs in a "
+                "tuple: return y, gate",
+            )
 
     def _refuse_other_without_graph(self, layer: LayerLayout, output: Activation) -> None:
         """Refuse a bound layer whose output has other bits with activation checkpointing than without.
@@ -390,16 +389,14 @@ class _Check:
         """
         with self._programs.without_checkpointing():
             kept = self._forward_alone(layer, self._first)
-        for one, other in zip(tensors_of(output), tensors_of(kept), strict=True):
-            if not equal_bits(one, other):
-                raise ModelError(
-                    f"layer {layer.name} computes other bits where nothing is kept for its backward: "
-                    f"{difference_of('its output', other, one)}",
-                    rule="activation checkpointing changes no bits: a forward that keeps nothing gives what the one "
-                    "gives that is repeated for the backward",
-                    where=f"layer {layer.name}",
-                    fix="runtime.activation_checkpointing=false; torch's LSTM on CPUs is such a layer, its GRU is not",
-                )
+        if difference := _difference_of_outputs(kept, output):
+            raise ModelError(
+                f"layer {layer.name} computes other bits where nothing is kept for its backward: {difference}",
+                rule="activation checkpointing changes no bits: a forward that keeps nothing gives what the one "
+                "gives that is repeated for the backward",
+                where=f"layer {layer.name}",
+                fix="runtime.activation_checkpointing=false; torch's LSTM on CPUs is such a layer, its GRU is not",
+            )
 
     def _forward_alone(self, layer: LayerLayout, sample: Sample) -> Activation:
         """Run a bound layer forward, and nothing else."""
@@ -906,6 +903,12 @@ def _compare(layer: str, once: _Result, twice: _Result) -> None:
                 fix="no state that is kept between calls, no time, no random numbers but keyed ones "
                 "(KeyedDropout, keys.seed, keys.step, keys.sample_ids), no operation that torch calls nondeterministic",
             )
+
+
+def _difference_of_outputs(before: Activation, now: Activation) -> str:
+    """How two outputs of a layer differ, in words; empty: they have the same bits."""
+    pairs = zip(tensors_of(before), tensors_of(now), strict=True)
+    return next((difference_of("its output", one, other) for one, other in pairs if not equal_bits(one, other)), "")
 
 
 # ---- tensors
