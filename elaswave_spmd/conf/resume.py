@@ -120,18 +120,31 @@ def _is_saved(name: object, found: object) -> bool:
     return isinstance(name, str) and (name not in GROUPS or isinstance(found, dict))
 
 
+def fields_in(file: Path) -> dict[str, Any] | None:
+    """What a config.yaml holds, by group; None: it is no mapping, or no YAML.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    import yaml
+
+    try:
+        fields = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError):  # such as a month 13, and lists nested thousands deep
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
 def saved(run: str) -> dict[str, Any]:
     """The settings in a run's config.yaml, as plain data.
 
     Raises:
         ConfigError: the file is missing or damaged, or a version with another format wrote it.
     """
-    import yaml
-
     file = Path(run).expanduser() / CONFIG
     where = checks.override("train.resume", run)
     try:
-        fields = yaml.safe_load(file.read_text(encoding="utf-8"))
+        fields = fields_in(file)
     except OSError as error:
         if (inside := _inside_a_run(Path(run).expanduser(), where)) is not None:
             raise inside from None
@@ -141,9 +154,7 @@ def saved(run: str) -> dict[str, Any]:
             where=where,
             fix="train.resume=runs/NAME",
         ) from None
-    except (yaml.YAMLError, ValueError, RecursionError):  # such as a month 13, and lists nested thousands deep
-        fields = None
-    if not isinstance(fields, dict) or not all(_is_saved(name, found) for name, found in fields.items()):
+    if fields is None or not all(_is_saved(name, found) for name, found in fields.items()):
         raise ConfigError(f"{file} does not hold the settings of a run", where=where, fix="another run")
     if mismatch := version_mismatch(fields.pop(FORMAT_FIELD, None)):
         raise ConfigError(

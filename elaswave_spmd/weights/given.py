@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.conf import checks
-from elaswave_spmd.conf.resume import CONFIG
+from elaswave_spmd.conf.resume import CONFIG, fields_in
 from elaswave_spmd.conf.schema import ModelSettings
 from elaswave_spmd.errors import ConfigError, UserError
 from elaswave_spmd.models import LayeredModel, build_model, import_model
@@ -278,14 +278,11 @@ def _check_configuration(settings: ModelSettings, model: LayeredModel) -> None:
 
 def _saved_model(path: Path) -> ModelSettings | None:
     """The settings of the model that a run of ours was trained with, by its files; None: the weights lie alone."""
-    import yaml
-
     # weights.safetensors lies in the directory of its run, a checkpoint two below it.
     folder = path.parent if path.is_file() else path.parent.parent
     try:
-        fields = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-        return ModelSettings.from_fields(fields["model"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError, UserError):
+        return ModelSettings.from_fields((fields_in(folder / CONFIG) or {})["model"])
+    except (OSError, ValueError, TypeError, KeyError, UserError):
         return None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from elaswave_spmd.conf.resume import CONFIG
+from elaswave_spmd.conf.resume import CONFIG, fields_in
 from elaswave_spmd.conf.schema import DataSettings, ModelSettings, TrainSettings
 from elaswave_spmd.data.spec import BYTES
 from elaswave_spmd.errors import ConfigError
@@ -159,17 +159,13 @@ def read_config(file: Path, run: str) -> Mapping[str, Any]:
     Raises:
         ConfigError: it cannot be read, or holds something else.
     """
-    import yaml
-
     try:
-        fields = yaml.safe_load(file.read_text(encoding="utf-8"))
+        fields = fields_in(file)
     except OSError as error:
         raise ConfigError(
             f"cannot read {file} ({error.strerror or error})", rule=_RUN_RULE, where=run, fix=_FIX
         ) from None
-    except (yaml.YAMLError, ValueError, RecursionError):  # such as a month 13, and lists nested thousands deep
-        fields = None
-    if not isinstance(fields, dict):
+    if fields is None:
         raise ConfigError(f"{file} does not hold the settings of a run", rule=_RUN_RULE, where=run, fix=_FIX)
     return fields
 
