@@ -225,6 +225,8 @@ _READ_BY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "eps": ("name", ("adamw",)),
     "momentum": ("name", ("sgd",)),
     "final_lr_ratio": ("schedule", _WITH_AN_END),
+    "schedule_steps": ("schedule", _WITH_AN_END),
+    "decay_steps": ("schedule", (WSD,)),
 }
 """Settings that only some choices read: the setting that chooses, and those choices."""
 
@@ -268,17 +270,7 @@ class OptimSettings(Section, group="optim"):
         return _patterns(self.freeze or "")
 
     def check_rules(self) -> None:
-        needs = {"decay_steps": (WSD,), "schedule_steps": _WITH_AN_END}
-        for name, schedules in needs.items():
-            if (value := getattr(self, name)) is not None and self.schedule not in schedules:
-                given = checks.override(f"optim.{name}", value)
-                raise ConfigError(
-                    f"{given} is given with optim.schedule={self.schedule}",
-                    rule=f"it is for optim.schedule={' and '.join(schedules)}",
-                    where=given,
-                    exists=", ".join(SCHEDULES),
-                    fix=f"optim.schedule={schedules[-1]}, or leave optim.{name} out",
-                )
+        self.check_read(("decay_steps", "schedule_steps"))  # without a value they are None
         if self.schedule_steps is not None and self.schedule_steps <= self.warmup_steps:
             given = checks.override("optim.schedule_steps", self.schedule_steps)
             raise ConfigError(
@@ -292,7 +284,7 @@ class OptimSettings(Section, group="optim"):
         """Check that the optimizer and the schedule read the settings that somebody gave a value.
 
         Without such a list this cannot be told: the config.yaml of a run has all settings, those of the other
-        optimizer as well.
+        optimizer as well. What is None has no value.
 
         Args:
             given: names of settings, without the group.
@@ -301,8 +293,10 @@ class OptimSettings(Section, group="optim"):
             ConfigError: one of them is read by another optimizer or schedule only.
         """
         for name, (by, readers) in _READ_BY.items():
-            if name in given and (chosen := getattr(self, by)) not in readers:
-                where = checks.override(f"optim.{name}", getattr(self, name))
+            if name not in given or (value := getattr(self, name)) is None:
+                continue
+            if (chosen := getattr(self, by)) not in readers:
+                where = checks.override(f"optim.{name}", value)
                 raise ConfigError(
                     f"{where} is given with optim.{by}={chosen}, which does not read it",
                     rule=f"it is read by optim.{by}={' or '.join(readers)}",

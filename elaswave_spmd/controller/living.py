@@ -128,7 +128,10 @@ def newcomers(scratch: str, orphans: Orphans) -> tuple[int, ...]:
 
 
 def _take_over(settings: Settings, path: Path, lock: RunLock, *, may_have_agents: bool) -> Living | None:
-    """Take over the workers of the run in `path`, whose lock is held; None: there are none, or they are to end."""
+    """Take over the workers of the run in `path`, whose lock is held.
+
+    Returns: None if there are none, or if they are to end.
+    """
     journal = read_journal(path)
     lines = [line for line in journal if line["incarnation"] == journal[-1]["incarnation"]]
     first = lines[0]

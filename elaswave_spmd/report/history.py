@@ -31,7 +31,8 @@ _NO_INCIDENTS = (
 )
 
 _LARGEST = 2**53
-"""Of the numbers that an event may tell: times, steps and bytes are smaller, and floats have all of these exactly."""
+"""The largest number that is believed of an event: floats have all whole numbers up to it, and no time, step or number
+of bytes is larger."""
 
 
 @dataclass(frozen=True)
