@@ -152,7 +152,7 @@ class Runner:
     """Runs cases one after another. The workers of all of them are forked from one fork server."""
 
     def __init__(self, directory: Path) -> None:
-        from elaswave_spmd.controller.startup import PRELOAD
+        from elaswave_spmd.controller.launching import PRELOAD
         from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 
         self._directory = directory
@@ -179,7 +179,8 @@ class Runner:
         """
         from elaswave_spmd.conf.schema import Settings
         from elaswave_spmd.controller.events import RunStopped
-        from elaswave_spmd.controller.startup import data_spec, make_controller
+        from elaswave_spmd.controller.launching import data_spec
+        from elaswave_spmd.controller.startup import make_controller
         from elaswave_spmd.data import prepare_data
         from elaswave_spmd.run_dir import RunDir, RunObserver
         from elaswave_spmd.runtime.transport.links import socket_directory
@@ -258,7 +259,7 @@ def reference(identity: Identity) -> Outcome | None:
     import torch
 
     from elaswave_spmd.conf.schema import Settings
-    from elaswave_spmd.controller.startup import data_spec
+    from elaswave_spmd.controller.launching import data_spec
     from elaswave_spmd.data import open_split, prepare_data
     from elaswave_spmd.worker.plan_run import make_model, plan_run
 

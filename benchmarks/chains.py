@@ -107,7 +107,7 @@ class Bytes:
 def bytes_of_case() -> Bytes:
     """Bytes of the model with 10 M parameters on two workers with ZeRO-0."""
     from elaswave_spmd.conf.schema import Settings
-    from elaswave_spmd.controller.startup import data_spec
+    from elaswave_spmd.controller.launching import data_spec
     from elaswave_spmd.data import prepare_data
     from elaswave_spmd.worker.plan_run import plan_run
 

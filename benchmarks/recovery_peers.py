@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 
 from benchmarks.plain_systems import Windows, adamw, empty_model, even_share, fill
 from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.controller.startup import data_spec
+from elaswave_spmd.controller.launching import data_spec
 from elaswave_spmd.data import prepare_data
 from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.worker.plan_run import RunPlan, plan_run

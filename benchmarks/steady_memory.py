@@ -93,7 +93,7 @@ def open_node_bytes(case: Case, microbatches: int) -> int:
     out.
     """
     from elaswave_spmd.conf.schema import Settings
-    from elaswave_spmd.controller.startup import data_spec
+    from elaswave_spmd.controller.launching import data_spec
     from elaswave_spmd.data import prepare_data
     from elaswave_spmd.determinism.reduction_tree import max_open_nodes
     from elaswave_spmd.scheduling.placement import TIME_MAJOR

@@ -21,8 +21,8 @@ from unittest import mock
 
 from benchmarks.gate import Gate
 from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.controller import startup
-from elaswave_spmd.controller import startup as controller
+from elaswave_spmd.controller.launching import PRELOAD, data_spec
+from elaswave_spmd.controller.startup import make_controller
 from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.run_dir import RunDir, RunObserver
@@ -36,7 +36,7 @@ from elaswave_spmd.worker.loop import Executor
 from elaswave_spmd.worker.plan_run import plan_run
 
 _GATE_PATH = "ELASWAVE_BENCHMARK_GATE"
-_PRELOAD = (*startup.PRELOAD, "benchmarks.steady_sides")
+_PRELOAD = (*PRELOAD, "benchmarks.steady_sides")
 _PLAIN_PRELOAD = (*_PRELOAD, "torch._dynamo", "benchmarks.plain_systems")
 
 
@@ -107,13 +107,13 @@ def ours(settings: Settings, gate_path: str, entry: str = "our_worker") -> None:
         f"benchmarks.steady_sides:{entry}", preload=_PRELOAD, scratch=[scratch], env=environment
     )
     try:
-        data = prepare_data(controller.data_spec(settings))
+        data = prepare_data(data_spec(settings))
         plan = plan_run(settings, data)
         run_dir = RunDir.create(
             settings.run.dir, settings.to_yaml(), model=settings.model.label, mesh=settings.mesh.shape.name
         )
         with RunObserver(run_dir, board=settings.run.tensorboard) as observer:
-            controller.make_controller(plan, fork_server, observer, scratch).run()
+            make_controller(plan, fork_server, observer, scratch).run()
     finally:
         fork_server.stop(0.0)
         shutil.rmtree(scratch, ignore_errors=True)
@@ -142,7 +142,7 @@ def plain_worker(spec: dict[str, Any]) -> None:
 
 def plain(settings: Settings, gate_path: str, kind: str) -> None:
     """Runs one process per worker of plain PyTorch, until the driver ends this process."""
-    data = prepare_data(controller.data_spec(settings))
+    data = prepare_data(data_spec(settings))
     spec = {
         "settings": settings.to_dict(),
         "data": data.to_dict(),

@@ -31,8 +31,8 @@ from pathlib import Path
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.conf.schema import Settings, endpoint
 from elaswave_spmd.controller.agent_workers import AgentWorkers, relay_path
+from elaswave_spmd.controller.launching import data_spec, start_fork_server
 from elaswave_spmd.controller.moved import take_note
-from elaswave_spmd.controller.startup import data_spec, start_fork_server
 from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.errors import ConfigError, DataError, RunError, UserError
 from elaswave_spmd.mesh.mesh import named_workers

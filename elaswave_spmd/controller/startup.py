@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,48 +20,49 @@ from elaswave_spmd.callbacks.callback import Callback
 from elaswave_spmd.callbacks.named import checked, load_callbacks, load_trackers
 from elaswave_spmd.callbacks.runner import CallbackRunner
 from elaswave_spmd.conf import checks
-from elaswave_spmd.conf.schema import AUTO, LIVE, RuntimeSettings, Settings, endpoint
+from elaswave_spmd.conf.schema import AUTO, LIVE, RuntimeSettings, Settings
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.ending import Command, Ending
 from elaswave_spmd.controller.events import Outcome, RestartFrom, RunFinished, RunStopped
-from elaswave_spmd.controller.io import ProcessIO, credentials_of, listen_host
+from elaswave_spmd.controller.io import ProcessIO
+from elaswave_spmd.controller.launching import (
+    data_spec,
+    gather,
+    most_workers,
+    open_agents,
+    raise_fd_limit_for,
+    start_fork_server,
+    start_launcher,
+)
 from elaswave_spmd.controller.living import Living, find_living
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.model_checks import ModelChecks
 from elaswave_spmd.controller.resume import ResumePoint, complete, open_run
 from elaswave_spmd.controller.run_log import RunLog
 from elaswave_spmd.controller.text_samples import TextSampler
-from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
+from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.errors import ConfigError, FilesError, RunError, UserError
-from elaswave_spmd.mesh import Mesh, MeshShape, Topology
 from elaswave_spmd.run_dir import RunDir, RunObserver
 from elaswave_spmd.run_dir.best import ranked_steps
 from elaswave_spmd.run_dir.captured_output import CapturedOutput
 from elaswave_spmd.run_dir.checkpoints import prune, remove_superfluous, remove_unfinished
 from elaswave_spmd.run_dir.discard import discard_after
-from elaswave_spmd.run_dir.display import count, make_display, shows_live
+from elaswave_spmd.run_dir.display import make_display, shows_live
 from elaswave_spmd.run_dir.listener import Listeners
 from elaswave_spmd.run_dir.lock import WORKERS_LOCK
 from elaswave_spmd.run_dir.trace import merge_trace
-from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
-from elaswave_spmd.runtime.processes import fork_server_client
-from elaswave_spmd.runtime.processes.agents import Agents, TakenOver
-from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
+from elaswave_spmd.runtime.devices.selection import worker_start
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
-from elaswave_spmd.runtime.processes.rendezvous import read_secret
 from elaswave_spmd.runtime.processes.scratch import Scratch
 from elaswave_spmd.runtime.processes.stop_signals import StopSignals
-from elaswave_spmd.runtime.transport.shared_memory import why_not_shared
 from elaswave_spmd.weights.resolve import resolved
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
 
 _SAVED_S = 0.05  # between two looks at workers that save their state
-TARGET = "elaswave_spmd.worker.process:main"
-PRELOAD = (*fork_server_client.PRELOAD, "randomgen", "elaswave_spmd.worker.process", "elaswave_spmd.models")
 
 
 def run(
@@ -299,8 +298,8 @@ class _Lives:
         settings = living.settings
         with contextlib.ExitStack() as unmade:
             unmade.callback(living.give_back)  # until a controller is made, an error leaves them to the next one
-            _raise_fd_limit(settings)
-            agents = _open(settings, living.start)
+            raise_fd_limit_for(settings)
+            agents = open_agents(settings, living.start)
             if agents is not None:
                 unmade.callback(agents.give_back)
                 print(f"waiting for the agents of the run at {settings.runtime.rendezvous}", flush=True)
@@ -360,7 +359,7 @@ class _Lives:
         # Planned twice where there are agents: what is wrong with the settings is found before anybody waits for them.
         if living is not None:
             if launcher.agents is not None:
-                launcher.agents.go_on(_most_workers(settings), settings.to_dict(), data.to_dict())
+                launcher.agents.go_on(most_workers(settings), settings.to_dict(), data.to_dict())
         elif (topology := gather(launcher, settings, data)) is not None:
             plan = plan_run(settings, data, topology, costs)
         begun = self._begin(plan, launcher, scratch, again, living, until_made or contextlib.ExitStack())
@@ -662,194 +661,3 @@ def make_controller(
         has_gone_back=has_gone_back,
         comeback=start.comeback,
     )
-
-
-def data_spec(settings: Settings) -> DataSpec:
-    """The settings of the data as a value of the data room, which is below conf and cannot import it."""
-    d = settings.data
-    return DataSpec(
-        name=d.name,
-        path=d.path,
-        tokenizer=d.tokenizer,
-        target=d.target,
-        args=d.args,
-        cache=d.cache,
-        validation_fraction=d.validation_fraction,
-        seq_len=settings.train.seq_len,
-        column=d.column,
-    )
-
-
-def start_launcher(
-    settings: Settings,
-    scratch: str,
-    *,
-    here: bool = False,
-    given: ByValue | None = None,
-    captured: CapturedOutput | None = None,
-) -> Launcher:
-    """Opens the rendezvous, if there is one, and starts the fork server, which imports what workers need meanwhile.
-
-    Args:
-        scratch: directory of the sockets; removed with the last worker, and where this raises.
-        here, given: as for ForkServerClient.start.
-        captured: takes what workers of this machine print to a terminal; None: the terminal does.
-
-    Raises:
-        ConfigError: a device that cannot be used here; a token file, an address or a number of workers that cannot be.
-    """
-    with contextlib.ExitStack() as undo:
-        undo.callback(shutil.rmtree, scratch, ignore_errors=True)
-        agents = _open(settings, None)
-        if agents is not None:
-            undo.callback(agents.close, 0.0)
-        # Before the fork server: workers inherit the limit from it.
-        _raise_fd_limit(settings)
-        streams = {} if captured is None else captured.streams
-        grace_s = settings.timeouts.orphan_grace
-        start = worker_start(settings)
-        if settings.runtime.transport == "shm" and (why := why_not_shared()):
-            print(f"links go over Unix sockets (runtime.transport=ipc): memory is not shared, since {why}", flush=True)
-        adopt_s = settings.timeouts.adopt
-        local = start_fork_server(start, scratch, grace_s, here=here, given=given, streams=streams, adopt_s=adopt_s)
-        undo.pop_all()
-    return Launcher(local, agents)
-
-
-def start_fork_server(
-    start: WorkerStart,
-    scratch: str,
-    orphan_grace_s: float,
-    *,
-    here: bool = False,
-    given: ByValue | None = None,
-    streams: Mapping[int, int] | None = None,
-    adopt_s: float | None = None,
-) -> ForkServerClient:
-    """Start the fork server of a machine's workers, and print the environment variables that they get.
-
-    Args:
-        streams, adopt_s: as for ForkServerClient.start.
-    """
-    if start.environment:
-        print(f"variables of the workers: {start}", flush=True)
-    return ForkServerClient.start(
-        TARGET,
-        preload=(*PRELOAD, *start.preload),
-        method=start.method,
-        env=start.environment,
-        scratch=[scratch],
-        orphan_grace_s=orphan_grace_s,
-        here=here,
-        given=given,
-        streams=streams,
-        adopt_s=adopt_s,
-    )
-
-
-def gather(launcher: Launcher, settings: Settings, data: PreparedData) -> Topology | None:
-    """Wait for the first agents, assign the workers to machines, and have the agents prepare the same data.
-
-    Returns:
-        The failure domain of each rank, which is its machine; None if the run has no agents.
-
-    Raises:
-        RunError: agents are missing at the deadline, or one failed.
-        UserError: too few places for the workers; an agent whose data is missing or differs.
-    """
-    agents, runtime = launcher.agents, settings.runtime
-    if agents is None:
-        return None
-    if runtime.agents:
-        print(f"waiting for {count(runtime.agents, 'agent')} at {runtime.rendezvous}", flush=True)
-        agents.wait_for_all(runtime.agents_timeout)
-    hosts = _assigned(launcher, settings)
-    counts = Counter(hosts.values())
-    print("workers: " + ", ".join(f"{number} on {host}" for host, number in counts.items()), flush=True)
-    for stage, host in _alone(settings, hosts):
-        print(
-            f"stage {stage} is on {host} alone, and so are the mirrors of its state: if that machine is lost, the run "
-            "is back at its newest checkpoint",
-            flush=True,
-        )
-    agents.prepare(_most_workers(settings), settings.to_dict(), data.to_dict())
-    return Topology.of({rank: (host,) for rank, host in hosts.items()})
-
-
-def _assigned(launcher: Launcher, settings: Settings) -> dict[int, str]:
-    """Assign all workers to machines. Returns rank -> host.
-
-    Machines have neighbours in a stage, whose gradients go to each other, unless a stage would lie on one machine
-    alone: a machine that is lost would take all replicas of its state along. Then each has workers of all stages.
-    """
-    shape, num_local = settings.mesh.shape, settings.runtime.local_workers
-    ranks: Sequence[int] = range(shape.num_workers)
-    launcher.assign(ranks, num_local)
-    hosts = {rank: launcher.host_of(rank) for rank in ranks}
-    if _alone(settings, hosts):
-        launcher.assign(across_stages(shape), num_local)
-        hosts = {rank: launcher.host_of(rank) for rank in ranks}
-    return hosts
-
-
-def _alone(settings: Settings, hosts: Mapping[int, str]) -> list[tuple[int, str]]:
-    """(stage, host) of the stages that one of several machines has alone, with all mirrors of their state.
-
-    Stages with too few members for all mirrors have some in other stages.
-    """
-    count, stages = settings.mirror.count, Mesh.initial(settings.mesh.shape).stages
-    if not count or len({*hosts.values()}) == 1:
-        return []
-    found = []
-    for stage, members in enumerate(stages):
-        first, *others = {hosts[rank] for rank in members}
-        if not others and len(members) > count:
-            found.append((stage, first))
-    return found
-
-
-def across_stages(shape: MeshShape) -> list[int]:
-    """All ranks, the first of each stage, then the second of each, and so on."""
-    stages = Mesh.initial(shape).stages
-    return [members[i] for i in range(max(map(len, stages))) for members in stages if i < len(members)]
-
-
-def _most_workers(settings: Settings) -> int:
-    """The workers that a run may have beside spares, as far as its settings say."""
-    return settings.elastic.max_workers or settings.mesh.shape.num_workers
-
-
-def _raise_fd_limit(settings: Settings) -> None:
-    """Have room for the links of all that the settings have room for, and for strangers where there are ports."""
-    links = _most_workers(settings) + settings.elastic.spares + (settings.runtime.agents or 0)
-    raise_fd_limit(links, strangers=settings.runtime.transport == "tcp")
-
-
-def _open(settings: Settings, start: ResumePoint | None) -> Agents | None:
-    """Open the rendezvous; None: the run has none.
-
-    Args:
-        start: of a controller that takes over the workers of one that has died; None: it does not.
-    """
-    runtime, workers = settings.runtime, settings.mesh.shape.num_workers
-    if runtime.rendezvous is None:
-        return None
-    if start is None and (runtime.local_workers or 0) > workers:
-        raise ConfigError(
-            f"runtime.local_workers={runtime.local_workers} is more than the mesh's {workers} workers",
-            rule="the workers of this machine are some of the mesh's",
-            where=checks.override("runtime.local_workers", runtime.local_workers),
-            fix=f"runtime.local_workers={workers}, or a larger mesh",
-        )
-    assert runtime.token_file is not None
-    host = listen_host(runtime)
-    secret = read_secret(runtime.token_file, where=checks.override("runtime.token_file", runtime.token_file))
-    where = endpoint("runtime.rendezvous", runtime.rendezvous)
-    if start is not None and (comeback := start.comeback) is not None:
-        assert comeback.credentials is not None, "agents are for runtime.transport=tcp"
-        here, first_free = frozenset(comeback.made), comeback.next_rank
-        life = TakenOver(start.run, start.incarnation, comeback.generation, here, first_free)
-        return Agents(where, secret, comeback.credentials, host, 0, life)
-    credentials = credentials_of(runtime)
-    assert credentials is not None, "agents are for runtime.transport=tcp"
-    return Agents(where, secret, credentials, host, runtime.agents or 0)

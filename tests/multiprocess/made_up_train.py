@@ -27,7 +27,7 @@ def work(spec: dict[str, Any]) -> int:
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from elaswave_spmd import cli
-    from elaswave_spmd.controller import startup
+    from elaswave_spmd.controller import launching
 
-    startup.TARGET = "tests.multiprocess.made_up_train:work"
+    launching.TARGET = "tests.multiprocess.made_up_train:work"
     sys.exit(cli.train())

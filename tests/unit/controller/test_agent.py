@@ -15,7 +15,7 @@ from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller import agent as module
 from elaswave_spmd.controller.agent import Agent
 from elaswave_spmd.controller.agent_workers import AgentWorkers
-from elaswave_spmd.controller.startup import data_spec
+from elaswave_spmd.controller.launching import data_spec
 from elaswave_spmd.data import prepare_data
 from elaswave_spmd.runtime.devices.selection import WorkerStart
 from elaswave_spmd.runtime.processes import agent_messages as am

@@ -15,7 +15,8 @@ from elaswave_spmd.conf.schema import Timeouts
 from elaswave_spmd.controller import failures as losses
 from elaswave_spmd.controller import io as io_module
 from elaswave_spmd.controller import startup as module
-from elaswave_spmd.controller.startup import data_spec, make_controller
+from elaswave_spmd.controller.launching import data_spec
+from elaswave_spmd.controller.startup import make_controller
 from elaswave_spmd.data import prepare_data
 from elaswave_spmd.errors import ConfigError, RunError, WorkerError
 from elaswave_spmd.recovery import messages as m

@@ -15,7 +15,8 @@ import pytest
 
 from elaswave_spmd.controller import failures
 from elaswave_spmd.controller.io import ProcessIO
-from elaswave_spmd.controller.startup import data_spec, make_controller
+from elaswave_spmd.controller.launching import data_spec
+from elaswave_spmd.controller.startup import make_controller
 from elaswave_spmd.data import prepare_data
 from elaswave_spmd.errors import RunError, WorkerError
 from elaswave_spmd.recovery import messages as m

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_spmd.conf.schema import MeshSettings, MirrorSettings, Settings
-from elaswave_spmd.controller import startup
+from elaswave_spmd.controller import launching
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.runtime.processes.launcher import Launcher
 from tests.unit.runtime.test_launcher import FakeAgents, FakeForkServer
@@ -21,7 +21,7 @@ def hosts_of(stages: tuple[int, ...], capacities: tuple[int, ...], *, mirrors: i
     fork_server: Any = FakeForkServer()
     agents: Any = FakeAgents(*capacities)
     settings = replace(Settings(), mesh=MeshSettings(stages=stages), mirror=MirrorSettings(count=mirrors))
-    return startup._assigned(Launcher(fork_server, agents), settings)
+    return launching._assigned(Launcher(fork_server, agents), settings)
 
 
 def test_each_machine_has_workers_of_all_stages_where_one_would_have_a_stage_alone() -> None:
@@ -55,7 +55,7 @@ def test_what_cannot_be_helped_is_said(monkeypatch: pytest.MonkeyPatch, capsys: 
     agents: Any = Agents(1, 3)
     settings = replace(Settings(), mesh=MeshSettings(stages=(2, 2)), mirror=MirrorSettings(count=1))
     data: Any = type("Data", (), {"to_dict": lambda self: {}})()
-    topology = startup.gather(Launcher(fork_server, agents), settings, data)
+    topology = launching.gather(Launcher(fork_server, agents), settings, data)
     assert topology is not None
     said = capsys.readouterr().out
     assert "workers: 1 on a, 3 on b" in said and "stage 1 is on b alone" in said and "stage 0" not in said
