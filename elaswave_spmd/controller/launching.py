@@ -75,15 +75,31 @@ def start_launcher(
             undo.callback(agents.close, 0.0)
         # Before the fork server: workers inherit the limit from it.
         raise_fd_limit_for(settings)
-        streams = {} if captured is None else captured.streams
-        grace_s = settings.timeouts.orphan_grace
-        start = worker_start(settings)
         if settings.runtime.transport == "shm" and (why := why_not_shared()):
             print(f"links go over Unix sockets (runtime.transport=ipc): memory is not shared, since {why}", flush=True)
-        adopt_s = settings.timeouts.adopt
-        local = start_fork_server(start, scratch, grace_s, here=here, given=given, streams=streams, adopt_s=adopt_s)
+        local = fork_server_of(settings, scratch, here=here, given=given, captured=captured)
         undo.pop_all()
     return Launcher(local, agents)
+
+
+def fork_server_of(
+    settings: Settings,
+    scratch: str,
+    *,
+    here: bool = False,
+    given: ByValue | None = None,
+    captured: CapturedOutput | None = None,
+) -> ForkServerClient:
+    """Start the fork server of the controller's machine, as the settings of the run have it; see `start_launcher`."""
+    return start_fork_server(
+        worker_start(settings),
+        scratch,
+        settings.timeouts.orphan_grace,
+        here=here,
+        given=given,
+        streams=None if captured is None else captured.streams,
+        adopt_s=settings.timeouts.adopt,
+    )
 
 
 def start_fork_server(

@@ -28,11 +28,11 @@ from elaswave_spmd.controller.events import Outcome, RestartFrom, RunFinished, R
 from elaswave_spmd.controller.io import ProcessIO
 from elaswave_spmd.controller.launching import (
     data_spec,
+    fork_server_of,
     gather,
     most_workers,
     open_agents,
     raise_fd_limit_for,
-    start_fork_server,
     start_launcher,
 )
 from elaswave_spmd.controller.living import Living, find_living
@@ -52,7 +52,6 @@ from elaswave_spmd.run_dir.display import make_display, shows_live
 from elaswave_spmd.run_dir.listener import Listeners
 from elaswave_spmd.run_dir.lock import WORKERS_LOCK
 from elaswave_spmd.run_dir.trace import merge_trace
-from elaswave_spmd.runtime.devices.selection import worker_start
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.processes.scratch import Scratch
@@ -311,11 +310,9 @@ class _Lives:
 
     def _new_fork_server(self, settings: Settings) -> tuple[ForkServerClient, Scratch]:
         """A fork server for newcomers, in place of one that has ended with its workers."""
-        scratch, timeouts = Scratch(), settings.timeouts
+        scratch = Scratch()
         try:
-            start, streams = worker_start(settings), {} if self._captured is None else self._captured.streams
-            grace_s, adopt_s = timeouts.orphan_grace, timeouts.adopt
-            return start_fork_server(start, scratch.path, grace_s, streams=streams, adopt_s=adopt_s), scratch
+            return fork_server_of(settings, scratch.path, captured=self._captured), scratch
         except BaseException:
             scratch.remove()
             raise
