@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from elaswave_spmd.by_value import ByValue
 from elaswave_spmd.callbacks.callback import Callback
-from elaswave_spmd.callbacks.named import checked, load_callbacks, load_trackers
-from elaswave_spmd.callbacks.runner import CallbackRunner
+from elaswave_spmd.callbacks.named import checked
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.schema import AUTO, LIVE, RuntimeSettings, Settings
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
@@ -26,6 +25,7 @@ from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.ending import Command, Ending
 from elaswave_spmd.controller.events import Outcome, RestartFrom, RunFinished, RunStopped
 from elaswave_spmd.controller.io import ProcessIO
+from elaswave_spmd.controller.lasting_listeners import LastingListeners
 from elaswave_spmd.controller.launching import (
     data_spec,
     fork_server_of,
@@ -40,9 +40,8 @@ from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.model_checks import ModelChecks
 from elaswave_spmd.controller.resume import ResumePoint, complete, open_run
 from elaswave_spmd.controller.run_log import RunLog
-from elaswave_spmd.controller.text_samples import TextSampler
-from elaswave_spmd.data import PreparedData, prepare_data
-from elaswave_spmd.errors import ConfigError, FilesError, RunError, UserError
+from elaswave_spmd.data import prepare_data
+from elaswave_spmd.errors import ConfigError, RunError, UserError
 from elaswave_spmd.run_dir import RunDir, RunObserver
 from elaswave_spmd.run_dir.best import ranked_steps
 from elaswave_spmd.run_dir.captured_output import CapturedOutput
@@ -200,9 +199,7 @@ class _Lives:
         self._settings = settings
         self._signals = signals
         self._given = given
-        self._given_callbacks = callbacks
-        self._callbacks: CallbackRunner | None = None  # made once, for all lives
-        self._texts: TextSampler | None = None  # likewise
+        self._listeners = LastingListeners(settings, signals, callbacks)
         self._has_gone_back = False  # since nobody could tell which worker was wrong
         self._has_begun_again = False
         self._captured: CapturedOutput | None = None  # what workers print, where a live view is shown
@@ -218,8 +215,7 @@ class _Lives:
             self._run(here=here)
         except BaseException as error:
             # Between two lives, or in the begin of a later one: whatever ends one that trains has ended them already.
-            self._end_texts(is_finished=False)
-            self._end_callbacks(error)
+            self._listeners.end(error)
             raise
 
     def _run(self, *, here: bool) -> None:
@@ -238,8 +234,7 @@ class _Lives:
                     self._has_gone_back |= restart.is_undecided
                     if restart.doubted is not None:
                         discard_after(restart.run_dir, restart.step)
-                        for listener in self._listeners:
-                            listener.given_up(restart.step)
+                        self._listeners.given_up(restart.step)
                     if restart.is_begin:
                         settings, again = beginning_again(settings, restart), restart.run_dir
                         continue
@@ -344,12 +339,12 @@ class _Lives:
             until_made: what is undone if no controller can be made.
         """
         # After the fork server was started: what a user's file imports may start threads.
-        self._load_callbacks()
+        self._listeners.load_callbacks()
         data = prepare_data(data_spec(settings))
         # Imported here: it brings torch, which the fork server is importing meanwhile for the workers.
         from elaswave_spmd.worker.plan_run import check_given_weights, plan_run, read_profile
 
-        self._prepare_texts(data)
+        self._listeners.prepare_texts(data)
         costs = read_profile(settings.schedule.profile) if settings.schedule.profile else None
         plan = plan_run(settings, data, costs=costs)
         check_given_weights(plan)
@@ -422,7 +417,7 @@ class _Lives:
             launcher.ready()
             display = make_display(choice=plan.settings.run.display, captured=self._captured)
             board = plan.settings.run.tensorboard
-            listener = Listeners(self._listeners) if self._listeners else None
+            listener = Listeners(self._listeners.made) if self._listeners.made else None
             observer = RunObserver(run_dir, display=display, board=board, listener=listener)
             undo.callback(observer.close)
             frequencies = undo.enter_context(Frequencies.open(plan.settings.schedule, scratch))
@@ -445,7 +440,7 @@ class _Lives:
     def _control(self, plan: RunPlan, launcher: Launcher, begun: _Begun) -> Outcome:
         """Let the controller train; then end the workers, and put the run's directory in order."""
         run_dir, observer = begun.run_dir, begun.observer
-        ends = self._ending_callbacks(observer)
+        ends = self._listeners.ending(observer)
         may_be_completed = True  # after an exception
         with contextlib.closing(begun.start):
             try:
@@ -499,84 +494,6 @@ class _Lives:
         settings = self._settings.checkpoint
         if settings.keep_best:
             prune(run_dir, settings.keep, None, ranked_steps(run_dir), settings.keep_best)
-
-    # ---- callbacks, and texts that the model generates
-
-    @property
-    def _listeners(self) -> list[TextSampler | CallbackRunner]:
-        """The objects that hear of the run beside its files and its display."""
-        return [listener for listener in (self._texts, self._callbacks) if listener is not None]
-
-    def _prepare_texts(self, data: PreparedData) -> None:
-        """Check that texts can be generated, if the settings ask for them, in the first life.
-
-        Raises:
-            ConfigError: they cannot.
-        """
-        if self._settings.generate.prompt is None or self._texts is not None:
-            return
-        from elaswave_spmd.weights.generate import check_prompt  # imports torch
-
-        check_prompt(self._settings, data)
-        self._texts = TextSampler(self._settings.generate)
-
-    def _end_texts(self, *, is_finished: bool) -> None:
-        """End the generation of texts, after that of the result, with a bound. A signal ends the waiting."""
-        texts = self._texts
-        if texts is None:
-            return
-        with self._signals.passing_to(texts.stop_waiting):
-            if is_finished:
-                texts.wait(time.monotonic() + self._settings.timeouts.callbacks)
-        texts.close()
-
-    def _load_callbacks(self) -> None:
-        """Make the callbacks and trackers that the settings name, in the first life.
-
-        Raises:
-            ConfigError: one of them cannot be made.
-        """
-        settings = self._settings
-        if self._callbacks is not None:
-            return
-        named = [*load_callbacks(settings.run.callbacks), *load_trackers(settings.run.trackers)]
-        if callbacks := [*self._given_callbacks, *named]:
-            self._callbacks = CallbackRunner(callbacks, settings.to_dict(), settings.timeouts.callbacks)
-
-    @contextlib.contextmanager
-    def _ending_callbacks(self, observer: RunObserver) -> Iterator[_End]:
-        """A `with` at whose end the callbacks end too, unless the run begins again. Its files are open still."""
-        end = _End()
-        try:
-            yield end
-        except BaseException as error:
-            self._end_texts(is_finished=False)
-            self._end_callbacks(error)
-            with contextlib.suppress(FilesError):
-                observer.on_news()
-            raise
-        if not isinstance(end.outcome, RestartFrom):
-            self._end_texts(is_finished=isinstance(end.outcome, RunFinished))
-            observer.on_news()  # callbacks hear of the texts before they end
-            self._end_callbacks(end.outcome.error if isinstance(end.outcome, RunStopped) else None)
-        observer.on_news()
-
-    def _end_callbacks(self, error: BaseException | None) -> None:
-        """Wait for the callbacks, with a bound. One more signal ends the waiting."""
-        callbacks = self._callbacks
-        if callbacks is None:
-            return
-        with self._signals.passing_to(callbacks.stop_waiting):
-            if isinstance(error, KeyboardInterrupt):
-                callbacks.stop_waiting()
-            callbacks.end(error)
-
-
-@dataclass
-class _End:
-    """The end of a life; None: by an exception."""
-
-    outcome: Outcome | None = None
 
 
 def beginning_again(settings: Settings, restart: RestartFrom) -> Settings:
