@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import zmq
 
@@ -19,6 +20,29 @@ from elaswave_spmd.runtime.transport.frames import Message, MessageReader, Messa
 
 _BURST = 256  # messages received from the PULL socket before the other sockets are polled
 _MONITOR_EVENT = struct.Struct("=hi")  # the first frame of a monitor's message: event, value
+
+
+@dataclass(frozen=True)
+class LoopHandlers:
+    """Everything that an event loop calls. All of it runs in the loop's thread, and must not block.
+
+    Args:
+        file: takes each message. May raise MessageRejected.
+        reject: is told of each message that is dropped.
+        fail: takes an exception, of whatever was called, after which nothing is received any more.
+        controller_lost: the life pipe has ended.
+        readable: descriptor -> what is called when it can be read, beside the loop's own descriptors.
+        look: is called now and then; None: nothing is.
+        look_s: seconds from one look to the next.
+    """
+
+    file: Callable[[Message], None]
+    reject: Callable[[MessageRejected], None]
+    fail: Callable[[BaseException], None]
+    controller_lost: Callable[[], None]
+    readable: Mapping[int, Callable[[], None]]
+    look: Callable[[], None] | None = None
+    look_s: float = 1.0
 
 
 class EventLoop:
@@ -30,16 +54,8 @@ class EventLoop:
         pull: the bound PULL socket; closed when the thread ends.
         reader: reads its messages.
         admission: answers for its connections, closed when the thread ends; None if all are admitted.
-        file: called with each message. May raise MessageRejected.
-        reject: called for each message that is dropped.
-        fail: called with an exception, by whatever was called, after which nothing is received any more.
+        handlers: what it calls.
         life_fd: read end of the controller's life pipe, or None.
-        on_controller_lost: called when the life pipe ends.
-        others: more descriptors to wait for: what is called when one is readable.
-        look: what is called now and then, or None.
-        look_s: from one look to the next.
-
-    All callables run in this thread and must not block.
     """
 
     def __init__(
@@ -47,25 +63,14 @@ class EventLoop:
         pull: zmq.Socket[bytes],
         reader: MessageReader,
         admission: Admission | None,
-        file: Callable[[Message], None],
-        reject: Callable[[MessageRejected], None],
-        fail: Callable[[BaseException], None],
+        handlers: LoopHandlers,
         life_fd: int | None,
-        on_controller_lost: Callable[[], None],
-        others: Mapping[int, Callable[[], None]],
-        look: Callable[[], None] | None = None,
-        look_s: float = 1.0,
     ) -> None:
         self._pull = pull
         self._reader = reader
         self._admission = admission
-        self._file = file
-        self._reject = reject
-        self._fail = fail
-        self._on_controller_lost = on_controller_lost
-        self._look = look
-        self._look_s = look_s
-        self._next_look = time.monotonic() + look_s
+        self._handlers = handlers
+        self._next_look = time.monotonic() + handlers.look_s
         self._monitors: dict[zmq.Socket[bytes], Callable[[int, int], None]] = {}
         self._pending_work: deque[Callable[[], None]] = deque()
         self._stopping = False
@@ -84,7 +89,7 @@ class EventLoop:
             self._register(admission.socket.FD, admission.answer)
         if life_fd is not None:
             self._register(life_fd, lambda: self._life_ended(life_fd))
-        for fd, on_ready in others.items():
+        for fd, on_ready in handlers.readable.items():
             self._register(fd, on_ready)
 
     def watch(self, monitor: zmq.Socket[bytes], on_event: Callable[[int, int], None]) -> None:
@@ -104,7 +109,7 @@ class EventLoop:
         try:
             self._serve()
         except BaseException as error:  # of `fail` the process ends; a thread that only ended would leave it deaf
-            self._fail(error)
+            self._handlers.fail(error)
             self._wait_for_stop()
         # First, as with every monitor: it must not be closed while its socket may still report to it.
         self._pull.disable_monitor()
@@ -143,12 +148,12 @@ class EventLoop:
 
     def _patience_s(self) -> float | None:
         """Seconds to wait for events; None: for ever."""
-        return None if self._look is None else max(0.0, self._next_look - time.monotonic())
+        return None if self._handlers.look is None else max(0.0, self._next_look - time.monotonic())
 
     def _look_if_due(self) -> None:
-        if self._look is not None and time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + self._look_s
-            self._look()
+        if (look := self._handlers.look) is not None and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + self._handlers.look_s
+            look()
 
     def close_wake_pipe(self) -> None:
         """Close the wake pipe, after the thread has ended. Not in the thread: others may be about to write."""
@@ -175,7 +180,7 @@ class EventLoop:
     def _life_ended(self, life_fd: int) -> None:
         # An ended pipe stays readable, so it must be removed, or the loop would never wait again.
         self._selector.unregister(life_fd)
-        self._on_controller_lost()
+        self._handlers.controller_lost()
 
     def _add(self, monitor: zmq.Socket[bytes], on_event: Callable[[int, int], None]) -> None:
         self._monitors[monitor] = on_event
@@ -207,9 +212,9 @@ class EventLoop:
         """
         for _ in range(_BURST):
             try:
-                self._file(self._reader.read())
+                self._handlers.file(self._reader.read())
             except zmq.Again:
                 return False
             except MessageRejected as rejected:
-                self._reject(rejected)
+                self._handlers.reject(rejected)
         return True

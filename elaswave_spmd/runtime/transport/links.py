@@ -32,7 +32,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ import zmq
 
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.transport.credentials import Admission, Credentials
-from elaswave_spmd.runtime.transport.event_loop import EventLoop
+from elaswave_spmd.runtime.transport.event_loop import EventLoop, LoopHandlers
 from elaswave_spmd.runtime.transport.frames import (
     FRAME_BYTES,
     MALFORMED,
@@ -389,20 +389,16 @@ class Links:
             mailbox.attach(self._inbox)
         reader = MessageReader(self._pull, limits, self._frame_bytes)
         lost = ControllerLost()
-        others: dict[int, Callable[[], None]] = {} if self._bell is None else {self._bell.fd: self._on_bell}
-        self._loop = EventLoop(
-            self._pull,
-            reader,
-            admission,
-            self._file,
-            self._on_rejected,
-            lambda error: mailbox.put(LinksFailed(error)),
-            life_fd,
-            lambda: mailbox.put(lost),
-            others,
-            None if self._silence_s is None else self._close_silent,
-            (self._silence_s or 0.0) / _LOOKS,
+        handlers = LoopHandlers(
+            file=self._file,
+            reject=self._on_rejected,
+            fail=lambda error: mailbox.put(LinksFailed(error)),
+            controller_lost=lambda: mailbox.put(lost),
+            readable={} if self._bell is None else {self._bell.fd: self._on_bell},
+            look=None if self._silence_s is None else self._close_silent,
+            look_s=(self._silence_s or 0.0) / _LOOKS,
         )
+        self._loop = EventLoop(self._pull, reader, admission, handlers, life_fd)
         if credentials is not None:
             self._watch_strangers()
         self._thread = threading.Thread(target=self._loop.run, name=f"links-{me}", daemon=True)
