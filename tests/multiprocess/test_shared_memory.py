@@ -17,17 +17,11 @@ import pytest
 
 from elaswave_spmd.runtime.transport import shared_inbox
 from elaswave_spmd.runtime.transport.frames import Message
-from elaswave_spmd.runtime.transport.links import (
-    _MAPPED,
-    _MAPPED_LINK,
-    INLINE_BYTES,
-    Links,
-    _SharedWay,
-    socket_directory,
-)
+from elaswave_spmd.runtime.transport.links import _MAPPED, _MAPPED_LINK, Links, socket_directory
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed
 from elaswave_spmd.runtime.transport.rings import MEMORY_BYTES, RING_BYTES
 from elaswave_spmd.runtime.transport.shared_memory import PeerMemory, SharedMemory, why_not_shared
+from elaswave_spmd.runtime.transport.shared_way import INLINE_BYTES, SharedWay
 from tests.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.skipif(bool(why_not_shared()), reason=why_not_shared())
@@ -117,7 +111,7 @@ def both(stack: ExitStack) -> tuple[list[Links], list[Mailbox]]:
     return ends, boxes
 
 
-def way_of(links: Links, peer: int) -> _SharedWay:
+def way_of(links: Links, peer: int) -> SharedWay:
     way = links._links[peer].shared
     assert way is not None
     return way

@@ -11,8 +11,8 @@ peer that has not bound yet is refused for good, so connect only after the peer 
 
 Workers of one host share memory (`transport="shm"`), once the peer has shown that it can map this process's: payloads
 are written there once, and read where they lie (shared_memory.py), and messages go by a ring (rings.py), which costs
-neither a system call nor another thread. What finds no room goes over the socket, as everything does between hosts;
-numbers keep the order (shared_inbox.py).
+neither a system call nor another thread (shared_way.py). What finds no room goes over the socket, as all does between
+hosts; numbers keep the order (shared_inbox.py).
 
 Who may connect is decided by libzmq in the handshake, over TCP by the credentials of the run (credentials.py), on one
 host by the mode of the sockets' directory. What then comes may still be no message of ours: it is dropped and counted
@@ -48,19 +48,18 @@ from elaswave_spmd.runtime.transport.frames import (
     MAX_PAYLOADS,
     NOT_SHARED,
     NUMBERED,
-    UNORDERED,
     Message,
     MessageLimits,
     MessageReader,
     MessageRejected,
     frames_of,
     numbered_head,
-    record_of,
 )
 from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, LinksFailed, Mailbox, PeerClosed
-from elaswave_spmd.runtime.transport.rings import MEMORY_BYTES, Bell, BellRope, RingWriter
+from elaswave_spmd.runtime.transport.rings import MEMORY_BYTES, Bell
 from elaswave_spmd.runtime.transport.shared_inbox import SharedInbox
 from elaswave_spmd.runtime.transport.shared_memory import MemoryLocation, SharedMemory, why_unsupported
+from elaswave_spmd.runtime.transport.shared_way import BELL, SHARED_RING, SharedWay
 from elaswave_spmd.runtime.transport.tcp_retries import bound_retries
 from elaswave_spmd.runtime.transport.tcp_silence import Silence
 
@@ -75,9 +74,6 @@ Transport = Literal["shm", "ipc", "tcp"]
 ZERO_COPY_BYTES = 64 * 1024
 """From this size on a payload is sent by reference; below, pyzmq's thread that drops the reference costs more."""
 
-INLINE_BYTES = 4096
-"""Up to this size a payload is a part of its message, also where memory is shared."""
-
 REJECTED_CONNECTIONS: Mapping[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "connection with other credentials",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "connection with another protocol or key",
@@ -91,10 +87,8 @@ HANDSHAKE_MS = 10_000
 # Kinds of messages, beside NUMBERED. The last two are of the handshake by which memory is shared: the sender says where
 # its memory is, and the receiver that it has mapped it.
 _MESSAGE, _SHARE, _MAPPED = 0, 0x81, 0x82
-_SHARED_RING = struct.Struct("<iiQQQ")  # pid, descriptor, inode and bytes of the memory, offset of this link's ring
 _MAPPED_LINK = struct.Struct("<Ii")  # number of the link, pid of the receiver
 _LOOKS = 10  # in the time after which a silent link is closed
-_BELL = ".bell"
 # Addresses that peers report. Names of hosts are none: libzmq's thread would wait for a name server, and all links too.
 _IPC_ADDRESS = re.compile(r"ipc:///[^\0]+")
 _ADDRESSES = {"shm": _IPC_ADDRESS, "ipc": _IPC_ADDRESS, "tcp": re.compile(r"tcp://\d{1,3}(\.\d{1,3}){3}:\d{1,5}")}
@@ -124,74 +118,6 @@ def _why_not_private(directory: str | Path) -> str:
     return "" if private else f"mode {mode:04o} and owner {status.st_uid}"
 
 
-class _SharedWay:
-    """The way of a link through this process's shared memory: a ring for its messages, and blocks for their payloads.
-
-    It is used from `open` on, which is called when the receiver has mapped the memory.
-
-    Args:
-        memory: of this process.
-        ring_at: offset of the link's ring.
-        number: of the link.
-        address: of the receiver.
-    """
-
-    def __init__(self, memory: SharedMemory, ring_at: int, number: int, address: str) -> None:
-        self._memory = memory
-        self._ring_at = ring_at
-        self._number = number
-        self._bell_path = address.removeprefix("ipc://") + _BELL
-        self._ring = RingWriter(memory.view[ring_at : ring_at + MEMORY_BYTES])
-        self._receiver: int | None = None
-        self._rope: BellRope | None = None
-        self._next_number = 0
-        self.is_open = False
-
-    def location(self) -> bytes:
-        """The location, which the receiver needs in order to map it."""
-        at = self._memory.location
-        return _SHARED_RING.pack(at.pid, at.fd, at.inode, at.num_bytes, self._ring_at)
-
-    def open(self, receiver: int) -> None:
-        """The receiver, a process, has mapped the memory."""
-        self._receiver = receiver
-        if not self.is_open:
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                self._rope = BellRope(self._bell_path)
-                self.is_open = True
-
-    def place(self, view: memoryview) -> int:
-        """Copy a payload into a block. Returns its place; NOT_SHARED if it is small, or if there is no room."""
-        if not self.is_open or view.nbytes <= INLINE_BYTES:
-            return NOT_SHARED
-        return self._memory.place(view, self._number) or NOT_SHARED
-
-    def next_number(self, ordered: bool) -> int:
-        """The number of the next message."""
-        if not ordered:
-            return UNORDERED
-        self._next_number += 1
-        return self._next_number - 1
-
-    def write(self, head: bytes, views: Sequence[memoryview]) -> bool:
-        """Send a message by the ring. False if it has no room, or is not open."""
-        return self.is_open and self._ring.write(record_of(head, views))
-
-    def wake(self) -> None:
-        """Wake the receiver if it sleeps. To be called after `write`."""
-        if self._ring.must_ring() and self._rope is not None:
-            self._rope.ring()
-
-    def close(self) -> None:
-        """The link is closed. It cannot be used after that."""
-        self.is_open = False
-        self._ring.close()
-        if self._receiver is not None:  # else it may have mapped the memory all the same: nobody else gets the ring
-            self._memory.close_link(self._number, self._receiver)
-        if self._rope is not None:
-            self._rope.close()
-
-
 class _Link:
     """The sending side of one link.
 
@@ -211,7 +137,7 @@ class _Link:
         number: int,
         me: int,
         frame_bytes: int | None,
-        shared: _SharedWay | None,
+        shared: SharedWay | None,
     ) -> None:
         self.peer = peer
         self.lock = threading.Lock()  # guards `open`
@@ -259,7 +185,7 @@ class _Link:
             if self.open is not None:
                 self._put(self.open, head, ())
 
-    def _send_shared(self, way: _SharedWay, header: bytes, views: Sequence[memoryview], ordered: bool) -> bool:
+    def _send_shared(self, way: SharedWay, header: bytes, views: Sequence[memoryview], ordered: bool) -> bool:
         sizes = [view.nbytes for view in views]
         places = [way.place(view) for view in views]
         rest = [
@@ -597,18 +523,18 @@ class Links:
         if why_unsupported():
             return ""  # nothing fails; the controller says it, once
         try:
-            self._bell = Bell(self.address.removeprefix("ipc://") + _BELL)
+            self._bell = Bell(self.address.removeprefix("ipc://") + BELL)
             self._memory = SharedMemory()
         except OSError as error:
             return str(error)
         return ""
 
-    def _new_way(self, peer: int, number: int, address: str) -> _SharedWay | None:
+    def _new_way(self, peer: int, number: int, address: str) -> SharedWay | None:
         """A way to a peer through shared memory, if this process and the peer have it."""
         if self._memory is None or peer == CONTROLLER or (at := self._memory.reserve(MEMORY_BYTES, number)) is None:
             return None
         self._with_rings[peer].add(number)
-        return _SharedWay(self._memory, at, number, address)
+        return SharedWay(self._memory, at, number, address)
 
     def _on_bell(self) -> None:
         """A peer has sent something while the consumer slept. Event-loop thread."""
@@ -640,7 +566,7 @@ class Links:
     def _handle_handshake(self, message: Message) -> None:
         """Map a peer's memory, or begin to use the way to a peer that has mapped this process's. Event-loop thread."""
         sender, kind = message.sender, message.kind
-        form = {_SHARE: _SHARED_RING, _MAPPED: _MAPPED_LINK}.get(kind)
+        form = {_SHARE: SHARED_RING, _MAPPED: _MAPPED_LINK}.get(kind)
         if form is None or message.payloads or len(message.header) != form.size:
             raise MessageRejected(MALFORMED)
         if kind == _MAPPED:
