@@ -957,22 +957,26 @@ class ControllerProtocol:
             placed = self._assigner.limited(self.placement, self.split)
             split_layers = self.split.layers if placed.put_off else ()
         self.running = placed
-        return reconfiguration.reconfigure_message(
-            self.placement,
-            self.addresses,
-            version,
-            recovery,
-            validate,
-            saves=bool(self._saving),
+        placement, mesh = self.placement, self.placement.mesh
+        return Reconfigure(
+            epoch=mesh.epoch,
+            stages=mesh.stages,
+            layer_cuts=placement.layer_cuts,
+            microbatch_counts=placement.microbatch_counts,
+            addresses=dict(self.addresses),
+            replicas=reconfiguration.replica_rows(placement, as_planned=as_planned),
+            version=version,
+            recovery_plan=recovery,
+            validate=validate,
+            save=bool(self._saving),
             recovered=recovered,
-            as_planned=as_planned,
             attempt=self._attempt,
             repair=self._repair,
             split_layers=split_layers,
             put_off=placed.put_off,
             in_flight=placed.in_flight,
             is_last=self._is_early_end(version),
-            tells_hosts=self._spec.tells_hosts,
+            hosts=reconfiguration.hosts_of(mesh) if self._spec.tells_hosts else (),
         )
 
     def layers_tried(self, split: SplitBackward | None) -> None:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from elaswave_spmd.mesh.mesh import Mesh, named_workers
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.mesh.topology import Path
-from elaswave_spmd.recovery.messages import PartialStep, Recompute, Reconfigure, StepReport
+from elaswave_spmd.recovery.messages import PartialStep, Recompute, StepReport
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replica_placement import least_pages, place_replicas
-from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet, disown, graduate, to_rows
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaRow, ReplicaSet, disown, graduate, to_rows
 from elaswave_spmd.sharding.state_sharding import Stages
 
 # ---- stages, when workers go or come
@@ -202,59 +202,20 @@ def ahead_everywhere(replicas: ReplicaMap, reports: Mapping[int, StepReport]) ->
     return tuple(found)
 
 
-def reconfigure_message(
-    placement: Placement,
-    addresses: Mapping[int, str],
-    version: int,
-    plan: tuple[Recompute, ...] | None,
-    validate: int | None,
-    *,
-    saves: bool,
-    recovered: tuple[int, ...] = (),
-    as_planned: bool = False,
-    attempt: int = 0,
-    repair: int = 0,
-    split_layers: tuple[int, ...] = (),
-    put_off: tuple[int, ...] = (),
-    in_flight: tuple[int, ...] = (),
-    is_last: bool = False,
-    tells_hosts: bool = False,
-) -> Reconfigure:
-    """The Reconfigure of an epoch; arguments as its fields.
+def replica_rows(placement: Placement, *, as_planned: bool) -> tuple[ReplicaRow, ...]:
+    """The replicas of an epoch as its Reconfigure has them; empty: each worker makes them as for a mesh without losses.
 
     Args:
         as_planned: it is the first epoch, on the workers that it was planned for.
-        tells_hosts: workers want to know who else is on their host.
     """
-    mesh = placement.mesh
     # In the planned first epoch every worker computes the same replica map from the settings, so that it need not be
     # sent to each of a thousand workers; but only the controller knows several failure domains, in which mirrors are
     # spread, and who was lost while workers started.
-    known = as_planned and len({path for _, path in mesh.topology.domains}) == 1
-    rows = to_rows(placement.replicas) if placement.replicas is not None and not known else ()
-    return Reconfigure(
-        epoch=mesh.epoch,
-        stages=mesh.stages,
-        layer_cuts=placement.layer_cuts,
-        microbatch_counts=placement.microbatch_counts,
-        addresses=dict(addresses),
-        replicas=rows,
-        version=version,
-        recovery_plan=plan,
-        validate=validate,
-        save=saves,
-        recovered=recovered,
-        attempt=attempt,
-        repair=repair,
-        split_layers=split_layers,
-        put_off=put_off,
-        in_flight=in_flight,
-        is_last=is_last,
-        hosts=_hosts_of(mesh) if tells_hosts else (),
-    )
+    known = as_planned and len({path for _, path in placement.mesh.topology.domains}) == 1
+    return to_rows(placement.replicas) if placement.replicas is not None and not known else ()
 
 
-def _hosts_of(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+def hosts_of(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     """Per stage, the number of each member's host; () if all are on one."""
     hosts = mesh.topology.by_host(mesh.members)
     numbers = {rank: number for number, members in enumerate(hosts) for rank in members}
