@@ -121,7 +121,7 @@ class LayerWatch:
         """The layer gets another tensor."""
         self._given[name] = value, value.clone()
 
-    def look(self) -> None:
+    def check_settled(self) -> None:
         """Compare the layer's own state, at any point.
 
         Raises:
@@ -145,7 +145,7 @@ class LayerWatch:
         if self._parameters is None or not equal_bits(self._parameters, self._values.flat):
             raise _parameters_changed(self._layer, "changes its parameters")
         self._parameters = None  # large
-        self.look()
+        self.check_settled()
         if self._settled is None:
             self._settled = LayerState.of(self._values.module, self._layer, copy=True)
         for name, (value, before) in self._given.items():

@@ -167,7 +167,7 @@ class Executor:
     def _save(self) -> None:
         """Send hashes of the state, if replicas are compared, and have it written: the run is about to stop."""
         self.replica.compare(saves=True)
-        if self.replica.is_sound(leaves=True):  # else another mesh epoch follows, in which others write it
+        if self.replica.check_soundness(leaves=True):  # else another mesh epoch follows, in which others write it
             self._context.hooks.save(self.replica)
 
     def _initialize_or_restore(self) -> None:
@@ -252,7 +252,7 @@ class Executor:
         if self._weights_sent >= epoch:
             return
         self._weights_sent = epoch
-        if not self.replica.is_sound(leaves=True):
+        if not self.replica.check_soundness(leaves=True):
             return  # another mesh epoch follows, in which others send it
         channel = self._context.channel
         for part in self.replica.state:
@@ -291,7 +291,7 @@ class Executor:
         self._prepare = None
         self._skip_next()  # an older epoch: it was overtaken, and some member may never have got its Reconfigure
         self._steps.keep_all()
-        self.replica.look()
+        self.replica.report_damage()
         # Two steps: a primary that has no micro-batches of its own can have sums of the step after the next already.
         found = (self._steps.partial_step(self.version + 1), self._steps.partial_step(self.version + 2))
         partial_steps = tuple(part for part in found if part != m.PartialStep(part.step))

@@ -591,7 +591,7 @@ class _Check:
         dy = evaluated = None
         with no_in_place(layer.name):
             y = programs.forward(layer.index, sample.number, x, keys, batch)
-            watch.look()
+            watch.check_settled()
             for name, value in _named("its own output, once returned,", y):
                 watch.give(name, value)
             if layer.index != self._last:
@@ -599,7 +599,7 @@ class _Check:
                 for name, value in _named("the gradient of its output", dy):
                     watch.give(name, value)
             dx = programs.backward(layer.index, sample.number, dy, into, add=sums is not None, batch=batch)
-            watch.look()
+            watch.check_settled()
             if self._job.validates:
                 programs.set_training(False)
                 evaluated = programs.evaluate(layer.index, x, keys.again(), batch)

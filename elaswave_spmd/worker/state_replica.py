@@ -148,7 +148,7 @@ class StateReplica:
         self._sends_state_at = max(begun, self.protocol.version, highest_version)
         # Before ranges are cut, and hashed anew, and before anything of them is sent: what has changed since this
         # worker reported is not taken for written.
-        self.look()
+        self.report_damage()
         is_hashed = self.state.is_hashed
         before = self._held
         self._loss_range = next((r.key for r in held if self.is_loss(r)), None)
@@ -502,14 +502,17 @@ class StateReplica:
             self._compared = self.protocol.epoch, version
             self._send(CONTROLLER, m.Fingerprints(self.rank, self.protocol.epoch, version, rows), None)
 
-    def is_sound(self, *, leaves: bool = False) -> bool:
-        """True if what this worker has computed since its version comes of parameters as they were written.
+    def check_soundness(self, *, leaves: bool = False) -> bool:
+        """Check that what this worker has computed since its version comes of parameters as they were written.
 
-        Else it counts for nothing: the state is given up and reported, and the step begins anew in the mesh epoch that
-        follows (H5).
+        If not, it counts for nothing: the state is given up and reported, and the step begins anew in the mesh epoch
+        that follows (H5).
 
         Args:
             leaves: the state itself is about to leave this worker: all of it is looked at, not the parameters alone.
+
+        Returns:
+            True if it does.
         """
         damaged = self.state.damaged() if leaves else self.state.damaged_parameters(self._reads)
         self._doubt(damaged, waits=True)
@@ -532,7 +535,7 @@ class StateReplica:
         self._doubt(damaged, waits=True)
         return not damaged
 
-    def look(self) -> None:
+    def report_damage(self) -> None:
         """At a change of the mesh: give up what is damaged, and report it, so that nobody plans with it (H5)."""
         self._doubt(self.state.damaged(), waits=False)
 

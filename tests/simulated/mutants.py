@@ -638,16 +638,16 @@ def _reports_are_of_the_newest_layers() -> Patches:
 def _changes_of_the_mesh_hash_anew() -> Patches:
     """At a change of the mesh state is hashed anew, whatever has become of it since it was written."""
 
-    def look(self: StateReplica) -> None:
+    def report_damage(self: StateReplica) -> None:
         for part in self.state:
             part.written = None
 
-    return {(StateReplica, "look"): look}
+    return {(StateReplica, "report_damage"): report_damage}
 
 
 def _votes_unlooked() -> Patches:
     """A worker votes for what it has computed without a look at the parameters that it has computed it from."""
-    return {(StateReplica, "is_sound"): lambda self, **how: True}
+    return {(StateReplica, "check_soundness"): lambda self, **how: True}
 
 
 def _damage_taints_nothing() -> Patches:
