@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.schema import MeshSettings, Settings
+from elaswave_spmd.controller.changed_schedule import ScheduleChange, check_schedule_change
 from elaswave_spmd.controller.model_checks import MODEL_CHECK
-from elaswave_spmd.controller.reschedule import Rescheduling, check_rescheduling
 from elaswave_spmd.controller.run_fingerprint import identity_of, without_average
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import CheckpointError, ConfigError, DataError
@@ -102,7 +102,7 @@ class ResumePoint:
         lines: of metrics.jsonl that are known, by step: those after the checkpoint are computed again.
         validations: (step, micro-batches) -> loss_hex of validations that are known.
         digests: layer -> digest of the bits that its kind computed when the run was checked first (`model_check`).
-        rescheduling: its length and learning rates beside those that it was saved with; None: a new run.
+        schedule_change: its length and learning rates beside those that it was saved with; None: a new run.
         locks: held as long as the run lasts; the last one is that of its own directory.
         comeback: the controller takes over living workers, which are at about the last known line; None: it does not.
     """
@@ -114,7 +114,7 @@ class ResumePoint:
     lines: Mapping[int, MetricsLine] = field(default_factory=dict)
     validations: Mapping[tuple[int, int], str] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
-    rescheduling: Rescheduling | None = None
+    schedule_change: ScheduleChange | None = None
     locks: tuple[RunLock, ...] = ()
     comeback: Comeback | None = None
 
@@ -157,9 +157,9 @@ class ResumePoint:
         text += f"; {again} steps that were committed are computed again" if again > 0 else ""
         text += "".join(f"; not used: {line}" for line in bad)
         about: dict[str, Any] = {}
-        if self.rescheduling is not None and self.rescheduling.changed:
-            text += f"; {self.rescheduling.message}"
-            about["changed"] = {name: list(values) for name, values in self.rescheduling.changed.items()}
+        if self.schedule_change is not None and self.schedule_change.changed:
+            text += f"; {self.schedule_change.message}"
+            about["changed"] = {name: list(values) for name, values in self.schedule_change.changed.items()}
         return {
             "step": self.step,
             "checkpoint": str(self.checkpoint.path),
@@ -190,7 +190,7 @@ class _Source:
         lock: of its directory. It is kept as long as this run lasts, also where this run has another directory:
             another controller must not remove the checkpoint that workers are reading.
         is_run_dir: this run goes on in the same directory.
-        bad, lines, digests, rescheduling: as in ResumePoint.
+        bad, lines, digests, schedule_change: as in ResumePoint.
         validations: the events of validations that are still valid.
     """
 
@@ -202,7 +202,7 @@ class _Source:
     lines: Mapping[int, MetricsLine]
     validations: list[dict[str, Any]]
     digests: Mapping[str, str]
-    rescheduling: Rescheduling
+    schedule_change: ScheduleChange
 
 
 def open_run(plan: RunPlan, data: PreparedData, again: Path | None = None) -> tuple[RunDir, ResumePoint]:
@@ -229,7 +229,7 @@ def open_run(plan: RunPlan, data: PreparedData, again: Path | None = None) -> tu
                 lines=source.lines,
                 validations=_losses(source.validations),
                 digests=source.digests,
-                rescheduling=source.rescheduling,
+                schedule_change=source.schedule_change,
             )
             if not source.is_run_dir and again is None:
                 _copy_records(source, run_dir, plan.job)
@@ -312,7 +312,7 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
         checkpoint, bad = load_newest_good(path, settings.train.resume_at)
         step, lines = checkpoint.step, _lines(path, checkpoint.step)
         saved = without_average(checkpoint.manifest.identity, identity)
-        found = check_rescheduling(saved, identity, settings, lines, step, where=where)
+        found = check_schedule_change(saved, identity, settings, lines, step, where=where)
         check_identity(checkpoint.manifest.layout, layout_fingerprint(plan.description.layout), where=where)
         until = found.same_until
         if same and until < max(lines, default=0):

@@ -33,7 +33,7 @@ class Job:
       differ. So may validate_every and num_validation_microbatches, unless the run has early_stop: then the last step
       depends on the validations, and their settings must be equal too.
     - steps and learning_rate may differ where all steps that are done keep their learning rates, or with
-      train.reschedule (controller/reschedule.py).
+      train.reschedule (controller/changed_schedule.py).
     - The optimizer may do without the average of parameters that it had (optim.ema), but cannot begin one.
 
     Args:

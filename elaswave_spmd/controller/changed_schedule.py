@@ -32,7 +32,7 @@ _OF_RATES = (
 
 
 @dataclass(frozen=True)
-class Rescheduling:
+class ScheduleChange:
     """The settings of length and learning rate that a run goes on with, beside those that it was saved with.
 
     Args:
@@ -56,7 +56,7 @@ class Rescheduling:
         return text + ("; from here on with other learning rates than the run so far" if self.is_stretched else "")
 
 
-def check_rescheduling(
+def check_schedule_change(
     saved: Mapping[str, Any],
     present: Mapping[str, Any],
     settings: Settings,
@@ -64,7 +64,7 @@ def check_rescheduling(
     step: int,
     *,
     where: str,
-) -> Rescheduling:
+) -> ScheduleChange:
     """Check that a run goes on with the bits that it was saved with, and with learning rates that it may have.
 
     Args:
@@ -82,7 +82,7 @@ def check_rescheduling(
     changed = {name: (old[name], new[name]) for name in old if old[name] != new[name]}
     if not changed:
         check_identity(saved, present, where=where)
-        return Rescheduling({}, max(lines, default=step))
+        return ScheduleChange({}, max(lines, default=step))
     steps = settings.train.steps
     if steps < step:
         raise ConfigError(
@@ -99,7 +99,7 @@ def check_rescheduling(
         check_identity(saved, present, where=where, fix=_ways(settings, old, same))
     check_identity(saved, _with_rates_of(present, saved), where=where)
     until = next((number - 1 for number in others if number > step), last)
-    return Rescheduling(changed, until, is_stretched=same < step)
+    return ScheduleChange(changed, until, is_stretched=same < step)
 
 
 def _ways(settings: Settings, old: Mapping[str, Any], same: int) -> str:

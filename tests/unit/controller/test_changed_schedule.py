@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.controller.reschedule import Rescheduling, check_rescheduling
+from elaswave_spmd.controller.changed_schedule import ScheduleChange, check_schedule_change
 from elaswave_spmd.controller.run_fingerprint import without_average
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.run_dir import MetricsLine
@@ -43,8 +43,8 @@ def lines(s: Settings, last: int = LAST) -> dict[int, MetricsLine]:
     }
 
 
-def check(saved: Settings, present: Settings, step: int = STEP) -> Rescheduling:
-    return check_rescheduling(identity(saved), identity(present), present, lines(saved), step, where=WHERE)
+def check(saved: Settings, present: Settings, step: int = STEP) -> ScheduleChange:
+    return check_schedule_change(identity(saved), identity(present), present, lines(saved), step, where=WHERE)
 
 
 def longer(steps: int, **more: Any) -> dict[str, dict[str, Any]]:
@@ -53,14 +53,14 @@ def longer(steps: int, **more: Any) -> dict[str, dict[str, Any]]:
 
 def test_without_a_change_every_step_that_is_known_comes_again() -> None:
     found = check(settings(), settings())
-    assert found == Rescheduling({}, LAST) and found.message == ""
+    assert found == ScheduleChange({}, LAST) and found.message == ""
 
 
 @pytest.mark.parametrize("schedule", ["constant", "inverse_sqrt"])
 @pytest.mark.parametrize("steps", [STEP, 44, 500])
 def test_schedules_without_an_end_go_on_for_any_length(schedule: str, steps: int) -> None:
     found = check(settings(schedule=schedule), settings(longer(steps), schedule=schedule))
-    assert found == Rescheduling({"train.steps": (50, steps)}, LAST)
+    assert found == ScheduleChange({"train.steps": (50, steps)}, LAST)
     assert found.message == f"train.steps={steps} in place of 50"
 
 
@@ -98,10 +98,11 @@ def test_rates_that_were_stretched_once_are_those_that_are_compared_later() -> N
     """Restarted from the checkpoint from before: the steps after it have the new rates already."""
     saved, present = settings(), settings(longer(100, reschedule=True))
     known = lines(saved, STEP) | {n: line for n, line in lines(present, LAST).items() if n > STEP}
-    found = check_rescheduling(identity(saved), identity(present), present, known, STEP, where=WHERE)
+    found = check_schedule_change(identity(saved), identity(present), present, known, STEP, where=WHERE)
     assert found.is_stretched and found.same_until == LAST
     # From a checkpoint of the stretched run itself nothing has changed.
-    assert check_rescheduling(identity(present), identity(present), present, known, STEP + 1, where=WHERE).changed == {}
+    same = check_schedule_change(identity(present), identity(present), present, known, STEP + 1, where=WHERE)
+    assert same.changed == {}
 
 
 def test_all_other_differences_are_refused_as_ever() -> None:
