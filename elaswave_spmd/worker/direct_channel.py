@@ -61,6 +61,22 @@ class HeldBack:
         return cls(nbytes=max(cls.nbytes, 16 * layout.num_parameters))
 
 
+@dataclass(frozen=True)
+class PairLimits:
+    """What goes through pairs on a worker, and how much of it may wait.
+
+    Args:
+        sends_state: state goes through pairs as well. Not on devices that recover: with state under way in their queue
+            they could not be synchronized at the begin of a step.
+        most_state: as MOST_STATE_KEPT.
+        held_back: what may wait here for the payloads of pairs.
+    """
+
+    sends_state: bool = True
+    most_state: int = MOST_STATE_KEPT
+    held_back: HeldBack = field(default_factory=HeldBack)
+
+
 class Pairs(Protocol):
     """The pairs of one worker, made anew for every epoch; until a pair is there, the link is used."""
 
@@ -198,10 +214,7 @@ class DirectChannel(ForwardingChannel):
         pairs: of this worker.
         refusal: (sender, message, elements of its payload): why a message cannot be right; empty if it can.
         expects: (sender, message): the placement, or the reshard plan, has this worker get it from there.
-        sends_state: state goes through pairs as well. Not on devices that recover: with state under way in their queue
-            they could not be synchronized at the begin of a step.
-        most_state: as MOST_STATE_KEPT.
-        held_back: what may wait here for the payloads of pairs.
+        limits: what goes through pairs, and how much of it may wait.
     """
 
     def __init__(
@@ -213,10 +226,7 @@ class DirectChannel(ForwardingChannel):
         pairs: Pairs,
         refusal: Callable[[int, m.AnyMessage, int | None], str],
         expects: Callable[[int, Direct], bool],
-        *,
-        sends_state: bool = True,
-        most_state: int = MOST_STATE_KEPT,
-        held_back: HeldBack | None = None,
+        limits: PairLimits | None = None,
     ) -> None:
         super().__init__(channel)
         self._rank = rank
@@ -225,9 +235,8 @@ class DirectChannel(ForwardingChannel):
         self._pairs = pairs
         self._refusal = refusal
         self._expects = expects
-        self._most_state = most_state
-        self._held_back = held_back or HeldBack()
-        self._kinds = (m.Activation, m.ActivationGradient, *((m.PageState,) if sends_state else ()))
+        self._limits = limits = limits or PairLimits()
+        self._kinds = (m.Activation, m.ActivationGradient, *((m.PageState,) if limits.sends_state else ()))
         self._leaving: dict[int, _Leaving] = {}
         self._arriving: dict[int, _Arriving] = {}
         self._members: frozenset[int] = frozenset()
@@ -311,7 +320,7 @@ class DirectChannel(ForwardingChannel):
             return False
         if isinstance(message, m.PageState):
             kept = self._state_kept_beside(payload)
-            return not kept or kept + payload.nbytes <= self._most_state
+            return not kept or kept + payload.nbytes <= self._limits.most_state
         if isinstance(message, m.Activation) and message.validation:
             return False
         return leaving is not None and leaving.sizes.get((type(message), message.layer)) == payload.nbytes
@@ -423,7 +432,7 @@ class DirectChannel(ForwardingChannel):
 
     def _bound(self, sender: int, arriving: _Arriving) -> None:
         """Give the pair up if too much waits for it: the link brings what the pair has not, and nothing waits."""
-        most = self._held_back
+        most = self._limits.held_back
         if len(arriving.slots) > most.messages or arriving.held > most.nbytes:
             self._give_up(sender, f"{len(arriving.slots)} messages, with {arriving.held} bytes, wait for a payload")
 

@@ -29,7 +29,7 @@ from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.channel import Channel, Incoming, WorkerStopped
 from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import WorkerContext
-from elaswave_spmd.worker.direct_channel import Direct, DirectChannel, HeldBack
+from elaswave_spmd.worker.direct_channel import Direct, DirectChannel, HeldBack, PairLimits
 from elaswave_spmd.worker.kept_reports import KeepingChannel, KeptReports
 from elaswave_spmd.worker.memory_usage import peak_bytes, state_bytes
 from elaswave_spmd.worker.optimizers import averages
@@ -96,8 +96,9 @@ class Executor:
             pairs,
             self._refusal,
             self._expects,
-            sends_state=context.hooks.device_recovery is None,
-            held_back=HeldBack.of(context.model.layout),
+            PairLimits(
+                sends_state=context.hooks.device_recovery is None, held_back=HeldBack.of(context.model.layout)
+            ),
         )
 
     @property

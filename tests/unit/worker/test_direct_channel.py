@@ -23,7 +23,7 @@ from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding.replicas import ReplicaSet
 from elaswave_spmd.worker.channel import Incoming
-from elaswave_spmd.worker.direct_channel import DirectChannel, HeldBack, pair_peers
+from elaswave_spmd.worker.direct_channel import DirectChannel, HeldBack, PairLimits, pair_peers
 from elaswave_spmd.worker.model_layout import describe
 
 A, B, SHAPE = 0, 1, (2, 3)
@@ -135,7 +135,7 @@ class End:
             self.pairs,
             lambda sender, message, elements: self._refusal(message, elements),
             lambda sender, message: not self.unexpected,
-            **bounds,
+            PairLimits(**bounds),
         )
         self.channel.enter_epoch(first or placement(), {})
 
