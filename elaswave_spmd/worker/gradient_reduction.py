@@ -114,6 +114,10 @@ class GradientReducer:
         self._layers: frozenset[int] = frozenset()  # that this worker computes
         self._routes: dict[int, tuple[Route, ...]] = {}  # by layer
         self._primary: list[ReplicaSet] = []  # the trained ranges that this worker is the primary of
+        # Made by `enter_epoch` and `begin_microbatch`, before anything reads them.
+        self._uses: dict[PageRange, tuple[int, ...]]  # range of `_primary` -> the layers whose gradients it adds up
+        self._ranges_by_use: dict[int, list[tuple[int, ReplicaSet]]]
+        self._leaf_alone: GradientBuffer  # of the micro-batch that is not added to others here
         # Step -> reductions of the ranges that this worker is the primary of. More than one step: others may be ahead.
         self._steps: dict[int, dict[PageRange, RangeReduction]] = {}
         self._early: dict[PartialSum, Tensor] = {}  # for pages that this worker is not the primary of yet

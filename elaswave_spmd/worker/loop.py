@@ -68,6 +68,8 @@ class Executor:
         self.commit = StepCommit(context, self._values, first)
         self.replica = self.commit.replica
         self._steps = StepRunner(context, self.commit, self._values, self)
+        self.configuration: Configuration
+        """The configuration that was entered last."""
         self._next: Configuration | None = None  # has arrived and is not entered yet
         self._recovered: set[int] = set()  # members that may not have what was sent to them any more
         self._has_missed = False  # others may have entered a configuration that this worker did not

@@ -61,6 +61,13 @@ class MicrobatchRunner:
         self._reducer = reducer
         self._boundaries = boundaries
         self._waiting = waiting
+        # Of the stage, by `enter_epoch`, which is called before anything else.
+        self._placement: Placement
+        self._stage: int
+        self._is_first: bool
+        self._is_last: bool
+        self._layers: range
+        self._layer_numbers: dict[int, Tensor]
         self.values = values
         self.programs = context.model.programs
         self.pacing = Pacing(context.hooks.clock)

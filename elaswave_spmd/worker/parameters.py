@@ -211,6 +211,9 @@ class Parameters:
         self._state = state
         self._protocol = protocol
         self._unsure = unsure
+        # By `enter_epoch`, which is called before anything else.
+        self._replica_map: ReplicaMap
+        self._publisher: Publisher
         self._filed: dict[m.Publish, Tensor] = {}
         # (sender, request) in the order in which they came, each once: to be answered, and answered at this version.
         self._needs: dict[tuple[int, m.Need], None] = {}

@@ -113,6 +113,12 @@ class StepRunner:
         self._microbatches = MicrobatchRunner(context, values, self._replica.reducer, self._boundaries, waiting)
         draw = CheckDraw(context.job.seed, context.job.verify_rate)
         self.checks = StepChecks(context.rank, draw, Digester(context.device), context.channel.send)
+        # Of the stage that the worker is on, by `enter_epoch`, which is called before anything else.
+        self._configuration: Configuration
+        self._placement: Placement
+        self._stage: int
+        self._is_last: bool
+        self._layers: range
         self._under_way: StepUnderWay | None = None
         self._recovery: RecoveryPlan | None = None
         self._work: dict[int, MicrobatchWork] = {}  # micro-batch -> what is left of it in the step under way
