@@ -5,8 +5,8 @@ there, starts workers when the controller orders it, and reports how they end. I
 controller is lost, its workers end, and it looks for the controller again, for --timeout seconds. It then joins as a
 new agent: of the former one only the peer ids still count, which it sends along. Where another controller may adopt
 workers (`timeouts.adopt`), they wait for it first, and the agent offers them to the one that it finds, at the same
-place or where a note says (moved.py). At SIGTERM its workers leave the run first, and by a deadline it ends in any
-case.
+place or where a note says (address_note.py). At SIGTERM its workers leave the run first, and by a deadline it ends in
+any case.
 
 Of what its workers send it relays their heartbeats alone, which on a large run are more than the controller could hear
 one by one (runtime/processes/beat_relay.py): they have links of their own to the controller and to all others. It
@@ -30,9 +30,9 @@ from pathlib import Path
 
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.conf.schema import Settings, endpoint
+from elaswave_spmd.controller.address_note import take_note
 from elaswave_spmd.controller.agent_workers import AgentWorkers, relay_path
 from elaswave_spmd.controller.launching import data_spec, start_fork_server
-from elaswave_spmd.controller.moved import take_note
 from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.errors import ConfigError, DataError, RunError, UserError
 from elaswave_spmd.mesh.mesh import named_workers
@@ -234,7 +234,7 @@ class _Search:
     Args:
         endpoint: (host, port) of the rendezvous.
         timeout_s: for which it is looked for, where no worker waits.
-        moved: a file that may name another HOST:PORT meanwhile (moved.py); None: the run stays where it is.
+        moved: a file that may name another HOST:PORT meanwhile (address_note.py); None: the run stays where it is.
 
     Attributes:
         offer: for the run, which is at its rendezvous as far as is known.

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.processes import processes_with
-from elaswave_spmd.controller.moved import Place
+from elaswave_spmd.controller.address_note import AddressNote
 from elaswave_spmd.controller.on_ray.job import MARK
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from elaswave_spmd.run_dir.lock import workers_live
@@ -338,7 +338,7 @@ def test_on_ray_the_next_controller_is_at_another_place_of_which_agents_are_told
             word.replace(f"rendezvous={old}", f"rendezvous={new}") for word in resuming(site, *words, names="b")
         ]
         with launch(site.here, *again_at, mark=site.mark) as again:
-            Place(note, old).tell(new, 0.0)
+            AddressNote(note, old).tell(new, 0.0)
             done = end_of(again.process)
             _, agents = end_of_all(sides)
     assert done.code == 0, done.err

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from elaswave_spmd.controller.moved import Place, take_note
+from elaswave_spmd.controller.address_note import AddressNote, take_note
 from elaswave_spmd.controller.on_ray import tied
 from elaswave_spmd.controller.on_ray.files import JobFiles
 from elaswave_spmd.controller.on_ray.job import Job, differing, process_environment
@@ -136,7 +136,7 @@ class NodeAgent:
         self._job = job
         self._files = JobFiles(job)
         self._process: subprocess.Popen[bytes] | None = None
-        self._place: Place | None = None  # of an agent that may keep its workers
+        self._note: AddressNote | None = None  # of an agent that may keep its workers
         self._serves = ""
         self._start = ""
         self._log = ""
@@ -156,9 +156,9 @@ class NodeAgent:
             name: of the node, for the run.
         """
         now = time.monotonic()
-        if self._place is not None and self._is_there and not self._is_deaf(now):
+        if self._note is not None and self._is_there and not self._is_deaf(now):
             try:
-                self._place.tell(rendezvous, now)
+                self._note.tell(rendezvous, now)
             except FilesError as error:
                 return NodeReport(node_id(), "", "", f"its agent cannot be told where the controller is ({error.why})")
             self._serves = rendezvous
@@ -173,8 +173,8 @@ class NodeAgent:
             *("--workers", str(job.places), "--name", name, "--drain", str(DRAIN_S), "--timeout", str(_LOOKS_S)),
         ]
         if job.adopt_s is not None:
-            self._place = Place(self._files.note_for(name, start), rendezvous)
-            words += ["--moved-file", str(self._place.note)]
+            self._note = AddressNote(self._files.note_for(name, start), rendezvous)
+            words += ["--moved-file", str(self._note.path)]
         environment = process_environment(job, os.environ)
         with self._files.opened(self._log) as log:
             self._process = tied.start(words, environment, job.folder, log)
@@ -190,7 +190,7 @@ class NodeAgent:
 
     def _is_deaf(self, now: float) -> bool:
         """True if the agent has been told another place for so long that it will not hear of it."""
-        unread_s = self._place.unread_s(now) if self._place is not None else None
+        unread_s = self._note.unread_s(now) if self._note is not None else None
         return unread_s is not None and unread_s > _UNREAD_S
 
     def state(self) -> AgentReport:
@@ -201,7 +201,7 @@ class NodeAgent:
         said = "" if code is None else self._files.last_line(self._log)
         said = "" if said.startswith(_BEGIN) else said
         has_workers = code is None and any(_children_of(child) for child in _children_of(self._process.pid))
-        has_ended_before = code is not None and self._place is not None and self._place.unread_s(now) is not None
+        has_ended_before = code is not None and self._note is not None and self._note.unread_s(now) is not None
         # It is to be started where the controller is now.
         serves = "" if has_ended_before or self._is_deaf(now) else self._serves
         return AgentReport(node_id(), serves, self._start, code, said, has_workers)
@@ -221,9 +221,9 @@ class NodeAgent:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._place is not None:
-            take_note(self._place.note)  # nobody else reads it
-        self._process = self._place = None
+        if self._note is not None:
+            take_note(self._note.path)  # nobody else reads it
+        self._process = self._note = None
 
 
 def _environment_of(process: int, otherwise: dict[str, str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from elaswave_spmd.conf.compose import settings_from
-from elaswave_spmd.controller.moved import take_note
+from elaswave_spmd.controller.address_note import take_note
 from elaswave_spmd.controller.on_ray import cluster, decisions, node, supervisor, vendor
 from elaswave_spmd.controller.on_ray.decisions import (
     REFUSED,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from elaswave_spmd.controller import agent as module
+from elaswave_spmd.controller.address_note import AddressNote, take_note
 from elaswave_spmd.controller.agent import Offer
-from elaswave_spmd.controller.moved import Place, take_note
 from elaswave_spmd.errors import FilesError, RunError
 from elaswave_spmd.runtime.processes.rendezvous import Found, NoRunYetError
 from elaswave_spmd.runtime.transport.credentials import RunKeys
@@ -24,7 +24,7 @@ def note(tmp_path: Path) -> Path:
 
 
 def test_a_note_is_read_once_and_the_last_one_counts(note: Path) -> None:
-    place = Place(note, A)
+    place = AddressNote(note, A)
     assert take_note(note) is None and place.unread_s(5.0) is None
     place.tell(B, 5.0)
     place.tell(C, 6.0)
@@ -36,7 +36,7 @@ def test_a_note_is_read_once_and_the_last_one_counts(note: Path) -> None:
 
 
 def test_an_agent_that_knows_the_place_is_told_nothing(note: Path) -> None:
-    place = Place(note, A)
+    place = AddressNote(note, A)
     place.tell(A, 5.0)
     assert place.unread_s(100.0) is None and not note.exists()
     place.tell(B, 5.0)
@@ -49,12 +49,12 @@ def test_an_agent_that_knows_the_place_is_told_nothing(note: Path) -> None:
 
 
 def test_what_an_earlier_agent_has_not_read_is_for_nobody(note: Path) -> None:
-    Place(note, A).tell(B, 0.0)
-    assert Place(note, C).unread_s(9.0) is None and not note.exists()
+    AddressNote(note, A).tell(B, 0.0)
+    assert AddressNote(note, C).unread_s(9.0) is None and not note.exists()
 
 
 def test_a_note_that_cannot_be_written_is_an_error_and_can_be_written_again(note: Path) -> None:
-    place = Place(note, A)
+    place = AddressNote(note, A)
     with room_for(0), pytest.raises(FilesError):
         place.tell(B, 5.0)
     assert place.unread_s(6.0) is None

@@ -30,31 +30,31 @@ def take_note(note: Path) -> str | None:
     return text.decode("utf-8", "replace").strip()
 
 
-class Place:
-    """The place where an agent looks for its controller, as far as the process knows that has started the agent.
+class AddressNote:
+    """The note for one agent, as the process keeps it that has started the agent: which address the agent knows.
 
     Args:
-        note: the file for notes to it. One that an earlier agent has not read is removed.
+        path: of the note. One that an earlier agent has not read is removed.
         rendezvous: HOST:PORT that the agent was started with.
     """
 
-    def __init__(self, note: Path, rendezvous: str) -> None:
-        self.note = note
+    def __init__(self, path: Path, rendezvous: str) -> None:
+        self.path = path
         self._known = rendezvous  # to the agent
         self._last = rendezvous  # that a note named, or the agent was started with
         self._written_at = 0.0
-        take_note(note)
+        take_note(path)
 
     def tell(self, rendezvous: str, now: float) -> None:
-        """Tell the agent another place, or that it is the one that it knows.
+        """Tell the agent another address, or that it is the one that it knows.
 
         Raises:
             FilesError: the note cannot be written.
         """
-        if self._last != self._known and take_note(self.note) is None:
+        if self._last != self._known and take_note(self.path) is None:
             self._known = self._last  # the agent has taken the last one
         if rendezvous != self._known:
-            with replacing(self.note, durable=False) as scratch:
+            with replacing(self.path, durable=False) as scratch:
                 scratch.write_text(f"{rendezvous}\n", encoding="utf-8")
         self._last, self._written_at = rendezvous, now
 
@@ -63,7 +63,7 @@ class Place:
         if self._last == self._known:
             return None
         try:
-            is_there = self.note.exists()
+            is_there = self.path.exists()
         except OSError:  # of a mount that is stale
             is_there = True
         if not is_there:
