@@ -19,7 +19,7 @@ from elaswave_spmd.models import Loss, Metrics
 from elaswave_spmd.worker.activations import Activation, tensors_of
 from elaswave_spmd.worker.inputs import Inputs, first_input, leaves_of
 from elaswave_spmd.worker.layer_watch import SAME_RESULT, difference_of, equal_bits, process_state, refuse_process
-from elaswave_spmd.worker.programs.eager import checked_loss, scores_of
+from elaswave_spmd.worker.programs.scores import checked_loss, scores_of
 
 _BY_DATASET = "def __getitem__(self, index, keys) with keys.generator() or keys.numpy() (docs/your_data.md)"
 

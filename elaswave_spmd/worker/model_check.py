@@ -62,7 +62,8 @@ from elaswave_spmd.worker.layer_watch import (
     no_in_place,
 )
 from elaswave_spmd.worker.profiling import LayerMemory
-from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, checked_loss, naming_layer, scores_of
+from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, naming_layer
+from elaswave_spmd.worker.programs.scores import checked_loss, scores_of
 from elaswave_spmd.worker.spec import Job
 
 DIGEST_BYTES = 16

@@ -31,7 +31,7 @@ from elaswave_spmd.worker.gradient_reduction import GradientReducer, ReductionFo
 from elaswave_spmd.worker.optimizers import clip_divisor
 from elaswave_spmd.worker.page_norms import page_norm_values
 from elaswave_spmd.worker.parameters import Parameters
-from elaswave_spmd.worker.programs.eager import mixed_weights
+from elaswave_spmd.worker.programs.scores import mixed_weights
 from elaswave_spmd.worker.stage_collectives import NoCollectives, StageCollectives
 from elaswave_spmd.worker.state import LEARNING, BackgroundCopies, HeldRange, HeldState, Saved, contains, cut
 from elaswave_spmd.worker.state_transfer import receive_state, send_state

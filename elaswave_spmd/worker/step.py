@@ -37,7 +37,7 @@ from elaswave_spmd.worker.partial_step import (
     remaining_of_begun_step,
     remaining_of_new_step,
 )
-from elaswave_spmd.worker.programs.eager import ScoreForm
+from elaswave_spmd.worker.programs.scores import ScoreForm
 from elaswave_spmd.worker.ready_order import KeptLimits, MicrobatchWork, is_ready, next_ready
 from elaswave_spmd.worker.stage_boundary import ACTIVATION, GRADIENT, Boundaries, Crossing
 from elaswave_spmd.worker.step_commit import StepCommit

@@ -6,7 +6,7 @@ its bits do not depend on where the stages are cut, and its gradient can be sent
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,15 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Keys
-from elaswave_spmd.errors import ModelError, add_note
+from elaswave_spmd.errors import add_note
 from elaswave_spmd.models import Loss, Metrics, Objective, keys_parameter
-from elaswave_spmd.recovery.admission import LONGEST_METRIC, MOST_METRICS
 from elaswave_spmd.recovery.validation import other_metrics
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.activations import (
     Activation,
     checked_output,
-    described,
     graded,
     gradient_of,
     handed_on,
@@ -39,6 +37,7 @@ from elaswave_spmd.worker.activations import (
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.inputs import leaves_of
 from elaswave_spmd.worker.profiling import LayerMemory
+from elaswave_spmd.worker.programs.scores import ScoreForm, checked_loss, loss_and_weight, mixed_weights, scores_of
 from elaswave_spmd.worker.programs.split_backward import PutOff, SplitLayer
 from elaswave_spmd.worker.spec import Job
 
@@ -639,121 +638,3 @@ def no_gradient(x: Activation) -> Tensor:
     """
     dtypes = [tensor.dtype for tensor in tensors_of(x) if tensor.is_floating_point()]
     return torch.zeros(1, dtype=dtypes[0] if dtypes else torch.float32, device=tensors_of(x)[0].device)
-
-
-def checked_loss(loss: object) -> Tensor | tuple[Tensor, Tensor]:
-    """Checks the loss of one micro-batch.
-
-    Returns:
-        The loss as fp32 scalar; or with its weight, both fp32 scalars.
-
-    Raises:
-        ModelError: the loss is neither one number nor a pair of numbers.
-    """
-    if isinstance(loss, tuple) and len(loss) == 2 and _is_number(loss[0], tensor=True) and _is_number(loss[1]):
-        return loss[0].float(), as_number(loss[1], loss[0])
-    if not _is_number(loss, tensor=True):
-        raise ModelError(
-            f"loss(output, batch) returned {described(loss)}, not one number",
-            rule="a loss is a tensor without dims, the sum over the tokens of a micro-batch; or a tuple of that and "
-            "its weight",
-            fix=_fix_of_loss(loss),
-        )
-    assert isinstance(loss, Tensor)
-    return loss.float()
-
-
-def _fix_of_loss(loss: object) -> str:
-    if isinstance(loss, int | float):
-        return "return the tensor, without float() and item()"
-    if isinstance(loss, Mapping | list | tuple):
-        return "add the losses up and return their sum; single ones go into metrics(output, batch), for validations"
-    return "end it with .sum()" if isinstance(loss, Tensor) else "return the loss"
-
-
-def mixed_weights(what: str) -> ModelError:
-    """The error of a model whose loss has a weight for some micro-batches only."""
-    return ModelError(
-        what,
-        rule="a model's loss returns a sum for every micro-batch, or (sum, weight) for every one",
-        where="loss(output, batch)",
-        fix="return (sum, weight) always; the weight of a micro-batch may be 0",
-    )
-
-
-def _is_number(value: object, *, tensor: bool = False) -> bool:
-    if isinstance(value, Tensor):
-        return not value.ndim
-    return not tensor and isinstance(value, int | float)
-
-
-def as_number(value: Any, like: Tensor) -> Tensor:
-    """A number as fp32 scalar without a graph, where `like` is, which may be a device that only traces."""
-    if isinstance(value, Tensor):
-        return value.detach().float()
-    return torch.zeros_like(like, dtype=torch.float32, requires_grad=False) + value
-
-
-def loss_and_weight(loss: Tensor, weight: Tensor) -> Tensor:
-    """The scaled loss of a micro-batch, its weight, and 1 for a micro-batch that has one: fp32 [3]."""
-    return torch.stack([loss.detach(), weight, torch.ones_like(weight)])
-
-
-@dataclass(frozen=True)
-class ScoreForm:
-    """The form of what a validation makes of a micro-batch: sums and their weights, one after the other.
-
-    Args:
-        names: of the metrics, after the loss.
-        weighted: whether the loss, and each metric, has a weight behind its sum.
-    """
-
-    names: tuple[str, ...]
-    weighted: tuple[bool, ...]
-
-    def rows(self, values: Sequence[float]) -> list[tuple[float, float | None]]:
-        """(sum, weight) of the loss, then of each metric; None: it has no weight."""
-        found, rest = [], iter(values)
-        for has_weight in self.weighted:
-            total = next(rest)
-            found.append((total, next(rest) if has_weight else None))
-        return found
-
-    @property
-    def in_words(self) -> str:
-        """The names, such as "accuracy (sum, weight)"."""
-        named = zip(self.names, self.weighted[1:], strict=True)
-        return ", ".join(f"{name} (sum, weight)" if has else name for name, has in named) or "none"
-
-
-def scores_of(loss: Tensor | tuple[Tensor, Tensor], metrics: Mapping[str, Any]) -> tuple[ScoreForm, tuple[Tensor, ...]]:
-    """A checked loss and the metrics of one micro-batch, as numbers one after the other: fp32 scalars.
-
-    Raises:
-        ModelError: a metric is neither one number nor a pair of numbers.
-    """
-    values = [loss] if isinstance(loss, Tensor) else [*loss]
-    weighted = [not isinstance(loss, Tensor)]
-    if not isinstance(metrics, Mapping):
-        raise _no_metrics(f"metrics(output, batch) returned an object of type {type(metrics).__name__}")
-    for name, value in metrics.items():
-        pair = value if isinstance(value, tuple) else (value,)
-        if not isinstance(name, str) or not 0 < len(name) <= LONGEST_METRIC or not name.isprintable():
-            raise _no_metrics(f"metrics(output, batch) returned a metric with the name {name!r}")
-        if name == "loss" or len(metrics) > MOST_METRICS:
-            raise _no_metrics(f"metrics(output, batch) returned {len(metrics)} metrics, one of them {name}")
-        if len(pair) not in (1, 2) or not all(map(_is_number, pair)):
-            raise _no_metrics(f"metrics(output, batch) returned {described(value)} as {name}")
-        values += [as_number(one, values[0]) for one in pair]
-        weighted.append(len(pair) == 2)
-    return ScoreForm(tuple(metrics), tuple(weighted)), tuple(values)
-
-
-def _no_metrics(what: str) -> ModelError:
-    return ModelError(
-        what,
-        rule="metrics(output, batch) returns a dict of name -> sum over the samples of the micro-batch, or "
-        f"(sum, weight), as numbers or tensors without dims; at most {MOST_METRICS}, none of them called loss",
-        where="metrics(output, batch)",
-        fix='return {"accuracy": ((output.argmax(-1) == batch[1]).sum(), len(batch[1]))}',
-    )

@@ -44,15 +44,8 @@ from elaswave_spmd.worker.activations import (
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.inputs import Example, leaves_of, with_leaves
 from elaswave_spmd.worker.programs.backward_pair import PairPrograms
-from elaswave_spmd.worker.programs.eager import (
-    BegunBackward,
-    SavedForward,
-    StagePrograms,
-    checked_loss,
-    loss_and_weight,
-    naming_layer,
-    no_gradient,
-)
+from elaswave_spmd.worker.programs.eager import BegunBackward, SavedForward, StagePrograms, naming_layer, no_gradient
+from elaswave_spmd.worker.programs.scores import checked_loss, loss_and_weight
 from elaswave_spmd.worker.programs.xla_backward import (
     BackwardPrograms,
     IslandWeights,
