@@ -4,8 +4,8 @@ Everything that a run promises rests on that: a micro-batch may be computed by a
 again after a loss. So before a worker is ready each *kind* of layer is run forward and backward on one micro-batch, by
 the worker's own programs on its own device, and then once more by another copy of the layer that has run another
 micro-batch before. What differs, what changed meanwhile (generators, buffers, inputs) and what is not finite is refused
-with the layer, what was seen and the fix. `inputs(batch)` is held to the same (`function_watch`). `check_loss` holds
-the loss of a micro-batch to the losses of its halves, and `check_metrics` its metrics.
+with the layer, what was seen and the fix. `inputs(batch)` is held to the same (`function_watch`), and `loss` and
+`metrics` to being sums over samples (`loss_check`).
 
 A worker cannot see what it does alike at all times: a number of its own, the order of a set, a library of its machine.
 So each reports digests of its results, which the controller compares (controller/model_checks.py), and workers of odd
@@ -21,9 +21,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,14 +33,13 @@ from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Keys, sample_ids
 from elaswave_spmd.errors import DataError, ModelError, UserError, headline_of, place_in_user_code
-from elaswave_spmd.models import Loss, Metrics, call_layer
+from elaswave_spmd.models import call_layer
 from elaswave_spmd.sharding.layout import LayerLayout
 from elaswave_spmd.worker.activations import (
     Activation,
     checked_output,
     forms_of,
     graded,
-    in_words,
     leaf,
     like,
     map_tensors,
@@ -61,15 +59,13 @@ from elaswave_spmd.worker.layer_watch import (
     equal_bits,
     no_in_place,
 )
+from elaswave_spmd.worker.loss_check import check_loss, check_metrics, refuse_detached, shortened
 from elaswave_spmd.worker.profiling import LayerMemory
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, naming_layer
-from elaswave_spmd.worker.programs.scores import checked_loss, scores_of
 from elaswave_spmd.worker.spec import Job
 
 DIGEST_BYTES = 16
-_LOSS_TOLERANCE = 1e-3  # relative, in fp32: sums of other lengths are rounded otherwise, a mean is off by a factor
 _FINITE = "a step whose gradient is not finite is skipped: this model would skip its steps"
-_LONGEST_REASON = 200  # characters
 _GRADIENT = 1e-3  # size of the made-up gradient of a layer's output, about what training has
 _DISTURBANCE = 0.01  # of parameters, at most twice; never below what they begin with, as of a variance of zero
 
@@ -742,7 +738,7 @@ class _Check:
         try:
             output, batch = (outputs[0], self._first.batch) if size > 1 else (_cat(outputs), _joined(samples))
         except RuntimeError as error:  # micro-batches of other shapes: there is nothing to halve
-            self.loss_unchecked = _shortened(error)
+            self.loss_unchecked = shortened(error)
             return
         del outputs  # those of a language model are large
         cut, loss, metrics = number // 2, self._programs.loss, self._programs.metrics
@@ -764,130 +760,6 @@ class _Check:
         with torch.no_grad(), naming_layer(layer.name, "check of the loss", x):
             y = call_layer(module, x, keys)
         return map_tensors(_in_fp32, checked_output(y, self._job.torch_dtype, layer.name))
-
-
-def refuse_detached(loss: Loss, output: Activation, batch: Any) -> None:
-    """Refuse a loss that autograd cannot follow to the output: all gradients would be zero, and nothing be trained.
-
-    A loss of zero may have no gradient: that of a micro-batch in which no sample counts.
-
-    Args:
-        output: of the last layer, each tensor of a tuple.
-
-    Raises:
-        ModelError: the loss is a number without a graph.
-    """
-    with torch.enable_grad():
-        found = checked_loss(
-            loss(map_tensors(lambda y: y.detach().requires_grad_(y.is_floating_point()), output), batch)
-        )
-    total = found[0] if isinstance(found, tuple) else found
-    if not total.requires_grad and total.item() != 0.0:
-        raise ModelError(
-            f"loss(output, batch) is {total.item():g}, and has no gradient",
-            rule="the model is trained by the gradient of its loss with respect to the output of its last layer",
-            where="loss(output, batch)",
-            fix="compute it from output by differentiable operations of torch: without detach(), data, item(), numpy, "
-            "argmax and torch.no_grad()",
-        )
-
-
-def check_loss(loss: Loss, output: Activation, batch: Any, cut: int) -> str:
-    """Hold the loss of a batch to the sum of the losses of samples [0, cut) and of the others; and its weight, too.
-
-    Args:
-        output: of the last layer, fp32 [samples, ...], each tensor of a tuple.
-
-    Returns:
-        What the loss raised, for one of them: it is held to nothing then; "" if it raised nothing.
-
-    Raises:
-        ModelError: they differ by more than rounding explains.
-    """
-    return _check_sums(lambda y, given: _named_sums(checked_loss(loss(y, given)), {}), _LOSS, output, batch, cut)
-
-
-def check_metrics(metrics: Metrics, output: Activation, batch: Any, cut: int) -> None:
-    """Hold each metric of a batch, and its weight, to the sums of those of two halves, as `check_loss` does the loss.
-
-    A validation adds metrics up from micro-batches, whatever their number: a mean, or a largest value, would come out
-    as something that depends on the size of micro-batches.
-    """
-
-    def sums(y: Activation, given: Any) -> dict[str, float]:
-        return _named_sums(torch.zeros(()), metrics(y, given))
-
-    _check_sums(sums, _METRICS, output, batch, cut)
-
-
-@dataclass(frozen=True)
-class _SumRule:
-    """The rule that numbers of a micro-batch are sums over its samples, and what to do where they are not."""
-
-    rule: str
-    where: str
-    fix: str
-
-
-_LOSS = _SumRule(
-    "the loss of a micro-batch is the sum over its samples and tokens: the loss of a step is added up from "
-    "micro-batches, and divided by its tokens there",
-    "loss(output, batch)",
-    'end it with .sum(), or reduction="sum", in place of a mean; let each sample count by itself, with an output and '
-    "a target of one shape: of [4] and [4, 1] torch makes [4, 4]",
-)
-_METRICS = _SumRule(
-    "a metric of a micro-batch is the sum over its samples, or (sum, weight): a validation adds both up from "
-    "micro-batches, and divides by the weight, or by the number of samples",
-    "metrics(output, batch)",
-    "return the sum in place of a mean, or (sum, weight) where not every sample counts alike",
-)
-
-
-def _named_sums(loss: Tensor | tuple[Tensor, Tensor], metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a loss and of metrics that are sums over samples, by the name that an error calls them."""
-    form, values = scores_of(loss, metrics)
-    names = ("loss()", *(f"metric {name}" for name in form.names))
-    found: dict[str, float] = {}
-    for name, (total, weight) in zip(names, form.rows([float(value) for value in values]), strict=True):
-        found[name] = total
-        if weight is not None:
-            found[f"the weight of {name}"] = weight
-    return found
-
-
-def _check_sums(
-    sums: Callable[[Activation, Any], dict[str, float]], rule: _SumRule, output: Activation, batch: Any, cut: int
-) -> str:
-    """Hold each number of a batch to the sum of those of samples [0, cut) and of the others; see `check_loss`."""
-    number = leaves_of(batch)[0][1].shape[0] if leaves_of(batch)[0][1].ndim else 0
-    if any(not leaf.ndim or leaf.shape[0] != number for _, leaf in leaves_of(batch)):
-        return "a tensor of the batch has no dim of samples in front, so half of it cannot be told"
-    try:
-        whole = sums(output, batch)
-        first, rest = (
-            sums(_part(output, part), with_leaves(batch, (leaf[part] for _, leaf in leaves_of(batch))))
-            for part in (slice(None, cut), slice(cut, None))
-        )
-    except Exception as error:
-        # A function may take nothing but whole micro-batches of what its model puts out, without a graph or with one.
-        # The loss has been computed so before, in the forward.
-        return _shortened(error)
-    for name, of_all in whole.items():
-        parts = first.get(name, math.nan), rest.get(name, math.nan)
-        size = max(abs(of_all), sum(map(abs, parts)))
-        # A loss that is not finite is refused elsewhere, with the model's own outputs.
-        if not math.isfinite(size) or abs(of_all - sum(parts)) <= _LOSS_TOLERANCE * size:
-            continue
-        seen = f"{name} of {number} samples is {of_all:.6g}, and of their two halves {parts[0]:.6g} + {parts[1]:.6g}"
-        given = ", ".join(f"{leaf} {in_words(values)}" for leaf, values in leaves_of(batch))
-        exists = f"output {in_words(output)}, {given}"
-        raise ModelError(seen, rule=rule.rule, where=rule.where, exists=exists, fix=rule.fix)
-    return ""
-
-
-def _shortened(error: Exception) -> str:
-    return textwrap.shorten(f"{type(error).__name__}: {error}", _LONGEST_REASON, placeholder=" ...")
 
 
 # ---- two results
@@ -945,11 +817,6 @@ def _cat(values: Sequence[Activation]) -> Activation:
 def _without_terms(value: Activation) -> Activation:
     """An output whose terms of the whole micro-batch are zero."""
     return value if isinstance(value, Tensor) else map_tensors(lambda t: t if t.ndim else torch.zeros_like(t), value)
-
-
-def _part(value: Activation, samples: slice) -> Activation:
-    """Some samples of an activation."""
-    return map_tensors(lambda tensor: tensor[samples].contiguous() if tensor.ndim else tensor, value)
 
 
 def _in_fp32(tensor: Tensor) -> Tensor:

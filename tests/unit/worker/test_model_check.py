@@ -23,14 +23,8 @@ from elaswave_spmd.worker.context import LocalModel
 from elaswave_spmd.worker.initial_values import MadeValues
 from elaswave_spmd.worker.layer_kinds import kind_of
 from elaswave_spmd.worker.learning_rate import LearningRate
-from elaswave_spmd.worker.model_check import (
-    ModelCheck,
-    check_loss,
-    check_model,
-    fill_initial,
-    mistake_in_model,
-    refuse_detached,
-)
+from elaswave_spmd.worker.loss_check import check_loss, refuse_detached
+from elaswave_spmd.worker.model_check import ModelCheck, check_model, fill_initial, mistake_in_model
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.optimizers import make_optimizer
 from elaswave_spmd.worker.programs.eager import StagePrograms, program_args
