@@ -105,7 +105,9 @@ def shard(module: _Module, **specs: P) -> _Module:
     for name, spec in specs.items():
         where = f"shard({type(module).__name__}, {name}=...)"
         shape = getattr(getattr(module, name, None), "shape", None)
-        if shape is None:
+        # What a module of torch has besides, such as a buffer or a weight that is computed of others, is no parameter.
+        registered = getattr(module, "_parameters", None)
+        if shape is None or (registered is not None and name not in registered):
             exists = ", ".join(_parameter_names(module)) or "none in this module itself"
             raise SpecError(
                 f"{type(module).__name__} has no parameter {name!r}", where=where, exists=exists, fix="use one of these"

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 from elaswave_spmd.determinism import Constant, KeyedDropout, Keys, Normal
 from elaswave_spmd.errors import ModelError, SpecError
 from elaswave_spmd.models import Batch, LayeredModel, takes_keys
-from elaswave_spmd.sharding import Shardings, Tie, tie
+from elaswave_spmd.sharding import P, Shardings, Tie, shard, specs_of, tie
 
 
 class Plain(nn.Module):
@@ -251,3 +251,17 @@ def test_a_tie_to_itself_or_to_no_layer_is_refused() -> None:
         tie("head.weight", "head.weight")
     with pytest.raises(SpecError):
         tie("weight", "embed.weight")
+
+
+def test_shard_takes_parameters_and_nothing_else_that_a_module_has() -> None:
+    module = nn.Linear(4, 4)
+    module.register_buffer("mask", torch.ones(4, 4))
+    with pytest.raises(SpecError, match=r"(?s)Linear has no parameter 'mask'.*exists: weight, bias"):
+        shard(module, mask=P("tp", None))
+    computed = parametrizations.weight_norm(nn.Linear(4, 4))
+    with pytest.raises(SpecError, match=r"(?s)has no parameter 'weight'.*exists: bias"):
+        shard(computed, weight=P("tp", None))
+    assert specs_of(module) == specs_of(computed) == {}
+    twice = nn.Linear(4, 4)
+    twice.other = twice.weight  # one parameter under two names
+    assert specs_of(shard(twice, other=P("tp", None))) == {"other": P("tp", None)}
