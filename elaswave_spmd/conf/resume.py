@@ -10,6 +10,7 @@ from typing import Any
 
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, version_mismatch
+from elaswave_spmd.conf.given_files import yaml_of
 from elaswave_spmd.conf.schema import GROUPS
 from elaswave_spmd.errors import ConfigError
 
@@ -121,16 +122,14 @@ def _is_saved(name: object, found: object) -> bool:
 
 
 def fields_in(file: Path) -> dict[str, Any] | None:
-    """What a config.yaml holds, by group; None: it is no mapping, or no YAML.
+    """What a config.yaml holds, by group; None: it is no mapping, or no YAML that a run writes.
 
     Raises:
         OSError: it cannot be read.
     """
-    import yaml
-
     try:
-        fields = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, RecursionError):  # such as a month 13, and lists nested thousands deep
+        fields = yaml_of(file)
+    except ValueError:
         return None
     return fields if isinstance(fields, dict) else None
 

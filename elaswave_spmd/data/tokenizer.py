@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import hashlib
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -124,6 +126,9 @@ def _cut_text(blocks: Iterable[bytes]) -> Iterator[str]:
 
 def _read_file(path: Path) -> bytes:
     try:
+        mode = path.expanduser().stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe or a device may be read without an end
+            raise OSError(errno.EINVAL, "it is no regular file")
         return path.expanduser().read_bytes()
     except OSError as error:
         inside = path / "tokenizer.json"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from elaswave_spmd.conf.compose import named_settings, settings_from
+from elaswave_spmd.conf.given_files import text_of
 from elaswave_spmd.conf.schema import EMULATED, NEVER, ModelSettings, Settings
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.mesh import Mesh
@@ -184,7 +184,7 @@ def _shape(settings: Settings) -> LlamaShape | None:
 def _profile(path: str, num_layers: int | None, mesh: Mesh) -> CostModel:
     where = f"schedule.profile={path}"
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = text_of(path)
     except OSError as error:
         raise ConfigError(f"cannot read {where} ({error.strerror or error})", where=where, fix=_PROFILE_FIX) from None
     except UnicodeError as error:

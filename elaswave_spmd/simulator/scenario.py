@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from elaswave_spmd.conf.given_files import text_of
 from elaswave_spmd.errors import ConfigError, MeshError
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.cost_model import CostModel
@@ -200,7 +201,7 @@ def load(name: str) -> Events | Goodput:
     path = FOLDER / f"{name}.yaml" if name in names() else Path(name).expanduser()
     where = f"scenario={name}"
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.safe_load(text_of(path))
     except (OSError, UnicodeError) as error:
         what = f"{where} is no scenario and no file" if isinstance(error, FileNotFoundError) else f"{where}: {error}"
         rule, fix = "a scenario is named, or is a file", "one of these, or a YAML file"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elaswave_spmd.conf.given_files import text_of
 from elaswave_spmd.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
@@ -160,7 +161,7 @@ def read_json(file: Path, where: str) -> dict[str, Any]:
         ConfigError: the file cannot be read, or holds something else.
     """
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = json.loads(text_of(file))
     except OSError as error:
         raise ConfigError(
             f"cannot read {file} ({error.strerror or error})", where=where, fix="a directory that has this file"

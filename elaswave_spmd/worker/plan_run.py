@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
+from elaswave_spmd.conf.given_files import text_of
 from elaswave_spmd.conf.schema import EMULATED, GROUP, Settings
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import ConfigError, DataError, ModelError, SpecError
@@ -195,7 +195,7 @@ def read_profile(path: str) -> CostModel:
     """
     where = f"schedule.profile={path}"
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = text_of(path)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise ConfigError(f"cannot read {where} ({reason})", where=where, fix="name the costs.json of a run") from None

@@ -101,8 +101,9 @@ def test_a_text_of_a_run_is_the_same_when_it_is_resumed(tmp_path: Path, text: st
         "a: " + "[" * 3000 + "]" * 3000,
         f"format: {FORMAT_VERSION}\n2020-01-01: 1",
         f"format: {FORMAT_VERSION}\ntrain: 5",
+        f"format: {FORMAT_VERSION}\nmodel: {{target: mlp, args: {{a: &a [1], b: *a}}}}",  # a few more are too many
     ],
-    ids=["missing", "empty", "list", "torn", "date", "nested", "name", "group"],
+    ids=["missing", "empty", "list", "torn", "date", "nested", "name", "group", "alias"],
 )
 def test_a_directory_without_a_run_is_refused(resume, tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "config.yaml"

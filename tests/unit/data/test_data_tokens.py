@@ -215,6 +215,11 @@ def test_a_missing_tokenizer_file_is_refused(tmp_path: Path) -> None:
     assert "bytes" in caught.value.exists
 
 
+def test_a_device_is_no_tokenizer_file() -> None:
+    with pytest.raises(DataError, match="data.tokenizer=/dev/null cannot be read .it is no regular file"):
+        load_tokenizer("/dev/null")  # as /dev/zero, which has no end
+
+
 def test_a_folder_is_refused_with_the_file_in_it(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="cannot be read") as caught:

@@ -1,4 +1,4 @@
-"""The plan of a run: what is said of workers without a micro-batch."""
+"""The plan of a run: what is said of workers without a micro-batch; the profile that it is made with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 
 from elaswave_spmd.conf.compose import settings_from
 from elaswave_spmd.data import PreparedData
-from elaswave_spmd.worker.plan_run import RunPlan, plan_run
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.worker.plan_run import RunPlan, plan_run, read_profile
 
 SMALL = ("model=mlp_tiny", "train.seq_len=8", "model.layers=2", "model.d_model=8", "page.size=64")
 
@@ -53,3 +54,9 @@ def test_workers_without_a_micro_batch_are_those_of_the_stages_that_have_too_man
 def test_what_gives_each_worker_a_micro_batch_does(way: str) -> None:
     plan = planned("mesh=dp3", "train.global_batch=8", "train.microbatch_size=4", way)
     assert plan.without_microbatches() == "" and all(map(all, plan.placement.microbatch_counts))
+
+
+def test_a_profile_is_a_file() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_profile("/dev/null")  # as /dev/zero, which has no end
+    assert caught.value.what == "cannot read schedule.profile=/dev/null (it is no regular file)"
