@@ -207,7 +207,7 @@ def load_run(run_dir: str | os.PathLike[str]) -> RunResult:
     """
     from elaswave_spmd.weights.trained import read_config
 
-    path = Path(run_dir).expanduser()
+    path = Path(os.path.expanduser(run_dir))
     settings = read_config(path / CONFIG, str(run_dir))
     events = read_events(path)
     summary = read_summary(path) if (path / SUMMARY).exists() else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -140,12 +141,12 @@ def saved(run: str) -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing or damaged, or a version with another format wrote it.
     """
-    file = Path(run).expanduser() / CONFIG
+    file = Path(os.path.expanduser(run)) / CONFIG
     where = checks.override("train.resume", run)
     try:
         fields = fields_in(file)
     except OSError as error:
-        if (inside := _inside_a_run(Path(run).expanduser(), where)) is not None:
+        if (inside := _inside_a_run(Path(os.path.expanduser(run)), where)) is not None:
             raise inside from None
         raise ConfigError(
             f"cannot read {file} ({error.strerror or error})",

@@ -73,7 +73,7 @@ def ask(run: str, request: Mapping[str, object], timeout_s: float = ANSWER_S) ->
         ControlError: no such run, a run that is not alive, or a request that it does not follow.
         RunError: the run does not answer.
     """
-    folder = Path(run).expanduser()
+    folder = Path(os.path.expanduser(run))
     if not (folder / CONFIG).is_file():
         raise ControlError(
             f"{run} is no run directory",

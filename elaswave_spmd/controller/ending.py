@@ -146,7 +146,7 @@ class Ending:
     def state(self) -> list[str]:
         """The state that is left, and the command that goes on from it; or why there is none."""
         source = self.settings.train.resume
-        earlier = Path(source).expanduser().absolute() if source is not None else None
+        earlier = Path(os.path.expanduser(source)).absolute() if source is not None else None
         folder = self.run_dir or earlier
         if self.run_dir is None and earlier is not None and workers_live(earlier):
             return [

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,8 +102,8 @@ def find_living(settings: Settings) -> Living | None:
     resume, place = settings.train.resume, settings.run.dir
     if settings.timeouts.adopt is None or resume is None or settings.train.resume_at is not None:
         return None
-    path = Path(resume).expanduser().absolute()
-    if (place is not None and Path(place).expanduser().absolute() != path) or (path / SUMMARY).exists():
+    path = Path(os.path.expanduser(resume)).absolute()
+    if (place is not None and Path(os.path.expanduser(place)).absolute() != path) or (path / SUMMARY).exists():
         return None
     if not any(SCRATCH in line for line in read_journal(path)):
         return None

@@ -6,6 +6,7 @@ Also here: `complete`, which makes a checkpoint of the shards that workers wrote
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -289,7 +290,7 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
     """
     settings = plan.settings
     identity = identity_of(settings, data)
-    path = Path(resume).expanduser()
+    path = Path(os.path.expanduser(resume))
     where = checks.override("train.resume", resume)
     with contextlib.ExitStack() as undo:
         # Before anything is read: a controller that still lives would write on.
@@ -297,7 +298,7 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
         undo.callback(lock.close)
         # Workers of a controller that was killed may still write their state, which this run goes on from.
         wait_for_workers(path, orphan_grace(path, settings) + _REAPING_S, lambda: print(_WAITING, flush=True))
-        same = settings.run.dir is None or Path(settings.run.dir).expanduser().absolute() == path.absolute()
+        same = settings.run.dir is None or Path(os.path.expanduser(settings.run.dir)).absolute() == path.absolute()
         if same and (path / SUMMARY).exists():
             what = f"the run in {path} has finished"
             raise _elsewhere(what, "a run that has finished has nothing left to do", where, exists=SUMMARY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def find_bin_files(path: str) -> tuple[Path, Path | None]:
     Raises:
         DataError: there is no such file, or the folder lacks one of the two.
     """
-    found = Path(path).expanduser().absolute()
+    found = Path(os.path.expanduser(path)).absolute()
     train, validation = found / "train.bin", found / "val.bin"
     try:
         if found.is_file():

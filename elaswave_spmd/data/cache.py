@@ -41,10 +41,21 @@ class TokenFile:
 
 
 def default_cache() -> Path:
-    """The default directory of token files: `$XDG_CACHE_HOME/elaswave_spmd`, or `~/.cache/elaswave_spmd`."""
+    """The default directory of token files: `$XDG_CACHE_HOME/elaswave_spmd`, or `~/.cache/elaswave_spmd`.
+
+    Raises:
+        ConfigError: neither the variable nor a home directory is there.
+    """
     # A relative XDG_CACHE_HOME is invalid by its specification, and is ignored as that demands.
     base = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
+    folder = Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache"))
+    if not folder.is_absolute():  # a user without an entry in the list of users, as in some containers
+        raise ConfigError(
+            "there is no home directory, in whose cache folder token files are kept",
+            rule="tokens are made once and kept in data.cache, or else in the user's cache folder",
+            where="data.cache",
+            fix="data.cache=DIR, or set HOME",
+        )
     return folder / "elaswave_spmd"
 
 
@@ -100,7 +111,7 @@ def _find_or_make(
     cache: Path, key: str, write: Callable[[Path], TokenFile], accept: Callable[[int], None]
 ) -> TokenFile:
     """The entry of this key: the one that is there, or what `write` writes into a folder of its own."""
-    cache = cache.expanduser().absolute()
+    cache = Path(os.path.expanduser(cache)).absolute()
     entry = cache / key
     if (found := _read_entry(entry)) is not None:
         accept(found.num_tokens)

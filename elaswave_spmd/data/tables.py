@@ -195,7 +195,7 @@ def _opened(kind: str, path: str, column: str | None = None) -> Iterator[_File]:
 
 
 def _find_arrow(path: str) -> tuple[Table, Table | None]:
-    folder = Path(path).expanduser().absolute()
+    folder = Path(os.path.expanduser(path)).absolute()
     if (folder / "state.json").is_file():
         return _saved_dataset(folder), None
     splits = sorted(state.parent.name for state in folder.glob("*/state.json"))

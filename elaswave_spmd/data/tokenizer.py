@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import errno
 import hashlib
+import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -125,18 +126,19 @@ def _cut_text(blocks: Iterable[bytes]) -> Iterator[str]:
 
 
 def _read_file(path: Path) -> bytes:
+    file = Path(os.path.expanduser(path))
     try:
-        mode = path.expanduser().stat().st_mode
+        mode = file.stat().st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe or a device may be read without an end
             raise OSError(errno.EINVAL, "it is no regular file")
-        return path.expanduser().read_bytes()
+        return file.read_bytes()
     except OSError as error:
         inside = path / "tokenizer.json"
         raise DataError(
             f"data.tokenizer={path} cannot be read ({error.strerror or error})",
             where="data.tokenizer",
             exists="bytes, or the path of a tokenizer.json",
-            fix=f"data.tokenizer={inside}" if inside.expanduser().is_file() else "data.tokenizer=bytes needs no file",
+            fix=f"data.tokenizer={inside}" if (file / inside.name).is_file() else "data.tokenizer=bytes needs no file",
         ) from error
 
 

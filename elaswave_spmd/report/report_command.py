@@ -23,9 +23,9 @@ def main(arguments: Sequence[str], program: str) -> int:
         ConfigError: Bokeh is missing, or the file cannot be written.
     """
     options = _parse(arguments, program)
-    folder = Path(options.run).expanduser()
+    folder = Path(os.path.expanduser(options.run))
     page = page_of(RunReader(folder).read())
-    out = Path(options.out).expanduser() if options.out else folder / REPORT
+    out = Path(os.path.expanduser(options.out)) if options.out else folder / REPORT
     if os.path.isdir(out):  # not out.is_dir(), which may raise
         raise ConfigError(f"--out {out} is a directory", rule="--out names a file", fix=f"--out {out / REPORT}")
     try:

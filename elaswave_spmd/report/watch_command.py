@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str], program: str) -> int:
         ConfigError: Bokeh is missing, or the port cannot be had.
     """
     options = _parse(arguments, program)
-    reader = RunReader(Path(options.run).expanduser())
+    reader = RunReader(Path(os.path.expanduser(options.run)))
     from elaswave_spmd.report.server import LiveRun, LiveServer
 
     live = LiveRun(reader)

@@ -88,7 +88,8 @@ class RunDir:
             raise ConfigError(
                 "run.dir= is empty", rule="run.dir names a directory", where="run.dir", fix="run.dir=runs/a"
             )
-        candidates = _default_paths(model, mesh, now()) if path is None else iter((Path(path).expanduser(),))
+        given = () if path is None else (Path(os.path.expanduser(path)),)
+        candidates = _default_paths(model, mesh, now()) if path is None else iter(given)
         for candidate in candidates:
             if path is None and candidate.exists():
                 continue

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def main(argv: Sequence[str], program: str) -> int:
     as_one_line = own_flag(own, "json")
     plan = plan_of(words, own["event"])
     if own["trace"]:
-        _write_trace(plan, Path(own["trace"]).expanduser())
+        _write_trace(plan, Path(os.path.expanduser(own["trace"])))
     print(json.dumps(plan.as_json()) if as_one_line else plan)
     return 0
 

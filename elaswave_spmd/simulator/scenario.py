@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -198,7 +199,7 @@ def load(name: str) -> Events | Goodput:
         ConfigError: there is none, it is no YAML, or it contradicts itself.
         PlanError: an event, a model or a fleet that cannot be.
     """
-    path = FOLDER / f"{name}.yaml" if name in names() else Path(name).expanduser()
+    path = FOLDER / f"{name}.yaml" if name in names() else Path(os.path.expanduser(name))
     where = f"scenario={name}"
     try:
         data = yaml.safe_load(text_of(path))

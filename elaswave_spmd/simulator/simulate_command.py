@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +58,7 @@ def main(argv: Sequence[str], program: str) -> int:
     with errors.status("") as status:
         timeline = tables.timeline_of(chosen, own["trace"]) if own["out"] else None
         found = tables.run_scenario(stem, chosen, lambda piece: status.update(f"simulating: {piece}"))
-    written = _written(found, timeline, Path(own["out"]).expanduser()) if own["out"] else []
+    written = _written(found, timeline, Path(os.path.expanduser(own["out"]))) if own["out"] else []
     if as_json:
         print(json.dumps(found.as_json(), allow_nan=False))
     else:

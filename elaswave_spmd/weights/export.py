@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,7 +59,7 @@ def export_model(trained: TrainedModel, folder: Path, *, max_file_bytes: int = M
             tokenizer of the run is not there.
     """
     family = _family_of(trained)
-    folder = folder.expanduser()
+    folder = Path(os.path.expanduser(folder))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
             f"{folder} exists already",
@@ -131,7 +132,7 @@ def _begun_with(trained: TrainedModel, family: Family) -> Mapping[str, Any]:
     """The config.json of the published model whose weights the run began with; empty: it is not there, or none is."""
     if trained.settings.init_from is None:
         return {}
-    file = Path(trained.settings.init_from).expanduser() / CONFIG_JSON
+    file = Path(os.path.expanduser(trained.settings.init_from)) / CONFIG_JSON
     if not file.is_file():
         return {}
     fields = read_json(file, str(file))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def existing_path(given: str) -> Path:
     Raises:
         ConfigError: there is nothing.
     """
-    path = Path(given).expanduser()
+    path = Path(os.path.expanduser(given))
     if not path.exists():
         raise ConfigError(
             f"there is no file or directory {path}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,7 @@ def open_run(run: str, *, average: bool = False, best: bool = False) -> OpenedRu
         ConfigError: RUN is no directory of a run; its settings cannot be read; it has no average.
         CheckpointError: the checkpoint is damaged, or there is none.
     """
-    given = Path(run).expanduser()
+    given = Path(os.path.expanduser(run))
     if best and not (given / MANIFEST).exists():
         given = best_path(given)
     is_checkpoint = (given / MANIFEST).exists()
@@ -110,7 +111,7 @@ def tokenizer_file(trained: TrainedModel) -> Path | None:
     data = trained.data
     if data.target is not None or data.tokenizer == BYTES:
         return None
-    file = Path(data.tokenizer).expanduser()
+    file = Path(os.path.expanduser(data.tokenizer))
     if not file.is_file():
         raise ConfigError(
             f"the tokenizer of the run, {file}, is not there",

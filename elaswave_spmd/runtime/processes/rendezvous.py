@@ -97,7 +97,7 @@ def read_secret(path: str, *, where: str) -> bytes:
     Raises:
         ConfigError: no such file, one that others may read, or one that is too short.
     """
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     fix = f"(umask 077; openssl rand -hex 32 > {path}), and the same file on every machine"
     try:
         with open(file, "rb") as stream:
