@@ -404,6 +404,8 @@ class RunLog:
                 f"fewer than train.microbatch_size={plan.job.microbatch_size} (a larger data.validation_fraction, or "
                 "train.validate_every=0)",
             )
+        if told := plan.short_of_peak():
+            observer.on_event("short_of_peak", message=told)
 
     def event(self, event: Event, now: float) -> None:
         """The controller is about to decide about an event."""

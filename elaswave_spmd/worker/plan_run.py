@@ -84,6 +84,20 @@ class RunPlan:
             f"stage has {most} workers; {''.join(ways)} leave none without"
         )
 
+    def short_of_peak(self) -> str:
+        """A line about a run that ends within the warm-up of its learning rate; else "".
+
+        That is no mistake, as in a first look at whether a model runs at all, but seldom what somebody wants to train.
+        """
+        rate, steps = self.job.learning_rate, self.job.steps
+        if steps >= rate.warmup_steps:
+            return ""
+        return (
+            f"the learning rate does not come to optim.lr={rate.peak:g}: it rises for "
+            f"optim.warmup_steps={rate.warmup_steps} steps, and the run has train.steps={steps}, the last with "
+            f"{rate.at(steps):.3g}"
+        )
+
 
 def make_model(
     settings: Settings,

@@ -1,4 +1,4 @@
-"""The plan of a run: what is said of workers without a micro-batch; the profile that it is made with."""
+"""The plan of a run: what is said of workers without a micro-batch and of the warm-up; its profile."""
 
 from __future__ import annotations
 
@@ -60,3 +60,13 @@ def test_a_profile_is_a_file() -> None:
     with pytest.raises(ConfigError) as caught:
         read_profile("/dev/null")  # as /dev/zero, which has no end
     assert caught.value.what == "cannot read schedule.profile=/dev/null (it is no regular file)"
+
+
+def test_a_run_that_ends_within_its_warm_up_is_told_so() -> None:
+    warm = ("optim.warmup_steps=20", "optim.lr=0.01")
+    assert planned("train.steps=5", *warm).short_of_peak() == (
+        "the learning rate does not come to optim.lr=0.01: it rises for optim.warmup_steps=20 steps, and the run has "
+        "train.steps=5, the last with 0.0025"
+    )
+    assert planned("train.steps=20", *warm).short_of_peak() == ""
+    assert planned("train.steps=1", "optim.warmup_steps=0").short_of_peak() == ""

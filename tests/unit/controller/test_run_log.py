@@ -1,0 +1,42 @@
+"""What a run says as it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from elaswave_spmd.conf.compose import settings_from
+from elaswave_spmd.controller.resume import ResumePoint
+from elaswave_spmd.controller.run_log import RunLog
+from elaswave_spmd.data import PreparedData
+from elaswave_spmd.worker.plan_run import plan_run
+
+SMALL = ("model=mlp_tiny", "train.seq_len=8", "model.layers=2", "model.d_model=8", "page.size=64")
+
+
+def told_at_the_start(*words: str) -> dict[str, str]:
+    """The events of the start, by kind, with their lines."""
+    data = PreparedData("text", "", 1, "bytes", 11, 8, 100, 10, token_file="tokens", dtype="uint8", num_tokens=900)
+    plan, told = plan_run(settings_from([*SMALL, *words]), data), dict[str, str]()
+    observer = SimpleNamespace(
+        run_dir=SimpleNamespace(path=Path("run")),
+        on_start=lambda info: None,
+        on_event=lambda kind, message: told.update({kind: message}),
+    )
+    RunLog(plan, cast("Any", observer), ResumePoint("run", 1)).started()
+    return told
+
+
+@pytest.mark.parametrize(("steps", "is_told"), [(19, True), (20, False)])
+def test_a_run_that_is_shorter_than_its_warm_up_says_so(steps: int, is_told: bool) -> None:
+    told = told_at_the_start(f"train.steps={steps}", "optim.warmup_steps=20")
+    assert (told.keys() == {"short_of_peak"}) is is_told
+    assert is_told or not told
+
+
+def test_a_held_out_split_without_a_micro_batch_is_told() -> None:
+    told = told_at_the_start("train.steps=20", "train.microbatch_size=16", "train.global_batch=32")
+    assert told.keys() == {"no_validation"} and "has 10 samples" in told["no_validation"]
