@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.data.tree import map_tree, named_leaves
-from elaswave_spmd.errors import DataError, ModelError, add_note
+from elaswave_spmd.errors import DataError, ModelError, add_note, exit_as_error
 from elaswave_spmd.models import Batch
 from elaswave_spmd.worker.activations import Activation, described, in_compute_dtype
 
@@ -75,9 +75,11 @@ def first_input(inputs: Inputs, batch: Any, dtype: torch.dtype) -> Activation:
     """
     try:
         x = inputs(batch)
-    except Exception as error:
-        of = ", ".join(f"{name} {described(leaf)}" for name, leaf in leaves_of(batch))
-        add_note(error, f"in inputs(batch), of {of}")
+    except (Exception, SystemExit) as error:
+        note = "in inputs(batch), of " + ", ".join(f"{name} {described(leaf)}" for name, leaf in leaves_of(batch))
+        if isinstance(error, SystemExit):
+            raise exit_as_error(error, note) from error
+        add_note(error, note)
         raise
     found = in_compute_dtype(tuple(x) if isinstance(x, list) else x, dtype)
     if found is None:

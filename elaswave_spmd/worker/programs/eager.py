@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Keys
-from elaswave_spmd.errors import add_note
+from elaswave_spmd.errors import add_note, exit_as_error
 from elaswave_spmd.models import Loss, Metrics, Objective, keys_parameter
 from elaswave_spmd.recovery.validation import other_metrics
 from elaswave_spmd.sharding.layout import ModelLayout
@@ -592,7 +592,8 @@ def naming_layer(name: str, phase: str, x: Activation | None = None) -> Iterator
     """Adds a note to an exception that comes out of a layer: the layer, what it was doing, and its input.
 
     For example "in layer 'block0' (forward), input float32[2, 16, 32]". The exception itself goes on unchanged, so that
-    its type still tells a device's error from a mistake in the model.
+    its type still tells a device's error from a mistake in the model. Only of a sys.exit() an error is made, so that
+    it is held and told of as any other: the worker would end, with its state.
 
     Args:
         name: of the layer.
@@ -601,8 +602,10 @@ def naming_layer(name: str, phase: str, x: Activation | None = None) -> Iterator
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         note = f"in layer '{name}' ({phase})" + (f", input {in_words(x)}" if x is not None else "")
+        if isinstance(error, SystemExit):
+            raise exit_as_error(error, note) from error
         add_note(error, note)
         raise
 
@@ -620,9 +623,12 @@ def naming_function(name: str, output: Any, batch: Any) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         given = ", ".join(f"{leaf} {in_words(values)}" for leaf, values in leaves_of(batch))
-        add_note(error, f"in {name}(output, batch), of output {in_words(output)}" + (f", {given}" if given else ""))
+        note = f"in {name}(output, batch), of output {in_words(output)}" + (f", {given}" if given else "")
+        if isinstance(error, SystemExit):
+            raise exit_as_error(error, note) from error
+        add_note(error, note)
         raise
 
 

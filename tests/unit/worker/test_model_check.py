@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -423,8 +424,9 @@ def test_metrics_that_raise_do_so_in_the_check_and_not_in_the_first_validation()
         (lambda output, batch: batch["targets"], "TypeError: 'Batch' object is not subscriptable"),
         (lambda output: output.sum(), "TypeError: "),
         (lambda output, batch: output @ output.new_ones(3), "RuntimeError: size mismatch"),
+        (lambda output, batch: sys.exit(3), "RuntimeError: sys.exit(3) was called"),
     ],
-    ids=["batch", "arguments", "shapes"],
+    ids=["batch", "arguments", "shapes", "exit"],
 )
 def test_what_the_loss_raises_is_told_of_the_loss_and_not_of_a_layer(loss: Callable[..., Any], raised: str) -> None:
     class Wrong(Mistaken):
@@ -437,6 +439,21 @@ def test_what_the_loss_raises_is_told_of_the_loss_and_not_of_a_layer(loss: Calla
     assert told is not None and told.what.startswith(f"the model raised {raised}")
     assert ", in loss(output, batch), of output float32[2, 6, 11], batch.tokens int64[2, 6]" in told.what
     assert told.fix == "correct loss()" and "loss(output, batch) after the last layer" in told.rule
+
+
+class Ends(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        sys.exit("no such case")
+
+
+def test_a_layer_that_calls_exit_is_told_of_as_one_that_fails() -> None:
+    """Else the worker would end with its state, and a run would be lost that had an exception's way out."""
+    embed, head = mistaken_model.Embed(VOCABULARY, WIDTH), mistaken_model.Head(WIDTH, VOCABULARY)
+    with pytest.raises(RuntimeError) as caught:
+        check(LayeredModel({"embed": embed, "ends": Ends(), "head": head}))
+    told = mistake_in_model(caught.value, CPU)
+    assert told is not None and told.where.endswith('in forward: sys.exit("no such case")')
+    assert told.what.startswith("the model raised RuntimeError: sys.exit('no such case') was called, in layer 'ends'")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

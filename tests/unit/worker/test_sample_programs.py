@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -315,3 +316,9 @@ def test_inputs_are_in_the_compute_dtype_and_batches_as_they_are() -> None:
     for bad in ({"x": {"deep": torch.ones(2)}}, (("a", torch.ones(1)),), (3.0, torch.ones(1))):
         with pytest.raises(ModelError, match="which the first layer cannot be given"):
             first_input(LayeredModel({"one": nn.Linear(1, 1)}).inputs, bad, torch.float32)
+
+
+def test_inputs_that_call_exit_fail_as_others_that_raise() -> None:
+    with pytest.raises(RuntimeError, match=r"sys\.exit\(3\) was called") as caught:
+        first_input(lambda batch: sys.exit(3), {"image": torch.zeros(2, 4)}, torch.float32)
+    assert any("in inputs(batch), of " in note for note in vars(caught.value)["__notes__"])
