@@ -20,7 +20,7 @@ from typing import Any
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.resume import saved, without_those_of_one_command
 from elaswave_spmd.conf.schema import RAY, MeshSettings, Settings
-from elaswave_spmd.controller.resume import Comeback, ResumePoint, known_digests, known_validations
+from elaswave_spmd.controller.resume import Comeback, ResumePoint, known_digests, known_validations, lock_resumed
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.recovery.generations import FIRST
 from elaswave_spmd.recovery.messages import Prepare
@@ -28,7 +28,7 @@ from elaswave_spmd.run_dir import RunDir, read_metrics
 from elaswave_spmd.run_dir.checkpoints import newest_complete
 from elaswave_spmd.run_dir.directory import SUMMARY
 from elaswave_spmd.run_dir.journal import ORPHAN_GRACE, read_journal
-from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, workers_live
+from elaswave_spmd.run_dir.lock import RunLock, workers_live
 from elaswave_spmd.runtime.processes.adoption import Orphans, read_address
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.scratch import Scratch
@@ -107,7 +107,7 @@ def find_living(settings: Settings) -> Living | None:
         return None
     if not any(SCRATCH in line for line in read_journal(path)):
         return None
-    lock = lock_run_dir(path)
+    lock = lock_resumed(path, checks.override("train.resume", resume))
     # A controller that ends empties the file of its lock, and takes its agents along.
     may_have_agents = settings.runtime.has_agents and lock.was_left
     found = None

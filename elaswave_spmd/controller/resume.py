@@ -19,9 +19,10 @@ from elaswave_spmd.controller.changed_schedule import ScheduleChange, check_sche
 from elaswave_spmd.controller.model_checks import MODEL_CHECK
 from elaswave_spmd.controller.run_fingerprint import identity_of, without_average
 from elaswave_spmd.data import PreparedData
-from elaswave_spmd.errors import CheckpointError, ConfigError, DataError
+from elaswave_spmd.errors import CheckpointError, ConfigError, DataError, FilesError
 from elaswave_spmd.recovery.messages import Prepare
 from elaswave_spmd.run_dir import MetricsLine, RunDir, RunInfo, RunObserver, read_events, read_metrics
+from elaswave_spmd.run_dir.atomic_write import READ_ONLY
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, find_shards
 from elaswave_spmd.run_dir.checkpoints import (
     Checkpoint,
@@ -294,7 +295,7 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
     where = checks.override("train.resume", resume)
     with contextlib.ExitStack() as undo:
         # Before anything is read: a controller that still lives would write on.
-        lock = lock_run_dir(path)
+        lock = lock_resumed(path, where)
         undo.callback(lock.close)
         # Workers of a controller that was killed may still write their state, which this run goes on from.
         wait_for_workers(path, orphan_grace(path, settings) + _REAPING_S, lambda: print(_WAITING, flush=True))
@@ -330,6 +331,31 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
         digests = _digests(path)
         undo.pop_all()
     return _Source(path, lock, same, checkpoint, tuple(bad), lines, validations, digests, found)
+
+
+def lock_resumed(path: Path, where: str) -> RunLock:
+    """Lock the directory of a run that is resumed.
+
+    Args:
+        where: the setting that names it, for errors.
+
+    Raises:
+        ConfigError: as for `lock_run_dir`; or nobody may write there.
+        FilesError: the lock file cannot be written for another reason, such as a full disk.
+    """
+    try:
+        return lock_run_dir(path)
+    except FilesError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or cause.errno not in READ_ONLY:
+            raise
+        raise ConfigError(
+            f"{where} cannot be locked: {path} cannot be written ({error.why})",
+            rule="a run that is resumed is locked meanwhile, also by a run that goes on in another run.dir, so that "
+            "nobody removes the checkpoint that is read",
+            where=where,
+            fix=f"a directory that may be written to, or a copy: cp -r {path} DIR, then train.resume=DIR",
+        ) from error
 
 
 def orphan_grace(path: Path, settings: Settings) -> float:

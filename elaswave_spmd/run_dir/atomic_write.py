@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from elaswave_spmd.errors import FilesError
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 """The modes of what a run makes, whatever the umask: checkpoints, weights and journal are the user's alone."""
+READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""Errors of a directory in which this user can make no file, and of a file that it cannot write."""
 
 
 def open_private(path: Path, flags: int) -> int:

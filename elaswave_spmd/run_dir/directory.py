@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
 from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.errors import ConfigError, DataError
-from elaswave_spmd.run_dir.atomic_write import make_private_folder, open_private, replacing
+from elaswave_spmd.run_dir.atomic_write import READ_ONLY, make_private_folder, open_private, replacing
 from elaswave_spmd.run_dir.in_place import InPlace
 from elaswave_spmd.run_dir.json_lines import (
     JsonLines,
@@ -116,6 +117,7 @@ class RunDir:
             ConfigError: it cannot be written.
         """
         with _directory_errors(path):
+            _check_writable(path)
             return cls(path.absolute(), is_new=False)
 
     @property
@@ -297,6 +299,21 @@ def _directory_errors(folder: Path) -> Iterator[None]:
             where="run.dir",
             fix="run.dir=DIR with a directory that can be written",
         ) from error
+
+
+def _check_writable(folder: Path) -> None:
+    """Check that files can be made in a directory.
+
+    Those that are there may be open to writing where no other can be made: a run would train, and lose its result.
+
+    Raises:
+        OSError: they cannot. Of a full disk nothing is said here: there may be room again by the time it matters.
+    """
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        if error.errno in READ_ONLY:
+            raise
 
 
 def _make_folders(folder: Path, undo: contextlib.ExitStack) -> tuple[Path, ...]:

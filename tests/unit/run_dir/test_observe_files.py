@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from datetime import datetime
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -182,6 +187,27 @@ def test_a_failed_summary_keeps_the_old_one(tmp_path: Path, monkeypatch: pytest.
     assert read_summary(tmp_path / "run") == {"steps": 1}
     assert not [name for name in _tree(tmp_path / "run") if "tmp" in name]
     run_dir.close()
+
+
+@pytest.mark.parametrize(("number", "refused"), [(errno.EACCES, True), (errno.EROFS, True), (errno.ENOSPC, False)])
+def test_a_directory_in_which_no_file_can_be_made_is_refused_where_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, refused: bool
+) -> None:
+    """It would train, write its lines, and have no place for its weights. (Root may write where modes forbid it.)"""
+    _create(tmp_path / "run").close()
+
+    def fail(**_: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", fail)
+    with pytest.raises(ConfigError, match="cannot be written") if refused else contextlib.nullcontext():
+        RunDir.reopen(tmp_path / "run").close()
+
+
+def test_a_run_that_goes_on_leaves_nothing_of_the_look_at_its_directory(tmp_path: Path) -> None:
+    _create(tmp_path / "run").close()
+    RunDir.reopen(tmp_path / "run").close()
+    assert _tree(tmp_path / "run") == ["config.yaml", "events.jsonl", "metrics.jsonl"]
 
 
 def test_events_keep_their_own_names(tmp_path: Path) -> None:
