@@ -28,8 +28,15 @@ def main(arguments: Sequence[str], program: str) -> int:
     out = Path(os.path.expanduser(options.out)) if options.out else folder / REPORT
     if os.path.isdir(out):  # not out.is_dir(), which may raise
         raise ConfigError(f"--out {out} is a directory", rule="--out names a file", fix=f"--out {out / REPORT}")
+    target = Path(os.path.realpath(out))  # of a link the file: /dev/stdout is one, and stays it
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise ConfigError(
+            f"--out {out} is no regular file",
+            rule="the page is written beside it and takes its name: root would put a file in the place of a device",
+            fix="--out FILE",
+        )
     try:
-        with replacing(out, durable=False) as scratch:
+        with replacing(target, durable=False) as scratch:
             scratch.write_text(page, encoding="utf-8")
     except FilesError as error:
         raise ConfigError(

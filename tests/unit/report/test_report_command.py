@@ -34,6 +34,22 @@ def test_a_page_that_cannot_be_written_is_told_with_the_path_and_the_reason(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["config.yaml"]
 
 
+def test_a_page_takes_the_place_of_no_pipe_or_device(tmp_path: Path) -> None:
+    """Root would have replaced /dev/null by a file."""
+    (tmp_path / "config.yaml").write_text("model: m\n")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe is no regular file"):
+        main([str(tmp_path), "--out", str(tmp_path / "pipe")], "elaswave-spmd")
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_page_is_written_to_the_file_of_a_link(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: m\n")
+    (tmp_path / "newest.html").symlink_to("page.html")
+    assert main([str(tmp_path), "--out", str(tmp_path / "newest.html")], "elaswave-spmd") == 0
+    assert (tmp_path / "newest.html").is_symlink() and "<html" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 def test_a_run_whose_path_is_no_utf_8_has_a_report_whatever_the_output_can_show(tmp_path: Path) -> None:
     folder = tmp_path / "a\udcff\u00e9"
     folder.mkdir()
