@@ -9,7 +9,7 @@ from elaswave_spmd.errors import CheckpointError, DataError
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
 from elaswave_spmd.run_dir.directory import SUMMARY, WEIGHTS, read_events, read_summary
 from elaswave_spmd.run_dir.discard import still_valid
-from elaswave_spmd.run_dir.json_lines import float_of_hex
+from elaswave_spmd.run_dir.json_lines import float_of_hex, is_count
 from elaswave_spmd.run_dir.manifest import MANIFEST
 
 
@@ -51,8 +51,11 @@ def best_path(run_dir: Path) -> Path:
 
     Raises:
         CheckpointError: the run has not validated, or has no checkpoint of a validated step.
+        DataError: its summary is malformed.
     """
-    last = int(read_summary(run_dir)["steps"]) if (run_dir / SUMMARY).exists() else None
+    last = read_summary(run_dir).get("steps") if (run_dir / SUMMARY).exists() else None
+    if last is not None and not is_count(last):
+        raise DataError(f"{run_dir / SUMMARY} has steps={last!r}", rule="steps is the number of the last step")
     found = best_weights(run_dir, ranked_steps(run_dir), last)
     if found is None:
         raise CheckpointError(

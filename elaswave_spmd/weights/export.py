@@ -20,7 +20,7 @@ from elaswave_spmd.weights.families import CONFIG_JSON, FAMILIES, Family, Stored
 from elaswave_spmd.weights.given import owned_parameters
 from elaswave_spmd.weights.sources import WeightSource, whole
 from elaswave_spmd.weights.tensor_files import INDEX, MODEL, read_json
-from elaswave_spmd.weights.trained import TrainedModel, tokenizer_file
+from elaswave_spmd.weights.trained import AS_WRITTEN, TrainedModel, check_parameters, tokenizer_file
 
 MAX_FILE_BYTES = 2 * 10**9
 """Bytes of the tensors in one file: what an export holds in memory, unless a single tensor is larger."""
@@ -57,8 +57,10 @@ def export_model(trained: TrainedModel, folder: Path, *, max_file_bytes: int = M
     Raises:
         ConfigError: the model is of no family that transformers has; the folder exists; it cannot be written; the
             tokenizer of the run is not there.
+        ModelError: its parameters are not those that were trained.
     """
     family = _family_of(trained)
+    check_parameters(trained.model, trained.source, str(trained.path), AS_WRITTEN)
     folder = Path(os.path.expanduser(folder))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(

@@ -21,7 +21,13 @@ from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.models.build import OWN
 from elaswave_spmd.weights.given import owned_parameters
 from elaswave_spmd.weights.sources import whole
-from elaswave_spmd.weights.trained import TrainedModel, recorded_tokenizer, tokenizer_file
+from elaswave_spmd.weights.trained import (
+    AS_WRITTEN,
+    TrainedModel,
+    check_parameters,
+    recorded_tokenizer,
+    tokenizer_file,
+)
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,7 @@ def load_model(trained: TrainedModel) -> LayeredModel:
 
     Raises:
         ConfigError: it is not one of the built-in models.
+        ModelError: its parameters are not those that were trained.
     """
     if trained.settings.target not in OWN:
         raise ConfigError(
@@ -93,6 +100,7 @@ def load_model(trained: TrainedModel) -> LayeredModel:
             exists=", ".join(f"model.target={name}" for name in OWN),
             fix="read weights.safetensors of the run, which has the parameters by their names",
         )
+    check_parameters(trained.model, trained.source, str(trained.path), AS_WRITTEN)
     model = trained.model.to_empty(device="cpu").eval()
     with torch.no_grad():
         for name, _ in owned_parameters(model):

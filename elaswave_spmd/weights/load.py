@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
+from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.schema import ModelSettings, OptimSettings, TrainSettings
-from elaswave_spmd.errors import CheckpointError, ModelError
+from elaswave_spmd.errors import CheckpointError
 from elaswave_spmd.models import LayeredModel, build_model, constructing, freeze_parameters, import_model
 from elaswave_spmd.run_dir.checkpoints import load_newest_good
 from elaswave_spmd.weights.given import owned_parameters
 from elaswave_spmd.weights.sources import SavedState, WeightSource, whole
-from elaswave_spmd.weights.trained import OpenedRun, about_data, open_run
-
-_LISTED = 5  # names in a message
+from elaswave_spmd.weights.trained import OpenedRun, about_data, check_parameters, open_run
 
 
 def load_model(
@@ -48,7 +47,7 @@ def load_model(
     source = opened.source
     try:
         made = _build(opened.fields, _about_data(opened), model)
-        _check_same(made, source, str(run))
+        check_parameters(made, source, str(run), "give the class of the run as it was then")
         with torch.no_grad():
             for name, _ in owned_parameters(made):
                 made.get_parameter(name).copy_(whole(source, name))
@@ -67,7 +66,7 @@ def _build(
     sizes = settings.sizes(seq_len, int(data.get("vocab_size") or 0))
     target = settings.target if model is None else model
     import_model(target)
-    with constructing(int(fields.get("seed", 0))):
+    with constructing(checks.whole("seed", fields.get("seed", 0))):
         made = build_model(target, sizes, settings.args, data.get("attributes"))
     freeze_parameters(made, OptimSettings.from_fields(fields.get("optim", {})).freeze_patterns)
     return made
@@ -84,23 +83,3 @@ def _about_data(opened: OpenedRun) -> Mapping[str, Any]:
     except CheckpointError:
         shape = opened.source.shapes.get("embed.weight")
         return {"vocab_size": shape[0]} if shape else {}
-
-
-def _check_same(model: LayeredModel, source: WeightSource, run: str) -> None:
-    """Refuse a model whose parameters are not those that were trained."""
-    wanted = {name: tuple(model.get_parameter(name).shape) for name, _ in owned_parameters(model)}
-    stored = dict(source.shapes)
-    wrong = [
-        f"{name}: {wanted.get(name, 'not there')} in the model, {stored.get(name, 'not there')} in the run"
-        for name in sorted(wanted.keys() | stored.keys())
-        if wanted.get(name) != stored.get(name)
-    ]
-    if wrong:
-        more = [f"and {len(wrong) - _LISTED} more"] if len(wrong) > _LISTED else []
-        raise ModelError(
-            f"{type(model).__name__} has other parameters than {run}:"
-            + "".join(f"\n  {line}" for line in wrong[:_LISTED] + more),
-            rule="a model is loaded by the code that it was trained with",
-            where="model",
-            fix="give the class of the run as it was then",
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,20 +12,26 @@ from typing import Any
 
 import torch
 
+from elaswave_spmd.conf.format_version import FORMAT_FIELD, version_mismatch
 from elaswave_spmd.conf.resume import CONFIG, fields_in
 from elaswave_spmd.conf.schema import DataSettings, ModelSettings, TrainSettings
 from elaswave_spmd.data.spec import BYTES
-from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.errors import CheckpointError, ConfigError, ModelError
 from elaswave_spmd.models import LayeredModel, build_model, import_model
 from elaswave_spmd.run_dir.best import best_path
 from elaswave_spmd.run_dir.checkpoints import load_newest_good, open_checkpoint
 from elaswave_spmd.run_dir.directory import SUMMARY, WEIGHTS, WEIGHTS_EMA, read_summary
 from elaswave_spmd.run_dir.manifest import MANIFEST
+from elaswave_spmd.weights.given import owned_parameters
 from elaswave_spmd.weights.sources import OwnTensors, SavedState, WeightSource, no_average
 from elaswave_spmd.weights.tensor_files import TensorFiles
 
 _RUN_RULE = "RUN is the directory of a run, or of one of its checkpoints"
 _FIX = "runs/NAME, or runs/NAME/checkpoints/step_00000100"
+AS_WRITTEN = "config.yaml as the run wrote it"
+"""The fix for a model that its settings make otherwise than it was trained."""
+_LISTED = 5  # names in a message
+_CHUNK = 1 << 22  # elements that are hashed at once
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ def open_trained(run: str, *, average: bool = False, best: bool = False) -> Trai
 
     Raises:
         ConfigError: RUN is no directory of a run; its settings cannot be read; it has no average.
-        CheckpointError: the checkpoint is damaged, or there is none.
+        CheckpointError: the checkpoint is damaged, or there is none; weights.safetensors does not match its hash.
         ModelError: the model cannot be built, as where its file is missing.
     """
     opened = open_run(run, average=average, best=best)
@@ -90,7 +97,7 @@ def open_run(run: str, *, average: bool = False, best: bool = False) -> OpenedRu
 
     Raises:
         ConfigError: RUN is no directory of a run; its settings cannot be read; it has no average.
-        CheckpointError: the checkpoint is damaged, or there is none.
+        CheckpointError: the checkpoint is damaged, or there is none; weights.safetensors does not match its hash.
     """
     given = Path(os.path.expanduser(run))
     if best and not (given / MANIFEST).exists():
@@ -99,7 +106,65 @@ def open_run(run: str, *, average: bool = False, best: bool = False) -> OpenedRu
     folder = given.resolve().parent.parent if is_checkpoint else given
     fields = read_config(folder / CONFIG, run)
     path, source = open_source(given, is_checkpoint=is_checkpoint, average=average)
+    _check_intact(path, source)
     return OpenedRun(folder, fields, path, source)
+
+
+def _check_intact(path: Path, source: WeightSource) -> None:
+    """Compare the weights of a run that has finished with their hash in its summary, as checkpoints are with theirs.
+
+    Raises:
+        CheckpointError: they are others.
+        DataError: the summary is malformed.
+    """
+    if isinstance(source, SavedState) or not (path.parent / SUMMARY).exists():
+        return
+    wanted = read_summary(path.parent).get("weights_ema_sha256" if path.name == WEIGHTS_EMA else "weights_sha256")
+    if wanted is None:  # an earlier version has written it, or a run without an average
+        return
+    digest = hashlib.sha256()  # as run_dir.weights has it, without all of them in memory
+    for name in sorted(source.shapes):
+        digest.update(name.encode())
+        number = math.prod(source.shapes[name])
+        for first in range(0, number, _CHUNK):
+            part = source.read(name, first, min(first + _CHUNK, number))
+            digest.update(part.contiguous().numpy().astype("<f4", copy=False).data)
+    source.close()
+    if digest.hexdigest() != wanted:
+        raise CheckpointError(
+            f"{path} does not match its sha256 in {SUMMARY}",
+            rule="the weights that are used are those that were trained",
+            where=str(path),
+            fix="copy the run again, or name one of its checkpoints: runs/NAME/checkpoints/step_...",
+        )
+
+
+def check_parameters(model: LayeredModel, source: WeightSource, run: str, fix: str) -> None:
+    """Refuse a model whose parameters are not those that were trained.
+
+    Args:
+        run: as it was named, for errors.
+        fix: what to do about it.
+
+    Raises:
+        ModelError: they are others.
+    """
+    wanted = {name: tuple(model.get_parameter(name).shape) for name, _ in owned_parameters(model)}
+    stored = dict(source.shapes)
+    wrong = [
+        f"{name}: {wanted.get(name, 'not there')} in the model, {stored.get(name, 'not there')} in the run"
+        for name in sorted(wanted.keys() | stored.keys())
+        if wanted.get(name) != stored.get(name)
+    ]
+    if wrong:
+        more = [f"and {len(wrong) - _LISTED} more"] if len(wrong) > _LISTED else []
+        raise ModelError(
+            f"{type(model).__name__} has other parameters than {run}:"
+            + "".join(f"\n  {line}" for line in wrong[:_LISTED] + more),
+            rule="a model is loaded by the code and the settings that it was trained with",
+            where="model",
+            fix=fix,
+        )
 
 
 def tokenizer_file(trained: TrainedModel) -> Path | None:
@@ -131,7 +196,8 @@ def about_data(path: Path, source: WeightSource) -> Mapping[str, Any]:
     """
     if isinstance(source, SavedState):
         return source.checkpoint.manifest.identity.get("data", {})
-    return read_summary(path.parent).get("corpus", {}) if (path.parent / SUMMARY).exists() else {}
+    found = read_summary(path.parent).get("corpus") if (path.parent / SUMMARY).exists() else None
+    return found if isinstance(found, dict) else {}
 
 
 def recorded_tokenizer(trained: TrainedModel) -> str:
@@ -168,6 +234,13 @@ def read_config(file: Path, run: str) -> Mapping[str, Any]:
         ) from None
     if fields is None:
         raise ConfigError(f"{file} does not hold the settings of a run", rule=_RUN_RULE, where=run, fix=_FIX)
+    if FORMAT_FIELD in fields and (mismatch := version_mismatch(fields[FORMAT_FIELD])):
+        raise ConfigError(
+            f"{file} {mismatch}",
+            rule="a run is read by the format version that it was written with",
+            where=run,
+            fix="read it with the version of elaswave_spmd that wrote it",
+        )
     return fields
 
 

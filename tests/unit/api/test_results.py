@@ -18,11 +18,20 @@ from elaswave_spmd.api.keywords import Given
 from elaswave_spmd.api.training import _error_of
 from elaswave_spmd.by_value import ByValue
 from elaswave_spmd.conf.compose import settings_from
+from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.controller import startup
 from elaswave_spmd.controller.ending import Call
 from elaswave_spmd.controller.startup import Unfinished
-from elaswave_spmd.errors import CheckpointError, ConfigError, ModelError, RunError, RunInterrupted, StoppedBySignal
-from elaswave_spmd.run_dir import MetricsLine, RunDir
+from elaswave_spmd.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    RunError,
+    RunInterrupted,
+    StoppedBySignal,
+)
+from elaswave_spmd.run_dir import MetricsLine, RunDir, weights_sha256
 from elaswave_spmd.runtime.processes.stop_signals import StopSignals
 
 
@@ -115,6 +124,32 @@ def test_the_average_and_the_best_weights_are_loaded_where_the_run_has_them(run_
         events.write(json.dumps({**validation, "microbatches": 2}) + "\n")
     best = ew.load_model(run_dir, Net, best=True)  # the last step is the best one
     assert torch.equal(best.get_parameter("embed.weight"), torch.arange(6.0).view(3, 2))
+
+
+def test_weights_that_are_not_those_of_the_summary_are_not_loaded(run_dir: Path) -> None:
+    summary = json.loads((run_dir / "summary.json").read_text())
+    values = np.arange(6, dtype=np.float32).reshape(3, 2)
+    summary["weights_sha256"] = weights_sha256({"embed.weight": values})
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    assert torch.equal(ew.load_model(run_dir, Net).get_parameter("embed.weight"), torch.from_numpy(values))
+    file = run_dir / "weights.safetensors"
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors does not match its sha256 in summary\.json"):
+        ew.load_model(run_dir, Net)
+
+
+def test_a_run_of_another_format_version_or_with_an_odd_summary_is_refused(run_dir: Path) -> None:
+    (run_dir / "summary.json").write_text('{"steps": "two", "corpus": []}')
+    with pytest.raises(DataError, match="has steps='two'"):
+        ew.load_model(run_dir, Net, best=True)
+    assert ew.load_model(run_dir, Net).get_parameter("embed.weight").shape == (3, 2)
+    config = run_dir / "config.yaml"
+    config.write_text(config.read_text().replace(f"format: {FORMAT_VERSION}\n", "format: 99\n"))
+    for read in (ew.load_run, ew.load_model):
+        with pytest.raises(ConfigError, match="has format version 99, and this version of elaswave_spmd has"):
+            read(run_dir)
 
 
 def test_code_that_was_given_by_value_is_given_again_and_is_the_same(run_dir: Path) -> None:

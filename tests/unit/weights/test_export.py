@@ -130,6 +130,16 @@ def test_the_command_and_its_refusals(tmp_path: Path, capsys: pytest.CaptureFixt
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "published", "run"], "nothing else is left"
 
 
+def test_a_run_whose_settings_make_another_model_is_refused(tmp_path: Path) -> None:
+    run = run_of("llama2", tmp_path)
+    fields = yaml.safe_load((run / "config.yaml").read_text())
+    fields["model"]["layers"] += 1
+    (run / "config.yaml").write_text(yaml.safe_dump(fields))
+    with pytest.raises(UserError, match="has other parameters than"):
+        export_model(open_trained(str(run)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_model_without_a_form_in_transformers(tmp_path: Path) -> None:
     run = run_of("gpt2", tmp_path)
     fields = yaml.safe_load((run / "config.yaml").read_text())

@@ -11,7 +11,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from elaswave_spmd.errors import RunError, UserError
+from elaswave_spmd.errors import ModelError, RunError, UserError
 from elaswave_spmd.models import MLP, Llama
 from elaswave_spmd.weights.generate import Sampling, generate, load_model, next_token, tokenizer_of
 from elaswave_spmd.weights.generate_command import main
@@ -99,6 +99,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         with pytest.raises(UserError) as caught:
             main([run, *wrong], "program")
         assert told in str(caught.value)
+
+
+def test_a_run_whose_settings_make_another_model_is_refused(tmp_path: Path) -> None:
+    """Values of one shape would be spread over parameters of another one, or end with a traceback."""
+    run = run_on_bytes(tmp_path)
+    fields = yaml.safe_load((run / "config.yaml").read_text())
+    fields["model"]["layers"] = 3
+    (run / "config.yaml").write_text(yaml.safe_dump(fields))
+    with pytest.raises(ModelError, match="has other parameters than") as caught:
+        load_model(open_trained(str(run)))
+    assert "in the model, not there in the run" in caught.value.what
 
 
 def test_what_cannot_be_generated_is_refused(tmp_path: Path) -> None:
