@@ -120,7 +120,7 @@ def text_corpus(pattern: str) -> Corpus:
         DataError: nothing matches, a file cannot be read, or all files are empty.
     """
     expanded = os.path.expanduser(pattern)
-    matches = sorted(glob.glob(expanded, recursive=True))
+    matches = sorted({*glob.glob(expanded, recursive=True)})  # a/**/**/b.txt finds some of them several times
     files = tuple(Path(match) for match in matches if os.path.isfile(match))
     if not files:
         raise DataError(

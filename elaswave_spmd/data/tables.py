@@ -255,7 +255,8 @@ def _find_parquet(path: str) -> tuple[Table, Table | None]:
         return _of_splits(path, folder, [file for file in folder.rglob("*.parquet") if _is_data(file, folder)])
     before = os.path.dirname(re.split(r"[*?[]", expanded)[0])  # all that matches is in this folder
     folder = Path(os.path.abspath(nearest_folder(before or ".")))
-    return _of_splits(path, folder, map(Path, map(os.path.abspath, glob.glob(expanded, recursive=True))))
+    matches = {*glob.glob(expanded, recursive=True)}  # a/**/**/b.parquet finds some of them several times
+    return _of_splits(path, folder, map(Path, map(os.path.abspath, matches)))
 
 
 def _is_data(file: Path, folder: Path) -> bool:

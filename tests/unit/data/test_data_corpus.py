@@ -71,6 +71,12 @@ def test_text_globs_in_sorted_order(tmp_path: Path) -> None:
     assert (found.num_bytes, found.sha256) == (6, hashlib.sha256(b"abbccc").hexdigest())
 
 
+def test_a_file_that_a_glob_finds_in_several_ways_is_one_document(tmp_path: Path) -> None:
+    _write(tmp_path, {"a/b/c/x.txt": "one", "a/y.txt": "two"})
+    corpus = text_corpus(str(tmp_path / "**" / "**" / "*.txt"))
+    assert [path.name for path in corpus.files] == ["x.txt", "y.txt"] and corpus.num_bytes == 6
+
+
 def test_boundaries_distinguish_equal_concatenations(tmp_path: Path) -> None:
     _write(tmp_path, {"x/1.txt": "ab", "x/2.txt": "c", "y/1.txt": "a", "y/2.txt": "bc"})
     x, y = text_corpus(f"{tmp_path}/x/*"), text_corpus(f"{tmp_path}/y/*")

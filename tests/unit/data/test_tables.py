@@ -14,7 +14,7 @@ import pytest
 
 from elaswave_spmd.data import DataSpec, PreparedData, open_split, prepare_data
 from elaswave_spmd.data.columns import ChunkedTokens, map_tokens
-from elaswave_spmd.data.tables import Table
+from elaswave_spmd.data.tables import PARQUET, Table, find_tables
 from elaswave_spmd.errors import ConfigError, DataError
 from tests.token_splits import token_split
 from tests.unit.data.tables import ids_table, ipc, parquet, pyarrow, save_to_disk, text_table, write_parquet
@@ -51,6 +51,14 @@ def test_rows_of_token_ids_are_joined_and_cut_into_samples(tmp_path: Path, kind:
     assert tokens.dtype == targets.dtype == np.int64
     assert tokens.tolist() == [list(range(20, 30)), list(range(10))] and np.array_equal(targets, tokens + 1)
     assert token_split(prepared, "validation")[0].tolist() == list(range(30, 41))
+
+
+def test_a_file_that_a_glob_finds_in_several_ways_is_read_once(tmp_path: Path) -> None:
+    for name in ("a/b/c/x.parquet", "a/y.parquet"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    table, held_out = find_tables(PARQUET, str(tmp_path / "**" / "**" / "*.parquet"))
+    assert [Path(file).name for file in table.files] == ["x.parquet", "y.parquet"] and held_out is None
 
 
 def test_arrow_files_are_read_in_place_and_parquet_is_decoded_once(tmp_path: Path) -> None:
