@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -253,11 +253,10 @@ def _check_split_sizes(num_samples: int, spec: DataSpec, where: str) -> None:
 
 def _prepare_custom(spec: DataSpec, seq_len: int) -> PreparedData:
     target = spec.target or ""
-    demanded = dict(spec.args)
-    if spec.path:
-        demanded["path"] = spec.path
-    if spec.tokenizer != BYTES:
-        demanded["tokenizer"] = spec.tokenizer
+    settings = {"path": spec.path or None, "tokenizer": None if spec.tokenizer == BYTES else spec.tokenizer}
+    given = {name: value for name, value in settings.items() if value is not None}
+    _check_arguments(spec.args, given)
+    demanded = {**spec.args, **given}
     offered: dict[str, object] = {"seq_len": seq_len}
     kwargs, names_split = choose_kwargs(target, offered, demanded)
     if names_split:
@@ -277,6 +276,30 @@ def _prepare_custom(spec: DataSpec, seq_len: int) -> PreparedData:
         kwargs=kwargs,
         attributes={} if has_tokens(dataset) else _attributes(dataset),
     )
+
+
+def _check_arguments(args: Mapping[str, object], given: Mapping[str, object]) -> None:
+    """Refuse arguments of a user's dataset that would be replaced: one that the run gives, or a setting of its own.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if "split" in args:
+        raise ConfigError(
+            f"data.args.split={args['split']} is given",
+            rule="a dataset whose constructor names split gets it from the run: train, and validation for what is held "
+            "out",
+            where="data.args.split",
+            fix="another name for it in the constructor, such as part; data.validation_fraction=0 holds nothing out",
+        )
+    for name, value in given.items():
+        if name in args and args[name] != value:
+            raise ConfigError(
+                f"data.args.{name}={args[name]} contradicts data.{name}={value}",
+                rule=f"the constructor of a dataset gets data.{name} as {name}",
+                where=f"data.args.{name}",
+                fix="leave one of them out",
+            )
 
 
 def _attributes(dataset: object) -> dict[str, object]:

@@ -290,6 +290,17 @@ def test_settings_that_a_custom_dataset_does_not_take(here: Path, fields: dict[s
     assert "seq_len, size" in caught.value.exists
 
 
+def test_arguments_that_the_run_would_replace_are_refused(here: Path) -> None:
+    """In the workers `split` was train or validation, whatever the controller had made its lengths of."""
+    open_ended = "class Any:\n    def __init__(self, **options): pass\n"
+    _module(here, "user_j", open_ended + "    def __len__(self): return 5\n    def __getitem__(self, i): return [1.0]\n")
+    with pytest.raises(ConfigError, match=r"data\.args\.split=all is given"):
+        prepare_data(DataSpec(target="user_j.Any", args={"split": "all"}), 4)
+    with pytest.raises(ConfigError, match=r"data\.args\.path=a contradicts data\.path=b"):
+        prepare_data(DataSpec(target="user_j.Any", args={"path": "a"}, path="b"), 4)
+    assert prepare_data(DataSpec(target="user_j.Any", args={"path": "a"}, path="a"), 4).kwargs == {"path": "a"}
+
+
 def test_arguments_that_a_constructor_lacks_are_told_with_the_settings_that_give_them(here: Path) -> None:
     _module(
         here,
