@@ -119,6 +119,7 @@ def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
             exists=_GENERIC_CONTRACT,
             fix=" and ".join(_METHODS[name] for name in missing),
         )
+    _check_readable(dataset, given)
     if not has_tokens(dataset):
         return dataset
     size = dataset.vocab_size
@@ -129,6 +130,28 @@ def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
             fix="set it to the number of different tokens",
         )
     return dataset
+
+
+def _check_readable(dataset: Any, given: str) -> None:
+    """Refuse a dataset whose class has a `vocab_size` that cannot be read.
+
+    An AttributeError inside of such a property looks as if there were none, and tokens would be taken for samples of
+    another kind.
+
+    Raises:
+        DataError: it cannot.
+    """
+    if not hasattr(type(dataset), "vocab_size"):
+        return
+    try:
+        _ = dataset.vocab_size
+    except (Exception, SystemExit) as error:
+        raise DataError(
+            f"vocab_size of {given} raised {headline_of(error)}",
+            rule="a dataset whose samples are tokens has a vocab_size; any other has none",
+            where=place_in_user_code(error) or "data.target",
+            fix="correct it, or what it reads",
+        ) from error
 
 
 def _lacking(make: Callable[..., Any], kwargs: Mapping[str, object]) -> list[str]:

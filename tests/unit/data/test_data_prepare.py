@@ -220,6 +220,8 @@ def test_custom_dataset_with_split_path_and_args(here: Path) -> None:
         ("user_c.Ends", r"failed when its first or last sample was read .RuntimeError: sys.exit\(4\) was called"),
         ("user_c.EndsCollating", r"failed when its first or last sample was read .RuntimeError: sys.exit\(5\)"),
         ("user_c.EndsCounting", r"__len__ of user_c.EndsCounting raised SystemExit: 6"),
+        ("user_c.Misspelt", r"vocab_size of user_c.Misspelt raised AttributeError: .*_tokns"),
+        ("user_c.NoFile", r"vocab_size of user_c.NoFile raised FileNotFoundError"),
     ],
 )
 def test_bad_custom_datasets(here: Path, target: str, message: str) -> None:
@@ -265,6 +267,12 @@ class EndsCollating:
     def collate(self, samples): sys.exit(5)
 class EndsCounting(Good):
     def __len__(self): sys.exit(6)
+class Misspelt(Good):
+    @property
+    def vocab_size(self): return max(self._tokns) + 1
+class NoFile(Good):
+    @property
+    def vocab_size(self): return len(open("no-such-file").read())
 """,
     )
     with pytest.raises(DataError, match=message):
