@@ -68,6 +68,7 @@ def settings_from(words: Sequence[str]) -> Settings:
     settings = Settings.from_dict(_resolved(composed))
     given = [override.key_or_group for override in overrides if not override.is_delete()]
     settings.optim.check_read(_given_of(settings.optim, given, whole=run is None or "optim" in given))
+    settings.check_named(given)
     sizes = frozenset(_names_in("model", given))
     return replace(settings, model=replace(settings.model, named=sizes & SIZES))
 

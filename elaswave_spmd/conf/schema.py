@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -62,6 +62,8 @@ _DATA_NEEDS = {
     "parquet": ("path", "data.path=FOLDER of parquet files"),
     "custom": ("target", "data.target=my_file.MyDataset"),
 }
+_OF_PROMPT = ("generate.tokens", "generate.temperature", "generate.seed")
+_OF_FREQUENCIES = tuple(f"schedule.f_{name}" for name in ("min", "max", "margin", "changes", "change_ms"))
 _TRACKERS_EXAMPLE = "run.trackers=[wandb]"
 _CHAOS_EXAMPLE = "chaos.events=[{step: 12, kind: kill, rank: 3, point: backward}]"
 _GROUPS_EXAMPLE = 'optim.groups=[{match: "embed.* head.*", lr_scale: 0.1, weight_decay: 0.0}]'
@@ -1102,6 +1104,41 @@ class Settings(Section):
                     where=f"{given} {where}",
                     fix=f"point: backward, or {fix}",
                 )
+
+    def check_named(self, names: Collection[str]) -> None:
+        """Check that the settings that somebody names are read: some belong to a choice, and to nothing else.
+
+        As for `OptimSettings.check_read`, a config.yaml cannot tell, since it has all settings.
+
+        Args:
+            names: whole names of settings; names of groups are passed over.
+
+        Raises:
+            ConfigError: nothing reads one of them.
+        """
+        for name in names:
+            for belonging, is_read, chosen, instead in self._choices():
+                if name not in belonging or is_read:
+                    continue
+                group, _, field = name.partition(".")
+                where = checks.override(name, self.to_dict()[group][field])
+                raise ConfigError(
+                    f"{where} is given with {chosen}, which does not read it",
+                    rule=f"it is read with {instead}" if instead else f"nothing reads it with {chosen}",
+                    where=where,
+                    fix=f"leave {name} out" + (f", or {instead}" if instead else ""),
+                )
+
+    def _choices(self) -> Iterator[tuple[Collection[str], bool, str, str]]:
+        """Names of settings, whether the choice that they belong to is made, what is chosen, and that choice if any."""
+        yield _OF_PROMPT, self.generate.prompt is not None, "generate.prompt=null", "generate.prompt=TEXT"
+        yield ("chaos.rate",), self.chaos.random, "chaos.random=false", "chaos=random"
+        device = self.runtime.device
+        emulated = {declared.name for declared in declarations(EmulatedSettings)}
+        yield emulated, device == EMULATED, f"runtime.device={device}", f"runtime.device={EMULATED}"
+        backend = next((name for name, of in _DEVICE_OF_FREQUENCY.items() if of == device), "")
+        instead = f"schedule.frequency={backend}" if backend else ""
+        yield _OF_FREQUENCIES, self.schedule.frequency != "none", "schedule.frequency=none", instead
 
     @property
     def held_by_controller(self) -> tuple[str, str] | None:

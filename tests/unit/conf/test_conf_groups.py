@@ -278,6 +278,44 @@ def test_settings_that_the_optimizer_reads_are_taken(words: str) -> None:
     assert settings(*words.split()).optim
 
 
+@pytest.mark.parametrize(
+    ("words", "chosen", "fix"),
+    [
+        ("generate.tokens=5", "generate.prompt=null", "leave generate.tokens out, or generate.prompt=TEXT"),
+        ("chaos.rate=0.5", "chaos.random=false", "leave chaos.rate out, or chaos=random"),
+        ("++emulated.forward_ms=1", "runtime.device=cpu", "leave emulated.forward_ms out, or runtime.device=emulated"),
+        (
+            "emulated.slow=[{rank:1,speed:0.5}]",
+            "runtime.device=cpu",
+            "leave emulated.slow out, or runtime.device=emulated",
+        ),
+        (
+            "schedule.f_min=0.8 runtime.device=cuda",
+            "schedule.frequency=none",
+            "leave schedule.f_min out, or schedule.frequency=nvml",
+        ),
+        ("schedule.f_margin=0 runtime.device=npu", "schedule.frequency=none", "leave schedule.f_margin out"),
+    ],
+)
+def test_settings_that_nothing_reads_are_refused_where_they_are_named(words: str, chosen: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=f"is given with {chosen}, which does not read it") as refused:
+        settings(*words.split())
+    assert refused.value.fix == fix and refused.value.where.partition("=")[0] in words
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "generate.tokens=5 generate.prompt=Once",
+        "chaos=random chaos.rate=0.5",
+        "runtime.device=emulated emulated.forward_ms=1 schedule.frequency=simulated schedule.f_min=0.8",
+        "~generate.tokens ~chaos.rate ~emulated.slow",
+    ],
+)
+def test_settings_that_something_reads_are_taken(words: str) -> None:
+    assert settings(*words.split())
+
+
 def test_settings_of_a_choice_of_your_own_that_the_optimizer_does_not_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "optim").mkdir()
     own = f"hydra.searchpath=[file://{tmp_path}]"
