@@ -406,6 +406,8 @@ class RunLog:
             )
         if told := plan.short_of_peak():
             observer.on_event("short_of_peak", message=told)
+        if told := plan.without_checkpoints():
+            observer.on_event("no_checkpoint", message=told)
 
     def event(self, event: Event, now: float) -> None:
         """The controller is about to decide about an event."""

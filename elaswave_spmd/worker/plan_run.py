@@ -98,6 +98,16 @@ class RunPlan:
             f"{rate.at(steps):.3g}"
         )
 
+    def without_checkpoints(self) -> str:
+        """A line about a run that ends before the first of the checkpoints that are asked for; else ""."""
+        every, steps = self.settings.checkpoint.every, self.job.steps
+        if not 0 < steps <= every or self.job.saves_validated:
+            return ""
+        return (
+            f"no checkpoint is made: checkpoint.every={every}, and the run has train.steps={steps}, whose last one has "
+            "the weights as its result and no checkpoint, so the run could not be made longer from there"
+        )
+
 
 def make_model(
     settings: Settings,

@@ -37,6 +37,21 @@ def test_a_run_that_is_shorter_than_its_warm_up_says_so(steps: int, is_told: boo
     assert is_told or not told
 
 
+@pytest.mark.parametrize(
+    ("words", "is_told"),
+    [
+        ("checkpoint.every=30", True),
+        ("checkpoint.every=40", True),
+        ("checkpoint.every=29", False),
+        ("checkpoint.every=0", False),
+        ("checkpoint.every=40 checkpoint.keep_best=1", False),
+    ],
+)
+def test_a_run_that_ends_before_its_first_checkpoint_says_so(words: str, is_told: bool) -> None:
+    told = told_at_the_start("train.steps=30", *words.split())
+    assert [*told] == ["no_checkpoint"] * is_told
+
+
 def test_a_held_out_split_without_a_micro_batch_is_told() -> None:
     told = told_at_the_start("train.steps=20", "train.microbatch_size=16", "train.global_batch=32")
     assert told.keys() == {"no_validation"} and "has 10 samples" in told["no_validation"]
