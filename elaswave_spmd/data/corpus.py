@@ -135,8 +135,10 @@ def text_corpus(pattern: str) -> Corpus:
 
 def _what_is_there(pattern: str, matches: list[str]) -> str:
     """The files and folders nearest to a pattern that matched no file, for the error message."""
-    if matches:
-        return f"{len(matches)} folders match; a folder's files are '{matches[0]}/**/*'"
+    if folders := [match for match in matches if os.path.isdir(match)]:
+        return f"{len(folders)} folders match; a folder's files are '{folders[0]}/**/*'"
+    if matches:  # a pipe or a device, which may have no end
+        return f"{matches[0]}, which is no regular file"
     folder = nearest_folder(pattern)
     try:
         names = sorted(entry.name for entry in folder.iterdir())

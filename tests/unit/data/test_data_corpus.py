@@ -100,6 +100,12 @@ def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
     assert "/**/*" in caught.value.exists
 
 
+def test_a_device_is_not_a_file() -> None:
+    with pytest.raises(DataError, match="matches no file") as caught:
+        text_corpus("/dev/null")  # as /dev/zero, which has no end
+    assert caught.value.exists == "/dev/null, which is no regular file"
+
+
 def test_empty_files_are_an_empty_corpus(tmp_path: Path) -> None:
     _write(tmp_path, {"a.txt": "", "b.txt": ""})
     with pytest.raises(DataError, match="empty") as caught:
