@@ -59,6 +59,8 @@ def build_model(
         raise _no_model(f"model.target={shown} is {make!r}")
     _refuse_unused(make, shown, {name: sizes[name] for name in sizes if name in named})
     given = _arguments(make, shown, sizes, extra or {}, attributes or {})[0]
+    if target in OWN:
+        _check_kinds(make, extra or {})
     try:
         model = make(**given)
     except UserError:
@@ -86,6 +88,33 @@ def build_model(
     _check_hooks(model)
     _check_hidden(model)
     return model
+
+
+def _check_kinds(make: Callable[..., object], extra: Mapping[str, Any]) -> None:
+    """Refuse arguments of the project's own models of another kind than their constructors take.
+
+    A text such as "false" would count as true, and other mistakes would end with a traceback of torch. What is None is
+    left to the constructor.
+
+    Raises:
+        ModelError: there is one.
+    """
+    parameters = inspect.signature(make).parameters
+    for name, value in extra.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        kinds = {
+            "bool": (isinstance(value, bool), "true or false"),
+            "int": (is_number and isinstance(value, int) and value >= 0, "a whole number, 0 or more"),
+            "float": (is_number and abs(value) < float("inf"), "a number"),
+        }
+        is_right, kind = kinds.get(parameters[name].annotation, (True, ""))
+        if not is_right and value is not None:
+            raise ModelError(
+                f"model.args.{name}={value!r} is not {kind}",
+                rule=f"{name} is {kind}",
+                where=f"model.args.{name}",
+                fix=f"++model.args.{name}=VALUE, without quotes",
+            )
 
 
 def _no_model(what: str) -> ModelError:

@@ -214,8 +214,8 @@ class Llama(LayeredModel):
         rope_scaling: the fields of a `RopeScaling`; None: frequencies are not scaled.
 
     Raises:
-        ModelError: heads that do not divide, an odd head width, a dropout outside [0, 1), a `norm_eps` that is not
-            above 0, or a `rope_scaling` that is none.
+        ModelError: heads that do not divide, an odd head width, a dropout outside [0, 1), a `norm_eps` or a `theta`
+            that is not above 0, or a `rope_scaling` that is none.
     """
 
     shardings = Shardings(batch=P("dp"), layers=P("pp"), params=P(None), grads=P("dp"), optim=P("dp"))
@@ -237,6 +237,10 @@ class Llama(LayeredModel):
         kv_heads, hidden = kv_heads or heads, hidden or -(-8 * d_model // (3 * 64)) * 64
         _check_sizes(d_model, heads, kv_heads)
         check_norm_eps(norm_eps)
+        if not theta > 0:
+            raise ModelError(
+                f"theta={theta} is not above 0", rule="rotary frequencies are powers of theta", fix="theta=10000.0"
+            )
         scaling = RopeScaling.of(rope_scaling)
         blocks = {}
         for i in range(layers):

@@ -154,6 +154,7 @@ def plan_run(
         UserError: a model, mesh, spec or size that contradicts another.
     """
     job = _job(settings, data)
+    _check_vocabulary(settings, data)
     # On the meta device: the layout needs shapes only. A model of any size is planned on any machine.
     model = make_model(settings, data.vocab_size, attributes=data.attributes)
     shardings = model.shardings.with_zero(settings.sharding.zero_level)
@@ -180,6 +181,22 @@ def plan_run(
     m, sizes = settings.model, settings.model.sizes(settings.train.seq_len, data.vocab_size)
     data = replace(data, attributes=attributes_given(m.target, sizes, m.args, data.attributes))
     return RunPlan(settings, data, job, description, placement, costs)
+
+
+def _check_vocabulary(settings: Settings, data: PreparedData) -> None:
+    """Refuse a vocabulary of the model that is smaller than that of its data: a later step would meet such a token.
+
+    Raises:
+        ModelError: it is.
+    """
+    rows = settings.model.args.get("vocab_size")
+    if data.is_tokens and isinstance(rows, int) and rows < data.vocab_size:
+        raise ModelError(
+            f"model.args.vocab_size={rows} is less than the {data.vocab_size} tokens of {data.given}",
+            rule="every token of the data has a row in the embedding",
+            where="model.args.vocab_size",
+            fix=f"leave it out, or model.args.vocab_size={data.vocab_size} or more",
+        )
 
 
 def _check_islands(model: LayeredModel, settings: Settings) -> None:

@@ -71,6 +71,30 @@ def test_extra_arguments_reach_the_constructor() -> None:
         build_model("gpt", SIZES, {"mlp_ration": 2})
 
 
+@pytest.mark.parametrize(
+    ("target", "args", "told"),
+    [
+        ("gpt", {"tied": "false"}, "model.args.tied='false' is not true or false"),  # it had counted as true
+        ("gpt", {"tied": 1}, "model.args.tied=1 is not true or false"),
+        ("gpt", {"mlp_ratio": 2.5}, "model.args.mlp_ratio=2.5 is not a whole number"),
+        ("mlp", {"window": "four"}, "model.args.window='four' is not a whole number"),
+        ("llama", {"hidden": -64}, "model.args.hidden=-64 is not a whole number"),
+        ("llama", {"kv_heads": True}, "model.args.kv_heads=True is not a whole number"),
+        ("llama", {"theta": "1e4"}, "model.args.theta='1e4' is not a number"),
+        ("llama", {"theta": 0}, "theta=0 is not above 0"),
+    ],
+)
+def test_arguments_of_own_models_are_of_their_kinds(target: str, args: dict[str, Any], told: str) -> None:
+    with torch.device("meta"), pytest.raises(ModelError) as caught:
+        build_model(target, SIZES, args)
+    assert caught.value.what.startswith(told)
+
+
+def test_arguments_of_own_models_may_be_none_or_whole_numbers_in_place_of_others() -> None:
+    with torch.device("meta"):
+        assert build_model("llama", SIZES, {"theta": 10000, "hidden": None, "kv_heads": 1, "rope_scaling": None})
+
+
 def test_a_users_model_in_the_working_directory(here: Path) -> None:
     (here / "km_own_model.py").write_text(OWN_MODEL)
     model = build_model("km_own_model.MyModel", SIZES, {"depth": 3})

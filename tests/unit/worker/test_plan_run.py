@@ -6,7 +6,7 @@ import pytest
 
 from elaswave_spmd.conf.compose import settings_from
 from elaswave_spmd.data import PreparedData
-from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.errors import ConfigError, ModelError
 from elaswave_spmd.worker.plan_run import RunPlan, plan_run, read_profile
 
 SMALL = ("model=mlp_tiny", "train.seq_len=8", "model.layers=2", "model.d_model=8", "page.size=64")
@@ -70,3 +70,11 @@ def test_a_run_that_ends_within_its_warm_up_is_told_so() -> None:
     )
     assert planned("train.steps=20", *warm).short_of_peak() == ""
     assert planned("train.steps=1", "optim.warmup_steps=0").short_of_peak() == ""
+
+
+def test_a_model_has_a_row_for_each_token_of_its_data() -> None:
+    with pytest.raises(ModelError) as caught:
+        planned("+model.args.vocab_size=10")
+    assert caught.value.what == "model.args.vocab_size=10 is less than the 11 tokens of data=text"
+    for rows in (11, 50):
+        assert planned(f"+model.args.vocab_size={rows}").job.is_tokens
