@@ -100,7 +100,8 @@ def open_run(run: str, *, average: bool = False, best: bool = False) -> OpenedRu
         CheckpointError: the checkpoint is damaged, or there is none; weights.safetensors does not match its hash.
     """
     given = Path(os.path.expanduser(run))
-    if best and not (given / MANIFEST).exists():
+    if best:
+        _refuse_checkpoint(given, run)
         given = best_path(given)
     is_checkpoint = (given / MANIFEST).exists()
     folder = given.resolve().parent.parent if is_checkpoint else given
@@ -108,6 +109,21 @@ def open_run(run: str, *, average: bool = False, best: bool = False) -> OpenedRu
     path, source = open_source(given, is_checkpoint=is_checkpoint, average=average)
     _check_intact(path, source)
     return OpenedRun(folder, fields, path, source)
+
+
+def _refuse_checkpoint(given: Path, run: str) -> None:
+    """Refuse the directory of a checkpoint where the best one of a run is asked for.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if (given / MANIFEST).exists():
+        raise ConfigError(
+            f"{run} is a checkpoint, and the best one is asked for",
+            rule="--best, in Python best=True, takes the checkpoint of a run with the lowest validation loss",
+            where=run,
+            fix=f"{given.resolve().parent.parent}, its run; or leave it out",
+        )
 
 
 def _check_intact(path: Path, source: WeightSource) -> None:

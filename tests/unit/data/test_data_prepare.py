@@ -300,8 +300,16 @@ def test_settings_that_a_custom_dataset_does_not_take(here: Path, fields: dict[s
 
 def test_arguments_that_the_run_would_replace_are_refused(here: Path) -> None:
     """In the workers `split` was train or validation, whatever the controller had made its lengths of."""
-    open_ended = "class Any:\n    def __init__(self, **options): pass\n"
-    _module(here, "user_j", open_ended + "    def __len__(self): return 5\n    def __getitem__(self, i): return [1.0]\n")
+    _module(
+        here,
+        "user_j",
+        """
+class Any:
+    def __init__(self, **options): pass
+    def __len__(self): return 5
+    def __getitem__(self, i): return [1.0]
+""",
+    )
     with pytest.raises(ConfigError, match=r"data\.args\.split=all is given"):
         prepare_data(DataSpec(target="user_j.Any", args={"split": "all"}), 4)
     with pytest.raises(ConfigError, match=r"data\.args\.path=a contradicts data\.path=b"):

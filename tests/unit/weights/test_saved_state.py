@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from elaswave_spmd.conf.schema import ModelSettings, Settings
-from elaswave_spmd.errors import UserError
+from elaswave_spmd.errors import ConfigError, UserError
 from elaswave_spmd.run_dir.checkpoints import open_checkpoint
 from elaswave_spmd.sharding.layout import LOSS, LayerLayout, ModelLayout
 from elaswave_spmd.weights.given import GivenWeights, owned_parameters
 from elaswave_spmd.weights.resolve import resolved
 from elaswave_spmd.weights.sources import SavedState, whole
+from elaswave_spmd.weights.trained import open_run
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.optimizers import AdamW
@@ -54,6 +55,16 @@ def test_a_run_is_resolved_to_its_newest_good_checkpoint_or_its_weights(tmp_path
         resolved(Settings(model=ModelSettings(init_from=str(newest))))
     (tmp_path / "weights.safetensors").touch()
     assert resolved(settings).model.init_from == str(tmp_path / "weights.safetensors")
+
+
+def test_the_best_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    """It was that checkpoint, whether or not it is the best one."""
+    directory, _ = save(tmp_path, 3)
+    (tmp_path / "config.yaml").write_text("format: 2\n")
+    assert open_run(str(directory)).path == directory
+    with pytest.raises(ConfigError, match="step_00000003 is a checkpoint, and the best one is asked for") as caught:
+        open_run(str(directory), best=True)
+    assert caught.value.fix.startswith(f"{tmp_path}, its run")
 
 
 class _Shaped(nn.Module):
