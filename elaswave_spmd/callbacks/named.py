@@ -9,7 +9,7 @@ from elaswave_spmd.callbacks.callback import Callback
 from elaswave_spmd.callbacks.mlflow_tracker import MlflowTracker
 from elaswave_spmd.callbacks.wandb_tracker import WandbTracker
 from elaswave_spmd.conf import checks
-from elaswave_spmd.errors import ConfigError, UserError, place_in_user_code
+from elaswave_spmd.errors import ConfigError, UserError, closest, place_in_user_code
 from elaswave_spmd.user_code import import_user_module, is_dotted_name, names_like
 
 _RULE = "a callback is a class derived from elaswave_spmd.Callback, made without arguments, or an object of one"
@@ -52,6 +52,7 @@ def checked(callbacks: Iterable[object]) -> list[Callback]:
             )
         if any(callback is other for other in found):
             raise ConfigError(f"callbacks has {callback!r} twice", where="callbacks", fix="give it once")
+        _refuse_unheard(callback, "callbacks")
         found.append(callback)
     return found
 
@@ -72,7 +73,31 @@ def _load(target: str) -> Callback:
             exists=names_like(name, known) or "no callbacks",
             fix=_RULE,
         )
-    return found if isinstance(found, Callback) else _made(found, where)
+    callback = found if isinstance(found, Callback) else _made(found, where)
+    _refuse_unheard(callback, where)
+    return callback
+
+
+def _refuse_unheard(callback: Callback, where: str) -> None:
+    """Refuse a callback with a method of another name than those that a run calls: it would wait for that in vain.
+
+    Methods that it has of other base classes are not looked at.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    heard = [name for name in vars(Callback) if name.startswith("on_")]
+    own = [cls for cls in type(callback).__mro__ if issubclass(cls, Callback)]
+    named = {name for cls in own for name, value in vars(cls).items() if name.startswith("on_") and callable(value)}
+    if unheard := sorted(named - {*heard}):
+        like = closest(unheard[0], heard)
+        raise ConfigError(
+            f"{callback.name} has {unheard[0]}, which no run calls",
+            rule="methods of a callback that begin with on_ are those that a run calls",
+            where=where,
+            exists=", ".join(heard),
+            fix=f"def {like}(self, record)" if like else "one of these, or a name that does not begin with on_",
+        )
 
 
 def _made(target: object, where: str) -> Callback:

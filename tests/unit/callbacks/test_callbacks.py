@@ -337,6 +337,10 @@ class Needs(Callback):
 class Other:
     pass
 
+class Misspelt(Callback):
+    def on_stpe(self, step):
+        pass
+
 made = Good()
 number = 3
 """
@@ -373,6 +377,7 @@ def test_callbacks_are_named_by_class_or_by_object() -> None:
         ("own_hooks.Needs", "run.callbacks=[own_hooks.Needs] cannot be made (TypeError", "defaults"),
         ("own_hooks.Other", "which is no callback", "derived from elaswave_spmd.Callback"),
         ("own_hooks.number", "which is no callback", "derived from elaswave_spmd.Callback"),
+        ("own_hooks.Misspelt", "Misspelt has on_stpe, which no run calls", "fix:    def on_step(self, record)"),
     ],
 )
 def test_what_cannot_be_imported_or_made_is_refused_with_what_would_do(target: str, what: str, more: str) -> None:
