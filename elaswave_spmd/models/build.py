@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from elaswave_spmd import by_value
 from elaswave_spmd.errors import ModelError, UserError, closest, headline_of, place_in_user_code
 from elaswave_spmd.models.base import LayeredModel, check_modules
+from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.user_code import import_here, modules_here, names_like
 
 OWN = {
@@ -84,6 +85,7 @@ def build_model(
         ) from error
     if not isinstance(model, LayeredModel):
         raise _no_model(f"{shown}() returned {type(model).__name__}")
+    _check_shardings(model)
     check_modules(model)  # again: after its layers were checked, the constructor may have put them into another mode
     _check_hooks(model)
     _check_hidden(model)
@@ -124,6 +126,23 @@ def _no_model(what: str) -> ModelError:
         where="model.target",
         fix="class MyModel(LayeredModel), which gives its layers to super().__init__({name: module, ...})",
     )
+
+
+def _check_shardings(model: LayeredModel) -> None:
+    """Refuse a declaration that is none, or that has another name: nothing would read it, and the defaults would hold.
+
+    Raises:
+        ModelError: there is one.
+    """
+    shown, fix = type(model).__name__, 'shardings = Shardings(batch=P("dp"), layers=P("pp"), optim=P("dp"))'
+    rule = "a model declares how its arrays lie on the mesh as its attribute shardings, an elaswave_spmd.Shardings"
+    if not isinstance(model.shardings, Shardings):
+        raise ModelError(f"{shown}.shardings is {model.shardings!r}", rule=rule, where="model.target", fix=fix)
+    if model.shardings is not LayeredModel.shardings:
+        return
+    everything = [vars(model), *(vars(cls) for cls in type(model).__mro__ if cls is not LayeredModel)]
+    if named := [name for found in everything for name, value in found.items() if isinstance(value, Shardings)]:
+        raise ModelError(f"{shown} has {named[0]}, and no shardings", rule=rule, where="model.target", fix=fix)
 
 
 def _check_hooks(model: LayeredModel) -> None:

@@ -12,6 +12,7 @@ from torch.nn.utils.parametrizations import orthogonal
 
 from elaswave_spmd.errors import ModelError
 from elaswave_spmd.models import GPT, MLP, LayeredModel, Llama, build_model
+from elaswave_spmd.sharding import P, Shardings
 from tests.mistaken_model import RIGHT, Mistaken
 
 SIZES: dict[str, Any] = {
@@ -216,6 +217,33 @@ class Thawed(LayeredModel):
 def test_a_norm_that_the_constructor_puts_back_into_training_mode_is_refused() -> None:
     with pytest.raises(ModelError, match=r"first.1 is BatchNorm1d(.|\n)*running statistics do"):
         build_model(Thawed, {})
+
+
+class Declared(LayeredModel):
+    """A model whose declaration is an attribute of a name."""
+
+    def __init__(self) -> None:
+        super().__init__({"only": nn.Linear(4, 4)})
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"sharding": Shardings(optim=P("dp"))}, "Declared has sharding, and no shardings"),
+        ({"shardings": {"optim": P("dp")}}, "Declared.shardings is {'optim'"),
+        ({"shardings": Shardings}, "Declared.shardings is <class"),
+    ],
+)
+def test_a_declaration_that_nothing_would_read_is_refused(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        build_model(type("Declared", (Declared,), fields), {})
+    assert caught.value.what.startswith(told) and caught.value.fix.startswith("shardings = Shardings(")
+
+
+def test_a_model_may_keep_other_declarations_beside_its_own() -> None:
+    fast = Shardings(optim=P("dp"))
+    build_model(type("Declared", (Declared,), {"fast": fast, "shardings": fast}), {})
+    build_model(Declared, {})
 
 
 class Scaled(MLP):
