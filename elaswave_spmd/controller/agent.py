@@ -67,6 +67,7 @@ _RESERVE_S = 3.0  # of the deadline, for the end itself; or a fourth of it
 _DEADLINE_LOOK_S = 0.1
 _RELEASE_S = 0.2
 _LOOK_S = 5.0  # between two looks at what the links have refused
+_FORK_SERVER_S = 60.0  # that an order to the fork server is waited for; then the others here go on without it
 _OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)  # SIGTERM is meant for this process alone: a machine that is to leave
 # The fields that identify the data; the others are paths and names of this machine.
 _SAME_DATA = ("corpus", "sha256", "num_tokens", "vocab_size", "seq_len", "num_train_samples", "num_validation_samples")
@@ -584,6 +585,7 @@ class Agent:
             print(f"SIGTERM: workers leave the run, and the agent ends within {self._drain_s:g} s", flush=True)
             self._send(am.Notice(self._drain_s))
         self._report_refusals()
+        self._fork_server.keep_up()
         # The end of the connection last, whenever it came: orders come by another one. After the order to end nothing
         # counts any more.
         items = sorted(self._mailbox.take_all(), key=lambda item: isinstance(item, PeerClosed))
@@ -620,9 +622,9 @@ class Agent:
                 return True
             case am.Spawn(rank, spec):
                 self._workers.started(rank, spec)
-                relays = self._relay is not None
+                own = self._workers.specification(spec, self._scratch.path, relays=self._relay is not None)
                 try:
-                    self._fork_server.spawn(rank, self._workers.specification(spec, self._scratch.path, relays=relays))
+                    self._fork_server.spawn(rank, own, _FORK_SERVER_S)
                 except NotStartedError as error:  # the others here go on
                     self._workers.ranks.discard(rank)
                     print(f"worker {rank} could not be started: {error}", flush=True)
@@ -633,10 +635,12 @@ class Agent:
                 self._workers.settled()
             case am.Signal(rank, number):
                 self._signalled.add(rank)
-                self._fork_server.signal(rank, number)
+                self._fork_server.order_signal(rank, number)
             case am.ReportExits():
                 self._report_refusals()
-                self._fork_server.signal(-1, 0)  # to no process; the answer follows the notices of all that have ended
+                with contextlib.suppress(NoAnswerError):
+                    # To no process; the answer follows the notices of all that have ended.
+                    self._fork_server.signal(-1, 0, _FORK_SERVER_S)
                 self._report_exits(self._fork_server.poll())
                 self._send(am.ExitsReported())
             case am.Refused(problem):

@@ -61,7 +61,7 @@ from elaswave_spmd.runtime.devices.group_store import GroupStore, group_host
 from elaswave_spmd.runtime.processes import death_watch
 from elaswave_spmd.runtime.processes.adoption import read_address
 from elaswave_spmd.runtime.processes.agents import AgentBack, AgentNews, Agents, RemoteExited
-from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, NotStartedError
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, NoAnswerError, NotStartedError
 from elaswave_spmd.runtime.processes.launcher import Launcher, Machine
 from elaswave_spmd.runtime.processes.ready import is_any_ready
 from elaswave_spmd.runtime.processes.rendezvous import is_loopback, resolve_address
@@ -78,6 +78,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 1.0  # between two looks at what was refused
 _POLL_S = 0.1  # how long the end of a worker that has no death watch can go unnoticed
+_FORK_SERVER_S = 10.0  # that the fork server is waited for while others train, or may know why the run ends
 
 
 @dataclass(frozen=True)
@@ -366,8 +367,12 @@ class ProcessIO:
         self._next_rank = max(self._next_rank, rank + 1)
         spec = WorkerSpec(rank, self._spec, self._mutex_of(rank)).to_dict()
         launcher, pid, why_not = self._launcher, None, ""
+        limit_s = _FORK_SERVER_S if self._links.peers else None
         try:
-            pid = launcher.spawn(rank, spec, host) if isinstance(launcher, Launcher) else launcher.spawn(rank, spec)
+            if isinstance(launcher, Launcher):
+                pid = launcher.spawn(rank, spec, host, limit_s)
+            else:
+                pid = launcher.spawn(rank, spec, limit_s)
         except NotStartedError as error:
             why_not = str(error)
         domain = launcher.domain_of(rank) if isinstance(launcher, Launcher) else None
@@ -398,7 +403,8 @@ class ProcessIO:
         return self._launcher.agents if isinstance(self._launcher, Launcher) else None
 
     def kill(self, rank: int) -> None:
-        self._launcher.signal(rank, signal.SIGKILL)
+        # Nothing is waited for: the fork server may stand still, and what this worker does counts no more.
+        self._launcher.order_signal(rank, signal.SIGKILL)
 
     def reject(self, reason: str) -> None:
         self._links.reject(reason)
@@ -411,7 +417,8 @@ class ProcessIO:
 
     def report_exits(self) -> None:
         # Signal 0 reaches nobody, but the launcher's answer comes after the notices of all that have ended.
-        self._launcher.signal(-1, 0)
+        with contextlib.suppress(NoAnswerError):
+            self._launcher.signal(-1, 0, _FORK_SERVER_S)
         self._ready += [*self._ended_after_words(), ExitsReported()]
 
     def faulted_at(self, rank: int) -> float | None:
@@ -496,6 +503,7 @@ class ProcessIO:
     def _ended(self) -> list[WorkerEnded | AgentNews]:
         """Ends of processes that were noticed since the last call, and news of agents."""
         now = time.monotonic()
+        self._launcher.keep_up()
         exits = self._launcher.poll() if is_any_ready([self._launcher], timeout_s=0.0) else []
         found = [self._deaths.popleft() for _ in range(len(self._deaths))]
         news = self._agents.take_news() if self._agents is not None else []

@@ -82,6 +82,22 @@ def test_a_worker_that_stands_still_for_a_moment_stays(tmp_path: Path, undisturb
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
 
 
+def test_a_worker_is_killed_while_the_fork_server_stands_still(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """The others go on at once; its end is told by the death watch."""
+    write_text(tmp_path)
+    with launch(tmp_path, *TINY, *patient(tmp_path), f"train.steps={STEPS}", "mesh=dp3", "sharding=zero2") as run:
+        run.wait_for_steps(4)
+        victim, fork_server = run.workers()[1], run.fork_server()
+        os.kill(fork_server, signal.SIGSTOP)
+        os.kill(victim, signal.SIGKILL)
+        wait_for_event(run, "recovered")
+        os.kill(fork_server, signal.SIGCONT)
+        go_on(run.folder)
+        changes = survived(tmp_path, run.finish())
+    assert changes.ranks("fail") == [[1]], all_events(tmp_path)
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
+
+
 def test_two_killed_by_one_command(tmp_path: Path, undisturbed: Undisturbed) -> None:
     write_text(tmp_path)
     settings = [f"train.steps={STEPS}", "mesh.stages=[3,2]", "sharding=zero1", "mirror.count=2"]

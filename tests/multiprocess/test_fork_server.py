@@ -174,6 +174,47 @@ def test_an_answer_that_comes_after_its_order_was_given_up_is_not_that_of_the_ne
         assert [(exited.rank, exited.signal) for exited in exits(fork_server, 1)] == [(rank, signal.SIGKILL)]
 
 
+@methods
+def test_orders_that_nobody_waits_for_are_carried_out_when_the_fork_server_goes_on(
+    start: StartForkServer, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that it has not started in time, as its order could be sent only in part, is ended by the next one."""
+    fork_server = start(method=method)
+    fork_server.spawn(0, {"sleep": 600})
+    os.kill(fork_server.pid, signal.SIGSTOP)
+    assert eventually(lambda: state(fork_server.pid) == "T")
+    waits: list[float] = []
+
+    def look(*arguments: Any) -> bool:
+        waits.append(arguments[-1])
+        return is_any_ready(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client_module, "is_any_ready", look)
+        fork_server.order_signal(0, signal.SIGKILL)
+        with pytest.raises(NotStartedError, match="did not answer within 0 s"):
+            fork_server.spawn(1, {"sleep": 600, "large": "x" * (4 << 20)}, 0.0)
+        fork_server.order_signal(7, signal.SIGKILL)
+    assert {*waits} == {0.0}, "it was looked for room, and not waited for any"
+    os.kill(fork_server.pid, signal.SIGCONT)
+    ended: list[Exited] = []
+    assert eventually(lambda: fork_server.keep_up() or ended.extend(fork_server.poll()) or len(ended) == 2)
+    assert [(exited.rank, exited.signal) for exited in ended] == [(rank, signal.SIGKILL) for rank in (0, 1)]
+    pid = fork_server.spawn(2, {"return": 7})
+    assert exits(fork_server, 1) == [Exited(2, pid, 7, None)]
+
+
+def test_answers_that_nobody_waits_for_do_not_hold_the_fork_server_up(start: StartForkServer) -> None:
+    fork_server = start()
+    pid = fork_server.spawn(0, {"sleep": 600})
+    for _ in range(2000):  # more answers than a socket has room for
+        fork_server.order_signal(7, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
+    ended: list[Exited] = []
+    assert eventually(lambda: fork_server.keep_up() or ended.extend(fork_server.poll()) or ended)
+    assert ended == [Exited(0, pid, None, signal.SIGKILL)]
+
+
 def test_a_fork_server_that_hangs_while_it_imports_is_not_waited_for(
     start: StartForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

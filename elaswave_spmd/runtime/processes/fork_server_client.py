@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -94,7 +95,8 @@ class ForkServerClient:
         self._scratch = scratch
         self._orphan_grace_s = orphan_grace_s
         self._num_orders = 0
-        self._unsent = b""  # of orders that were given up
+        self._num_answered = 0  # the newest order that was answered
+        self._unsent = b""  # of orders that nobody waits for, or that were given up
         self._answer_buffer = b""
         self._notice_buffer = b""
         self._ready = False
@@ -154,19 +156,18 @@ class ForkServerClient:
         os.set_blocking(notices, False)
         folders = [str(Path(path).absolute()) for path in scratch]
         client = cls(process, ours, notices, life, folders, orphan_grace_s)
-        client._send(
-            {
-                "sys_path": [path or os.getcwd() for path in sys.path],
-                "preload": list(preload) if method == "fork" else [],
-                "method": method,
-                "target": target,
-                "life_fd": life_theirs,
-                "by_value": lent,
-                "orphan_grace_s": orphan_grace_s,
-                "scratch": client._scratch,
-                "adopt_s": adopt_s,
-            }
-        )
+        setup = {
+            "sys_path": [path or os.getcwd() for path in sys.path],
+            "preload": list(preload) if method == "fork" else [],
+            "method": method,
+            "target": target,
+            "life_fd": life_theirs,
+            "by_value": lent,
+            "orphan_grace_s": orphan_grace_s,
+            "scratch": client._scratch,
+            "adopt_s": adopt_s,
+        }
+        client._send(setup, _ORDER_TIMEOUT_S, time.monotonic() + _ORDER_TIMEOUT_S)
         return client
 
     @classmethod
@@ -225,25 +226,59 @@ class ForkServerClient:
         self.num_threads = int(answer["threads"])
         self._ready = True
 
-    def spawn(self, rank: int, spec: Mapping[str, Any]) -> int:
+    def spawn(self, rank: int, spec: Mapping[str, Any], limit_s: float | None = None) -> int:
         """Make the worker `rank` and return its process id; waits until the fork server is ready.
 
         Args:
             spec: plain JSON data for the worker's main function.
+            limit_s: seconds after which the worker counts as not started, and is killed should it start later; None: it
+                does not, and that the fork server does not answer is an error.
 
         Raises:
-            NotStartedError: the system has nothing left for another process.
+            NotStartedError: the system has nothing left for another process; or it takes too long.
         """
         self.ready()
-        answer = self._request({"spawn": rank, "spec": dict(spec)})
+        try:
+            answer = self._request({"spawn": rank, "spec": dict(spec)}, limit_s)
+        except NoAnswerError as error:
+            if limit_s is None or time.monotonic() >= self._wait_until:
+                raise
+            self.order_signal(rank, signal.SIGKILL)
+            raise NotStartedError(str(error)) from error
         if "not_started" in answer:
             raise NotStartedError(answer["not_started"])
         return int(answer["pid"])
 
-    def signal(self, rank: int, number: int) -> bool:
-        """Send a signal to worker `rank`; False if it has ended already."""
+    def signal(self, rank: int, number: int, limit_s: float | None = None) -> bool:
+        """Send a signal to worker `rank`; False if it has ended already.
+
+        Args:
+            limit_s: seconds for the answer; None: as many as for any order.
+        """
         self.ready()
-        return bool(self._request({"signal": int(number), "rank": rank})["sent"])
+        return bool(self._request({"signal": int(number), "rank": rank}, limit_s)["sent"])
+
+    def order_signal(self, rank: int, number: int) -> None:
+        """Order that worker `rank` is sent a signal, and wait for nothing: the fork server may stand still.
+
+        Nothing happens if the worker has ended by then.
+        """
+        self.ready()
+        self._order({"signal": int(number), "rank": rank})
+
+    def keep_up(self) -> None:
+        """Send what the fork server did not take yet of orders that nobody waits for, and read their answers.
+
+        To be called now and then; never waits. Without it the fork server would wait for the rest of an order, or for
+        room for its answers.
+        """
+        if self._stopped or not self._ready or (not self._unsent and self._num_answered == self._num_orders):
+            return
+        with contextlib.suppress(OSError):  # there is no answer yet; or it has died, which `poll` tells
+            self._send_some()
+            self._answer_buffer += self._orders.recv(65536, socket.MSG_DONTWAIT)
+        while b"\n" in self._answer_buffer:
+            self._next_answer()
 
     def set_orphan_grace(self, seconds: float) -> None:
         """Set the time that workers have after this process, if it was not known at `start`. Waits until ready."""
@@ -257,8 +292,11 @@ class ForkServerClient:
         self._request({"hold": str(lock)})
 
     def settle(self) -> None:
-        """All that died with the controller before is made good: the next one is not told of it once more."""
-        self._request({"settled": True})
+        """All that died with the controller before is made good: the next one is not told of it once more.
+
+        Waits for nothing.
+        """
+        self._order({"settled": True})
 
     def give_back(self) -> None:
         """End as if this process had died, without a wait: workers that were taken over wait for another controller."""
@@ -388,9 +426,9 @@ class ForkServerClient:
 
     def _request(self, order: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
         """Send an order, and wait for its answer, for `_ORDER_TIMEOUT_S` if no other time is given."""
-        self._num_orders += 1
-        self._send(order | {"order": self._num_orders})
         deadline = time.monotonic() + (limit_s := _ORDER_TIMEOUT_S if timeout_s is None else timeout_s)
+        self._num_orders += 1
+        self._send(order | {"order": self._num_orders}, limit_s, deadline)
         # An answer that comes late, to an order that was given up, is none to this one.
         while (answer := self._receive(limit_s, deadline)).get("to") != self._num_orders:
             pass
@@ -398,20 +436,36 @@ class ForkServerClient:
             raise RunError(f"the fork server failed to carry out an order:\n{answer['error']}")
         return answer
 
-    def _send(self, message: dict[str, Any]) -> None:
-        # A line that was begun is ended first: else the fork server would take this order for a part of it.
-        data = memoryview(self._unsent + json.dumps(message).encode() + b"\n")
-        deadline = time.monotonic() + _ORDER_TIMEOUT_S
+    def _order(self, order: dict[str, Any]) -> None:
+        """Send an order, and wait neither for its answer nor for a fork server that does not read."""
+        self._num_orders += 1
+        with contextlib.suppress(NoAnswerError):  # what is left of it is sent before the next one, or by `keep_up`
+            self._send(order | {"order": self._num_orders}, 0.0, time.monotonic())
+        self.keep_up()
+
+    def _send(self, message: dict[str, Any], timeout_s: float, deadline: float) -> None:
+        """Send a line, after what is left of those before it, until `deadline`, `timeout_s` seconds after the begin.
+
+        A line that was begun is ended first: else the fork server would take this one for a part of it.
+        """
+        self._unsent += json.dumps(message).encode() + b"\n"
         try:
-            while data:
-                try:  # first, also if there is no time: an order to stop is sent, and not waited for
-                    data = data[self._orders.send(data, socket.MSG_DONTWAIT) :]
-                except BlockingIOError:  # a large order, and a fork server that does not read
-                    self._wait_for([], [self._orders], deadline, _ORDER_TIMEOUT_S)
+            # First, also if there is no time: an order to stop is sent, and not waited for.
+            while not self._send_some():
+                self._wait_for([], [self._orders], deadline, timeout_s)
         except OSError as error:
             raise self._died() from error
-        finally:
-            self._unsent = bytes(data)
+
+    def _send_some(self) -> bool:
+        """Send what the fork server takes now. True if nothing is left.
+
+        Raises:
+            OSError: it has died.
+        """
+        with contextlib.suppress(BlockingIOError):  # a large order, and a fork server that does not read
+            while self._unsent:
+                self._unsent = self._unsent[self._orders.send(self._unsent, socket.MSG_DONTWAIT) :]
+        return not self._unsent
 
     def _receive(self, timeout_s: float, deadline: float) -> dict[str, Any]:
         """Wait for the next answer until `deadline`, `timeout_s` seconds after the begin."""
@@ -424,8 +478,14 @@ class ForkServerClient:
             if not data:
                 raise self._died()
             self._answer_buffer += data
+        return self._next_answer()
+
+    def _next_answer(self) -> dict[str, Any]:
+        """The next answer, which has come."""
         line, _, self._answer_buffer = self._answer_buffer.partition(b"\n")
-        return json.loads(line)
+        answer = json.loads(line)
+        self._num_answered = max(self._num_answered, answer.get("to", 0))
+        return answer
 
     def _wait_for(
         self, readable: list[socket.socket], writable: list[socket.socket], deadline: float, timeout_s: float

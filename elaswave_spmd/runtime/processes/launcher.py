@@ -186,25 +186,28 @@ class Launcher:
         if self._agents is not None:
             self._agents.dismiss(reason)
 
-    def spawn(self, rank: int, spec: Mapping[str, Any], host: str | None = None) -> int | None:
+    def spawn(
+        self, rank: int, spec: Mapping[str, Any], host: str | None = None, limit_s: float | None = None
+    ) -> int | None:
         """Start worker `rank` on its machine, which is assigned now for a newcomer.
 
         Args:
             spec: plain JSON data for the worker's main function.
             host: of a newcomer, the machine that was asked for.
+            limit_s: as for ForkServerClient.spawn, if it runs on this machine; others are not waited for.
 
         Returns:
             Its process id if it runs on this machine, else None.
 
         Raises:
-            NotStartedError: this machine has nothing left for another process.
+            NotStartedError: this machine has nothing left for another process, or takes too long.
         """
         if self._agents is not None and rank not in self._hosts:
             self._assign_newcomer(rank, host)
         agent = self._hosts.get(rank)
         if agent is None:
             try:
-                return self._fork_server.spawn(rank, spec)
+                return self._fork_server.spawn(rank, spec, limit_s)
             except NotStartedError:
                 self._hosts.pop(rank, None)
                 raise
@@ -212,21 +215,36 @@ class Launcher:
         self._agents.spawn(agent, rank, spec)
         return None
 
-    def signal(self, rank: int, number: int) -> bool:
+    def signal(self, rank: int, number: int, limit_s: float | None = None) -> bool:
         """Send a signal to worker `rank`; False if it has ended already.
 
         Signal 0 has no effect on the worker, but after it `poll` returns all workers that have ended until now.
+
+        Args:
+            limit_s: as for ForkServerClient.signal.
         """
         if self._agents is not None and number == 0:
             self._agents.request_exits()
         agent = self._hosts.get(rank)
         if agent is None:
-            return self._fork_server.signal(rank, number)
+            return self._fork_server.signal(rank, number, limit_s)
         assert self._agents is not None
         if number == 0:
-            self._fork_server.signal(rank, 0)
+            self._fork_server.signal(rank, 0, limit_s)
             return rank in agent.ranks
         return self._agents.signal(agent, rank, number)
+
+    def order_signal(self, rank: int, number: int) -> None:
+        """Order that worker `rank` is sent a signal, and wait for nothing. Nothing happens if it has ended by then."""
+        if (agent := self._hosts.get(rank)) is None:
+            self._fork_server.order_signal(rank, number)
+        else:
+            assert self._agents is not None
+            self._agents.signal(agent, rank, number)
+
+    def keep_up(self) -> None:
+        """See `ForkServerClient.keep_up`: to be called now and then."""
+        self._fork_server.keep_up()
 
     def fileno(self) -> int:
         """The descriptor that is readable when `poll` may have something to return."""

@@ -60,7 +60,7 @@ class Workers:
 
     def hold(self, lock: Path) -> None: ...
 
-    def spawn(self, rank: int, spec: dict[str, Any]) -> None:
+    def spawn(self, rank: int, spec: dict[str, Any], limit_s: float | None = None) -> None:
         if self.limit is not None:
             if not self.limit:
                 self.not_started.append(rank)
@@ -107,12 +107,16 @@ class Workers:
         found, self.ended = self.ended, []
         return found
 
-    def signal(self, rank: int, number: int) -> bool:
-        if number:
-            self.killed.append(rank)
-        else:
-            self.end(*self.unreaped)
+    def signal(self, rank: int, number: int, limit_s: float | None = None) -> bool:
+        assert number == 0, "a worker that is killed is not waited for"
+        self.end(*self.unreaped)
         return True
+
+    def order_signal(self, rank: int, number: int) -> None:
+        assert number
+        self.killed.append(rank)
+
+    def keep_up(self) -> None: ...
 
     def stop(self, grace_s: float = 2.0) -> None:
         self.stopped = True

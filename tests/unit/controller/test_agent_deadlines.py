@@ -89,6 +89,12 @@ class World:
     def signal(self, *_: object) -> None:
         return None
 
+    def order_signal(self, *_: object) -> None:
+        return None
+
+    def keep_up(self) -> None:
+        return None
+
     def wait_at_most_until(self, _: float) -> None:
         return None
 

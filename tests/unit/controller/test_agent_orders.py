@@ -113,7 +113,7 @@ def test_the_last_order_may_follow_the_end_of_the_connection(order: am.AgentMess
 @pytest.mark.parametrize("is_first", [True, False])
 def test_an_order_to_end_counts_also_if_the_end_of_the_connection_was_filed_before_it(is_first: bool) -> None:
     mailbox, (read, write) = SelectableMailbox(), os.pipe()
-    fork_server = SimpleNamespace(fileno=lambda: read, stop=lambda _: [], poll=list)
+    fork_server = SimpleNamespace(fileno=lambda: read, stop=lambda _: [], poll=list, keep_up=lambda: None)
     links = SimpleNamespace(rejected={}, send=lambda *_: True)
     agent = Agent(cast(Any, links), mailbox, cast(Any, fork_server), cast(Any, None), AgentWorkers({}))
     items = [Envelope(CONTROLLER, am.encode(am.Stop(0.0))), PeerClosed(CONTROLLER)]
@@ -142,10 +142,10 @@ class Told:
     def send(self, _: int, header: bytes) -> None:
         self.sent.append(am.try_decode(header))
 
-    def signal(self, *_: int) -> bool:
+    def signal(self, *_: float) -> bool:
         return False
 
-    def spawn(self, rank: int, spec: object) -> int:
+    def spawn(self, rank: int, spec: object, limit_s: float) -> int:
         raise NotStartedError("[Errno 12] Cannot allocate memory")
 
     def poll(self) -> list[Exited]:
@@ -180,7 +180,7 @@ def test_a_worker_is_told_of_the_relay_of_heartbeats_that_there_is(
     if not can_relay:
         monkeypatch.setattr(module, "BeatRelay", no_relay)
     specs: list[dict[str, Any]] = []
-    fork_server = SimpleNamespace(spawn=lambda _, spec: specs.append(spec))
+    fork_server = SimpleNamespace(spawn=lambda _, spec, limit_s: specs.append(spec))
     scratch = SimpleNamespace(path=str(tmp_path))
     agent = Agent(cast(Any, None), cast(Any, None), cast(Any, fork_server), cast(Any, scratch), AgentWorkers({}))
     agent._start_relay()

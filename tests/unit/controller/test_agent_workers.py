@@ -95,6 +95,8 @@ class ForkServer:
 
     def spawn(self, *_: object) -> None: ...
 
+    def keep_up(self) -> None: ...
+
     def poll(self) -> list[Any]:
         return []
 

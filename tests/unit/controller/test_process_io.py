@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 
+from elaswave_spmd.controller import io as module
 from elaswave_spmd.controller.events import (
     BeatsReceived,
     ExitsReported,
@@ -18,11 +19,11 @@ from elaswave_spmd.controller.events import (
     Tick,
     WorkerEnded,
 )
-from elaswave_spmd.controller.io import ProcessIO
+from elaswave_spmd.controller.io import ProcessIO, Spawned
 from elaswave_spmd.recovery import admission
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.processes.agents import Agents
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError, NotStartedError
 from elaswave_spmd.runtime.transport.links import Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed
 from tests.unit.runtime.test_launcher import FakeForkServer
@@ -100,3 +101,36 @@ def test_a_clock_that_is_always_late_lets_messages_and_signals_through(io: Proce
         LinkEnded,
     ]
     assert events[-1] == Tick()  # and with nothing to hear, ticks alone
+
+
+def test_nobody_waits_for_a_fork_server_that_stands_still(io: ProcessIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker is lost, which others wait for; and the run ends, with causes that are to be told."""
+    fork_server, limits = cast(FakeForkServer, io._launcher), list[float | None]()
+
+    def signalled(rank: int, number: int, limit_s: float | None = None) -> bool:
+        limits.append(limit_s)
+        raise NoAnswerError("it stands still")
+
+    monkeypatch.setattr(fork_server, "signal", signalled)
+    io.kill(3)
+    assert fork_server.asked == [("order_signal", 3, signal.SIGKILL)] and not limits
+    io.report_exits()
+    assert io._ready[-1] == ExitsReported() and None not in limits
+
+
+@pytest.mark.parametrize("others_train", [True, False])
+def test_a_start_that_others_wait_for_has_a_limit(
+    io: ProcessIO, others_train: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float | None] = []
+
+    def spawn(rank: int, spec: object, limit_s: float | None = None) -> int:
+        limits.append(limit_s)
+        raise NotStartedError("it stands still")
+
+    monkeypatch.setattr(io._launcher, "spawn", spawn)
+    monkeypatch.setattr(module, "WorkerSpec", lambda *_: SimpleNamespace(to_dict=dict))
+    io._links = cast(Links, SimpleNamespace(peers=(0, 1) if others_train else ()))
+    io.__dict__ |= {"_next_rank": 0, "_spec": None, "_mutexes": None}
+    assert io.spawn(2) == Spawned(why_not="it stands still")
+    assert [limit is not None for limit in limits] == [others_train]

@@ -32,11 +32,17 @@ class FakeForkServer:
     def ready(self) -> None:
         self.asked.append("ready")
 
-    def spawn(self, rank: int, spec: dict[str, Any]) -> int:
+    def spawn(self, rank: int, spec: dict[str, Any], limit_s: float | None = None) -> int:
         self.asked.append(("spawn", rank, spec))
         return 7
 
-    def signal(self, rank: int, number: int) -> bool:
+    def order_signal(self, rank: int, number: int) -> None:
+        self.asked.append(("order_signal", rank, number))
+
+    def keep_up(self) -> None:
+        pass
+
+    def signal(self, rank: int, number: int, limit_s: float | None = None) -> bool:
         self.asked.append(("signal", rank, number))
         return rank == 0
 
@@ -157,8 +163,11 @@ def test_orders_go_where_the_rank_is() -> None:
         launcher.spawn(rank, {})
     launcher.signal(0, 15)
     launcher.signal(3, 15)
-    assert fork_server.asked == [("spawn", 0, {}), ("signal", 0, 15)]
-    assert agents.asked == [("spawn", "a", 1), ("spawn", "a", 2), ("spawn", "b", 3), ("signal", "b", 3, 15)]
+    launcher.order_signal(0, 9)
+    launcher.order_signal(3, 9)
+    assert fork_server.asked == [("spawn", 0, {}), ("signal", 0, 15), ("order_signal", 0, 9)]
+    places = [("spawn", "a", 1), ("spawn", "a", 2), ("spawn", "b", 3)]
+    assert agents.asked == [*places, ("signal", "b", 3, 15), ("signal", "b", 3, 9)]
 
 
 @pytest.mark.parametrize(("rank", "there"), [(0, True), (1, True)])
