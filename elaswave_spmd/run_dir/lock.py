@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -30,8 +31,8 @@ _WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 class RunLock:
     """An exclusive lock on a run's directory. It lasts until `close`, or until this process ends, however it ends.
 
-    The file descriptor is not inherited by programs that this process starts; otherwise a worker that outlives its
-    controller would keep the lock.
+    The file descriptor is not inherited by programs that this process starts, and not kept by processes that code of
+    the user forks from it: one that outlives its controller would keep the lock.
 
     Attributes:
         was_left: the last controller has not given it up: it was killed, and workers may wait for the next one.
@@ -42,6 +43,8 @@ class RunLock:
         self.was_left = bool(left)
         self._fd = fd
         self._left = left  # the content of the file when this process has locked it
+        drop = weakref.WeakMethod(self._drop)
+        os.register_at_fork(after_in_child=lambda: (here := drop()) is not None and here())
 
     def life_began(self) -> None:
         """This process has begun a life of the run, or goes on with one: what was left is its own from now on."""
@@ -58,6 +61,11 @@ class RunLock:
             with contextlib.suppress(OSError):
                 os.pwrite(self._fd, self._left, 0)
                 os.ftruncate(self._fd, len(self._left))
+            self._drop()
+
+    def _drop(self) -> None:
+        """Close the descriptor. The lock is kept by processes that have it, too."""
+        if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 

@@ -92,10 +92,29 @@ def controller(spec: dict[str, Any]) -> None:
         "runtime_targets:" + spec["inner"], preload=(), orphan_grace_s=spec["grace"], scratch=[spec["scratch"]]
     )
     pids = [fork_server.pid, *(fork_server.spawn(rank, spec["inner_spec"]) for rank in range(2))]
-    part = Path(spec["report"] + ".part")
-    part.write_text(json.dumps({"me": os.getpid(), "pids": pids}))
-    part.rename(spec["report"])
+    child = _fork_a_sleeper() if spec.get("forks") else None
+    _report(spec["report"], {"me": os.getpid(), "pids": pids, "child": child})
     time.sleep(1000)
+
+
+def forks(spec: dict[str, Any]) -> None:
+    """A worker whose user has it fork a process, as a pool of `multiprocessing` does."""
+    _report(spec["report"], {"child": _fork_a_sleeper()})
+    time.sleep(1000)
+
+
+def _fork_a_sleeper() -> int:
+    """The id of a process that is forked from this one, and ends by a signal only."""
+    if child := os.fork():
+        return child
+    while True:
+        time.sleep(1000)
+
+
+def _report(path: str, report: object) -> None:
+    part = Path(path + ".part")
+    part.write_text(json.dumps(report))
+    part.rename(path)
 
 
 def ends_slowly(spec: dict[str, Any]) -> None:

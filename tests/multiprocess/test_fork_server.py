@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
@@ -26,6 +27,7 @@ from elaswave_spmd.runtime.processes import fork_server_client as client_module
 from elaswave_spmd.runtime.processes.fork_server import ForkServer
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError, NotStartedError
 from elaswave_spmd.runtime.processes.ready import is_any_ready
+from tests.locks import is_locked
 from tests.multiprocess.forks_itself import exits
 from tests.waiting import PATIENCE_S
 
@@ -483,6 +485,49 @@ def test_a_killed_controller_leaves_nothing(
     os.kill(controller, signal.SIGKILL)
     assert eventually(lambda: all(map(gone, told["pids"]))), [pid for pid in told["pids"] if not gone(pid)]
     assert not scratch.exists()
+
+
+def test_a_killed_controller_is_missed_while_a_process_lives_that_its_user_has_forked(
+    start: StartForkServer, tmp_path: Path
+) -> None:
+    """As a callback, or a dataset, with a pool of processes does."""
+    scratch, report = tmp_path / "sockets", tmp_path / "report"
+    scratch.mkdir()
+    outer = start("runtime_targets:controller")
+    spec = {"inner": "until_life_ends", "inner_spec": {}, "grace": 60.0, "scratch": str(scratch)}
+    controller = outer.spawn(0, {**spec, "report": str(report), "forks": True})
+    assert eventually(report.exists)
+    told = json.loads(report.read_text())
+    try:
+        os.kill(controller, signal.SIGKILL)
+        assert eventually(lambda: all(map(gone, told["pids"]))), [pid for pid in told["pids"] if not gone(pid)]
+        assert not gone(told["child"])
+    finally:
+        os.kill(told["child"], signal.SIGKILL)
+
+
+def test_a_process_that_a_worker_has_forked_holds_no_lock_of_the_run(start: StartForkServer, tmp_path: Path) -> None:
+    """Else a run could not be resumed, nor its sockets be removed, as long as it lives."""
+    scratch, lock, report = tmp_path / "sockets", tmp_path / "lock", tmp_path / "report"
+    scratch.mkdir()
+    (scratch / "owner").touch()
+    fork_server = start("runtime_targets:forks", scratch=[str(scratch)])
+    fork_server.ready()
+    fork_server.hold(lock)
+    worker = fork_server.spawn(0, {"report": str(report)})
+    assert eventually(report.exists)
+    child = json.loads(report.read_text())["child"]
+    try:
+        assert all(map(is_locked, (lock, scratch / "owner", scratch)))
+        owner, folder = os.open(scratch / "owner", os.O_RDONLY), os.open(scratch, os.O_RDONLY)
+        fork_server.stop(0)
+        assert gone(worker) and not gone(child)
+        assert not is_locked(lock)
+        for fd in (owner, folder):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(fd)
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("grace", [0.3, 60.0])

@@ -71,6 +71,7 @@ class ForkServer:
         self._waited_s = 0.0  # for another controller, since the last one was lost
         self._listener: socket.socket | None = None  # for the next controller
         self._buffer = b""
+        self._locks: list[int] = []  # held as long as a worker lives, but not by processes that code of the user forks
         read, write = os.pipe()  # written by Python's signal handler when a child has ended
         os.set_blocking(read, False)
         os.set_blocking(write, False)
@@ -86,7 +87,7 @@ class ForkServer:
         self._setup = setup
         sys.path[:] = setup["sys_path"]
         for folder in setup["scratch"]:
-            hold_scratch(folder)
+            self._locks += hold_scratch(folder)
         try:
             problem = self._preload()
             if problem:
@@ -235,7 +236,7 @@ class ForkServer:
             self._is_settled = True
             return {"settled": True}
         if "hold" in order:
-            hold_lock(order["hold"])
+            self._locks.append(hold_lock(order["hold"]))
             return {"held": True}
         return {"sent": self._signal(int(order["rank"]), int(order["signal"]))}
 
@@ -258,11 +259,17 @@ class ForkServer:
             for fd in (self._notices, self._wake_read, self._wake_write):
                 os.close(fd)
             child.set_up()
+            os.register_at_fork(after_in_child=self._give_up_locks)
             child.run(self._setup["target"], spec)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(1)  # never back into the fork server's loop
+
+    def _give_up_locks(self) -> None:
+        """Close the locks in this process, once: their numbers may be those of other files then."""
+        while self._locks:
+            os.close(self._locks.pop())
 
     def _spawn(self, spec: dict[str, Any]) -> int:
         """Start a worker in a fresh interpreter. Returns its process id."""

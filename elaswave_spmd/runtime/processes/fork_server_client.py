@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +68,9 @@ class NotStartedError(RunError):
 class ForkServerClient:
     """Makes worker processes. Created by `start`; for one thread; `fileno` and `poll` fit into a select loop.
 
-    Invariant: no process outlives the run. A killed controller closes the life pipe, on which workers end by themselves
-    within `orphan_grace_s` or are killed; the kernel kills the children of a killed fork server.
+    Invariant: no process outlives the run, but for those that code of the user has started. A killed controller closes
+    the life pipe, on which workers end by themselves within `orphan_grace_s` or are killed; the kernel kills the
+    children of a killed fork server.
 
     Args:
         process: the fork server.
@@ -103,6 +105,9 @@ class ForkServerClient:
         self._stopped = False
         self._is_releasing = False
         self._wait_until = math.inf
+        # A process that code of the user forks from this one may outlive it. If it kept our ends, nobody would notice.
+        let_go = weakref.WeakMethod(self.give_back)
+        os.register_at_fork(after_in_child=lambda: (here := let_go()) is not None and here())
         self.num_threads = 0  # of the fork server; known once it is ready
 
     @classmethod

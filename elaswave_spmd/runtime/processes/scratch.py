@@ -89,12 +89,19 @@ class Scratch:
             os.close(self._kept)
 
 
-def hold_scratch(folder: str) -> None:
-    """Hold a `Scratch` as well, with all processes that are forked from this one later."""
+def hold_scratch(folder: str) -> list[int]:
+    """Hold a `Scratch` as well, with all processes that are forked from this one later.
+
+    Returns:
+        The descriptors, whose closing ends it for this process.
+    """
+    held: list[int] = []
     # It was made by other means, or its command has ended, and it is being removed.
     with contextlib.suppress(FileNotFoundError, BlockingIOError):
-        hold_lock(Path(folder) / _OWNER, os.O_RDWR)
-        _keep_from_cleaners(folder)
+        held.append(hold_lock(Path(folder) / _OWNER, os.O_RDWR))
+        if (kept := _keep_from_cleaners(folder)) is not None:
+            held.append(kept)
+    return held
 
 
 def remove_with(folder: str, path: Path) -> None:

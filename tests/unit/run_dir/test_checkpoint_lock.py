@@ -43,6 +43,19 @@ print(child.pid, flush=True)
 child.wait()
 """
 
+_HOLD_AND_FORK = """
+import os, sys
+from elaswave_spmd.run_dir.lock import lock_run_dir
+lock = lock_run_dir(sys.argv[1])
+if child := os.fork():
+    print(child, flush=True)
+    os.wait()
+else:
+    lock.close()  # it is that of the other process
+    print(child, flush=True)
+    sys.stdin.read()
+"""
+
 
 def _try(run_dir: Path) -> str:
     """The result of an attempt to lock in another process: "locked", or the process that is named in the error."""
@@ -54,12 +67,14 @@ def _try(run_dir: Path) -> str:
 
 
 @contextlib.contextmanager
-def _held(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
+def _held(run_dir: Path, program: str = _HOLD) -> Iterator[subprocess.Popen[str]]:
     """Another process that has the lock, and has a child that lives until its standard input is closed."""
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", _HOLD, str(run_dir)], stdin=pipe, stdout=pipe, text=True) as holder:
+    with subprocess.Popen([sys.executable, "-c", program, str(run_dir)], stdin=pipe, stdout=pipe, text=True) as holder:
         try:
-            assert holder.stdout is not None and int(holder.stdout.readline()) > 0
+            assert holder.stdout is not None
+            told = [int(holder.stdout.readline()) for _ in range(2 if program == _HOLD_AND_FORK else 1)]
+            assert max(told) > 0
             yield holder
         finally:
             holder.kill()
@@ -83,8 +98,9 @@ def test_a_second_lock_in_one_process_is_refused_and_leaves_the_first(tmp_path: 
         pass
 
 
-def test_the_lock_of_a_killed_process_is_free_though_its_child_lives(tmp_path: Path) -> None:
-    with _held(tmp_path) as holder:
+@pytest.mark.parametrize("program", [_HOLD, _HOLD_AND_FORK], ids=["another program", "forked by code of the user"])
+def test_the_lock_of_a_killed_process_is_free_though_its_child_lives(tmp_path: Path, program: str) -> None:
+    with _held(tmp_path, program) as holder:
         with pytest.raises(ConfigError, match=f"process {holder.pid}"):
             lock_run_dir(tmp_path)
         holder.kill()
