@@ -799,6 +799,16 @@ class Timeouts(Section, group="timeouts"):
         """Seconds that workers wait when their controller is lost, before they write a checkpoint."""
         return self.controller if self.adopt is None else self.adopt
 
+    def orphans_step(self, *, is_abandoned: bool) -> float:
+        """Seconds that a worker may go on to compute its step when its controller is lost.
+
+        Half of `shutdown` is left to write its state, before it is killed.
+
+        Args:
+            is_abandoned: its agent is lost, too: it waits for no other controller.
+        """
+        return (self.controller if is_abandoned else self.without_controller) + self.shutdown / 2
+
 
 @dataclass(frozen=True)
 class ChaosEvent(Section, group="chaos.events"):

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from elaswave_spmd.conf.schema import Timeouts
 from elaswave_spmd.recovery import admission
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.generations import ControllerFence
@@ -157,6 +160,8 @@ class SocketChannel:
         early: messages that arrived before this channel was made.
         fence: that has had the Reconfigure which came before this channel was made; None: none has come.
         has_agent: the life pipe is that of an agent, whose end is final: no other one takes its place.
+        timeouts: of the run, for a worker without a controller whose step takes longer than it may live; None: it may
+            live for ever.
     """
 
     def __init__(
@@ -169,6 +174,7 @@ class SocketChannel:
         fence: ControllerFence | None = None,
         *,
         has_agent: bool = False,
+        timeouts: Timeouts | None = None,
     ) -> None:
         self._links = links
         self._mailbox = mailbox
@@ -178,6 +184,8 @@ class SocketChannel:
         self._fence = fence or ControllerFence()
         self._leaves = False
         self._has_agent = has_agent
+        self._timeouts = timeouts
+        self._saves_at = math.inf  # once the controller is gone: then the step under way is given up
         self.is_abandoned = False
         """The agent is gone: nobody adopts this worker any more."""
         self._copies = device.kind.capabilities.pinned_copies
@@ -210,7 +218,7 @@ class SocketChannel:
         """Everything that has arrived. The end of the link to the controller is a LinkClosed(peer=CONTROLLER).
 
         Raises:
-            WorkerStopped: the controller says so.
+            WorkerStopped: the controller says so, or has been gone for so long that the step under way is given up.
         """
         if self._leaving:
             self.is_copying()
@@ -219,12 +227,15 @@ class SocketChannel:
         for item in items:
             if isinstance(item, ControllerLost) and (self._has_agent or not self._fence.was_adopted):
                 self.is_abandoned = self._has_agent
+                self._controller_lost()
                 found.append(Incoming(self._links.me, m.LinkClosed(self._links.me, CONTROLLER)))
             if isinstance(item, Interrupted):  # by the handler of SIGTERM
                 self._leaves = True
                 self.send(CONTROLLER, m.Leaving(self._links.me))
             if item == PeerClosed(CONTROLLER) and CONTROLLER in self._links.peers:
                 continue  # the link to a controller of the past
+            if item == PeerClosed(CONTROLLER):
+                self._controller_lost()
             if isinstance(item, PeerClosed):  # the controller finds out whether the peer is lost, or the link alone
                 closed = m.LinkClosed(self._links.me, item.peer, item.was_linked)
                 self.send(CONTROLLER, closed)
@@ -237,8 +248,17 @@ class SocketChannel:
                 ):  # at once: what follows may be the end of the old link
                     self._links.drop(CONTROLLER)
                     self._links.connect(CONTROLLER, adopt.address)
+                    self._saves_at = math.inf
                 found.append(incoming)
+        if not found and time.monotonic() >= self._saves_at:
+            raise WorkerStopped
         return found
+
+    def _controller_lost(self) -> None:
+        """Note the time at which the step under way is given up, if it takes so long: the state before it is saved."""
+        if self._timeouts is not None:
+            seconds = self._timeouts.orphans_step(is_abandoned=self.is_abandoned)
+            self._saves_at = min(self._saves_at, time.monotonic() + seconds)
 
     def link_facts(self, members: Iterable[int]) -> m.Adopted:
         """The facts of this worker's links for a controller that has come back; the rest is the executor's."""

@@ -193,6 +193,7 @@ class WorkerProcess:
             early,
             self._fence,
             has_agent=bool(self._spec.run.options.has_agent),
+            timeouts=timeouts,
         )
         executor = self._make_executor(plan, model, data, first, channel)
         self._train(executor, channel)
@@ -326,6 +327,7 @@ class WorkerProcess:
             self._resume(executor, channel)
         except WorkerStopped:
             if executor.is_orphaned:
+                executor.hand_over()
                 self._flush(channel)
             raise
         raise RunError(f"worker {self._rank} has nothing left to do, and was not told to stop")

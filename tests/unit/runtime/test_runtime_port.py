@@ -8,15 +8,18 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from elaswave_spmd.conf.schema import Timeouts
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.devices import HostCopy, device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
-from elaswave_spmd.runtime.transport.links import Links
-from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
-from elaswave_spmd.worker.channel import SocketChannel
+from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
+from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Mailbox, PeerClosed
+from elaswave_spmd.worker import channel as module
+from elaswave_spmd.worker.channel import SocketChannel, WorkerStopped
 from tests.unit.runtime.runtime_cases import HOST
 
 NEED = m.Need(1, 0, 0, 1)
@@ -27,6 +30,7 @@ class RecordingLinks:
     """Links that keep the messages that are sent."""
 
     me = 0
+    peers: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, m.AnyMessage, list[Any]]] = []
@@ -127,3 +131,36 @@ def test_sums_come_to_the_device_and_other_payloads_stay_in_host_memory() -> Non
     taken = [incoming.payload for incoming in port.receive_all()]
     assert [any(t is p for p in device.placed) for t in taken] == [True, True, False, False]
     assert all(t is not None and t.tolist() == [0, 1, 2] for t in taken)
+
+
+@pytest.mark.parametrize(
+    ("end", "adopt", "seconds"), [(ControllerLost(), None, 20.0), (PeerClosed(CONTROLLER), 100.0, 115.0)]
+)
+def test_an_orphan_gives_up_a_step_that_takes_as_long_as_it_may_live(
+    end: ControllerLost | PeerClosed, adopt: float | None, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it is killed in the middle of it, with its state. What has come is handled first: it may end the step."""
+    now, mailbox, timeouts = [7.0], Mailbox(), Timeouts(controller=5.0, shutdown=30.0, adopt=adopt)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    port = SocketChannel(cast(Links, RecordingLinks()), mailbox, torch.float32, HOST, timeouts=timeouts)
+    mailbox.put(end)
+    assert [incoming.message for incoming in port.receive_all()] == [m.LinkClosed(0, CONTROLLER)]
+    now[0] += seconds - 1
+    assert port.receive_all() == []
+    now[0] += 1
+    mailbox.put(Envelope(1, m.encode(NEED)))
+    assert [incoming.message for incoming in port.receive_all()] == [NEED]
+    with pytest.raises(WorkerStopped):
+        port.receive_all()
+
+
+def test_an_orphan_that_is_adopted_gives_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, mailbox, links = [7.0], Mailbox(), RecordingLinks()
+    links.__dict__ |= {"drop": lambda _: None, "connect": lambda *_: None}
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    port = SocketChannel(cast(Links, links), mailbox, torch.float32, HOST, timeouts=Timeouts(adopt=100.0))
+    mailbox.put(ControllerLost())
+    mailbox.put(Envelope(CONTROLLER, m.encode(m.Adopt(2, "ipc:///elsewhere"))))
+    assert len(port.receive_all()) == 2
+    now[0] += 1e6
+    assert port.receive_all() == []
