@@ -75,7 +75,7 @@ class PatientStream(io.TextIOBase):
     def drain(self) -> None:
         """Wait until all has been sent, or until nothing has been taken for ten seconds."""
         while not self.send():
-            if not select.select([], [self._file], [], _PATIENCE_S)[1]:
+            if not takes_more(self._file, _PATIENCE_S):
                 return
 
     def close(self) -> None:
@@ -83,6 +83,13 @@ class PatientStream(io.TextIOBase):
         if not self.closed:
             os.close(self._file)
         super().close()
+
+
+def takes_more(descriptor: int, timeout_s: float) -> bool:
+    """True if an output takes something now, or within so many seconds, or has ended."""
+    poll = select.poll()  # `select.select` refuses descriptors from 1,024 on, which connections of strangers may lead to
+    poll.register(descriptor, select.POLLOUT)
+    return bool(poll.poll(1e3 * timeout_s))
 
 
 def patient(stream: TextIO) -> IO[str]:

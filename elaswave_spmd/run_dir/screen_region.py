@@ -7,14 +7,13 @@ put back, also if this process is killed. Nothing here starts a thread.
 from __future__ import annotations
 
 import io
-import select
 from collections.abc import Sequence
 from typing import IO
 
 from rich.console import Console
 from rich.text import Text
 
-from elaswave_spmd.run_dir.patient_stream import PatientStream
+from elaswave_spmd.run_dir.patient_stream import PatientStream, takes_more
 
 
 class ScreenRegion:
@@ -40,7 +39,7 @@ class ScreenRegion:
             descriptor = file.fileno()
         except (io.UnsupportedOperation, ValueError):
             return True
-        return bool(select.select([], [descriptor], [], 0)[1])
+        return takes_more(descriptor, 0.0)
 
     def draw(self, above: Sequence[Text], lines: Sequence[Text]) -> None:
         """Print lines that stay above the region, and the region anew.

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Container, Sequence
+
+from elaswave_spmd.runtime.processes.ready import is_any_ready
 
 _HEAD = struct.Struct("<qd")  # in front of a heartbeat: its sender's rank, and the seconds until the sender's next one
 _LONGEST = 8192  # bytes of a datagram; a heartbeat has some hundreds
@@ -85,8 +86,8 @@ class BeatRelay:
         due = time.monotonic()
         while True:
             wait_s = max(0.0, due - time.monotonic()) if self._newest else None
-            readable, *_ = select.select([self._socket, self._woken], [], [], wait_s)
-            if self._woken in readable:
+            is_any_ready([self._socket, self._woken], timeout_s=wait_s)
+            if is_any_ready([self._woken], timeout_s=0.0):
                 return
             self._receive()
             if self._newest and time.monotonic() >= due:

@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 from elaswave_spmd import by_value
 from elaswave_spmd.runtime.processes import child
 from elaswave_spmd.runtime.processes.adoption import accept_next, listen_for_next
+from elaswave_spmd.runtime.processes.ready import is_any_ready
 from elaswave_spmd.runtime.processes.scratch import hold_lock, hold_scratch
 
 _REAP_PERIOD_S = 0.01  # while all workers are ended
@@ -130,7 +131,7 @@ class ForkServer:
                     "one. Leave the module out of preload, or use method='spawn'."
                 )
             # Imports take seconds; if the controller has ended meanwhile, there is no reason to go on.
-            if select.select([self._orders], [], [], 0)[0] and not self._orders.recv(1, socket.MSG_PEEK):
+            if is_any_ready([self._orders], timeout_s=0.0) and not self._orders.recv(1, socket.MSG_PEEK):
                 raise _ControllerLostError
         return ""
 
@@ -198,12 +199,12 @@ class ForkServer:
         while True:
             # An order that was read together with the one before makes the socket readable no more.
             is_read = b"\n" in self._buffer
-            ready, _, _ = select.select([self._orders, self._wake_read], [], [], 0.0 if is_read else None)
-            if self._wake_read in ready:
+            is_any_ready([self._orders, self._wake_read], timeout_s=0.0 if is_read else None)
+            if is_any_ready([self._wake_read], timeout_s=0.0):
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
                 self._reap()
-            if is_read or self._orders in ready:
+            if is_read or is_any_ready([self._orders], timeout_s=0.0):
                 order = self._next_order()
                 if order is None:
                     raise _ControllerLostError

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.devices.dvfs.base import SETTING, DeviceRange
 from elaswave_spmd.runtime.processes.import_path import interpreter_environment
+from elaswave_spmd.runtime.processes.ready import is_any_ready
 
 _READY_S = 60.0
 _END_S = 10.0
@@ -120,7 +120,7 @@ class GuardedFrequencies:
     def _has_output(self, timeout_s: float) -> bool:
         """True if the guard has written something, or has ended, within `timeout_s` seconds."""
         assert self._process.stdout is not None
-        return b"\n" in self._buffer or bool(select.select([self._process.stdout], [], [], timeout_s)[0])
+        return b"\n" in self._buffer or is_any_ready([self._process.stdout], timeout_s=timeout_s)
 
     def _read_line(self, timeout_s: float) -> dict[str, Any]:
         """Wait for the next line of the guard, for `timeout_s` seconds but at least for one.
