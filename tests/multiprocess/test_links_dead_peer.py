@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 import zmq
 
-from elaswave_spmd.runtime.transport.links import Links
-from elaswave_spmd.runtime.transport.mailbox import Mailbox
+from elaswave_spmd.runtime.transport.credentials import RunKeys
+from elaswave_spmd.runtime.transport.links import Links, Transport, socket_directory
+from elaswave_spmd.runtime.transport.mailbox import Mailbox, PeerClosed
 from tests.waiting import PATIENCE_S, eventually
 
 
@@ -38,3 +45,46 @@ def test_a_send_between_a_peers_end_and_its_notice_returns(tmp_path: Path, monke
     assert not sender.is_alive(), "a send to a dead peer blocks"
     assert links.reaches(1), "the end was not noticed before a send was refused"
     links.close()
+
+
+# A process with links, that forks another one when it is told to. It says its address, and the other one's id.
+_FORKS = """
+import json, os, sys, time
+from elaswave_spmd.runtime.transport.credentials import credentials_from_dict
+from elaswave_spmd.runtime.transport.links import Links
+from elaswave_spmd.runtime.transport.mailbox import Mailbox
+transport, directory, credentials = json.loads(sys.argv[1])
+keys = credentials and credentials_from_dict(credentials)
+links = Links(7, Mailbox(), transport=transport, directory=directory, credentials=keys)
+print(links.address, flush=True)
+sys.stdin.readline()
+if child := os.fork():
+    print(child, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_the_end_of_a_peer_is_noticed_while_a_process_lives_that_its_user_has_forked(transport: Transport) -> None:
+    keys = RunKeys.make() if transport == "tcp" else None
+    directory, mailbox, pipe = socket_directory(), Mailbox(), subprocess.PIPE
+    links = Links(0, mailbox, transport=transport, directory=directory, credentials=keys)
+    words = json.dumps([transport, directory, keys and keys.to_dict()])
+    command = [sys.executable, "-c", _FORKS, words]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as peer:
+        assert peer.stdin is not None and peer.stdout is not None
+        child = 0
+        try:
+            links.connect(7, peer.stdout.readline().strip())
+            assert not links.wait_connected([7], PATIENCE_S)
+            print(file=peer.stdin, flush=True)
+            child = int(peer.stdout.readline())
+            peer.kill()
+            eventually(lambda: PeerClosed(7) in mailbox.take_all())
+            os.kill(child, 0)
+        finally:
+            peer.kill()
+            if child:
+                os.kill(child, signal.SIGKILL)
+            links.close()
+            shutil.rmtree(directory)

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from elaswave_spmd.runtime.processes.fork_server import num_threads
 from elaswave_spmd.runtime.processes.forked_process import ForkedProcess, fork_process
 from elaswave_spmd.runtime.processes.import_path import interpreter_environment
 from elaswave_spmd.runtime.processes.ready import is_any_ready
+from elaswave_spmd.runtime.transport.forks import call_in_forks
 
 # The third would otherwise be imported by the first backward, in every worker.
 PRELOAD = ("numpy", "torch", "torch.fx.experimental.symbolic_shapes", "zmq")
@@ -105,9 +105,7 @@ class ForkServerClient:
         self._stopped = False
         self._is_releasing = False
         self._wait_until = math.inf
-        # A process that code of the user forks from this one may outlive it. If it kept our ends, nobody would notice.
-        let_go = weakref.WeakMethod(self.give_back)
-        os.register_at_fork(after_in_child=lambda: (here := let_go()) is not None and here())
+        call_in_forks(self.give_back)  # where our ends are kept nobody notices the end of this process
         self.num_threads = 0  # of the fork server; known once it is ready
 
     @classmethod

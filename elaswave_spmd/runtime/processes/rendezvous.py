@@ -32,6 +32,7 @@ from elaswave_spmd.runtime.transport.credentials import (
     credentials_from_dict,
     require_curve,
 )
+from elaswave_spmd.runtime.transport.forks import call_in_forks, close_bound
 from elaswave_spmd.runtime.transport.links import HANDSHAKE_MS, REJECTED_CONNECTIONS
 
 _SHORTEST_SECRET = 16  # bytes
@@ -193,6 +194,8 @@ class Rendezvous:
         self._stop_read, self._stop_write = os.pipe()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._address = host, port
+        call_in_forks(self._let_go)
 
     @property
     def rejected(self) -> Mapping[str, int]:
@@ -225,6 +228,11 @@ class Rendezvous:
         self._socket.close(100)  # an answer may be on its way
         self._admission.close()
         self._context.term()
+
+    def _let_go(self) -> None:
+        """In a process that is forked from this one: leave the port to the next controller."""
+        if not self._closed:
+            close_bound(self._address)
 
     def _serve(self) -> None:
         """The thread: answers, admits, and counts what it refuses."""

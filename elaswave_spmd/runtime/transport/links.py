@@ -41,6 +41,7 @@ import zmq
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.transport.credentials import Admission, Credentials
 from elaswave_spmd.runtime.transport.event_loop import EventLoop, LoopHandlers
+from elaswave_spmd.runtime.transport.forks import call_in_forks, close_bound
 from elaswave_spmd.runtime.transport.frames import (
     FRAME_BYTES,
     MALFORMED,
@@ -329,6 +330,7 @@ class Links:
             self._watch_strangers()
         self._thread = threading.Thread(target=self._loop.run, name=f"links-{me}", daemon=True)
         self._thread.start()
+        call_in_forks(self._let_go)
 
     def connect(self, peer: int, address: str) -> None:
         """Open the link to `peer`, which must have bound `address` already. Does nothing when it is open.
@@ -517,6 +519,13 @@ class Links:
         path = Path(directory).absolute() / f"{'c' if self.me == CONTROLLER else self.me}-{os.getpid()}"
         self._pull.bind(f"ipc://{path}")
         return f"ipc://{path}"
+
+    def _let_go(self) -> None:
+        """In a process that is forked from this one: close what would keep peers from noticing the end of this one."""
+        if not self._closed:
+            kind, _, place = self.address.partition("://")
+            host, _, port = place.rpartition(":")
+            close_bound(place if kind == "ipc" else (host, int(port)))
 
     def _share_memory(self) -> str:
         """Make what this process needs in order to share memory. Returns why it fails: all goes over sockets then."""

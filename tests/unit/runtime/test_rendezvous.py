@@ -5,6 +5,8 @@ from __future__ import annotations
 import select
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -288,3 +290,27 @@ def test_errors_travel() -> None:
     assert here.where == "data.path=a, the agent on b"
     other = am.Problem.from_error(ValueError("x"), "Traceback ...").to_error("the agent on b")
     assert isinstance(other, RunError) and str(other) == "the agent on b failed:\nTraceback ..."
+
+
+# A controller that ends while a process lives that was forked from it; this one lives until the input is closed.
+_FORKS = """
+import os, sys
+from elaswave_spmd.runtime.processes.rendezvous import Rendezvous
+rendezvous, (read, write) = Rendezvous("127.0.0.1", int(sys.argv[1]), b"a secret of some bytes"), os.pipe()
+if not os.fork():
+    os.write(write, b".")
+    sys.stdin.read()
+    os._exit(0)
+os.read(read, 1)
+rendezvous.close()
+print("closed", flush=True)
+os.wait()
+"""
+
+
+def test_a_process_that_code_of_the_user_has_forked_leaves_the_port_to_the_next_controller(port: int) -> None:
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", _FORKS, str(port)]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "closed\n"
+        Rendezvous("127.0.0.1", port, SECRET).close()
+        assert process.poll() is None, "the other one lives"

@@ -1,0 +1,50 @@
+"""Processes that code of the user forks from one of ours, such as a pool of `multiprocessing`: what they must not keep.
+
+A forked process has all descriptors of its parent, and may outlive it. The end of a parent that is killed is told by
+the end of its pipes and connections, which would stay open. So each of these processes closes them as it begins.
+Programs that are started inherit none: descriptors of ours are closed by `exec`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import weakref
+from collections.abc import Callable
+
+
+def call_in_forks(method: Callable[[], object]) -> None:
+    """Have a method called in each process that is forked from this one from now on, as long as its object lives."""
+    found = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (here := found()) is not None:
+            here()
+
+    os.register_at_fork(after_in_child=call)
+
+
+def close_bound(address: str | tuple[str, int]) -> None:
+    """Close the sockets of this process that are bound to an address: the one that listens there, and its connections.
+
+    Args:
+        address: path of a Unix socket, or (address, port).
+    """
+    with contextlib.suppress(OSError):  # it is Linux that has this folder
+        for name in os.listdir("/proc/self/fd"):
+            if _is_bound(int(name), address):
+                os.close(int(name))
+
+
+def _is_bound(descriptor: int, address: str | tuple[str, int]) -> bool:
+    try:
+        found = socket.socket(fileno=descriptor)
+    except OSError:  # no socket, or closed since
+        return False
+    try:
+        return found.getsockname() == address
+    except OSError:
+        return False
+    finally:
+        found.detach()
