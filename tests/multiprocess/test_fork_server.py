@@ -196,6 +196,8 @@ def test_orders_that_nobody_waits_for_are_carried_out_when_the_fork_server_goes_
         fork_server.order_signal(0, signal.SIGKILL)
         with pytest.raises(NotStartedError, match="did not answer within 0 s"):
             fork_server.spawn(1, {"sleep": 600, "large": "x" * (4 << 20)}, 0.0)
+        with pytest.raises(NotStartedError, match="stands still"):
+            fork_server.spawn(3, {}, 600.0)
         fork_server.order_signal(7, signal.SIGKILL)
     assert {*waits} == {0.0}, "it was looked for room, and not waited for any"
     os.kill(fork_server.pid, signal.SIGCONT)

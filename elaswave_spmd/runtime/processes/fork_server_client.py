@@ -98,6 +98,7 @@ class ForkServerClient:
         self._orphan_grace_s = orphan_grace_s
         self._num_orders = 0
         self._num_answered = 0  # the newest order that was answered
+        self._num_late = 0  # the newest whose answer did not come in time
         self._unsent = b""  # of orders that nobody waits for, or that were given up
         self._answer_buffer = b""
         self._notice_buffer = b""
@@ -241,11 +242,15 @@ class ForkServerClient:
             NotStartedError: the system has nothing left for another process; or it takes too long.
         """
         self.ready()
+        self.keep_up()
+        if limit_s is not None and self._num_answered < self._num_late:  # nobody waits for it once more
+            raise NotStartedError(f"the fork server (pid {self.pid}) stands still")
         try:
             answer = self._request({"spawn": rank, "spec": dict(spec)}, limit_s)
         except NoAnswerError as error:
             if limit_s is None or time.monotonic() >= self._wait_until:
                 raise
+            self._num_late = self._num_orders
             self.order_signal(rank, signal.SIGKILL)
             raise NotStartedError(str(error)) from error
         if "not_started" in answer:
