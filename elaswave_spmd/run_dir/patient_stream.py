@@ -87,7 +87,8 @@ class PatientStream(io.TextIOBase):
 
 def takes_more(descriptor: int, timeout_s: float) -> bool:
     """True if an output takes something now, or within so many seconds, or has ended."""
-    poll = select.poll()  # `select.select` refuses descriptors from 1,024 on, which connections of strangers may lead to
+    # `select.select` refuses descriptors from 1,024 on, which connections of strangers may lead to.
+    poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(1e3 * timeout_s))
 

@@ -66,15 +66,14 @@ def crowded(many_descriptors: None) -> Iterator[None]:
 @pytest.mark.usefixtures("crowded")
 def test_an_output_is_drained_whatever_its_number() -> None:
     read, write = os.pipe()
-    with os.fdopen(read, "rb") as reader, os.fdopen(write, "w") as writer:
-        with PatientStream(writer) as stream:
-            assert stream.fileno() > HIGH
-            while stream.send():  # until the pipe is full
-                stream.write("x" * 65536)
-            waiting = len(stream._waiting)
-            assert len(reader.read(waiting)) == waiting
-            stream.drain()
-            assert stream.send()
+    with os.fdopen(read, "rb") as reader, os.fdopen(write, "w") as writer, PatientStream(writer) as stream:
+        assert stream.fileno() > HIGH
+        while stream.send():  # until the pipe is full
+            stream.write("x" * 65536)
+        waiting = len(stream._waiting)
+        assert len(reader.read(waiting)) == waiting
+        stream.drain()
+        assert stream.send()
 
 
 @pytest.mark.usefixtures("crowded")
