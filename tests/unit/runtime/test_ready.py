@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from elaswave_spmd.run_dir import patient_stream
 from elaswave_spmd.run_dir.patient_stream import PatientStream
 from elaswave_spmd.runtime.processes.beat_relay import BeatRelay, RelayClient
 from elaswave_spmd.runtime.processes.fork_server import ForkServer
@@ -64,12 +65,14 @@ def crowded(many_descriptors: None) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("crowded")
-def test_an_output_is_drained_whatever_its_number() -> None:
+def test_an_output_is_drained_whatever_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
     with os.fdopen(read, "rb") as reader, os.fdopen(write, "w") as writer, PatientStream(writer) as stream:
         assert stream.fileno() > HIGH
         while stream.send():  # until the pipe is full
             stream.write("x" * 65536)
+        monkeypatch.setattr(patient_stream, "_PATIENCE_S", 0.0)
+        stream.drain()
         waiting = len(stream._waiting)
         assert len(reader.read(waiting)) == waiting
         stream.drain()
