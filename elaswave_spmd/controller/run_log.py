@@ -500,7 +500,7 @@ class RunLog:
                     self._record.lost_workers[str(fields["phase"])] += len(cast(list[int], fields["ranks"]))
                 self.observer.on_event(kind, **fields)
             case WriteCosts(text):
-                self.observer.run_dir.write_costs(text)
+                self.observer.on_costs(text)
 
     def lost(self, rank: int, at: float, sign: Sign | None) -> None:
         """A member was found to be lost at a time; `sign`: the last that is known of it."""

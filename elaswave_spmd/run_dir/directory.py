@@ -16,7 +16,7 @@ import numpy as np
 
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
 from elaswave_spmd.conf.resume import CONFIG
-from elaswave_spmd.errors import ConfigError, DataError
+from elaswave_spmd.errors import ConfigError, DataError, FilesError
 from elaswave_spmd.run_dir.atomic_write import READ_ONLY, make_private_folder, open_private, replacing
 from elaswave_spmd.run_dir.in_place import InPlace
 from elaswave_spmd.run_dir.json_lines import (
@@ -46,9 +46,9 @@ _NAME_TRIES = 100
 class RunDir:
     """A run's directory, open for writing. Made by `RunDir.create` or `RunDir.reopen`.
 
-    Call `close` at the end, or `discard` if the run was refused before it started. Every method that writes raises
-    FilesError when the disk is full; those that write at each step, or by the directory's path, also when that is
-    missing or another one.
+    Call `close` at the end, or `discard` if the run was refused before it started. Every method that writes
+    raises FilesError when the disk is full (but `write_costs`); those that write at each step, or by the path of the
+    directory, also when that is missing or another one.
     """
 
     def __init__(self, path: Path, made_folders: tuple[Path, ...] = (), *, is_new: bool = True) -> None:
@@ -143,11 +143,22 @@ class RunDir:
         with replacing(self.path / SUMMARY, durable=True) as scratch:
             scratch.write_text(text, encoding="utf-8")
 
-    def write_costs(self, text: str) -> None:
-        """Write costs.json, whole or not at all."""
+    def write_costs(self, text: str) -> str:
+        """Write costs.json, whole or not at all: measurements, without which a run goes on as well.
+
+        Returns:
+            Why it is as it was before; empty: it is written.
+
+        Raises:
+            FilesError: the directory at this path is another one, or there is none.
+        """
         self._in_place.check()
-        with replacing(self.path / COSTS, durable=False) as scratch:
-            scratch.write_text(text + "\n", encoding="utf-8")
+        try:
+            with replacing(self.path / COSTS, durable=False) as scratch:
+                scratch.write_text(text + "\n", encoding="utf-8")
+        except FilesError as error:
+            return error.why
+        return ""
 
     def write_weights(self, weights: Mapping[str, np.ndarray], name: str = WEIGHTS) -> None:
         """Write weights.safetensors, or another such file, whole or not at all, and to the disk: before the summary."""

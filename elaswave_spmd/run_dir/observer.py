@@ -67,6 +67,7 @@ class RunObserver:
         self._known_validations: dict[tuple[int, int], str] = {}
         self._written = 0  # the last step whose line is in this directory already
         self._validations_are_written = False  # those known are in this directory already
+        self._why_no_costs = ""  # by the last try
         self.recent_events: deque[dict[str, object]] = deque(maxlen=_RECENT_EVENTS)
 
     def expect(
@@ -181,6 +182,14 @@ class RunObserver:
             with writing(self.run_dir.board_path):
                 self._board.validation(step, loss, metrics or {})
         self._display.validation(step, loss, metrics)
+
+    def on_costs(self, text: str) -> None:
+        """Write costs.json. Where that fails the run goes on: event `no_costs`, once until it is written again."""
+        why = self.run_dir.write_costs(text)
+        if why and not self._why_no_costs:
+            message = f"costs.json cannot be written, and stays as it was: {why}"
+            self.on_event("no_costs", reason=why, message=message)
+        self._why_no_costs = why
 
     @property
     def wants_workers(self) -> bool:

@@ -138,7 +138,7 @@ class MemoryObserver(RunObserver):
     """Keeps in memory the records that a run writes to files."""
 
     def __init__(self, cluster: SimulatedCluster) -> None:
-        self.run_dir = cast(Any, SimpleNamespace(path=RUN_DIR, write_costs=lambda text: None))
+        self.run_dir = cast(Any, SimpleNamespace(path=RUN_DIR))
         self.last = None
         self.pace = Pace(1)
         self.faults = FaultCount()
@@ -167,6 +167,8 @@ class MemoryObserver(RunObserver):
     def on_event(self, kind: str, **fields: object) -> None:
         self._cluster.note("EVENT", kind, fields.get("message", ""))
         self._cluster.noted(kind, fields)
+
+    def on_costs(self, text: str) -> None: ...
 
     def on_news(self) -> None: ...
 

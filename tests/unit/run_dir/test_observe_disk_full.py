@@ -14,6 +14,7 @@ from elaswave_spmd.errors import FilesError, RunError
 from elaswave_spmd.run_dir import PlainDisplay, RunDir, RunObserver, observer, read_events, save_weights
 from elaswave_spmd.run_dir.json_lines import JsonLines, read_json_lines
 from elaswave_spmd.run_dir.tensorboard import Board
+from tests.descriptors import none_left
 from tests.full_disk import room_for
 
 
@@ -107,3 +108,22 @@ def test_a_stop_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:
     observer.close()
     messages = [event["message"] for event in read_events(tmp_path / "run")]
     assert messages == ["ValueError: first line", "interrupted", "AssertionError", "a run's own words"]
+
+
+def test_a_run_goes_on_without_the_costs_for_which_no_descriptor_or_room_is_left(tmp_path: Path) -> None:
+    with _observer(tmp_path) as run:
+        costs = run.run_dir.path / "costs.json"
+        run.on_costs("1")
+        for _ in range(2):
+            with none_left():
+                run.on_costs("2")
+        with room_for(1):
+            run.on_costs("3, and more than there is room for")
+        assert costs.read_text() == "1\n" and not list(run.run_dir.path.glob(".*")), "it is as it was"
+        run.on_costs("4")
+        assert costs.read_text() == "4\n"
+        with none_left():
+            run.on_costs("5")
+    events = read_events(tmp_path / "run")
+    assert [(event["event"], event["reason"]) for event in events] == [("no_costs", "Too many open files")] * 2
+    assert events[0]["message"] == "costs.json cannot be written, and stays as it was: Too many open files"
