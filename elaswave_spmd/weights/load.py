@@ -14,7 +14,7 @@ from elaswave_spmd.errors import CheckpointError
 from elaswave_spmd.models import LayeredModel, build_model, constructing, freeze_parameters, import_model
 from elaswave_spmd.run_dir.checkpoints import load_newest_good
 from elaswave_spmd.weights.given import owned_parameters
-from elaswave_spmd.weights.sources import SavedState, WeightSource, whole
+from elaswave_spmd.weights.sources import SavedState, whole
 from elaswave_spmd.weights.trained import OpenedRun, about_data, check_parameters, open_run
 
 

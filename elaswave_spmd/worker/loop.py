@@ -98,9 +98,7 @@ class Executor:
             pairs,
             self._refusal,
             self._expects,
-            PairLimits(
-                sends_state=context.hooks.device_recovery is None, held_back=HeldBack.of(context.model.layout)
-            ),
+            PairLimits(sends_state=context.hooks.device_recovery is None, held_back=HeldBack.of(context.model.layout)),
         )
 
     @property

@@ -25,9 +25,9 @@ from elaswave_spmd.worker.model_check import check_model
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.optimizers import AdamW
 from elaswave_spmd.worker.programs.eager import StagePrograms, program_args
-from elaswave_spmd.worker.programs.scores import ScoreForm, checked_loss, scores_of
 from elaswave_spmd.worker.programs.emulated import EmulatedDevice, EmulatedPrograms
 from elaswave_spmd.worker.programs.inductor import CompiledPrograms
+from elaswave_spmd.worker.programs.scores import ScoreForm, checked_loss, scores_of
 from elaswave_spmd.worker.spec import Job
 from tests.sample_models import Classifier, Images, Padded, Restless, Sentences, Tagger
 
