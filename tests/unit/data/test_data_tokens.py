@@ -216,7 +216,7 @@ def test_a_missing_tokenizer_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_device_is_no_tokenizer_file() -> None:
-    with pytest.raises(DataError, match="data.tokenizer=/dev/null cannot be read .it is no regular file"):
+    with pytest.raises(DataError, match=r"data.tokenizer=/dev/null cannot be read .it is no regular file"):
         load_tokenizer("/dev/null")  # as /dev/zero, which has no end
 
 
