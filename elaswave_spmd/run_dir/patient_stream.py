@@ -75,7 +75,7 @@ class PatientStream(io.TextIOBase):
     def drain(self) -> None:
         """Wait until all has been sent, or until nothing has been taken for ten seconds."""
         while not self.send():
-            if not takes_more(self._file, _PATIENCE_S):
+            if not takes_output(self._file, _PATIENCE_S):
                 return
 
     def close(self) -> None:
@@ -85,12 +85,14 @@ class PatientStream(io.TextIOBase):
         super().close()
 
 
-def takes_more(descriptor: int, timeout_s: float) -> bool:
-    """True if an output takes something now, or within so many seconds, or has ended."""
-    # `select.select` refuses descriptors from 1,024 on, which connections of strangers may lead to.
+def takes_output(descriptor: int, seconds: float = 0.0) -> bool:
+    """Wait until something can be written, or would fail at once. False: not within so many seconds.
+
+    By `poll`: `select` takes no descriptors from 1,024 on, which there are while strangers hold connections to a run.
+    """
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
-    return bool(poll.poll(1e3 * timeout_s))
+    return bool(poll.poll(1000 * seconds))
 
 
 def patient(stream: TextIO) -> IO[str]:

@@ -13,7 +13,7 @@ from typing import IO
 from rich.console import Console
 from rich.text import Text
 
-from elaswave_spmd.run_dir.patient_stream import PatientStream, takes_more
+from elaswave_spmd.run_dir.patient_stream import PatientStream, takes_output
 
 
 class ScreenRegion:
@@ -39,7 +39,7 @@ class ScreenRegion:
             descriptor = file.fileno()
         except (io.UnsupportedOperation, ValueError):
             return True
-        return takes_more(descriptor, 0.0)
+        return takes_output(descriptor)
 
     def draw(self, above: Sequence[Text], lines: Sequence[Text]) -> None:
         """Print lines that stay above the region, and the region anew.

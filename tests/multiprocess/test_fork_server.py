@@ -27,7 +27,7 @@ from elaswave_spmd.runtime.processes import fork_server_client as client_module
 from elaswave_spmd.runtime.processes.fork_server import ForkServer
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError, NotStartedError
 from elaswave_spmd.runtime.processes.ready import is_any_ready
-from tests.locks import is_locked
+from tests.descriptors import OF_SELECT, beyond_select
 from tests.multiprocess.forks_itself import exits
 from tests.waiting import PATIENCE_S
 
@@ -126,6 +126,20 @@ def test_every_way_to_end_is_reported(start: StartForkServer, method: str, capfd
     errors = capfd.readouterr().err
     assert errors.count("ValueError: told once") == 1
     assert "a message" in errors
+
+
+@methods
+def test_a_fork_server_may_be_given_descriptors_of_any_number(start: StartForkServer, method: str) -> None:
+    """As by an agent to whose port strangers hold a thousand connections."""
+    found: list[Exited] = []
+    with beyond_select():
+        fork_server = start(method=method)
+        assert fork_server.fileno() >= OF_SELECT
+        fork_server.spawn(0, {"return": 3})
+        assert eventually(lambda: found.extend(fork_server.poll()) or found)
+        fork_server.spawn(1, {"sleep": 600})
+        assert fork_server.stop(0.0)[0].rank == 1
+    assert [(exited.rank, exited.code) for exited in found] == [(0, 3)]
 
 
 @methods

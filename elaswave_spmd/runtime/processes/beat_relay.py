@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Sequence
 
-from elaswave_spmd.runtime.processes.ready import is_any_ready
+from elaswave_spmd.runtime.processes.ready import ready_among
 
 _HEAD = struct.Struct("<qd")  # in front of a heartbeat: its sender's rank, and the seconds until the sender's next one
 _LONGEST = 8192  # bytes of a datagram; a heartbeat has some hundreds
@@ -86,8 +86,8 @@ class BeatRelay:
         due = time.monotonic()
         while True:
             wait_s = max(0.0, due - time.monotonic()) if self._newest else None
-            is_any_ready([self._socket, self._woken], timeout_s=wait_s)
-            if is_any_ready([self._woken], timeout_s=0.0):
+            readable = ready_among([self._socket, self._woken], wait_s)
+            if self._woken in readable:
                 return
             self._receive()
             if self._newest and time.monotonic() >= due:

@@ -23,7 +23,6 @@ import gc
 import importlib
 import json
 import os
-import select
 import shutil
 import signal
 import socket
@@ -37,7 +36,7 @@ from typing import Any, NoReturn
 from elaswave_spmd import by_value
 from elaswave_spmd.runtime.processes import child
 from elaswave_spmd.runtime.processes.adoption import accept_next, listen_for_next
-from elaswave_spmd.runtime.processes.ready import is_any_ready
+from elaswave_spmd.runtime.processes.ready import is_any_ready, ready_among
 from elaswave_spmd.runtime.processes.scratch import hold_lock, hold_scratch
 
 _REAP_PERIOD_S = 0.01  # while all workers are ended
@@ -176,7 +175,7 @@ class ForkServer:
             left = lost_at + float(self._setup["adopt_s"]) - time.monotonic()
             if left <= 0:
                 break
-            ready, _, _ = select.select([self._listener, self._wake_read], [], [], left)
+            ready = ready_among([self._listener, self._wake_read], left)
             if self._wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
@@ -199,8 +198,8 @@ class ForkServer:
         while True:
             # An order that was read together with the one before makes the socket readable no more.
             is_read = b"\n" in self._buffer
-            is_any_ready([self._orders, self._wake_read], timeout_s=0.0 if is_read else None)
-            if is_any_ready([self._wake_read], timeout_s=0.0):
+            ready = ready_among([self._orders, self._wake_read], 0.0 if is_read else None)
+            if self._wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
                 self._reap()
@@ -321,7 +320,7 @@ class ForkServer:
         deadline = time.monotonic() + seconds
         self._reap()
         while self._pids and time.monotonic() < deadline:
-            select.select([self._wake_read], [], [], _REAP_PERIOD_S)
+            is_any_ready([self._wake_read], timeout_s=_REAP_PERIOD_S)
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
             self._reap()

@@ -9,12 +9,16 @@ import termios
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 import pytest
+from rich.console import Console
 
 from elaswave_spmd.run_dir import patient_stream
-from elaswave_spmd.run_dir.patient_stream import PatientStream, end, patient
+from elaswave_spmd.run_dir.patient_stream import PatientStream, end, patient, takes_output
+from elaswave_spmd.run_dir.screen_region import ScreenRegion
+from tests.descriptors import OF_SELECT, beyond_select
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="files are opened again on Linux only")
 LINES = [f"line {n} é" for n in range(2000)]
@@ -126,3 +130,23 @@ def test_a_file_needs_no_patience(tmp_path: Path) -> None:
         assert patient(file) is file
         end(file)
         assert not file.closed
+
+
+def test_an_output_whose_descriptor_is_large_is_waited_for_as_well(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a controller to whose ports strangers hold a thousand connections when it opens its output."""
+    monkeypatch.setattr(patient_stream, "_PATIENCE_S", 0.01)
+    with beyond_select():
+        stream = PatientStream(pipe.stream)
+        assert stream.fileno() >= OF_SELECT
+        region = ScreenRegion(Console(file=cast(TextIO, stream)))
+        assert region.takes_output
+        print("x" * 10_000, file=stream)
+        stream.drain()
+        assert not stream.send() and not region.takes_output
+        while not stream.send():
+            pipe.read()
+        pipe.read()
+        assert takes_output(stream.fileno(), PATIENCE_S) and region.takes_output
+        stream.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_spmd.runtime.processes.beat_relay import BeatRelay, RelayClient
+from tests.descriptors import OF_SELECT, beyond_select
 from tests.waiting import PATIENCE_S, eventually
 
 OFTEN, SELDOM = 0.01, 1000.0
@@ -151,3 +152,17 @@ def test_two_ends_of_a_relay_lie_in_a_directory_that_has_to_be_there(tmp_path: P
         BeatRelay(str(tmp_path / "nowhere" / "beats"), (), lambda _: None)
     with pytest.raises(OSError):
         RelayClient(1, str(tmp_path / "nowhere" / "beats"))
+
+
+def test_a_relay_serves_also_where_strangers_hold_so_many_connections_that_its_descriptors_are_large(
+    tmp_path: Path,
+) -> None:
+    with beyond_select():
+        world = World(tmp_path / "beats")
+        try:
+            assert world.relay._socket.fileno() >= OF_SELECT
+            world.send(3, b"0")
+            assert world.heard() == {3: b"0"}
+            assert world.send(3, b"1"), "it was answered"
+        finally:
+            world.close()
