@@ -28,6 +28,7 @@ from elaswave_spmd.runtime.processes.fork_server import ForkServer
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError, NotStartedError
 from elaswave_spmd.runtime.processes.ready import is_any_ready
 from tests.descriptors import OF_SELECT, beyond_select
+from tests.locks import is_locked
 from tests.multiprocess.forks_itself import exits
 from tests.waiting import PATIENCE_S
 
