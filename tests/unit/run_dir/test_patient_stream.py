@@ -132,9 +132,7 @@ def test_a_file_needs_no_patience(tmp_path: Path) -> None:
         assert not file.closed
 
 
-def test_an_output_whose_descriptor_is_large_is_waited_for_as_well(
-    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_whose_descriptor_is_large_is_waited_for_as_well(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a controller to whose ports strangers hold a thousand connections when it opens its output."""
     monkeypatch.setattr(patient_stream, "_PATIENCE_S", 0.01)
     with beyond_select():
