@@ -340,7 +340,7 @@ class ProcessIO:
     def connect(self, rank: int, address: str, *, holds_mutex: bool) -> str:
         try:
             self._links.connect(rank, address)
-        except RunError as error:  # not an address: it was sent by a worker that has gone wrong
+        except RunError as error:  # no address, as of a worker that has gone wrong; or no descriptor is left here
             self._ready.append(WorkerEnded(rank, str(error), time.monotonic()))
             self.kill(rank)  # it lives, and its heartbeats would go on
         # A worker that died between its Ready and this call is not watched: its mutex is free already.

@@ -488,7 +488,7 @@ class WorkerProcess:
             if peer != self._rank:
                 try:
                     self._links.connect(peer, address)
-                except RunError:  # not an address: its process has gone wrong, and this one has not
+                except RunError:  # no address, of a process that has gone wrong; or no descriptor is left here
                     self._mailbox.put(PeerClosed(peer))
 
 

@@ -101,6 +101,7 @@ _CLOSED_EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_LINK_EVENTS = _CLOSED_EVENTS | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MONITOR_STOPPED
 
 
 def socket_directory() -> str:
@@ -125,6 +126,7 @@ class _Link:
     Args:
         peer: peer id of the receiver.
         socket: connects to the receiver; closed by `close`.
+        monitor: of the socket, for `_LINK_EVENTS`; closed by the event loop.
         number: of this link in this process; no other link ever has it.
         me: this process's peer id.
         frame_bytes: the largest frame; None for any size.
@@ -135,6 +137,7 @@ class _Link:
         self,
         peer: int,
         socket: zmq.Socket[bytes],
+        monitor: zmq.Socket[bytes],
         number: int,
         me: int,
         frame_bytes: int | None,
@@ -143,21 +146,18 @@ class _Link:
         self.peer = peer
         self.lock = threading.Lock()  # guards `open`
         self.open: zmq.Socket[bytes] | None = socket  # any thread may send; None once closed
+        self.monitor = monitor
         self.number = number
         self.shared = shared
         self.copies_payloads = False
         self.up = threading.Event()  # set after the handshake, or when the link is closed
         self.fd: int | None = None  # of the connection, over TCP; of the event-loop thread
+        self.num_waits = 0  # looks at which it was not connected yet; of the event-loop thread
         self.silence = Silence()
         self.bytes_sent = 0
         self.messages_sent = 0
         self._me = me
         self._frame_bytes = frame_bytes
-        # pyzmq would name the monitor by a file descriptor, which the next link may get again too early.
-        self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(
-            _CLOSED_EVENTS | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MONITOR_STOPPED,
-            f"inproc://monitor-{number}",
-        )
 
     def send(self, header: bytes, payloads: Sequence[Any], *, ordered: bool) -> bool:
         """Send one message, see `Links.send`; False if the link is closed."""
@@ -336,7 +336,7 @@ class Links:
         """Open the link to `peer`, which must have bound `address` already. Does nothing when it is open.
 
         Raises:
-            RunError: the links are closed; or the address is none of this transport.
+            RunError: the links are closed; the address is none of this transport; or no descriptor is left for a link.
         """
         if not self._addresses.fullmatch(address):
             raise RunError(f"links of {self.me}: {address!r} is no address of {peer}")
@@ -345,16 +345,11 @@ class Links:
                 raise RunError(f"links of {self.me} are closed; cannot connect to {peer}")
             if peer in self._links and self._links[peer].open is not None:
                 return
-            socket = self._new_socket(zmq.PUSH)
-            socket.setsockopt(zmq.RECONNECT_IVL, -1)  # never: see the invariant at the top
-            if self._silence_s is not None and peer != CONTROLLER:
-                socket.setsockopt(zmq.CONNECT_TIMEOUT, int(1e3 * self._silence_s))  # the kernel tries for minutes
-            if self._credentials is not None:
-                self._credentials.secure_client(socket)
             self._num_connects += 1
             number = self._num_connects
+            socket, monitor = self._new_connection(peer, number)
             shared = self._new_way(peer, number, address)
-            link = self._links[peer] = _Link(peer, socket, number, self.me, self._frame_bytes, shared)
+            link = self._links[peer] = _Link(peer, socket, monitor, number, self.me, self._frame_bytes, shared)
             link.copies_payloads = self._copies_payloads
             self._loop.watch(link.monitor, lambda event, value: self._link_event(link, event, value))
             try:
@@ -503,6 +498,30 @@ class Links:
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)  # a connection that sends a larger frame is closed
         return socket
 
+    def _new_connection(self, peer: int, number: int) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """A socket that can connect to a peer, and its monitor.
+
+        Raises:
+            RunError: no descriptor is left for them.
+        """
+        with contextlib.ExitStack() as undo:
+            try:
+                socket = undo.enter_context(self._new_socket(zmq.PUSH))
+                socket.setsockopt(zmq.RECONNECT_IVL, -1)  # never: see the invariant at the top
+                if self._silence_s is not None and peer != CONTROLLER:
+                    socket.setsockopt(zmq.CONNECT_TIMEOUT, int(1e3 * self._silence_s))  # the kernel tries for minutes
+                if self._credentials is not None:
+                    self._credentials.secure_client(socket)
+                # Made before there is anything to tell: a socket whose monitor nobody reads cannot be closed. Named by
+                # a number: a file descriptor, as pyzmq has it, the next link may get again too early.
+                monitor = undo.enter_context(self._new_socket(zmq.PAIR))
+                socket.monitor(f"inproc://monitor-{number}", _LINK_EVENTS)
+                monitor.connect(f"inproc://monitor-{number}")
+            except zmq.ZMQError as error:
+                raise RunError(f"links of {self.me}: there can be no link to {peer} ({error})") from error
+            undo.pop_all()
+        return socket, monitor
+
     def _watch_strangers(self) -> None:
         """Count the connections that are not admitted."""
         address = "inproc://strangers"
@@ -628,13 +647,20 @@ class Links:
         self._end(link)
 
     def _close_silent(self) -> None:
-        """Close the links to workers that acknowledge nothing any more. Event-loop thread."""
+        """Close the links to workers that acknowledge nothing any more, or that nobody connects. Event-loop thread."""
         assert self._silence_s is not None
         now = time.monotonic()
         with self._edit:
-            links = [link for link in self._links.values() if link.peer != CONTROLLER and link.fd is not None]
+            links = [link for link in self._links.values() if link.peer != CONTROLLER and link.open is not None]
         for link in links:
-            if link.fd is not None and link.silence.seconds(link.fd, now) >= self._silence_s:
+            if link.fd is not None:
+                is_over = link.silence.seconds(link.fd, now) >= self._silence_s
+            else:
+                # libzmq ends a try to connect that takes longer than `_silence_s`. Of one that it could not begin, for
+                # want of a descriptor, it tells nothing, and it begins no other.
+                link.num_waits += 1  # and not the time, which goes on for a process that stands still
+                is_over = link.num_waits > 2 * _LOOKS
+            if is_over:
                 self._end(link)
 
     def _end(self, link: _Link) -> None:
