@@ -11,7 +11,7 @@ from elaswave_spmd import errors
 UNEXPECTED = "message that no agent sends or gets"
 """The reason by which messages are counted that are none of these, or of the other direction."""
 
-_LONGEST_NAME = 64  # characters; a host name of Linux has no more
+_LONGEST_NAME = 253  # characters; a domain name has no more, and so no name of a node of Kubernetes or of Ray
 
 
 def refused_name(name: str, where: str) -> errors.ConfigError | None:

@@ -54,6 +54,7 @@ from elaswave_spmd.controller.on_ray.node import NodeReport
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.run_dir import atomic_write
 from elaswave_spmd.run_dir.lock import LOCK, lock_run_dir
+from elaswave_spmd.runtime.processes.agent_messages import refused_name
 from tests.full_disk import room_for
 
 WORDS = ["mesh=dp4", "run.dir=runs/one", "runtime.launcher=ray"]
@@ -394,6 +395,14 @@ def test_a_controller_that_finds_nothing_to_go_on_with_was_started_in_vain(
         known = {"goes_on": True, "in_vain": True}
         assert after_controller(code, moves=False, is_asked=False, **known) is After.AGAIN
         assert after_controller(code, moves=False, is_asked=True, **known) is After.END
+
+
+def test_a_node_has_a_name_that_an_agent_may_have_however_long_its_hosts_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, host = job("runtime.agents=1").shared_out([]), "n" * 64  # as long as Linux allows
+    ray = RayOfNodes(found, [host])
+    monkeypatch.setattr(cluster, "ray_module", lambda name="": ray)
+    (there,) = cluster.RayCluster(found).nodes().values()
+    assert there.name == f"{host}-nnnnnnnn" and refused_name(there.name, "") is None
 
 
 def test_no_key_of_an_agent_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
