@@ -189,6 +189,13 @@ def hand_over(words: Sequence[str], environment: Mapping[str, str], folder: str)
     token_file = os.path.join(folder, os.path.expanduser(str(token))) if token else f"{run_dir}.ray/token"
     derived = _derived(words, "ray:1", 1, token_file)
     settings, not_adopted = settings_from([*words, *derived]), ""
+    if (host := settings.runtime.host) is not None:
+        raise ConfigError(
+            f"runtime.host={host} is given with runtime.launcher=ray",
+            rule="links listen on the addresses by which Ray knows its nodes; the controller may come to each of them",
+            where=f"runtime.host={host}",
+            fix="runtime.host=null",
+        )
     if settings.timeouts.adopt is None and "timeouts.adopt" not in named:
         if (held := settings.held_by_controller) is None:
             settings = settings_from([*words, *derived, _adopting(ADOPT_S)])

@@ -91,6 +91,7 @@ def test_only_its_launcher_hands_a_run_to_ray() -> None:
         (["runtime.launcher=ray"], "run.dir is not"),
         ([*WORDS, "runtime.rendezvous=node0:1"], "runtime.rendezvous is given with runtime.launcher=ray"),
         ([*WORDS, "runtime.local_workers=2"], "runtime.local_workers is given with runtime.launcher=ray"),
+        ([*WORDS, "runtime.host=10.0.0.5"], "runtime.host=10.0.0.5 is given with runtime.launcher=ray"),
         ([*WORDS, "runtime.transport=shm"], "runtime.transport=shm"),
         ([*WORDS, "runtime.agents=-1"], "runtime.agents=-1"),
     ],
