@@ -9,7 +9,7 @@ import yaml
 
 from elaswave_spmd.conf.compose import settings_from
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
-from elaswave_spmd.conf.resume import words_resuming
+from elaswave_spmd.conf.resume import saved, words_resuming
 from elaswave_spmd.conf.schema import MeshSettings, Settings
 from elaswave_spmd.controller.failures import mesh_of
 from elaswave_spmd.errors import ConfigError
@@ -112,6 +112,11 @@ def test_a_directory_without_a_run_is_refused(resume, tmp_path: Path, content: s
         file.write_text(content)
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         resume()
+
+
+def test_a_run_of_a_user_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot read ~nobody-has-this-name/run/config\.yaml"):
+        saved("~nobody-has-this-name/run")
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ def test_a_short_secret_is_refused(token_file: Path, content: bytes) -> None:
 
 
 def test_a_missing_token_file_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / "none", tmp_path):
+    for path in (tmp_path / "none", tmp_path, "~nobody-has-this-name/token"):
         with pytest.raises(ConfigError, match="cannot read the token file"):
             read_secret(str(path), where="here")
 
