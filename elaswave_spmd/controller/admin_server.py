@@ -315,7 +315,7 @@ class _Client:
 class ControlSocket:
     """A Unix socket in a run's directory, for its user alone. Each client has one request.
 
-    One thread serves all clients: none waits for another, and one that says nothing is closed after 2 seconds.
+    One thread serves all clients: none waits for another, and one that says nothing is closed after 10 seconds.
 
     Args:
         folder: the run's directory, which this run alone uses: a socket in it is that of a dead run, and is replaced.

@@ -160,7 +160,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         assert isinstance(self.server, LiveServer)
-        answer = self.server.answer(self.path, dict(self.headers.items()))
+        # Names of headers have no case, and some clients write `host`.
+        answer = self.server.answer(self.path, {"Host": self.headers.get("Host", "")})
         self.send_response(answer.status)
         for name, value in {**_HEADERS, "Content-Type": answer.kind, "Content-Length": str(len(answer.body))}.items():
             self.send_header(name, value)

@@ -63,11 +63,11 @@ def watching(run: Path) -> Iterator[str]:
             process.terminate()
 
 
-def asked(address: str, path: str, *, method: str = "GET", host: str = "") -> tuple[int, str]:
+def asked(address: str, path: str, *, method: str = "GET", host: str = "", header: str = "Host") -> tuple[int, str]:
     url = urlsplit(address)
     link = http.client.HTTPConnection("127.0.0.1", url.port or 0, timeout=60)
     try:
-        link.request(method, path, headers={"Host": host} if host else {})
+        link.request(method, path, headers={header: host} if host else {})
         answer = link.getresponse()
         return answer.status, answer.read().decode()
     finally:
@@ -86,6 +86,8 @@ def test_only_who_has_the_address_can_read_the_run(run: Path) -> None:
         assert asked(address, f"{url.path}config.yaml")[0] == 404
         for host in ("evil.example", f"evil.example:{url.port}", "127.0.0.1", f"{local}.evil.example"):
             assert asked(address, url.path, host=host)[0] == 403, host
+        assert asked(address, url.path, host=local, header="host")[0] == 200, "as some clients write it"
+        assert asked(address, url.path, host="evil.example", header="host")[0] == 403
         assert asked(address, url.path, method="POST")[0] == 501
         assert token != urlsplit(address_of_another(run)).path.strip("/")
 
