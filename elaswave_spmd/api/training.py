@@ -87,8 +87,10 @@ def train(
         try:
             with signals.held():  # inside Hydra an exception of ours can turn into another one
                 from elaswave_spmd.conf.compose import settings_from, words_of
+                from elaswave_spmd.controller.torchrun import refuse_call
 
                 composed = settings_from(words_of(named))
+                refuse_call(composed, [name for name, value in named.items() if value is not None])
             signals.check()
             return load_run(_trained(composed, signals, given, callbacks))
         except Signalled as signalled:  # before there was a run, or while its files were read

@@ -10,7 +10,7 @@ variables say nothing else than that, and arguments win over them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 from elaswave_spmd.conf.compose import given_value, named_settings, settings_from
@@ -181,6 +181,25 @@ def place_of(launcher: object, environment: Mapping[str, str]) -> Place | None:
         )
     address = environment["MASTER_ADDR"]
     return Place(rank, local_rank, local_size, size // local_size, address, number["MASTER_PORT"])
+
+
+def refuse_call(settings: Settings, named: Collection[str]) -> None:
+    """Refuse what a call from Python does not follow: it is a whole run in its own process, whoever has started that.
+
+    Args:
+        named: the settings that the call gives.
+
+    Raises:
+        ConfigError: the call asks for torchrun, or for places on agents that nobody starts.
+    """
+    if settings.runtime.launcher == TORCHRUN:
+        raise ConfigError(
+            "runtime.launcher=torchrun is given to a call from Python",
+            rule="the command `train` follows torchrun; a call from Python is a whole run in each process",
+            where="runtime.launcher=torchrun",
+            fix="torchrun ... -m elaswave_spmd train ..., or leave runtime.launcher out",
+        )
+    _refuse_places({*named})
 
 
 def take_out(environment: MutableMapping[str, str]) -> None:

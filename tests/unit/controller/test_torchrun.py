@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from elaswave_spmd import cli
+from elaswave_spmd import cli, train
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller import agent
@@ -266,3 +266,25 @@ def test_bad_variables_end_the_command_with_2(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["train.py", *TWO])
     assert cli.train() == 2 and "contradict themselves" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"runtime.launcher": "torchrun"}, "runtime.launcher=torchrun is given to a call from Python"),
+        (
+            {
+                "runtime.agent_workers": 2,
+                "runtime.rendezvous": "127.0.0.1:1",
+                "runtime.agents": 1,
+                "runtime.transport": "tcp",
+                "runtime.token_file": "/home/me/token",
+            },
+            "runtime.agent_workers is given, and neither torchrun nor Ray has started this command",
+        ),
+    ],
+)
+def test_a_call_from_python_is_a_run_in_its_own_process(given: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train(settings=given)
+    assert caught.value.what == what and caught.value.fix
