@@ -160,6 +160,9 @@ def _train() -> int:
             from elaswave_spmd.controller.torchrun import Run, Serve, take_out
 
             start = _start_of(words)
+            if not show and not isinstance(start, HandOver) and start.notice:  # torchrun has started this process
+                _line(start.notice)
+                take_out(os.environ)
             if isinstance(start, Run) and not show and _may_adopt(start.settings):
                 # What ends this command before it has adopted workers would leave them behind, with their state.
                 return _run(start.settings, signals, run_dir_fd)
@@ -168,9 +171,6 @@ def _train() -> int:
             with _reader_may_leave():
                 print(start.settings.to_yaml() if isinstance(start, Run | HandOver) else "", end="")
             return DONE
-        if not isinstance(start, HandOver) and start.notice:  # torchrun has started this process
-            _line(start.notice)
-            take_out(os.environ)
         if isinstance(start, Run):
             return _run(start.settings, signals, run_dir_fd)
     # Outside the `with`: an agent answers signals in its own way, and so does a command that follows a run on Ray.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,21 @@ def test_the_command_line_does_what_the_variables_say(
     else:
         assert [arguments[0] for arguments in served] == [f"node0:{PORT}"]
         assert "process 1 of 2 on this node has nothing to do" in told and "an agent of the run at" in told
+
+
+def test_a_command_that_may_adopt_workers_has_no_variables_of_torchruns_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that torchrun has started on one node goes on before signals are looked at."""
+    left: list[set[str]] = []
+    monkeypatch.setattr(cli, "_run", lambda settings, signals, fd: left.append({*VARIABLES} & {*os.environ}) or 0)
+    one_node = yaml.safe_dump({FORMAT_FIELD: FORMAT_VERSION, **Settings().to_dict()})
+    (tmp_path / "config.yaml").write_text(one_node)
+    for name, value in variables(0, 2, 2).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["train.py", f"train.resume={tmp_path}", "timeouts.adopt=60"])
+    assert cli.train() == 0 and left == [set()]
+    assert "torchrun: one node" in capsys.readouterr().out
 
 
 def test_bad_variables_end_the_command_with_2(
