@@ -34,6 +34,10 @@ _CHUNK = 4 * 2**20  # bytes that are hashed and written at a time
 _ALIGNMENT = 64  # of the first array, for readers that map the file
 
 
+class UnreadableError(CheckpointError):
+    """A file of a checkpoint that is there and cannot be read now: whether it is good, nobody knows."""
+
+
 @dataclass(frozen=True)
 class ShardInfo:
     """A shard as the worker that wrote it reports it, and as a manifest lists it.
@@ -294,6 +298,6 @@ def _pieces(values: np.ndarray) -> Iterator[memoryview]:
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     """The error for a shard whose file cannot be opened or read."""
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) and not os.path.exists(path):  # safetensors says that of any file
         return CheckpointError(f"{path.name} is missing")
-    return CheckpointError(f"cannot read {path.name} ({error.strerror or error})")
+    return UnreadableError(f"cannot read {path.name} ({error.strerror or error})")

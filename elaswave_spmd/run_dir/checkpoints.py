@@ -21,7 +21,14 @@ import numpy as np
 
 from elaswave_spmd.errors import CheckpointError, FilesError
 from elaswave_spmd.run_dir.atomic_write import sync_directory, writing
-from elaswave_spmd.run_dir.checkpoint_shard import CHECKPOINTS, Shard, ShardInfo, checkpoint_path, read_shard
+from elaswave_spmd.run_dir.checkpoint_shard import (
+    CHECKPOINTS,
+    Shard,
+    ShardInfo,
+    UnreadableError,
+    checkpoint_path,
+    read_shard,
+)
 from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, load_manifest, save_manifest
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
@@ -202,7 +209,8 @@ def prune(
 
     Checkpoints newer than the newest good one are left alone, since workers may be writing them. The checkpoints that
     are kept are read as a whole and compared with their hashes: a good one is removed only after `keep` newer ones were
-    found to be good.
+    found to be good. One that cannot be read now (a lack of descriptors, a network file system that does not answer) is
+    neither counted as good nor removed as bad.
 
     Args:
         trusted: the newest good checkpoint of this step or an older one stays as well; None: there is no such step.
@@ -219,15 +227,17 @@ def prune(
     num_good = 0
     removed: list[Path] = []
     found = find_checkpoints(run_dir)
-    precious = _first_good(found, best, keep_best)
+    looks = _Looks()
+    precious = _first_good(found, best, keep_best, looks)
     for path in found:
         # Newest first. Verifying reads a whole checkpoint, so it stops when enough good ones were found.
         wanted = num_good < keep or (trusted is not None and step_of(path) <= trusted)
-        if wanted and (path in precious or _is_good(path)):
+        is_good = looks.is_good(path) if wanted else False
+        if is_good:
             num_good += 1
             if trusted is not None and step_of(path) <= trusted:
                 trusted = None
-        elif num_good and path not in precious:
+        elif num_good and is_good is not None and path not in precious:
             removed.append(path)
     errors: list[FilesError] = []
     for path in removed:
@@ -268,22 +278,34 @@ def remove_superfluous(run_dir: str | Path) -> None:
                     file.unlink()
 
 
-def _first_good(paths: Sequence[Path], steps: Sequence[int], number: int) -> list[Path]:
-    """The first so many good checkpoints of some steps, in the order of the steps."""
+def _first_good(paths: Sequence[Path], steps: Sequence[int], number: int, looks: _Looks) -> list[Path]:
+    """The first so many good checkpoints of some steps, in the order of the steps, and those that may be among them."""
     by_step = {step_of(path): path for path in paths}
-    good: list[Path] = []
+    found: list[Path] = []
     for step in steps:
-        if len(good) < number and step in by_step and _is_good(by_step[step]):
-            good.append(by_step[step])
-    return good
+        if number and step in by_step and (is_good := looks.is_good(by_step[step])) is not False:
+            found.append(by_step[step])
+            number -= bool(is_good)
+    return found
 
 
-def _is_good(path: Path) -> bool:
-    try:
-        open_checkpoint(path, verify=True)
-    except CheckpointError:
-        return False
-    return True
+class _Looks:
+    """Looks at checkpoints, at each of them once, as a whole one is read."""
+
+    def __init__(self) -> None:
+        self._found: dict[Path, bool | None] = {}
+
+    def is_good(self, path: Path) -> bool | None:
+        """Whether a checkpoint is complete and matches its hashes; None: it cannot be read now."""
+        if path not in self._found:
+            try:
+                open_checkpoint(path, verify=True)
+                self._found[path] = True
+            except UnreadableError:
+                self._found[path] = None
+            except CheckpointError:
+                self._found[path] = False
+        return self._found[path]
 
 
 def _entries(run_dir: str | Path) -> list[Path]:

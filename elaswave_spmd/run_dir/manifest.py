@@ -17,7 +17,7 @@ from typing import Any
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION, version_mismatch
 from elaswave_spmd.errors import CheckpointError
 from elaswave_spmd.run_dir.atomic_write import replacing, sync_directory, writing
-from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path
+from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, UnreadableError, checkpoint_path
 from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.run_dir.json_lines import read_json
 from elaswave_spmd.sharding.layout import ModelLayout
@@ -249,13 +249,14 @@ def load_manifest(directory: Path) -> Manifest:
 
     Raises:
         CheckpointError: there is none, it is damaged, or it belongs to another step than the directory.
+        UnreadableError: it cannot be read now.
     """
     try:
         manifest = Manifest.from_json((directory / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise CheckpointError("it has no manifest: it was never finished") from None
     except OSError as error:
-        raise CheckpointError(f"the manifest cannot be read ({error.strerror or error})") from error
+        raise UnreadableError(f"the manifest cannot be read ({error.strerror or error})") from error
     if directory.name != checkpoint_path("", manifest.step).name:
         raise CheckpointError(f"the manifest belongs to step {manifest.step}")
     return manifest

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.errors import CheckpointError, FilesError, UserError
+from elaswave_spmd.run_dir import checkpoint_shard
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, find_shards
 from elaswave_spmd.run_dir.checkpoints import (
     Checkpoint,
@@ -305,6 +307,26 @@ def test_prune_keeps_the_best_that_are_good_besides_the_newest(tmp_path: Path) -
     assert _names(prune(tmp_path, 2, None, (9, 2, 3, 7, 1), 2)) == [6, 5, 4, 2, 1]
     assert _names(find_checkpoints(tmp_path)) == [8, 7, 3]
     assert _names(prune(tmp_path, 1, None, (8, 3), 1)) == [7, 3], "the best is the newest as well"
+
+
+def test_prune_keeps_what_cannot_be_read_now_and_counts_it_as_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a lack of descriptors, or a network file system that does not answer."""
+    for step in range(1, 7):
+        save(tmp_path, step)
+    unread = {checkpoint_path(tmp_path, 3), checkpoint_path(tmp_path, 5)}
+
+    def opened(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.parent in unread:
+            raise OSError(errno.EMFILE, "Too many open files", str(path))
+        return open(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_shard, "open", opened, raising=False)
+        assert _names(prune(tmp_path, 2, None, (3, 1), 1)) == [2]
+        assert _names(find_checkpoints(tmp_path)) == [6, 5, 4, 3, 1], "two of the newest, and the best"
+    assert _names(prune(tmp_path, 2, None, (3, 1), 1)) == [4, 1]
 
 
 def test_prune_removes_nothing_without_a_good_checkpoint(tmp_path: Path) -> None:
