@@ -604,16 +604,18 @@ def listen_host(runtime: RuntimeSettings) -> str:
     Raises:
         ConfigError: it is not one of this machine's, or one that other machines do not reach.
     """
+    meeting = None if runtime.rendezvous is None else endpoint("runtime.rendezvous", runtime.rendezvous)[0]
     if runtime.host is not None:
-        return resolve_address(runtime.host, where=checks.override("runtime.host", runtime.host))
-    if runtime.rendezvous is None:
+        name, where = runtime.host, checks.override("runtime.host", runtime.host)
+    elif meeting is not None:
+        name, where = meeting, checks.override("runtime.rendezvous", runtime.rendezvous)
+    else:
         return "127.0.0.1"
-    host, _ = endpoint("runtime.rendezvous", runtime.rendezvous)
-    where = checks.override("runtime.rendezvous", runtime.rendezvous)
-    address = resolve_address(host, where=where)
-    if is_loopback(address) and not is_loopback(host):
+    address = resolve_address(name, where=where)
+    if meeting is not None and is_loopback(address) and not is_loopback(meeting):
+        found = f"{name} is" if name == address else f"{name} is {address} on this machine,"
         raise ConfigError(
-            f"{host} is {address} on this machine, which other machines cannot reach",
+            f"{found} an address that other machines cannot reach",
             rule="links between machines listen on an address that the others reach",
             where=where,
             fix="runtime.host=ADDRESS, one of those that `hostname -I` shows",

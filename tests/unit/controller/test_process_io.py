@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 from collections import Counter, deque
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
+from elaswave_spmd.conf.schema import RuntimeSettings
 from elaswave_spmd.controller import io as module
 from elaswave_spmd.controller.events import (
     BeatsReceived,
@@ -19,7 +20,8 @@ from elaswave_spmd.controller.events import (
     Tick,
     WorkerEnded,
 )
-from elaswave_spmd.controller.io import ProcessIO, Spawned
+from elaswave_spmd.controller.io import ProcessIO, Spawned, listen_host
+from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.recovery import admission
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.processes.agents import Agents
@@ -134,3 +136,11 @@ def test_a_start_that_others_wait_for_has_a_limit(
     io.__dict__ |= {"_next_rank": 0, "_spec": None, "_mutexes": None}
     assert io.spawn(2) == Spawned(why_not="it stands still")
     assert [limit is not None for limit in limits] == [others_train]
+
+
+def test_links_of_several_machines_do_not_listen_where_no_other_machine_reaches() -> None:
+    several: dict[str, Any] = {"transport": "tcp", "agents": 1, "token_file": "token", "host": "127.0.0.1"}
+    assert listen_host(RuntimeSettings(**several, rendezvous="localhost:29400")) == "127.0.0.1", "all are on this one"
+    with pytest.raises(ConfigError, match=r"^127\.0\.0\.1 is an address that other machines cannot reach") as caught:
+        listen_host(RuntimeSettings(**several, rendezvous="node0:29400"))
+    assert caught.value.where == "runtime.host=127.0.0.1"
