@@ -47,6 +47,7 @@ from elaswave_spmd.runtime.processes.rendezvous import (
     Found,
     NoRunYetError,
     find_controller,
+    is_loopback,
     read_secret,
     resolve_address,
 )
@@ -92,6 +93,8 @@ def main(arguments: Sequence[str], program: str) -> int:
     machine = _Machine(options.drain)
     with StopSignals(_OF_TERMINALS) as signals, StopSignals((signal.SIGTERM,)) as terms, machine:
         found = search.first()
+        if address is not None:
+            check_host(address, found)
         if not options.name and _is_beside_controller(found):
             print(f"the controller is on this machine too, by the same name, {name}: one failure domain.", end=" ")
             print("--name gives this agent another", flush=True)
@@ -808,6 +811,26 @@ def check_same_data(ours: PreparedData, theirs: PreparedData) -> None:
         exists=", ".join(f"{name} {getattr(theirs, name)}" for name in names) + " on the controller's machine",
         fix="the same files on all machines; data=stdlib also needs the same version of Python",
     )
+
+
+def check_host(address: str, found: Found) -> None:
+    """Refuse an address of this machine alone for links, where the controller is on another one.
+
+    The agent would wait for orders for ever: there is no link on which the controller could refuse it.
+
+    Args:
+        address: that --host names.
+
+    Raises:
+        ConfigError: it is on the loopback interface.
+    """
+    if is_loopback(address) and not is_loopback(found.local_host) and not _is_beside_controller(found):
+        raise ConfigError(
+            f"--host names {address}, an address that other machines cannot reach",
+            rule="links between machines listen on an address that the others reach",
+            where="--host",
+            fix=f"--host {found.local_host}, or leave it out",
+        )
 
 
 def _is_beside_controller(found: Found) -> bool:

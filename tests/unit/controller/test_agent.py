@@ -17,10 +17,13 @@ from elaswave_spmd.controller.agent import Agent
 from elaswave_spmd.controller.agent_workers import AgentWorkers
 from elaswave_spmd.controller.launching import data_spec
 from elaswave_spmd.data import prepare_data
+from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.devices.selection import WorkerStart
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
+from elaswave_spmd.runtime.processes.rendezvous import Found
 from elaswave_spmd.runtime.processes.scratch import Scratch
+from elaswave_spmd.runtime.transport.credentials import RunToken
 from tests.unit.controller.made_up_workers import settings_in
 from tests.waiting import PATIENCE_S, eventually
 
@@ -92,3 +95,14 @@ def test_each_fork_server_of_an_agent_has_a_directory_that_it_holds(
     remover.wait(PATIENCE_S)
     neighbour.remove()
     os.rmdir(base)
+
+
+def test_an_agents_links_do_not_listen_where_the_controller_cannot_reach() -> None:
+    keys = RunToken.make()
+    elsewhere = Found(-2, "tcp://10.0.0.1:5000", keys, "10.0.0.7")
+    with pytest.raises(ConfigError, match=r"--host names 127\.0\.0\.1, an address that other machines") as caught:
+        module.check_host("127.0.0.1", elsewhere)
+    assert caught.value.fix == "--host 10.0.0.7, or leave it out"
+    module.check_host("10.0.0.8", elsewhere)
+    for here in ("10.0.0.1", "127.0.0.1"):
+        module.check_host("127.0.0.1", Found(-2, f"tcp://{here}:5000", keys, here))
