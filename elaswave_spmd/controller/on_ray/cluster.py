@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ class RayCluster:
                 f"{node['NodeManagerHostname']}-{node['NodeID'][:8]}",
                 node["Alive"],
                 self._job.has_room(node["Resources"]) if node["Alive"] else False,
-                None if by is None else by / _MS if by else float("inf"),
+                None if by is None else _here(by) if by else float("inf"),
                 node.get("DeathReasonMessage", ""),
             )
         return found
@@ -209,6 +210,11 @@ class RayCluster:
 
     def _group_on(self, node: str) -> str:
         return f"{self._job.name}/on/{node}"
+
+
+def _here(day_ms: int) -> float:
+    """A time of day in milliseconds, as Ray has deadlines, by the clock of this process, which nobody sets."""
+    return time.monotonic() + day_ms / _MS - time.time()
 
 
 def _group(name: str) -> Any:

@@ -41,7 +41,7 @@ class Node:
         name: for people, and the agent's name in the run.
         alive: False once Ray has given it up.
         has_room: it has the resources of an agent, whether or not they are free.
-        drain_by: the time at which it is to leave; None: it stays. Infinite: without a deadline.
+        drain_by: the time (time.monotonic) at which it is to leave; None: it stays. Infinite: without a deadline.
         reason: why it is dead, in Ray's words.
     """
 

@@ -483,12 +483,12 @@ class SupervisorLife:
         """Look at the cluster, and do what follows."""
         self._nodes = self._cluster.nodes()
         self._hear_answers()
-        now = time.time()  # Ray's clock: deadlines are times of day
-        self._carry_out(self._fleet.turn(self._nodes, self._cluster.agents(), self._rendezvous, now))
+        turn = self._fleet.turn(self._nodes, self._cluster.agents(), self._rendezvous, time.monotonic())
+        self._carry_out(turn)
 
     def _hear_answers(self) -> None:
         """Do what follows from the answers of actors that were to start their agents."""
-        now = time.time()
+        now = time.monotonic()
         for key, report in self._cluster.answers():
             name = self._name(report.node)
             if report.problem:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
+import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -724,6 +728,31 @@ def test_an_agent_that_cannot_be_started_is_a_failure_of_its_node_and_another_no
     assert states == {"a": ActorState.IDLE, "b": ActorState.SERVING, "c": ActorState.SERVING}, lines
     ready = [agent.node for agent in there.agents() if made._is_ready(agent)]  # pyright: ignore[reportPrivateUsage]
     assert ready == ["b", "c"], "the next controller does not wait for it"
+
+
+def test_a_clock_that_is_set_keeps_no_node_from_being_used_and_moves_no_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = job("runtime.agents=1", "runtime.agent_workers=2", folder=str(tmp_path)).shared_out([])
+    files, ray, of_day = JobFiles(found), RayOfNodes(found, ["a", "b"]), itertools.count(1e6, -3600.0)
+    files.make()
+    for module in (cluster, node, supervisor):
+        monkeypatch.setattr(module, "ray_module", lambda name="": ray)
+    monkeypatch.setattr(node, "check_node", lambda job: NodeReport(ray.here, "", "all is well"))
+    monkeypatch.setattr(node, "_environment_of", lambda process, otherwise: otherwise)
+    monkeypatch.setattr(node.tied, "start", lambda *arguments: MagicMock(pid=2**30, poll=lambda: None))
+    monkeypatch.setattr(decisions, "_SETTLED_S", 0.0)
+    there = cluster.RayCluster(found)
+    made = supervisor.SupervisorLife(found, files, there, threading.Event())
+    made._rendezvous = HERE  # pyright: ignore[reportPrivateUsage]
+    clocks = SimpleNamespace(time=lambda: next(of_day), monotonic=itertools.count(50.0).__next__, sleep=time.sleep)
+    monkeypatch.setattr(supervisor, "time", clocks)
+    for _ in range(12):
+        made._turn()  # pyright: ignore[reportPrivateUsage]
+    assert {agent.node: agent.state for agent in there.agents()} == dict.fromkeys("ab", ActorState.SERVING)
+    monkeypatch.setattr(RayOfNodes, "state", MagicMock(get_draining_nodes=lambda: {"a": 1_060_000, "b": 0}))
+    monkeypatch.setattr(cluster, "time", SimpleNamespace(time=lambda: 1000.0, monotonic=lambda: 50.0))
+    assert {name: there.nodes()[name].drain_by for name in "ab"} == {"a": 110.0, "b": math.inf}
 
 
 class OneNode:
