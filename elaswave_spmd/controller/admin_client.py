@@ -176,7 +176,8 @@ def _not_alive(run: str, folder: Path) -> ControlError:
     except (DataError, IndexError):
         last = {"event": "none"}
     how = {"finish": "which has finished", "stop": f"which has stopped: {last.get('message')}"}
-    ended = how.get(last["event"], f"which has ended without a word, or could not make {SOCKET}")
+    unknown = f"which goes on on another machine, has ended without a word, or could not make {SOCKET}"
+    ended = how.get(last["event"], unknown)
     return ControlError(f"nobody answers in {run}, {ended}", rule="only a run that is going on can be asked")
 
 
