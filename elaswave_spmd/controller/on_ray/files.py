@@ -217,15 +217,23 @@ class JobFiles:
 
     @property
     def has_checkpoint(self) -> bool:
-        """True if there is a checkpoint that was completed: its manifest is written last."""
-        with contextlib.suppress(OSError):
+        """True if there is a checkpoint that was completed: its manifest is written last.
+
+        Raises:
+            OSError: the file system does not tell: a run that seems to have none would be put aside.
+        """
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return any((path / MANIFEST).exists() for path in (Path(self._job.run_dir) / _CHECKPOINTS).iterdir())
         return False
 
     @property
     def shards(self) -> frozenset[str]:
-        """The files of state that workers have written. They may be whole: workers left alone write no manifest."""
-        with contextlib.suppress(OSError):
+        """The files of state that workers have written. They may be whole: workers left alone write no manifest.
+
+        Raises:
+            OSError: as for `has_checkpoint`.
+        """
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return frozenset(map(str, (Path(self._job.run_dir) / _CHECKPOINTS).glob(f"*/{_SHARDS}")))
         return frozenset()
 

@@ -1301,6 +1301,26 @@ def test_files_of_a_run_are_private_and_tell_who_shares_them(tmp_path: Path) -> 
     assert JobFiles(again).code is None and Path(found.token_file).read_text() == token
 
 
+def test_a_run_of_which_the_file_system_does_not_tell_is_not_put_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = JobFiles(job(folder=str(tmp_path)))
+    assert not files.has_checkpoint and not files.shards, "there is no run yet"
+    run = tmp_path / "runs" / "one"
+    (run / "checkpoints" / "step_00000001").mkdir(parents=True)
+    list_folder = Path.iterdir
+
+    def stale(path: Path) -> Any:
+        if path.name == "checkpoints":
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return list_folder(path)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Stale file handle"):
+        patch.setattr(Path, "iterdir", stale)
+        files.put_aside()
+    assert run.is_dir()
+
+
 def test_a_run_without_a_checkpoint_is_put_aside(tmp_path: Path) -> None:
     files = JobFiles(job(folder=str(tmp_path)))
     run_dir = tmp_path / "runs" / "one"
