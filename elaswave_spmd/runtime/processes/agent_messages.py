@@ -12,6 +12,7 @@ UNEXPECTED = "message that no agent sends or gets"
 """The reason by which messages are counted that are none of these, or of the other direction."""
 
 _LONGEST_NAME = 253  # characters; a domain name has no more, and so no name of a node of Kubernetes or of Ray
+_MOST_SHOWN = 64  # of one that is refused
 
 
 def refused_name(name: str, where: str) -> errors.ConfigError | None:
@@ -31,8 +32,8 @@ def refused_name(name: str, where: str) -> errors.ConfigError | None:
 
 
 def shown_name(name: str) -> str:
-    """A name that is refused, for people: escaped, and not longer than others."""
-    return ascii(name[:_LONGEST_NAME]) + ("..." if len(name) > _LONGEST_NAME else "")
+    """A name that is refused, for people: escaped, and no longer than most are."""
+    return ascii(name[:_MOST_SHOWN]) + ("..." if len(name) > _MOST_SHOWN else "")
 
 
 class AgentMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
