@@ -433,9 +433,9 @@ def test_who_does_not_end_is_killed_when_the_grace_is_over_and_not_before(monkey
     server = ForkServer(theirs, write)
     now, signals = [0.0], []
 
-    def wait(*arguments: Any) -> tuple[list[int], list[int], list[int]]:
-        now[0] += arguments[-1]
-        return [], [], []
+    def wait(readable: list[int], timeout_s: float) -> bool:
+        now[0] += timeout_s
+        return False
 
     def signalled(rank: int, number: int) -> bool:
         signals.append((rank, number, now[0]))
@@ -444,7 +444,7 @@ def test_who_does_not_end_is_killed_when_the_grace_is_over_and_not_before(monkey
         return True
 
     monkeypatch.setattr(server_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(server_module, "select", SimpleNamespace(select=wait))
+    monkeypatch.setattr(server_module, "is_any_ready", wait)
     monkeypatch.setattr(server_module, "_REAP_PERIOD_S", 0.25)
     monkeypatch.setattr(server, "_signal", signalled)
     monkeypatch.setattr(server, "_reap", lambda: None)
