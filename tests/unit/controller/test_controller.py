@@ -62,7 +62,7 @@ def end(planned: RunPlan, scratch: str, tmp_path: Path) -> Callable[..., tuple[o
         workers.stop()
         start, *between, stop = read_events(tmp_path / "run")
         assert (start["event"], stop["event"]) == ("start", "stop")
-        assert {event["event"] for event in between} <= {"fail", *told}
+        assert {event["event"] for event in between} <= {"short_of_peak", "fail", *told}
         assert not (tmp_path / "run" / "summary.json").exists()
         return caught.value, stop["message"]
 
