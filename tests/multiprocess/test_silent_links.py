@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import resource
 import socket
 import subprocess
 import sys
@@ -16,12 +14,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.namespaces import CUT, Way, host_address, hosts, why_not
-from elaswave_spmd.errors import RunError
 from elaswave_spmd.runtime.transport.credentials import RunToken, credentials_from_dict
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Mailbox, PeerClosed
 from elaswave_spmd.runtime.transport.tcp_silence import Silence
-from tests.descriptors import none_left, open_descriptors
 from tests.waiting import PATIENCE_S, eventually
 
 SILENCE_S = 0.5
@@ -84,29 +80,6 @@ def test_a_link_that_is_not_connected_in_time_ends() -> None:
         links.connect(1, address)
         assert mailbox.get(PATIENCE_S) == PeerClosed(1)
         assert links.peers == (CONTROLLER,)
-
-
-def test_a_link_for_which_no_descriptor_was_left_ends() -> None:
-    """libzmq tells nothing of a try to connect that it could not begin, and it begins no other."""
-    mailbox = Mailbox()
-    links = Links(0, mailbox, transport="tcp", credentials=RunToken.make(), silence_s=SILENCE_S)
-    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
-        stack.callback(links.close)
-        address = "tcp://{}:{}".format(*server.getsockname())
-        with none_left() as taken:
-            (limit, _), num_free = resource.getrlimit(resource.RLIMIT_NOFILE), 0
-            while not links.peers:
-                try:
-                    links.connect(1, address)
-                except RunError as error:
-                    assert "there can be no link to 1" in str(error)
-                    eventually(lambda free=num_free: len(open_descriptors(limit)) == limit - free)
-                    os.close(taken.pop())
-                    num_free += 1
-            assert num_free and len(open_descriptors(limit)) == limit, "its sockets have the last ones"
-            assert mailbox.get(PATIENCE_S) == PeerClosed(1) and not links.peers
-        links.connect(1, address)
-        assert links.peers == (1,), "it can be made again"
 
 
 @pytest.mark.parametrize("cut_off", [(0, 1), (1, 0)], ids=["what is sent is lost", "what is acknowledged is lost"])
