@@ -203,7 +203,7 @@ class ForkServer:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
                 self._reap()
-            if is_read or is_any_ready([self._orders], timeout_s=0.0):
+            if is_read or self._orders in ready:
                 order = self._next_order()
                 if order is None:
                     raise _ControllerLostError
