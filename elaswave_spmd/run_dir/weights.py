@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +19,23 @@ def weights_sha256(weights: Mapping[str, np.ndarray]) -> str:
     Raises:
         TypeError: an array is not float32.
     """
+    return sha256_in_parts((name, (weights[name],)) for name in sorted(weights))
+
+
+def sha256_in_parts(weights: Iterable[tuple[str, Iterable[np.ndarray]]]) -> str:
+    """The same hash of parameters that are not in memory as a whole.
+
+    Args:
+        weights: (name, parts of its values, one after the other), sorted by name.
+
+    Raises:
+        TypeError: a part is not float32.
+    """
     digest = hashlib.sha256()
-    for name in sorted(weights):
+    for name, parts in weights:
         digest.update(name.encode("utf-8"))
-        digest.update(_little_endian(name, weights[name]).reshape(-1).view(np.uint8).data)
+        for part in parts:
+            digest.update(_little_endian(name, part).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 

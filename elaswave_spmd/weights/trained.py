@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, version_mismatch
@@ -22,6 +23,7 @@ from elaswave_spmd.run_dir.best import best_path
 from elaswave_spmd.run_dir.checkpoints import load_newest_good, open_checkpoint
 from elaswave_spmd.run_dir.directory import SUMMARY, WEIGHTS, WEIGHTS_EMA, read_summary
 from elaswave_spmd.run_dir.manifest import MANIFEST
+from elaswave_spmd.run_dir.weights import sha256_in_parts
 from elaswave_spmd.weights.given import owned_parameters
 from elaswave_spmd.weights.sources import OwnTensors, SavedState, WeightSource, no_average
 from elaswave_spmd.weights.tensor_files import TensorFiles
@@ -138,21 +140,23 @@ def _check_intact(path: Path, source: WeightSource) -> None:
     wanted = read_summary(path.parent).get("weights_ema_sha256" if path.name == WEIGHTS_EMA else "weights_sha256")
     if wanted is None:  # an earlier version has written it, or a run without an average
         return
-    digest = hashlib.sha256()  # as run_dir.weights has it, without all of them in memory
-    for name in sorted(source.shapes):
-        digest.update(name.encode())
-        number = math.prod(source.shapes[name])
-        for first in range(0, number, _CHUNK):
-            part = source.read(name, first, min(first + _CHUNK, number))
-            digest.update(part.contiguous().numpy().astype("<f4", copy=False).data)
+    found = sha256_in_parts((name, _parts_of(source, name)) for name in sorted(source.shapes))
     source.close()
-    if digest.hexdigest() != wanted:
+    if found != wanted:
         raise CheckpointError(
             f"{path} does not match its sha256 in {SUMMARY}",
             rule="the weights that are used are those that were trained",
             where=str(path),
             fix="copy the run again, or name one of its checkpoints: runs/NAME/checkpoints/step_...",
         )
+
+
+def _parts_of(source: WeightSource, name: str) -> Iterator[np.ndarray]:
+    """The values of a parameter, a part of them at a time: fp32."""
+    number = math.prod(source.shapes[name])
+    for first in range(0, number, _CHUNK):
+        part = source.read(name, first, min(first + _CHUNK, number))
+        yield part.contiguous().numpy().astype("<f4", copy=False)
 
 
 def check_parameters(model: LayeredModel, source: WeightSource, run: str, fix: str) -> None:
