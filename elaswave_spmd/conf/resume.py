@@ -123,7 +123,7 @@ def _is_saved(name: object, found: object) -> bool:
 
 
 def fields_in(file: Path) -> dict[str, Any] | None:
-    """What a config.yaml holds, by group; None: it is no mapping, or no YAML that a run writes.
+    """The settings in a config.yaml, by group; None: it is no mapping, or no YAML that a run writes.
 
     Raises:
         OSError: it cannot be read.

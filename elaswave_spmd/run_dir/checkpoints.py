@@ -296,7 +296,7 @@ class _Looks:
         self._found: dict[Path, bool | None] = {}
 
     def is_good(self, path: Path) -> bool | None:
-        """Whether a checkpoint is complete and matches its hashes; None: it cannot be read now."""
+        """True if a checkpoint is complete and matches its hashes; None: it cannot be read now."""
         if path not in self._found:
             try:
                 open_checkpoint(path, verify=True)

@@ -89,8 +89,7 @@ class RunDir:
             raise ConfigError(
                 "run.dir= is empty", rule="run.dir names a directory", where="run.dir", fix="run.dir=runs/a"
             )
-        given = () if path is None else (Path(os.path.expanduser(path)),)
-        candidates = _default_paths(model, mesh, now()) if path is None else iter(given)
+        candidates = _default_paths(model, mesh, now()) if path is None else [Path(os.path.expanduser(path))]
         for candidate in candidates:
             if path is None and candidate.exists():
                 continue

@@ -63,7 +63,7 @@ class HeldBack:
 
 @dataclass(frozen=True)
 class PairLimits:
-    """What goes through pairs on a worker, and how much of it may wait.
+    """The limits of one worker's pairs: which messages go through them, and how much of these may wait.
 
     Args:
         sends_state: state goes through pairs as well. Not on devices that recover: with state under way in their queue
