@@ -10,9 +10,9 @@ are judged, and `schedule` lists each worker's actions in such a step, in order,
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from elaswave_spmd.errors import PlanError
@@ -225,91 +225,159 @@ def execute(
         links_s: per boundary, the part of the delay for which the sender's link is in use; (): no result waits for a
             link.
     """
-    by_turn = sorted(turn, key=lambda u: (turn[u], u))
-    owner = [[of_stage[u] for u in by_turn] for of_stage in owners]
-    last, size = len(owners) - 1, len(forward_s)
-    stage_of = [0] * size
-    for s, of_stage in enumerate(owner):
+    order = sorted(turn, key=lambda u: (turn[u], u))
+    made_s = [[0.0] * len(order) for _ in owners]
+    workers = _idle_workers(owners, limits, forward_s, backward_s, weights_s, put_off, made_s)
+    owner_of = [[workers[of_stage[u]] for u in order] for of_stage in owners]
+    for place, worker in enumerate(owner_of[0]):
+        worker.forwards.append(place)
+    now, touched = 0, owner_of[0]
+    events: list[_Event] = []
+    while True:
+        for worker in touched:
+            if worker.is_idle and (end := worker.start(now, order)):
+                heappush(events, end)
+        if not events:
+            return Executed(now, [worker.done for worker in workers], made_s)
+        now = events[0][0]
+        touched = _take_due(now, events, owner_of, delays, links_s)
+
+
+_FORWARD_ENDED, _BACKWARD_ENDED, _WEIGHTS_ENDED, _INPUT_CAME, _GRADIENT_CAME = range(5)
+_Event = tuple[float, int, int, int]
+"""Its time, what happens, in which stage, and to which micro-batch, by its place in the order of turns."""
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """A worker of a simulated step. Micro-batches are places in the order of turns, in heaps.
+
+    Args:
+        backward_s: seconds of the backward of one micro-batch, as far as the stage before waits for it.
+        weights_s: seconds of its weight gradients, where these are put off.
+        most_late: the most micro-batches whose weight gradients are put off; 0: backwards are whole.
+        room: for micro-batches in flight.
+        made_s, done: of its stage and its own, as in `Executed`.
+        link_free_s: the time when its link can take the next result.
+        forwards, backwards: ready.
+        late: with weight gradients that are put off.
+    """
+
+    stage: int
+    forward_s: float
+    backward_s: float
+    weights_s: float
+    most_late: int
+    room: int
+    made_s: list[float]
+    is_idle: bool = True
+    link_free_s: float = 0.0
+    forwards: list[int] = field(default_factory=list)
+    backwards: list[int] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
+    done: list[int] = field(default_factory=list)
+
+    def start(self, now: float, order: Sequence[int]) -> _Event | None:
+        """Begins the action whose turn it is, if any is ready. Returns its end.
+
+        Args:
+            order: the micro-batches by their turns.
+        """
+        late = self.late
+        # Backward first, as in 1F1B: it frees the activations of a micro-batch.
+        if self.backwards and (not late or len(late) < self.most_late):
+            place = heappop(self.backwards)
+            if self.most_late:
+                heappush(late, place)
+            self.room += 1
+            self.done.append(~order[place])
+            self.made_s[order[place]] = end = now + self.backward_s  # the first part, if there are two
+            what = _BACKWARD_ENDED
+        elif self.forwards and self.room and not self.backwards:
+            place = heappop(self.forwards)
+            self.room -= 1
+            self.done.append(order[place])
+            what, end = _FORWARD_ENDED, now + self.forward_s
+        elif late:
+            place = heappop(late)
+            self.done.append(order[place] + len(order))
+            self.made_s[order[place]] = end = now + self.weights_s
+            what = _WEIGHTS_ENDED
+        else:
+            return None
+        self.is_idle = False
+        return end, what, self.stage, place
+
+
+def _idle_workers(
+    owners: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    weights_s: Sequence[float],
+    put_off: Sequence[int],
+    made_s: list[list[float]],
+) -> list[_Worker]:
+    """The workers before the step, with the arguments of `execute`."""
+    stage_of = [0] * len(forward_s)
+    for s, of_stage in enumerate(owners):
         for row in set(of_stage):
             stage_of[row] = s
-    forwards: list[list[int]] = [[] for _ in range(size)]  # ready, as places in `by_turn`
-    backwards: list[list[int]] = [[] for _ in range(size)]
-    weights: list[list[int]] = [[] for _ in range(size)]  # put off
-    room = [limits[s] for s in stage_of]
-    most = [put_off[s] for s in stage_of] if put_off else [0] * size
-    if put_off:
-        backward_s = [b - w if n else b for b, w, n in zip(backward_s, weights_s, most, strict=True)]
-    idle = [True] * size
-    free_at = [0.0] * size  # when the link of each worker will be free
-    done: list[list[int]] = [[] for _ in range(size)]
-    made = [[0.0] * len(by_turn) for _ in owner]
-    # (time, has it arrived or ended, backward, stage, place). Of weight gradients, for which no action waits, ~worker
-    # stands in place of the stage.
-    events: list[tuple[float, bool, bool, int, int]] = []
-    push, pop = heapq.heappush, heapq.heappop
-    for place, row in enumerate(owner[0]):
-        forwards[row].append(place)
-    now, touched = 0, set(owner[0])
-    while True:
-        for row in touched:
-            if not idle[row]:
-                continue
-            # Backward first, as in 1F1B: it frees the activations of a micro-batch.
-            late = weights[row]
-            if backwards[row] and (not late or len(late) < most[row]):
-                place = pop(backwards[row])
-                if most[row]:
-                    push(late, place)
-                room[row] += 1
-                done[row].append(~by_turn[place])
-                made[stage_of[row]][by_turn[place]] = end = now + backward_s[row]  # the first part, if there are two
-                push(events, (end, False, True, stage_of[row], place))
-            elif forwards[row] and room[row] and not backwards[row]:
-                place = pop(forwards[row])
-                room[row] -= 1
-                done[row].append(by_turn[place])
-                push(events, (now + forward_s[row], False, False, stage_of[row], place))
-            elif late:
-                place = pop(late)
-                done[row].append(by_turn[place] + len(by_turn))
-                made[stage_of[row]][by_turn[place]] = end = now + weights_s[row]
-                push(events, (end, False, True, ~row, place))
+    found: list[_Worker] = []
+    for row, s in enumerate(stage_of):
+        most_late = put_off[s] if put_off else 0
+        late_s = weights_s[row] if most_late else 0.0
+        input_s = backward_s[row] - late_s
+        found.append(_Worker(s, forward_s[row], input_s, late_s, most_late, limits[s], made_s[s]))
+    return found
+
+
+def _take_due(
+    now: float,
+    events: list[_Event],
+    owner_of: list[list[_Worker]],
+    delays: Sequence[float],
+    links_s: Sequence[float],
+) -> list[_Worker]:
+    """Takes all events of one time. Returns the workers that may have work now, some of them twice.
+
+    All that ends or comes at one time counts before any action starts, so the order of equal times does not matter.
+
+    Args:
+        now: the time of the first event.
+        owner_of: per stage, the worker of each micro-batch.
+        delays, links_s: as for `execute`.
+    """
+    same, last = now + SAME_S, len(owner_of) - 1
+    touched: list[_Worker] = []
+    while events and events[0][0] <= same:
+        _, what, stage, place = heappop(events)
+        if what <= _WEIGHTS_ENDED:
+            worker = owner_of[stage][place]
+            worker.is_idle = True
+            touched.append(worker)
+            if what == _FORWARD_ENDED:
+                if stage == last:
+                    heappush(worker.backwards, place)
+                    continue
+                what, boundary = _INPUT_CAME, stage
+                stage += 1
+            elif what == _BACKWARD_ENDED and stage:
+                stage -= 1
+                what, boundary = _GRADIENT_CAME, stage
             else:
+                continue  # no action waits for its result
+            if delay := delays[boundary]:
+                sent = now
+                if links_s:
+                    sent = max(now, worker.link_free_s)
+                    worker.link_free_s = sent + links_s[boundary]
+                heappush(events, (sent + delay, what, stage, place))
                 continue
-            idle[row] = False
-        if not events:
-            return Executed(now, done, made)
-        now = events[0][0]
-        same, touched = now + SAME_S, set()
-        # All that ends or arrives at one time counts before any action starts: the order of equal times is no matter.
-        while events and events[0][0] <= same:
-            _, arrived, is_backward, s, place = pop(events)
-            if not arrived:
-                if s < 0:
-                    idle[~s] = True
-                    touched.add(~s)
-                    continue
-                row = owner[s][place]
-                idle[row] = True
-                touched.add(row)
-                to = s - is_backward if is_backward or s == last else s + 1
-                if to < 0:
-                    continue
-                if to != s:
-                    boundary = min(s, to)
-                    if delay := delays[boundary]:
-                        sent = now
-                        if links_s:
-                            sent = max(now, free_at[row])
-                            free_at[row] = sent + links_s[boundary]
-                        push(events, (sent + delay, True, is_backward, to, place))
-                        continue
-                else:
-                    is_backward = True
-                s = to
-            row = owner[s][place]
-            push((backwards if is_backward else forwards)[row], place)
-            touched.add(row)
+        worker = owner_of[stage][place]
+        heappush(worker.forwards if what == _INPUT_CAME else worker.backwards, place)
+        touched.append(worker)
+    return touched
 
 
 def check(actions: Schedule, num_stages: int) -> None:
