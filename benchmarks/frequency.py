@@ -36,7 +36,7 @@ from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, Hint, P
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.rebalance import plan_change
+from elaswave_spmd.scheduling.rebalance import PlanSettings, plan_change
 from elaswave_spmd.scheduling.split_backward import SplitBackward
 from elaswave_spmd.scheduling.step_time import Assignment, timed_graph
 from elaswave_spmd.sharding import Shardings
@@ -89,7 +89,7 @@ def planned(case: Case, costs: CostModel, microbatches: int) -> tuple[Assignment
     now = costs.with_speeds(dict(case.slow))
     stages = next_stages(mesh.stages, dict.fromkeys(case.lost, "fail"), (), case.pp) if case.lost else None
     split = SplitBackward.of_costs(now, REPLICATED)
-    decision = plan_change(placement, now, _STEPS, stages=stages, stage_counts=(), split=split)
+    decision = plan_change(placement, now, _STEPS, PlanSettings(stage_counts=(), split=split), stages=stages)
     return decision.last.assignment, now
 
 

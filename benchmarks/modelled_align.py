@@ -20,7 +20,7 @@ from benchmarks.modelled import finish, publish
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches, first_microbatches, least_load
-from elaswave_spmd.scheduling.rebalance import plan_change
+from elaswave_spmd.scheduling.rebalance import PlanSettings, plan_change
 from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.simulator import Change, healthy, llama
 from elaswave_spmd.simulator.report import Cell, Table
@@ -45,7 +45,9 @@ def of_mesh(dp: int, pp: int, each: int, share: float, costs: CostModel) -> tupl
     steps = []
     for bandwidth in _LINKS:
         there = costs.with_links(None, bandwidth)
-        steps.append(plan_change(placement, there, 0, stages=stages, align=share, stage_counts=()).now.time.seconds)
+        steps.append(
+            plan_change(placement, there, 0, PlanSettings(align=share, stage_counts=()), stages=stages).now.time.seconds
+        )
     return load, sums, steps
 
 

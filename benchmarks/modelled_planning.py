@@ -25,7 +25,7 @@ from benchmarks.modelled import publish
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.pipeline import turns
-from elaswave_spmd.scheduling.rebalance import plan_change
+from elaswave_spmd.scheduling.rebalance import PlanSettings, plan_change
 from elaswave_spmd.simulator import Change, healthy, llama
 from elaswave_spmd.simulator.report import Cell, Table
 
@@ -46,7 +46,7 @@ def once(workers: int, event: str) -> dict[str, float]:
     began = perf_counter()
     stages = change.stages(mesh)
     limits = FrequencyRange(0.8, 1.1)
-    decision = plan_change(placement, change.costs(costs), _STEPS, stages=stages, frequencies=limits)
+    decision = plan_change(placement, change.costs(costs), _STEPS, PlanSettings(frequencies=limits), stages=stages)
     decided, peak = perf_counter(), _peak_mib()
     last = decision.last.assignment
     placed = last.placement()

@@ -28,7 +28,7 @@ from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.rebalance import Decision, plan_change
+from elaswave_spmd.scheduling.rebalance import Decision, PlanSettings, plan_change
 from elaswave_spmd.scheduling.split_backward import SplitBackward
 from elaswave_spmd.scheduling.step_time import Assignment, memory_of
 from elaswave_spmd.sharding import Shardings
@@ -71,9 +71,8 @@ class Cluster:
                 placement or self.placement,
                 self.costs,
                 _STEPS,
+                PlanSettings(memory_limit=self.memory_limit, split=self.split),
                 stages=stages,
-                memory_limit=self.memory_limit,
-                split=self.split,
             )
         except PlanError:
             return None

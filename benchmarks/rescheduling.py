@@ -52,7 +52,7 @@ from benchmarks.processes import new_directory, stop_on_signals
 from benchmarks.recovery import different_losses
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
-from elaswave_spmd.scheduling.rebalance import plan_change
+from elaswave_spmd.scheduling.rebalance import PlanSettings, plan_change
 from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
 from elaswave_spmd.scheduling.step_time import Assignment, bound, stage_seconds, step_time
 from elaswave_spmd.simulator import Case, Change, DropReplica, Reroute, healthy, optimum
@@ -198,7 +198,7 @@ def modelled(case: Case) -> dict[str, float]:
     """The ratios in advance, with the configured costs of the programs."""
     stages = case.change.stages(case.placement.mesh)
     decision = plan_change(
-        case.placement, case.after, case.remaining_steps, stages=stages, split=case.split, stage_counts=()
+        case.placement, case.after, case.remaining_steps, PlanSettings(split=case.split, stage_counts=()), stages=stages
     )
     best_s, bound_s = least(case)
     ranks = [rank for members in stages for rank in members]

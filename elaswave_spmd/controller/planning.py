@@ -6,7 +6,6 @@ plan depends on, so that the answer is the same whenever and wherever it is made
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 from collections import deque
@@ -16,10 +15,8 @@ from dataclasses import dataclass
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.rebalance import Decision, plan_change
-from elaswave_spmd.scheduling.split_backward import SplitBackward
+from elaswave_spmd.scheduling.rebalance import Decision, PlanSettings, plan_change
 from elaswave_spmd.scheduling.step_time import Assignment
-from elaswave_spmd.sharding.layout import ModelLayout
 
 
 @dataclass(frozen=True)
@@ -34,30 +31,14 @@ class PlanRequest:
     placement: Placement
     costs: CostModel
     remaining_steps: int
-    layout: ModelLayout | None
+    settings: PlanSettings
     running: Assignment
-    mirror_count: int
-    split: SplitBackward | None
-    align: float
-    memory_limit: float
-    state_limit: float = math.inf
-    regroups: bool = True
 
     def answer(self) -> Planned:
         """The plan. Takes up to seconds."""
         try:
             decision = plan_change(
-                self.placement,
-                self.costs,
-                self.remaining_steps,
-                layout=self.layout,
-                mirror_count=self.mirror_count,
-                split=self.split,
-                align=self.align,
-                memory_limit=self.memory_limit,
-                state_limit=self.state_limit,
-                stage_counts=None if self.regroups else (),
-                running=self.running,
+                self.placement, self.costs, self.remaining_steps, self.settings, running=self.running
             )
         except PlanError as error:
             return Planned(self, None, str(error))

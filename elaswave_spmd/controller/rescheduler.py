@@ -26,7 +26,7 @@ from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.lasting import LastingCosts
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.profiler import SLOWEST, LayerSample, ProfileSmoother
-from elaswave_spmd.scheduling.rebalance import Decision, reassign_microbatches
+from elaswave_spmd.scheduling.rebalance import Decision, PlanSettings, reassign_microbatches
 from elaswave_spmd.scheduling.split_backward import SplitBackward, best_limits, executed, priced
 from elaswave_spmd.scheduling.step_time import Assignment, state_of, step_time
 
@@ -275,7 +275,7 @@ class Rescheduler:
         request = self._request(costs, max(0, self._policy.steps - step))
         known = self._planned
         # Other groupings take seconds to look at, on up to 256 workers: once, as long as the mesh and the costs stay.
-        if known is not None and request.regroups and known.request.key == request.key:
+        if known is not None and request.settings.regroups and known.request.key == request.key:
             return [*actions, *self._judge(known.decision, costs)]
         if not self._is_planning:
             self._is_planning = True
@@ -334,14 +334,16 @@ class Rescheduler:
             protocol.placement,
             costs,
             remaining_steps,
-            protocol.layout,
+            PlanSettings(
+                layout=protocol.layout,
+                memory_limit=settings.memory_limit or math.inf,
+                state_limit=self._state_limit(costs),
+                mirror_count=self._policy.mirror_count,
+                split=protocol.split,
+                align=settings.align,
+                stage_counts=None if settings.layers and settings.stages else (),
+            ),
             protocol.running,
-            mirror_count=self._policy.mirror_count,
-            split=protocol.split,
-            align=settings.align,
-            memory_limit=settings.memory_limit or math.inf,
-            state_limit=self._state_limit(costs),
-            regroups=settings.layers and settings.stages,
         )
 
     def _state_limit(self, costs: CostModel) -> float:

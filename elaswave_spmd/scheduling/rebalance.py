@@ -178,32 +178,12 @@ class Decision:
         return "\n".join(lines)
 
 
-def plan_change(
-    placement: Placement,
-    costs: CostModel,
-    remaining_steps: int,
-    *,
-    layout: ModelLayout | None = None,
-    stages: Sequence[Sequence[int]] | None = None,
-    memory_limit: float = math.inf,
-    state_limit: float = math.inf,
-    mirror_count: int = 1,
-    split: SplitBackward | None = None,
-    align: float = 0.0,
-    stage_counts: Collection[int] | None = None,
-    frequencies: FrequencyRange | None = None,
-    goal_s: float | None = None,
-    running: Assignment | None = None,
-) -> Decision:
-    """Plans the answer to an event.
+@dataclass(frozen=True)
+class PlanSettings:
+    """What a run asks of each of its plans, whatever has happened.
 
     Args:
-        placement: the present placement. State is where its layers are.
-        costs: the measured costs; speeds of workers that are gone do not matter.
-        remaining_steps: steps until the run ends, or until another event is likely.
         layout: the pages of the model; None: those of a model with such costs (`layout_of_costs`).
-        stages: the workers that are present, by stage (recovery.reconfiguration.next_stages); None: all workers of the
-            placement.
         memory_limit: bytes that each worker has.
         state_limit: the most bytes of state that the plan may give a worker.
         mirror_count: mirrors of each page of sharded state.
@@ -212,9 +192,47 @@ def plan_change(
         align: the share by which loads may exceed the least possible ones, for fewer sums to send (`schedule.align`).
         stage_counts: numbers of stages that may replace the present one; None: any; (): none.
         frequencies: the range that devices may be set to; None: no hints.
+    """
+
+    layout: ModelLayout | None = None
+    memory_limit: float = math.inf
+    state_limit: float = math.inf
+    mirror_count: int = 1
+    split: SplitBackward | None = None
+    align: float = 0.0
+    stage_counts: Collection[int] | None = None
+    frequencies: FrequencyRange | None = None
+
+    @property
+    def regroups(self) -> bool:
+        """True if workers may be grouped into other stages."""
+        return self.stage_counts is None or bool(self.stage_counts)
+
+
+_DEFAULT = PlanSettings()
+
+
+def plan_change(
+    placement: Placement,
+    costs: CostModel,
+    remaining_steps: int,
+    settings: PlanSettings = _DEFAULT,
+    *,
+    stages: Sequence[Sequence[int]] | None = None,
+    running: Assignment | None = None,
+    goal_s: float | None = None,
+) -> Decision:
+    """Plans the answer to an event.
+
+    Args:
+        placement: the present placement. State is where its layers are.
+        costs: the measured costs; speeds of workers that are gone do not matter.
+        remaining_steps: steps until the run ends, or until another event is likely.
+        stages: the workers that are present, by stage (recovery.reconfiguration.next_stages); None: all workers of the
+            placement.
+        running: the assignment of the placement with the limits that workers run with; None: with the best ones.
         goal_s: a step time; frequencies are raised only as far as it takes to reach this, for example the step time
             before the event.
-        running: the assignment of the placement with the limits that workers run with; None: with the best ones.
 
     Raises:
         PlanError: the costs belong to another model, a stage is empty, or no partition fits in memory.
@@ -229,19 +247,19 @@ def plan_change(
     if not all(present):
         empty = [s for s, members in enumerate(present) if not members]
         raise PlanError(f"stages {empty} are empty", rule="each stage has a worker", fix="plan without these stages")
-    rule = MemoryRule(placement.shardings, mirror_count, state_limit)
-    sharding = placement.state_sharding(mirror_count)
-    moves = StateMoves(sharding, layout or layout_of_costs(costs), costs, placement.replicas)
-    planner = _Planner(old, costs, remaining_steps, rule, memory_limit, moves, split, align)
+    rule = MemoryRule(placement.shardings, settings.mirror_count, settings.state_limit)
+    sharding = placement.state_sharding(settings.mirror_count)
+    moves = StateMoves(sharding, settings.layout or layout_of_costs(costs), costs, placement.replicas)
+    planner = _Planner(old, costs, remaining_steps, settings, rule, moves)
     grouping = planner.grouping_of(present)
     at_once, why_anew = planner.now(grouping)
     now = at_once.planned(moves.at_once(*at_once.key))
-    later, why = planner.later(grouping, at_once, stage_counts)
+    later, why = planner.later(grouping, at_once)
     reasons = [_reason_for_now(now, why_anew), why]
     hints: tuple[Hint, ...] = ()
     plan = None
-    if frequencies is not None:
-        plan, hints = frequency_hints((later or now).assignment, costs, frequencies, goal_s)
+    if settings.frequencies is not None:
+        plan, hints = frequency_hints((later or now).assignment, costs, settings.frequencies, goal_s)
         reasons.append(str(plan))
     before = planner.before(running)
     return Decision(before, now, later, not why_anew, hints, plan, remaining_steps, tuple(reasons))
@@ -260,7 +278,7 @@ def reassign_microbatches(
     """The candidate assignments of micro-batches to these stages, some of whose workers had micro-batches in `old`.
 
     Args:
-        align: as in `plan_change`.
+        align: as in `PlanSettings`.
     """
     speeds = [costs.speeds_of(members) for members in stages]
     starts = first_microbatches(stages, old.stages, old.microbatch_counts)
@@ -305,11 +323,9 @@ class _Planner:
     old: Assignment
     costs: CostModel
     remaining_steps: int
+    settings: PlanSettings
     rule: MemoryRule
-    memory_limit: float
     moves: StateMoves
-    split: SplitBackward | None = None
-    align: float = 0.0
     tables: MemoryTables = field(default_factory=dict)
 
     def before(self, running: Assignment | None) -> StepTime:
@@ -320,16 +336,16 @@ class _Planner:
         """
         small = sum(map(len, self.old.stages)) <= _TIMED_WORKERS
         most = _SETTLED_ACTIONS if small else MOST_ACTIONS
-        by_rule = executed(self.old, self.split) if running is None else running
+        by_rule = executed(self.old, self.settings.split) if running is None else running
         time = step_time(by_rule, self.costs, self.rule, most_actions=most)
         return time if running is not None else self.with_best_limits(by_rule, time)[1]
 
     def grouping_of(self, stages: Stages) -> _Grouping:
         """These stages with their micro-batches assigned."""
         speeds = [self.costs.speeds_of(members) for members in stages]
-        rows, _ = stage_workers(speeds, self.old.num_microbatches, self.memory_limit, self.split)
+        rows, _ = stage_workers(speeds, self.old.num_microbatches, self.settings.memory_limit, self.settings.split)
         estimates = MoveEstimates(self.costs, self.old.layer_cuts, old_stages_of(stages, self.old.stages))
-        candidates = reassign_microbatches(self.old, self.old.num_microbatches, stages, self.costs, self.align)
+        candidates = reassign_microbatches(self.old, self.old.num_microbatches, stages, self.costs, self.settings.align)
         return _Grouping(stages, rows, estimates, candidates)
 
     def now(self, grouping: _Grouping) -> tuple[Candidate, str]:
@@ -346,9 +362,7 @@ class _Planner:
             why = f"{len(grouping.stages)} of {self.old.num_stages} stages are left"
         return self.tune(grouping, self.recut(grouping, 0.0)), why
 
-    def later(
-        self, grouping: _Grouping, now: Candidate, stage_counts: Collection[int] | None
-    ) -> tuple[Variant | None, str]:
+    def later(self, grouping: _Grouping, now: Candidate) -> tuple[Variant | None, str]:
         """The variant with other cuts or another number of stages whose gain over the remaining steps exceeds its move.
 
         The search ranks candidates by estimates, which count moves from where layers were before the event. The
@@ -365,10 +379,10 @@ class _Planner:
             refined = self.with_shifted_cuts(grouping, min(candidates.values(), key=self.total))
             candidates[refined.key] = refined
         by_key = dict.fromkeys(candidates, grouping)
-        if stage_counts is None or stage_counts:
+        if self.settings.regroups:
             least = min(self.total(found) for found in (now, *candidates.values()))
-            others = self.regrouped(grouping, stage_counts, least)
-            others += self.without_slowest(grouping, stage_counts, least)
+            others = self.regrouped(grouping, least)
+            others += self.without_slowest(grouping, least)
             for theirs, found in others:
                 known = candidates.get(found.key)
                 if known is None or self.total(found) < self.total(known):
@@ -396,9 +410,7 @@ class _Planner:
         what = "layers move" if number == len(grouping.stages) else f"{number} stages instead of {len(grouping.stages)}"
         return best.planned(move), f"{what}: {shown}"
 
-    def regrouped(
-        self, grouping: _Grouping, stage_counts: Collection[int] | None, total: float
-    ) -> list[tuple[_Grouping, Candidate]]:
+    def regrouped(self, grouping: _Grouping, total: float) -> list[tuple[_Grouping, Candidate]]:
         """Other groupings of the workers into stages.
 
         On small meshes several of each number of stages are timed, and the best are refined; on larger ones even
@@ -407,7 +419,7 @@ class _Planner:
         Args:
             total: seconds until the end that the best candidate so far takes.
         """
-        old = self.old
+        old, stage_counts = self.old, self.settings.stage_counts
         groupings = Groupings(
             self.costs,
             grouping.stages,
@@ -416,8 +428,8 @@ class _Planner:
             old.layer_cuts,
             self.remaining_steps,
             self.rule,
-            self.memory_limit,
-            self.split,
+            self.settings.memory_limit,
+            self.settings.split,
         )
         found: list[tuple[_Grouping, Candidate]] = []
 
@@ -460,9 +472,7 @@ class _Planner:
             found += [(theirs, self.with_shifted_cuts(theirs, start)) for theirs, start in found[:_MOST_REFINED]]
         return found
 
-    def without_slowest(
-        self, grouping: _Grouping, stage_counts: Collection[int] | None, total: float
-    ) -> list[tuple[_Grouping, Candidate]]:
+    def without_slowest(self, grouping: _Grouping, total: float) -> list[tuple[_Grouping, Candidate]]:
         """On small meshes, groupings of all workers but the slowest, which is parked in any stage; also of all but two.
 
         So a plan is seldom faster when a worker is lost: what would be planned then is among these. Where it is parked
@@ -479,7 +489,7 @@ class _Planner:
                 break
             idle.append(slowest)
             left = tuple(tuple(rank for rank in members if rank != slowest) for members in left)
-            best = self.best_of(self.grouping_of(left), stage_counts, total)
+            best = self.best_of(self.grouping_of(left), total)
             found += [
                 self.with_idle_workers(one, idle, home) for _, one in best for home in range(len(one.assignment.stages))
             ]
@@ -492,15 +502,13 @@ class _Planner:
         ]
         return -min(able)[2] if able else None
 
-    def best_of(
-        self, grouping: _Grouping, stage_counts: Collection[int] | None, total: float
-    ) -> list[tuple[_Grouping, Candidate]]:
+    def best_of(self, grouping: _Grouping, total: float) -> list[tuple[_Grouping, Candidate]]:
         """The best groupings of these workers alone, as far as they might be better than `total`, or than none."""
         found: list[tuple[_Grouping, Candidate]] = []
         with suppress(PlanError):  # fewer workers have room for less
             found.append((grouping, self.recut(grouping, 0.0)))
             total = max(total, self.total(found[0][1]))
-        found = [*self.regrouped(grouping, stage_counts, total), *found]
+        found = [*self.regrouped(grouping, total), *found]
         return sorted(found, key=lambda each: self.total(each[1]))[:_MOST_REFINED]
 
     def with_idle_workers(self, found: Candidate, idle: Sequence[int], home: int) -> tuple[_Grouping, Candidate]:
@@ -555,7 +563,7 @@ class _Planner:
     def has_room(self, assignment: Assignment) -> bool:
         """True if no worker needs more memory than it has for this."""
         needed = max(memory_of(assignment, self.costs, self.rule, self.tables))
-        return needed <= self.memory_limit and needed < math.inf
+        return needed <= self.settings.memory_limit and needed < math.inf
 
     def total(self, candidate: Candidate) -> float:
         """Seconds until the end, the move included."""
@@ -614,7 +622,9 @@ class _Planner:
         best_fits = best is not None and self.fits(best)
         for microbatches in choices:
             order = self.old.microbatch_order
-            assignment = executed(Assignment(grouping.stages, tuple(cuts), microbatches.counts, order), self.split)
+            assignment = executed(
+                Assignment(grouping.stages, tuple(cuts), microbatches.counts, order), self.settings.split
+            )
             fits = self.has_room(assignment)
             if best_fits and not fits:
                 continue
@@ -636,9 +646,9 @@ class _Planner:
         Args:
             time: of the assignment with the limits by rule.
         """
-        if self.split is None:
+        if self.settings.split is None:
             return assignment, time
-        return best_limits(assignment, time, self.split, self.costs, self.rule)
+        return best_limits(assignment, time, self.settings.split, self.costs, self.rule)
 
     def with_parked_workers(self, grouping: _Grouping, start: Candidate) -> Candidate:
         """On small meshes, the same layers with some workers of any stages parked, if that is faster.

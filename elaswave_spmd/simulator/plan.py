@@ -15,7 +15,7 @@ from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.dvfs import FrequencyRange
-from elaswave_spmd.scheduling.rebalance import Decision, Variant, plan_change
+from elaswave_spmd.scheduling.rebalance import Decision, PlanSettings, Variant, plan_change
 from elaswave_spmd.scheduling.state_moves import Move, layout_of_costs
 from elaswave_spmd.scheduling.step_time import Assignment, StepTime, step_time
 from elaswave_spmd.sharding import P, Shardings
@@ -112,19 +112,22 @@ def make(settings: Settings, named: Collection[str], event: str) -> Plan:
     limits = FrequencyRange(
         schedule.f_min, schedule.f_max, schedule.f_margin, schedule.f_changes, schedule.f_change_ms / 1e3
     )
-    began = perf_counter()
-    decision = plan_change(
-        case.placement,
-        case.after,
-        case.remaining_steps,
+    asked = PlanSettings(
         layout=case.layout,
-        stages=case.change.stages(mesh),
         memory_limit=case.memory_limit,
         mirror_count=case.mirror_count,
         split=case.split,
         align=schedule.align,
         stage_counts=None if schedule.layers and schedule.stages else (),
         frequencies=limits if schedule.frequency != "none" else None,
+    )
+    began = perf_counter()
+    decision = plan_change(
+        case.placement,
+        case.after,
+        case.remaining_steps,
+        asked,
+        stages=case.change.stages(mesh),
         goal_s=before.seconds,
     )
     # plan_change has no switch for layers alone, so a move that it has found is dropped here.

@@ -22,7 +22,7 @@ from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.rebalance import Decision, plan_change
+from elaswave_spmd.scheduling.rebalance import Decision, PlanSettings, plan_change
 from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
 from elaswave_spmd.scheduling.step_time import Assignment, step_time
 from elaswave_spmd.sharding.layout import ModelLayout
@@ -183,18 +183,21 @@ class Ours:
     name: str = "ours"
 
     def answer(self, case: Case) -> Outcome:
+        asked = PlanSettings(
+            layout=case.layout,
+            memory_limit=case.memory_limit,
+            mirror_count=case.mirror_count,
+            split=case.split,
+            stage_counts=None if self.stages and self.layers else (),
+            frequencies=self.frequencies,
+        )
         try:
             decision = plan_change(
                 case.placement,
                 case.after,
                 case.remaining_steps if self.layers else 0,
-                layout=case.layout,
+                asked,
                 stages=case.change.stages(case.placement.mesh),
-                memory_limit=case.memory_limit,
-                mirror_count=case.mirror_count,
-                split=case.split,
-                stage_counts=None if self.stages and self.layers else (),
-                frequencies=self.frequencies,
                 goal_s=case.before_s,
             )
         except PlanError as error:  # the case has been checked before, so only memory can be too small

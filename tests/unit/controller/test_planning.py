@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from elaswave_spmd.controller.planning import Planned, PlanRequest, PlanThread
-from elaswave_spmd.scheduling.rebalance import plan_change
+from elaswave_spmd.scheduling.rebalance import PlanSettings, plan_change
 from elaswave_spmd.scheduling.step_time import Assignment
 from tests.unit.scheduling.planning_cases import costs_of, placed
 from tests.waiting import PATIENCE_S, eventually
@@ -23,13 +23,13 @@ class Broken(PlanRequest):
 def request(kind: type[PlanRequest] = PlanRequest, steps: int = 100, memory_limit: float = 1e12) -> PlanRequest:
     placement = placed([2, 1], 8, 4)
     running = Assignment.of(placement)
-    return kind((steps,), placement, costs_of([1.0] * 4), steps, None, running, 1, None, 0.0, memory_limit)
+    return kind((steps,), placement, costs_of([1.0] * 4), steps, PlanSettings(memory_limit=memory_limit), running)
 
 
 def test_a_request_has_the_answer_of_the_planner_or_says_why_there_is_none() -> None:
     asked = request()
     found = asked.answer()
-    wanted = plan_change(asked.placement, asked.costs, 100, running=asked.running, memory_limit=1e12)
+    wanted = plan_change(asked.placement, asked.costs, 100, PlanSettings(memory_limit=1e12), running=asked.running)
     assert found.request is asked and found.decision is not None and str(found.decision) == str(wanted)
     nothing = request(memory_limit=-1.0).answer()
     assert nothing.decision is None and "memory" in nothing.why_not

@@ -19,7 +19,7 @@ from elaswave_spmd.recovery.controller_protocol import Goal
 from elaswave_spmd.recovery.messages import Measured
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.rebalance import plan_change
+from elaswave_spmd.scheduling.rebalance import PlanSettings, plan_change
 from elaswave_spmd.scheduling.split_backward import SplitBackward, executed, priced
 from elaswave_spmd.scheduling.step_time import Assignment, step_time
 from tests.unit.scheduling.planning_cases import costs_of, placed
@@ -252,7 +252,7 @@ def test_a_memory_limit_that_nothing_fits_in_is_told_once_and_ends_nothing() -> 
 def test_other_groupings_are_looked_at_once_while_nothing_changes() -> None:
     world = World([2, 2], stages=True, min_gain=0.9)
     world.train(40)
-    assert [request.regroups for request in world.asked] == [True]
+    assert [request.settings.regroups for request in world.asked] == [True]
     world.speeds = {1: 0.5}
     world.train(40)
     assert 1 < len(world.asked) < 5
@@ -344,7 +344,7 @@ def test_limits_are_by_rule_until_costs_are_measured_and_then_those_of_plans() -
     known = priced(world.measured.costs, split)
     assert step_time(found, known).seconds < step_time(by_rule, known).seconds
     rule = MemoryRule(world.placement.shardings)
-    assert plan_change(world.placement, known, 0, split=split).before == step_time(found, known, rule)
+    assert plan_change(world.placement, known, 0, PlanSettings(split=split)).before == step_time(found, known, rule)
 
 
 def test_limits_are_by_rule_as_long_as_nothing_is_known_to_last() -> None:

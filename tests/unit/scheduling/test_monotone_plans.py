@@ -11,7 +11,7 @@ from benchmarks.monotone_plans import TOLERANCE, measure
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches, fastest, level_assignments
 from elaswave_spmd.scheduling.pipeline import in_flight_limits
-from elaswave_spmd.scheduling.rebalance import plan_change, reassign_microbatches
+from elaswave_spmd.scheduling.rebalance import PlanSettings, plan_change, reassign_microbatches
 from elaswave_spmd.scheduling.step_time import EXACT, PART, Assignment, step_time
 from elaswave_spmd.simulator import Change, healthy, llama
 from elaswave_spmd.simulator.engine import FREE, execute
@@ -40,7 +40,9 @@ def test_a_fourth_loss_is_no_gain():
     placement, seconds = healthy(mesh, costs, 192), []
     for gone in ((12, 36, 60), (12, 36, 60, 84)):
         change = Change(gone).check(mesh)
-        last = plan_change(placement, change.costs(costs), 10_000, stages=change.stages(mesh), stage_counts=()).last
+        last = plan_change(
+            placement, change.costs(costs), 10_000, PlanSettings(stage_counts=()), stages=change.stages(mesh)
+        ).last
         seconds.append(last.time.seconds)
         executed = execute(Work.from_assignment(last.assignment), costs, wires=FREE).step_s
         assert executed == pytest.approx(last.time.pipeline_s, rel=0.03)
@@ -60,7 +62,7 @@ def test_parked_workers_have_no_microbatches_and_keep_their_places():
 def test_workers_are_parked_where_that_is_faster_and_work_again_when_it_is_not():
     costs = costs_of([1.0] * 8)
     placement = placed([3, 5, 5, 5], 32, 8)
-    parked = plan_change(placement, costs, 0, stage_counts=()).now
+    parked = plan_change(placement, costs, 0, PlanSettings(stage_counts=())).now
     assert [counts.count(0) for counts in parked.assignment.microbatch_counts] == [0, 0, 0, 1]
     assert "1 workers without micro-batches" in str(parked.microbatches)
     for fewest_nodes in (True, False):
@@ -70,7 +72,9 @@ def test_workers_are_parked_where_that_is_faster_and_work_again_when_it_is_not()
         assert step_time(all_busy, costs).seconds > parked.time.seconds
     stages = placement.mesh.with_stages(parked.assignment.stages)
     settled = replace(placement, mesh=stages, microbatch_counts=parked.assignment.microbatch_counts)
-    joined = plan_change(settled, costs, 0, stages=((0, 1, 2, 18, 19), *placement.mesh.stages[1:]), stage_counts=()).now
+    joined = plan_change(
+        settled, costs, 0, PlanSettings(stage_counts=()), stages=((0, 1, 2, 18, 19), *placement.mesh.stages[1:])
+    ).now
     assert joined.assignment.microbatch_counts == ((7, 7, 6, 6, 6),) * 4
 
 

@@ -14,7 +14,7 @@ from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches, least_load
-from elaswave_spmd.scheduling.rebalance import Decision, frequency_hints, plan_change
+from elaswave_spmd.scheduling.rebalance import Decision, PlanSettings, frequency_hints, plan_change
 from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
 from elaswave_spmd.scheduling.state_moves import layout_of_costs
 from elaswave_spmd.scheduling.step_time import EXACT, Assignment, memory_of, state_of, step_time
@@ -78,7 +78,7 @@ def test_fewer_tree_nodes_never_cost_time(sizes, per_worker):
     """Loads are equal, but the pipeline may wait longer with one assignment than with the other."""
     num_microbatches, num_layers = max(sizes) * per_worker, 2 * len(sizes)
     costs = costs_of([1.0] * num_layers)
-    decision = plan_change(placed(sizes, num_microbatches, num_layers), costs, 0, stage_counts=())
+    decision = plan_change(placed(sizes, num_microbatches, num_layers), costs, 0, PlanSettings(stage_counts=()))
     speeds = [np.ones(size) for size in sizes]
     times = []
     for fewest_nodes in (True, False):
@@ -110,7 +110,9 @@ def test_layers_move_where_the_gain_pays():
     placement = placed([4, 4], 16, 16, zero=2)
     present = without(placement.mesh.stages, 4, 5)
     costs = costs_of([1.0] * 16, bandwidth=1e3 * UNIT, state_bytes=1000 * UNIT)
-    decision = plan_change(placement, costs, 100, layout=layout_of_costs(costs, 64), stages=present, stage_counts=())
+    decision = plan_change(
+        placement, costs, 100, PlanSettings(layout=layout_of_costs(costs, 64), stage_counts=()), stages=present
+    )
     assert decision.later and decision.later.assignment.layer_cuts[1] in (11, 12)
     assert decision.later.time.seconds == pytest.approx(best_cut(decision, costs, 16))
     # One copy of each page goes over, to its new primary. The other replica stays where it is, as the mirror.
@@ -118,9 +120,11 @@ def test_layers_move_where_the_gain_pays():
     assert decision.reasons[1].startswith("layers move") and decision.now.time.seconds > 64
     slow_links = costs_of([1.0] * 16, bandwidth=0.1 * UNIT, state_bytes=1000 * UNIT)
     layout = layout_of_costs(slow_links, 64)
-    stays = plan_change(placement, slow_links, 10, layout=layout, stages=present, stage_counts=())
+    stays = plan_change(placement, slow_links, 10, PlanSettings(layout=layout, stage_counts=()), stages=present)
     assert stays.later is None and "does not pay for its move" in stays.reasons[1]
-    alone = plan_change(placement, slow_links, 10, layout=layout, stages=((0, 1, 2, 3), (7,)), stage_counts=())
+    alone = plan_change(
+        placement, slow_links, 10, PlanSettings(layout=layout, stage_counts=()), stages=((0, 1, 2, 3), (7,))
+    )
     assert alone.later and alone.later.move.bytes == 0, "a worker that is alone has its mirrors where its layers go"
 
 
@@ -131,8 +135,8 @@ def test_fewer_bytes_are_moved_where_that_is_nearly_as_good(size):
     costs = costs_of([1.0] * 40, bandwidth=20.0 * UNIT / size, state_bytes=1000 * UNIT)
     costs = costs.with_speeds(dict.fromkeys(placement.mesh.stages[1], 0.85))
     layout = layout_of_costs(costs, 64)
-    few = plan_change(placement, costs, 2, layout=layout, stage_counts=())
-    many = plan_change(placement, costs, 10_000, layout=layout, stage_counts=())
+    few = plan_change(placement, costs, 2, PlanSettings(layout=layout, stage_counts=()))
+    many = plan_change(placement, costs, 10_000, PlanSettings(layout=layout, stage_counts=()))
     assert few.later and many.later and few.later.move.bytes < many.later.move.bytes
     assert few.later.time.seconds > many.later.time.seconds
 
@@ -141,10 +145,10 @@ def test_the_pipeline_s_filling_counts():
     """Of 4 micro-batches, half of a step is filling: a last stage with less to do is better than equal stages."""
     placement = placed([2, 2], 4, 40)
     costs = costs_of([1.0] * 40, bandwidth=1e6, state_bytes=1000).with_speeds({2: 0.85, 3: 0.85})
-    decision = plan_change(placement, costs, 10_000, stage_counts=())
+    decision = plan_change(placement, costs, 10_000, PlanSettings(stage_counts=()))
     assert decision.last.time.seconds == pytest.approx(best_cut(decision, costs, 40))
     room = costs_of([1.0] * 40, bandwidth=1e6, state_bytes=1000).with_speeds({2: 0.85, 3: 0.85})
-    limited = plan_change(placement, room, 10_000, stage_counts=(), memory_limit=23_500.0).last.assignment
+    limited = plan_change(placement, room, 10_000, PlanSettings(stage_counts=(), memory_limit=23_500.0)).last.assignment
     assert limited.layer_cuts[1] == 23 < decision.last.assignment.layer_cuts[1], "with mirrors all of it lies on both"
     even = Assignment(placement.mesh.stages, (0, 22, 40), decision.last.assignment.microbatch_counts)
     assert decision.last.time.bottleneck_s > 1.02 * step_time(even, costs).bottleneck_s
@@ -153,7 +157,7 @@ def test_the_pipeline_s_filling_counts():
 def test_a_slow_worker_gets_fewer_microbatches():
     placement = placed([4, 4], 32, 8)
     costs = costs_of([1.0] * 8).with_speeds({5: 0.5})
-    decision = plan_change(placement, costs, 10, stage_counts=())
+    decision = plan_change(placement, costs, 10, PlanSettings(stage_counts=()))
     counts = dict(zip(placement.mesh.stages[1], decision.now.assignment.microbatch_counts[1], strict=True))
     assert counts[5] <= 5 and max(counts.values()) == 10
     assert decision.before.bottleneck_s == pytest.approx(8 * 4 / 0.5)
@@ -164,17 +168,17 @@ def test_three_stages_of_five_workers_become_two():
     placement = placed([2, 2, 2], 12, 6, zero=2)
     costs = costs_of([1.0] * 6, bandwidth=1e6, state_bytes=1000)
     present = without(placement.mesh.stages, 5)
-    decision = plan_change(placement, costs, 1000, stages=present, stage_counts=(2,), memory_limit=5000.0)
+    decision = plan_change(placement, costs, 1000, PlanSettings(stage_counts=(2,), memory_limit=5000.0), stages=present)
     assert decision.later and decision.later.assignment.stages in (((0, 1, 2), (3, 4)), ((0, 1, 2, 3), (4,)))
     assert decision.reasons[1].startswith("2 stages instead of 3")
-    kept = plan_change(placement, costs, 1000, stages=present, stage_counts=())
+    kept = plan_change(placement, costs, 1000, PlanSettings(stage_counts=()), stages=present)
     assert kept.last.assignment.stages == present
 
 
 def test_a_stage_that_was_given_up_has_its_layers_cut_anew():
     placement = placed([1, 1, 1], 4, 6)
     costs = costs_of([1.0] * 6, state_bytes=100)
-    decision = plan_change(placement, costs, 100, stages=((0,), (2,)), stage_counts=())
+    decision = plan_change(placement, costs, 100, PlanSettings(stage_counts=()), stages=((0,), (2,)))
     # With one mirror, the two that are left come to hold everything. Worker 1 held its layers and both others' mirrors.
     assert decision.now.assignment.layer_cuts == (0, 3, 6) and decision.now.move.bytes == 600
     assert not decision.layers_stay and decision.pause_s == decision.now.move.seconds > 0
@@ -185,13 +189,13 @@ def test_layers_that_do_not_fit_any_more_are_moved_before_going_on():
     placement = placed([3, 3], 6, 6)
     costs = costs_of([1.0] * 6, state_bytes=300)
     present = without(placement.mesh.stages, 3, 4)  # with its mirrors' room, one worker has 300 B of a layer, not 200
-    fits = plan_change(placement, costs, 10, stages=present, memory_limit=900.0, stage_counts=())
+    fits = plan_change(placement, costs, 10, PlanSettings(memory_limit=900.0, stage_counts=()), stages=present)
     assert fits.now.assignment.layer_cuts == (0, 3, 6)
-    decision = plan_change(placement, costs, 10, stages=present, memory_limit=800.0, stage_counts=())
+    decision = plan_change(placement, costs, 10, PlanSettings(memory_limit=800.0, stage_counts=()), stages=present)
     assert decision.now.assignment.layer_cuts == (0, 4, 6) and "do not fit in memory" in decision.reasons[0]
     assert max(memory_of(decision.now.assignment, costs, rule_of(1))) <= 800
     with pytest.raises(PlanError, match=r"stage \d lacks"):
-        plan_change(placement, costs, 10, stages=present, memory_limit=500.0)
+        plan_change(placement, costs, 10, PlanSettings(memory_limit=500.0), stages=present)
 
 
 @pytest.mark.parametrize("memory_limit", [370.0, 421.0, 600.0, 2000.0])
@@ -204,7 +208,7 @@ def test_where_only_fewer_in_flight_fit_there_is_a_plan(memory_limit):
     placement = placed([2, 2, 2, 2], 16, 8)
     split = SplitBackward.of_costs(costs, rule_of(1), memory_limit)
     slow = costs.with_speeds({5: 0.5})
-    decision = plan_change(placement, slow, 100, memory_limit=memory_limit, split=split, stage_counts=())
+    decision = plan_change(placement, slow, 100, PlanSettings(memory_limit=memory_limit, split=split, stage_counts=()))
     for variant in filter(None, (decision.now, decision.later)):
         assert max(memory_of(variant.assignment, costs, rule_of(1))) <= memory_limit
 
@@ -215,23 +219,30 @@ def test_the_step_until_now_is_that_of_the_limits_that_workers_have():
     placement = placed([1, 1, 1, 1], 7, 8)
     split = SplitBackward.of_costs(costs, rule_of(1), 1e9)
     running = executed(Assignment.of(placement), split)
-    told = plan_change(placement, costs, 100, split=split, stage_counts=(), running=running)
+    told = plan_change(placement, costs, 100, PlanSettings(split=split, stage_counts=()), running=running)
     assert told.before.seconds == step_time(running, costs, rule_of(1)).seconds
-    assert plan_change(placement, costs, 100, split=split, stage_counts=()).before.seconds <= told.before.seconds
+    assert (
+        plan_change(placement, costs, 100, PlanSettings(split=split, stage_counts=())).before.seconds
+        <= told.before.seconds
+    )
 
 
 def test_a_worker_alone_in_its_stage_is_not_left_out():
     """The slowest is alone in the first stage; of the others one may idle, so that losing it makes nothing faster."""
     costs = costs_of([1.0] * 4).with_speeds({0: 0.25, 2: 0.5})
     placement = placed([1, 3], 5, 4)
-    decision = plan_change(placement, costs, 1000, stage_counts=None)
-    fewer = plan_change(placement, costs, 1000, stages=without(placement.mesh.stages, 2), stage_counts=None)
+    decision = plan_change(placement, costs, 1000, PlanSettings(stage_counts=None))
+    fewer = plan_change(
+        placement, costs, 1000, PlanSettings(stage_counts=None), stages=without(placement.mesh.stages, 2)
+    )
     assert decision.last.time.seconds <= fewer.last.time.seconds * 1.005
 
 
 def test_newcomers_without_a_known_host_are_assigned_microbatches():
     placement = placed([2, 2], 8, 4)
-    decision = plan_change(placement, costs_of([1.0] * 4), 10, stages=((0, 1, 9), (2, 3)), stage_counts=())
+    decision = plan_change(
+        placement, costs_of([1.0] * 4), 10, PlanSettings(stage_counts=()), stages=((0, 1, 9), (2, 3))
+    )
     assert len(decision.now.assignment.microbatch_counts[0]) == 3 and decision.pause_s == 0
 
 
@@ -260,7 +271,11 @@ def test_hints_are_for_what_runs_in_the_end():
     placement = placed([4, 4], 16, 8)
     present = without(placement.mesh.stages, 5)
     decision = plan_change(
-        placement, costs_of([1.0] * 8), 10, stages=present, stage_counts=(), frequencies=FrequencyRange(0.5, 1.0)
+        placement,
+        costs_of([1.0] * 8),
+        10,
+        PlanSettings(stage_counts=(), frequencies=FrequencyRange(0.5, 1.0)),
+        stages=present,
     )
     assert decision.frequency and decision.frequency.energy < decision.frequency.energy_before
     assert {rank for hint in decision.hints for rank in hint.ranks} == {0, 1, 2, 3, 4, 6, 7}
@@ -272,7 +287,11 @@ def test_large_meshes_are_planned_by_class():
     placement = placed([500, 500], 2000, 8)
     present = without(placement.mesh.stages, 700)
     decision = plan_change(
-        placement, costs_of([1.0] * 8), 10, stages=present, stage_counts=(), frequencies=FrequencyRange(0.5, 1.0)
+        placement,
+        costs_of([1.0] * 8),
+        10,
+        PlanSettings(stage_counts=(), frequencies=FrequencyRange(0.5, 1.0)),
+        stages=present,
     )
     assert decision.now.time.how == EXACT and len(decision.hints) <= 6
     assert sum(len(hint.ranks) for hint in decision.hints) == 999
@@ -288,7 +307,9 @@ def test_bad_input_is_refused():
     with pytest.raises(PlanError, match=r"stages \[1\] are empty"):
         plan_change(placement, costs_of([1.0] * 4), 10, stages=((0, 1), ()))
     with pytest.raises(PlanError, match="at least one layer"):
-        plan_change(placement, costs_of([1.0] * 4), 10, stages=tuple((r,) for r in range(5)), stage_counts=())
+        plan_change(
+            placement, costs_of([1.0] * 4), 10, PlanSettings(stage_counts=()), stages=tuple((r,) for r in range(5))
+        )
 
 
 def test_assignments_of_placements():
@@ -316,7 +337,7 @@ def test_no_plan_gives_a_worker_more_state_than_the_limit(sizes, layers, speeds,
     costs = replace(base, layers=sized).with_speeds(dict(enumerate(speeds[: sum(sizes)])))
     rule = rule_of(zero)
     limit = part * max(state_of(Assignment.of(old), costs, rule))
-    found = plan_change(old, costs, 10_000, state_limit=limit, stage_counts=None if regroups else ())
+    found = plan_change(old, costs, 10_000, PlanSettings(state_limit=limit, stage_counts=None if regroups else ()))
     for variant in filter(None, (found.now, found.later)):
         assert max(state_of(variant.assignment, costs, rule)) <= limit * (1 + 1e-9)
 
@@ -324,5 +345,5 @@ def test_no_plan_gives_a_worker_more_state_than_the_limit(sizes, layers, speeds,
 def test_a_limit_of_state_below_what_there_is_names_the_setting_that_lifts_it() -> None:
     old, costs = placed([1, 1], 4, 4), costs_of([0.01] * 4, state_bytes=1000)
     with pytest.raises(PlanError, match="at most 1,500 B of state") as caught:
-        plan_change(old, costs, 100, state_limit=1500, stage_counts=())
+        plan_change(old, costs, 100, PlanSettings(state_limit=1500, stage_counts=()))
     assert "schedule.memory_limit" in caught.value.fix
