@@ -235,9 +235,9 @@ def _serve(arguments: Sequence[str], program: str) -> int:
     from elaswave_spmd.runtime.devices import check_usable
 
     check_usable("cpu")  # that torch can be imported; the run's own device is known once the controller sends it
-    from elaswave_spmd.controller import agent  # imports torch
+    from elaswave_spmd.controller import agent_command  # imports torch
 
-    return agent.main(arguments, program)
+    return agent_command.main(arguments, program)
 
 
 def _ctl(program: str) -> int:

@@ -1,40 +1,30 @@
-"""An agent: `python -m elaswave_spmd agent HOST:PORT --token-file FILE`, once on each further machine of a run.
+"""An agent serves one controller on another machine: it carries out its orders here, and reports how workers end.
 
-It offers places for workers to the controller that it finds at HOST:PORT, prepares the data here as the controller did
-there, starts workers when the controller orders it, and reports how they end. It ends with the run. If its link to the
-controller is lost, its workers end, and it looks for the controller again, for --timeout seconds. It then joins as a
-new agent: of the former one only the peer ids still count, which it sends along. Where another controller may adopt
-workers (`timeouts.adopt`), they wait for it first, and the agent offers them to the one that it finds, at the same
-place or where a note says (address_note.py). At SIGTERM its workers leave the run first, and by a deadline it ends in
-any case.
-
-Of what its workers send it relays their heartbeats alone, which on a large run are more than the controller could hear
-one by one (runtime/processes/beat_relay.py): they have links of their own to the controller and to all others. It
-exists because only a process of a machine can start and kill processes there, and be the first to see how they end.
+It prepares the data here as the controller did there, and starts workers when the controller orders it. Of what its
+workers send it relays their heartbeats alone, which on a large run are more than the controller could hear one by one
+(runtime/processes/beat_relay.py): they have links of their own to the controller and to all others. It exists because
+only a process of a machine can start and kill processes there, and be the first to see how they end.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import math
-import os
 import resource
 import signal
-import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
-from elaswave_spmd.conf.schema import Settings, endpoint
-from elaswave_spmd.controller.address_note import take_note
+from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.controller.agent_machine import ORPHAN_GRACE_S, release
+from elaswave_spmd.controller.agent_search import Offer
 from elaswave_spmd.controller.agent_workers import AgentWorkers, relay_path
 from elaswave_spmd.controller.launching import data_spec, start_fork_server
 from elaswave_spmd.data import PreparedData, prepare_data
-from elaswave_spmd.errors import ConfigError, DataError, RunError, UserError
+from elaswave_spmd.errors import DataError, RunError, UserError
 from elaswave_spmd.mesh.mesh import named_workers
 from elaswave_spmd.run_dir.display import count
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
@@ -43,341 +33,19 @@ from elaswave_spmd.runtime.processes.beat_relay import BeatRelay
 from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError, NotStartedError
 from elaswave_spmd.runtime.processes.ready import is_any_ready
-from elaswave_spmd.runtime.processes.rendezvous import (
-    Found,
-    NoRunYetError,
-    find_controller,
-    is_loopback,
-    read_secret,
-    resolve_address,
-)
 from elaswave_spmd.runtime.processes.scratch import Scratch
 from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals, signal_name
-from elaswave_spmd.runtime.transport.agent_links import AgentLinks
-from elaswave_spmd.runtime.transport.credentials import Credentials
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, SelectableMailbox
 
-_CONNECT_TIMEOUT_S = 10.0
-_ORPHAN_GRACE_S = 10.0  # until the run's own is known
 _FAREWELL_S = 2.0
-_LOOK_AGAIN_S = 0.5  # between two attempts to join again
-_NOTE_S = 2.0  # between two looks whether the run has moved
 _LAST_ORDER_S = 1.0  # in which an order may follow the end of the connection
 _RESERVE_S = 3.0  # of the deadline, for the end itself; or a fourth of it
 _DEADLINE_LOOK_S = 0.1
-_RELEASE_S = 0.2
 _LOOK_S = 5.0  # between two looks at what the links have refused
 _FORK_SERVER_S = 60.0  # that an order to the fork server is waited for; then the others here go on without it
-_OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)  # SIGTERM is meant for this process alone: a machine that is to leave
 # The fields that identify the data; the others are paths and names of this machine.
 _SAME_DATA = ("corpus", "sha256", "num_tokens", "vocab_size", "seq_len", "num_train_samples", "num_validation_samples")
-
-
-def main(arguments: Sequence[str], program: str) -> int:
-    """Serve one run. Returns the exit code, 0: the controller has ended it.
-
-    Raises:
-        UserError: bad input of this machine, or an agent that the controller does not take.
-        RunError: no controller, or it is gone. Nothing is left behind.
-    """
-    options = _parse(arguments, program)
-    host, port = endpoint(None, options.rendezvous)
-    secret = read_secret(options.token_file, where=f"--token-file {options.token_file}")
-    address = None if options.host is None else resolve_address(options.host, where=f"--host {options.host}")
-    name = options.name or socket.gethostname()
-    offer = Offer(name, options.workers, options.rendezvous, address, options.drain)
-    moved = None if options.moved_file is None else Path(options.moved_file).absolute()
-    search = _Search(offer, (host, port), secret, options.timeout, moved)
-    # First of all: its fork server imports what workers need while this process looks for the controller.
-    machine = _Machine(options.drain)
-    with StopSignals(_OF_TERMINALS) as signals, StopSignals((signal.SIGTERM,)) as terms, machine:
-        found = search.first()
-        if address is not None:
-            check_host(address, found)
-        if not options.name and _is_beside_controller(found):
-            print(f"the controller is on this machine too, by the same name, {name}: one failure domain.", end=" ")
-            print("--name gives this agent another", flush=True)
-        before: tuple[int, ...] = ()
-        keeps_workers = False  # they wait for a controller
-        joins_again, until = False, 0.0  # the time from which it does not try any more
-        while True:
-            is_over = False  # what the run had here
-            try:
-                # Ctrl-C in a terminal reaches the command beside it too, whose run then saves its state.
-                with (
-                    _Joined(search.offer, found, machine, terms) as agent,
-                    signals.as_events(_tell, count=1),
-                    terms.as_events(agent.terminate, count=1),
-                ):
-                    try:
-                        agent.serve(search.offer, before)
-                    finally:
-                        machine.fork_server = agent.fork_server  # it may have been started again
-                return 0
-            except _UnreachableError as unreachable:
-                if not joins_again or (not keeps_workers and time.monotonic() >= until):
-                    raise
-                print(f"{unreachable}: looking for it again", flush=True)
-                time.sleep(_LOOK_AGAIN_S)
-            except _LostControllerError as lost:
-                joins_again, until = True, time.monotonic() + options.timeout
-                keeps_workers, is_over = lost.keeps_workers, not lost.keeps_workers
-                print(f"{lost}: {search.announced(machine.workers if keeps_workers else None)}", flush=True)
-                terms.check()  # one may have come when nobody listened any more
-            again = None
-            if keeps_workers:
-                again = search.with_workers(machine.workers, machine.fork_server, found.credentials)
-                if again is None or again.credentials != found.credentials:  # they have saved their state
-                    keeps_workers, is_over = False, True
-            if is_over:
-                machine.begin_again()
-            again = again or search.until(until)
-            # Ids are those of one run; another one, at the same place, has given them to others.
-            before = (*before, found.peer) if again.credentials == found.credentials else ()
-            found = again
-
-
-class _Machine:
-    """The processes of a run on this machine: a fork server, and the workers that it makes. A context that ends both.
-
-    A signal may come at any time while workers wait for a controller, and ends this process wherever it is: then they
-    have time to write their state, since nobody adopts them any more.
-
-    Args:
-        drain_s: that workers have after a signal.
-    """
-
-    def __init__(self, drain_s: float) -> None:
-        self._drain_s = drain_s
-        self.scratch = Scratch()
-        try:
-            self.fork_server = start_fork_server(WorkerStart(), self.scratch.path, _ORPHAN_GRACE_S, here=True)
-        except BaseException:
-            self.scratch.remove()
-            raise
-        self.workers = AgentWorkers({"death_watch": None})
-
-    def begin_again(self) -> None:
-        """Another life of the run, or another run, has nothing of the one before."""
-        self.fork_server.stop(0.0)
-        self.scratch.make_again()
-        self.fork_server = start_fork_server(WorkerStart(), self.scratch.path, _ORPHAN_GRACE_S)
-        self.workers = AgentWorkers({"death_watch": None})
-
-    def __enter__(self) -> _Machine:
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        try:
-            if isinstance(error, Signalled) and self.workers.are_waiting:
-                release(self.fork_server, time.monotonic() + self._drain_s)
-        finally:
-            self.fork_server.stop(0.0)
-            self.fork_server.end_release()  # which another signal has interrupted
-            self.scratch.remove()
-
-
-@dataclasses.dataclass(frozen=True)
-class Offer:
-    """An offer says how many workers a machine has places for, and which run they are for.
-
-    Args:
-        name: of the machine.
-        capacity: places for workers.
-        rendezvous: HOST:PORT.
-        address: of this machine for links; None: the one that reaches the rendezvous.
-        drain_s: after SIGTERM, until it ends whatever has become of its workers.
-    """
-
-    name: str
-    capacity: int
-    rendezvous: str
-    address: str | None
-    drain_s: float
-
-
-class _Joined:
-    """The links to a controller that was found, and the agent that serves by them. A context manager.
-
-    Raises:
-        _UnreachableError: on entry: the controller cannot be reached.
-    """
-
-    def __init__(self, offer: Offer, found: Found, machine: _Machine, terms: StopSignals) -> None:
-        address = offer.address or found.local_host
-        self._found = found
-        self._mailbox = SelectableMailbox()
-        self._links = AgentLinks(found.peer, self._mailbox, credentials=found.credentials, host=address)
-        workers = machine.workers
-        workers.own["host"] = address
-        here = machine.fork_server, machine.scratch, workers
-        self._agent = Agent(self._links, self._mailbox, *here, terms, offer.drain_s)
-
-    def __enter__(self) -> Agent:
-        try:
-            self._links.connect(CONTROLLER, self._found.address)
-            if self._links.wait_connected([CONTROLLER], _CONNECT_TIMEOUT_S):
-                raise _UnreachableError(f"the controller cannot be reached at {self._found.address} (its runtime.host)")
-        except BaseException:
-            self.__exit__()
-            raise
-        return self._agent
-
-    def __exit__(self, *_: object) -> None:
-        self._links.close(int(1e3 * self._agent.farewell_s))
-        self._mailbox.close()
-
-
-class _Search:
-    """The search for the controller of a run, at first and when it was lost: at its rendezvous, or where a note says.
-
-    Once it was found, a process there that does not answer, or ends each connection, may be a controller that ends, or
-    the network has failed once more: that is looked at again. What it refuses stays refused.
-
-    Args:
-        endpoint: (host, port) of the rendezvous.
-        timeout_s: for which it is looked for, where no worker waits.
-        moved: a file that may name another HOST:PORT meanwhile (address_note.py); None: the run stays where it is.
-
-    Attributes:
-        offer: for the run, which is at its rendezvous as far as is known.
-    """
-
-    def __init__(
-        self, offer: Offer, endpoint: tuple[str, int], secret: bytes, timeout_s: float, moved: Path | None = None
-    ) -> None:
-        self.offer = offer
-        self._endpoint = endpoint
-        self._secret = secret
-        self._timeout_s = timeout_s
-        self._moved = moved
-
-    def announced(self, kept: AgentWorkers | None) -> str:
-        """The next thing that the agent does, in words."""
-        if kept is None:
-            return f"looking for it at {self.offer.rendezvous} for {self._timeout_s:g} s"
-        left = max(0.0, kept.wait_until - time.monotonic())
-        return f"it keeps {kept} for the next one at {self.offer.rendezvous}, for {left:.0f} s (timeouts.adopt)"
-
-    def first(self) -> Found:
-        """The controller of the run that is about to begin.
-
-        Raises:
-            ConfigError, RunError: as for `find_controller`.
-        """
-        until = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                return self._ask(until - time.monotonic())
-            except RunError as error:
-                if self._moved is None:
-                    raise
-                if time.monotonic() >= until:
-                    where = self.offer.rendezvous
-                    what = f"no controller at {where} within {self._timeout_s:g} s: nothing listens there"
-                    raise RunError(what) from error
-
-    def _ask(self, left_s: float) -> Found:
-        """Ask at the rendezvous, for so long, or until it is time to look whether the run is at another one now.
-
-        Raises:
-            ConfigError, RunError: as for `find_controller`.
-        """
-        left_s = max(0.0, left_s)
-        if self._moved is None:
-            return find_controller(*self._endpoint, self._secret, left_s)
-        if (said := take_note(self._moved)) is not None:
-            try:
-                self._endpoint = endpoint(None, said)
-            except ConfigError:
-                print(f"{self._moved} names no place of a run: {said!r}", flush=True)
-            else:
-                self.offer = dataclasses.replace(self.offer, rendezvous=said)
-                print(f"the run has moved: it is looked for at {said} ({self._moved})", flush=True)
-        return find_controller(*self._endpoint, self._secret, min(left_s, _NOTE_S))
-
-    def with_workers(self, kept: AgentWorkers, fork_server: ForkServerClient, credentials: Credentials) -> Found | None:
-        """The controller, once it is there again, while workers wait for it; None: they have waited long enough.
-
-        Then they have had time to write their state, and are gone. So it is where what has come is another life of the
-        run, which has credentials of its own and begins with a checkpoint: it adopts nobody, and what they write is
-        what it may begin with.
-
-        Args:
-            credentials: of the life that they are in.
-
-        Raises:
-            ConfigError: the controller refuses the secret or the format; they are gone as well.
-        """
-        found: Found | None = None
-        try:
-            while found is None and (left := kept.wait_until - time.monotonic()) > 0:
-                try:
-                    found = self._ask(left)
-                except (RunError, NoRunYetError):
-                    time.sleep(_LOOK_AGAIN_S)
-        except ConfigError:
-            release(fork_server, time.monotonic() + kept.grace_s)
-            raise
-        if found is not None and found.credentials == credentials:
-            return found
-        why = f"no controller came within {kept.adopt_s:g} s (timeouts.adopt)"
-        if found is not None:
-            why = f"the run at {self.offer.rendezvous} has begun another life, which adopts nobody"
-        print(f"{why}: {kept} may save state and end", flush=True)
-        release(fork_server, time.monotonic() + kept.grace_s)
-        return found
-
-    def until(self, when: float) -> Found:
-        """The controller, once it is there again, or that of another run at the same place.
-
-        Args:
-            when: the time at which it is given up.
-
-        Raises:
-            RunError: nobody is there until then.
-            ConfigError: the controller refuses the secret or the format.
-        """
-        while True:
-            try:
-                return self._ask(when - time.monotonic())
-            except (RunError, NoRunYetError) as error:
-                cause = error
-            if time.monotonic() >= when:
-                break
-            time.sleep(_LOOK_AGAIN_S)
-        why = f" ({cause.what})" if isinstance(cause, NoRunYetError) else ""
-        raise RunError(
-            f"the connection to the controller of the run at {self.offer.rendezvous} was lost: the controller was "
-            "killed, or its machine or the network in between has failed; nobody answered there again within "
-            f"{self._timeout_s:g} s (--timeout){why}. No worker is left here; they had time to write their state\n"
-            "  a run that goes on has counted them as lost; it takes this agent again, and so does one that is resumed "
-            "there"
-        ) from cause
-
-
-def release(fork_server: ForkServerClient, until: float, is_late: Callable[[], bool] = lambda: False) -> bool:
-    """Let the workers end that have lost the controller, too, and their fork server.
-
-    Args:
-        until: a time at which what is left is killed.
-        is_late: True once no more time is to be given.
-
-    Returns:
-        True if all have ended by themselves.
-    """
-    while (is_left := fork_server.releasing(_RELEASE_S)) and time.monotonic() < until and not is_late():
-        pass
-    fork_server.end_release()
-    return not is_left
-
-
-def _tell(number: int) -> None:
-    """Answer the first signal of a terminal by a line. Called by the handler."""
-    text = f"{signal_name(number)}: the agent serves until the run ends; a second signal ends it at once\n"
-    with contextlib.suppress(OSError):  # the terminal is closed
-        os.write(2, text.encode())
 
 
 class Agent:
@@ -431,7 +99,7 @@ class Agent:
         Raises:
             UserError: what the controller did not like, or this machine's data.
             RunError: workers cannot be made here, or were lost while they were to leave.
-            _LostControllerError: the controller is gone, or has given up this agent; no worker is left, but those that
+            LostControllerError: the controller is gone, or has given up this agent; no worker is left, but those that
                 wait for another controller.
         """
         import torch
@@ -463,18 +131,18 @@ class Agent:
                 raise RunError(f"the run had given this agent up before its workers had left ({error})") from None
             # The controller may have been cut off from everybody, and may have ended since.
             what = f"the run has given this agent up ({error}); whether it goes on is not known here"
-            raise _LostControllerError(what) from None
+            raise LostControllerError(what) from None
         except _ConnectionClosedError:
             if self._workers.may_wait and not self._is_leaving:
                 self._workers.controller_lost(time.monotonic())
-                raise _LostControllerError("the connection to the controller was lost", keeps_workers=True) from None
+                raise LostControllerError("the connection to the controller was lost", keeps_workers=True) from None
             # Not killed: the workers have lost the controller too, and may be writing their state (save_if_orphaned).
             had_time = release(self._fork_server, time.monotonic() + self._workers.grace_s, lambda: self._is_late)
             if self._is_leaving:
                 what = "the connection to the controller was lost while the workers of this machine were to leave"
                 saved = "they had time to write their state" if had_time else "not all had time to write their state"
                 raise RunError(f"{what}; no worker is left here, and {saved}") from None
-            raise _LostControllerError("the connection to the controller was lost") from None
+            raise LostControllerError("the connection to the controller was lost") from None
         except BaseException as error:
             # Who has sent a second signal waits for no answer of a fork server that may hang.
             if isinstance(error, Signalled):
@@ -699,7 +367,7 @@ class Agent:
 
     def _prepare_run(self, num_workers: int, settings: Settings, theirs: PreparedData) -> None:
         grace_s = settings.timeouts.agent_grace
-        self._workers.set_timeouts(settings.timeouts.adopt, grace_s + _ORPHAN_GRACE_S)
+        self._workers.set_timeouts(settings.timeouts.adopt, grace_s + ORPHAN_GRACE_S)
         raise_fd_limit(num_workers, strangers=True)
         self._restart_fork_server(worker_start(settings), grace_s)
         if hasattr(resource, "prlimit"):  # Linux; the fork server runs already, and its children inherit its limits
@@ -759,7 +427,7 @@ class Agent:
         self._links.send(CONTROLLER, am.encode(message))
 
 
-class _LostControllerError(Exception):
+class LostControllerError(Exception):
     """The controller is to be looked for again, for a reason in words.
 
     Args:
@@ -769,10 +437,6 @@ class _LostControllerError(Exception):
     def __init__(self, what: str, *, keeps_workers: bool = False) -> None:
         super().__init__(what)
         self.keeps_workers = keeps_workers
-
-
-class _UnreachableError(RunError):
-    """The controller has answered at the rendezvous, and its links cannot be reached."""
 
 
 class _WorkersLostError(Exception):
@@ -813,81 +477,7 @@ def check_same_data(ours: PreparedData, theirs: PreparedData) -> None:
     )
 
 
-def check_host(address: str, found: Found) -> None:
-    """Refuse an address of this machine alone for links, where the controller is on another one.
-
-    The agent would wait for orders for ever: there is no link on which the controller could refuse it.
-
-    Args:
-        address: that --host names.
-
-    Raises:
-        ConfigError: it is on the loopback interface.
-    """
-    if is_loopback(address) and not is_loopback(found.local_host) and not _is_beside_controller(found):
-        raise ConfigError(
-            f"--host names {address}, an address that other machines cannot reach",
-            rule="links between machines listen on an address that the others reach",
-            where="--host",
-            fix=f"--host {found.local_host}, or leave it out",
-        )
-
-
-def _is_beside_controller(found: Found) -> bool:
-    """True if the controller listens at the address of this machine that leads to it."""
-    return found.address.rpartition(":")[0] == f"tcp://{found.local_host}"
-
-
 def _report(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return str(error) if isinstance(error, (RunError, UserError)) else traceback.format_exc()
-
-
-def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        f"{program} agent", description="Offers this machine to the run that meets at HOST:PORT."
-    )
-    parser.add_argument("rendezvous", metavar="HOST:PORT", help="the controller's runtime.rendezvous")
-    parser.add_argument("--token-file", required=True, metavar="FILE", help="the secret; mode 0600")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="places for workers here (default 1)")
-    parser.add_argument("--host", metavar="ADDRESS", help="of this machine; default: the one that reaches HOST")
-    parser.add_argument(
-        "--name", help="failure domain: agents that fail together have the same; default: the host name"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=300.0,
-        metavar="SECONDS",
-        help="to look for the controller, at first and when the connection to it is lost (default 300)",
-    )
-    parser.add_argument(
-        "--drain",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="after SIGTERM: its workers leave the run, and it ends within so long (default 30)",
-    )
-    parser.add_argument(
-        "--moved-file",
-        metavar="FILE",
-        help="looked for while it looks for the controller: names the HOST:PORT where the run is now, and is removed",
-    )
-    options = parser.parse_args(arguments)
-    if not options.drain > 0 or not math.isfinite(options.drain):
-        raise ConfigError(f"--drain {options.drain:g} is no deadline", rule="a number of seconds above 0")
-    if options.name and (refused := am.refused_name(options.name, "--name")) is not None:
-        raise refused
-    if not options.timeout >= 0 or not math.isfinite(options.timeout):
-        raise ConfigError(
-            f"--timeout {options.timeout:g} is no time to look for the controller",
-            rule="a number of seconds, 0 or more",
-            fix="--timeout 300",
-        )
-    if options.workers < 1:
-        raise ConfigError(
-            f"--workers {options.workers} leaves no place for a worker",
-            rule="an agent has a place for at least 1 worker",
-        )
-    return options

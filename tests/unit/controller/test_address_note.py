@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from elaswave_spmd.controller import agent as module
+from elaswave_spmd.controller import agent_search as module
 from elaswave_spmd.controller.address_note import AddressNote, take_note
-from elaswave_spmd.controller.agent import Offer
+from elaswave_spmd.controller.agent_search import Offer
 from elaswave_spmd.errors import FilesError, RunError
 from elaswave_spmd.runtime.processes.rendezvous import Found, NoRunYetError
 from elaswave_spmd.runtime.transport.credentials import RunKeys
@@ -92,10 +92,10 @@ class Rendezvous:
 
 def search(
     monkeypatch: pytest.MonkeyPatch, note: Path | None, rendezvous: Rendezvous, timeout_s: float = 1e6
-) -> module._Search:
+) -> module.ControllerSearch:
     monkeypatch.setattr(module, "find_controller", rendezvous.find)
-    monkeypatch.setattr(module, "_LOOK_AGAIN_S", 0.0)
-    return module._Search(Offer("b", 2, A, None, 30.0), ("10.0.0.1", 20001), b"", timeout_s, note)
+    monkeypatch.setattr(module, "LOOK_AGAIN_S", 0.0)
+    return module.ControllerSearch(Offer("b", 2, A, None, 30.0), ("10.0.0.1", 20001), b"", timeout_s, note)
 
 
 def test_the_search_goes_on_where_the_run_is_now(

@@ -14,6 +14,7 @@ import pytest
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller import agent as module
 from elaswave_spmd.controller.agent import Agent
+from elaswave_spmd.controller.agent_search import Offer, check_host
 from elaswave_spmd.controller.agent_workers import AgentWorkers
 from elaswave_spmd.controller.launching import data_spec
 from elaswave_spmd.data import prepare_data
@@ -56,8 +57,8 @@ def test_an_agent_that_is_given_up_does_not_say_that_the_run_goes_on(monkeypatch
         raise module._GivenUpError("none of its workers is heard any more")
 
     monkeypatch.setattr(Agent, "_serve_orders", hear)
-    with pytest.raises(module._LostControllerError) as caught:
-        agent.serve(module.Offer("b", 2, "node0:29400", None, 30.0))
+    with pytest.raises(module.LostControllerError) as caught:
+        agent.serve(Offer("b", 2, "node0:29400", None, 30.0))
     assert str(caught.value) == (
         "the run has given this agent up (none of its workers is heard any more); whether it goes on is not known here"
     )
@@ -101,8 +102,8 @@ def test_an_agents_links_do_not_listen_where_the_controller_cannot_reach() -> No
     keys = RunToken.make()
     elsewhere = Found(-2, "tcp://10.0.0.1:5000", keys, "10.0.0.7")
     with pytest.raises(ConfigError, match=r"--host names 127\.0\.0\.1, an address that other machines") as caught:
-        module.check_host("127.0.0.1", elsewhere)
+        check_host("127.0.0.1", elsewhere)
     assert caught.value.fix == "--host 10.0.0.7, or leave it out"
-    module.check_host("10.0.0.8", elsewhere)
+    check_host("10.0.0.8", elsewhere)
     for here in ("10.0.0.1", "127.0.0.1"):
-        module.check_host("127.0.0.1", Found(-2, f"tcp://{here}:5000", keys, here))
+        check_host("127.0.0.1", Found(-2, f"tcp://{here}:5000", keys, here))

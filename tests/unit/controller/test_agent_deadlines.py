@@ -15,7 +15,9 @@ import pytest
 
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller import agent as module
-from elaswave_spmd.controller.agent import Agent, Offer
+from elaswave_spmd.controller import agent_command, agent_machine, agent_search
+from elaswave_spmd.controller.agent import Agent
+from elaswave_spmd.controller.agent_search import Offer
 from elaswave_spmd.controller.agent_workers import AgentWorkers
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import ConfigError, RunError
@@ -225,9 +227,9 @@ def test_last_words_take_no_longer_than_the_deadline_allows(world: World, monkey
 
     lingered: list[int] = []
     links = SimpleNamespace(close=lingered.append, address="")
-    monkeypatch.setattr(module, "AgentLinks", lambda *_, **__: links)
+    monkeypatch.setattr(agent_command, "AgentLinks", lambda *_, **__: links)
     machine = SimpleNamespace(fork_server=world, scratch=None, workers=AgentWorkers({}))
-    joined = module._Joined(OFFER, FOUND, cast(Any, machine), cast(Any, None))
+    joined = agent_command._Joined(OFFER, FOUND, cast(Any, machine), cast(Any, None))
     joined._agent._set_deadline(0.75)
     joined.__exit__()
     assert lingered == [500]
@@ -253,10 +255,11 @@ def story(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Story:
     (token := tmp_path / "token").touch(0o600)
     token.write_text("a secret of some bytes")
     nobody = SimpleNamespace(stop=lambda _: [], end_release=lambda: None)
-    monkeypatch.setattr(module, "start_fork_server", lambda *_, **__: nobody)
+    monkeypatch.setattr(agent_machine, "start_fork_server", lambda *_, **__: nobody)
     scratch = SimpleNamespace(path="", make_again=lambda: None, remove=lambda: None)
-    monkeypatch.setattr(module, "Scratch", lambda: scratch)
-    monkeypatch.setattr(module, "_LOOK_AGAIN_S", 0.001)
+    monkeypatch.setattr(agent_machine, "Scratch", lambda: scratch)
+    for each in (agent_command, agent_search):
+        monkeypatch.setattr(each, "LOOK_AGAIN_S", 0.001)
 
     def run(
         *steps: tuple[str, Exception | None], timeout_s: float = NEVER_S, is_asked_to_end: bool = False
@@ -291,17 +294,17 @@ def story(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Story:
                     signal.raise_signal(signal.SIGTERM)
                 next_step("serve")
 
-        monkeypatch.setattr(module, "find_controller", find)
-        monkeypatch.setattr(module, "_Joined", Joined)
+        monkeypatch.setattr(agent_search, "find_controller", find)
+        monkeypatch.setattr(agent_command, "_Joined", Joined)
         words = ["127.0.0.1:1", "--token-file", str(token), "--timeout", f"{timeout_s:.3f}"]
-        assert module.main(words, "elaswave-spmd") == 0
+        assert agent_command.main(words, "elaswave-spmd") == 0
         return happened
 
     return run
 
 
-LOST = ("serve", module._LostControllerError("it is gone"))
-UNREACHABLE = module._UnreachableError("the controller cannot be reached")
+LOST = ("serve", module.LostControllerError("it is gone"))
+UNREACHABLE = agent_command._UnreachableError("the controller cannot be reached")
 
 
 def test_who_joins_again_outlives_a_second_disturbance(story: Story) -> None:
@@ -349,7 +352,7 @@ def test_the_first_start_does_not_look_again(story: Story, steps: list[tuple[str
 def test_an_agent_on_the_controllers_machine_is_told_of_the_name_that_both_have(
     story: Story, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_beside: bool
 ) -> None:
-    monkeypatch.setattr(module.socket, "gethostname", lambda: "node0")
+    monkeypatch.setattr(agent_command.socket, "gethostname", lambda: "node0")
     address = "tcp://10.0.0.1:7" if is_beside else "tcp://10.0.0.2:7"
     monkeypatch.setattr(sys.modules[__name__], "FOUND", replace(FOUND, address=address, local_host="10.0.0.1"))
     story(("find", None), ("join", None), ("serve", None))
@@ -363,7 +366,7 @@ def test_an_agent_on_the_controllers_machine_is_told_of_the_name_that_both_have(
 )
 def test_a_place_of_the_controller_that_can_be_none_is_told_of_as_it_was_typed(word: str, what: str) -> None:
     with pytest.raises(ConfigError, match=what) as caught:
-        module.main([word, "--token-file", "x"], "elaswave-spmd")
+        agent_command.main([word, "--token-file", "x"], "elaswave-spmd")
     error = caught.value
     assert error.what.startswith(f"{word} ") and error.where == word and "HOST:PORT=" not in str(error)
     assert error.fix.endswith("such as node0:29400")
@@ -372,21 +375,21 @@ def test_a_place_of_the_controller_that_can_be_none_is_told_of_as_it_was_typed(w
 @pytest.mark.parametrize("seconds", ["inf", "nan", "0"])
 def test_a_deadline_that_never_comes_is_refused(seconds: str) -> None:
     with pytest.raises(ConfigError, match=f"--drain {seconds} is no deadline"):
-        module._parse(["a:1", "--token-file", "x", "--drain", seconds], "elaswave-spmd")
+        agent_command._parse(["a:1", "--token-file", "x", "--drain", seconds], "elaswave-spmd")
 
 
 @pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
 def test_a_time_to_look_for_the_controller_that_is_none_is_refused(seconds: str) -> None:
     with pytest.raises(ConfigError, match=f"--timeout {seconds} is no time") as caught:
-        module._parse(["a:1", "--token-file", "x", "--timeout", seconds], "elaswave-spmd")
+        agent_command._parse(["a:1", "--token-file", "x", "--timeout", seconds], "elaswave-spmd")
     assert caught.value.rule and caught.value.fix
-    assert module._parse(["a:1", "--token-file", "x", "--timeout", "0"], "elaswave-spmd").timeout == 0
+    assert agent_command._parse(["a:1", "--token-file", "x", "--timeout", "0"], "elaswave-spmd").timeout == 0
 
 
 @pytest.mark.parametrize("name", ["evil\nname\x1b[31m", "n" * 254, "\u202eedon"])
 def test_a_name_that_cannot_be_printed_as_it_is_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="is no name of a machine") as caught:
-        module._parse(["a:1", "--token-file", "x", "--name", name], "elaswave-spmd")
+        agent_command._parse(["a:1", "--token-file", "x", "--name", name], "elaswave-spmd")
     assert "253 characters" in caught.value.rule and caught.value.what.isprintable() and caught.value.what.isascii()
     good = "Knöten 0 " + "n" * 244
-    assert module._parse(["a:1", "--token-file", "x", "--name", good], "elaswave-spmd").name == good
+    assert agent_command._parse(["a:1", "--token-file", "x", "--name", good], "elaswave-spmd").name == good

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ from typing import Any, cast
 import pytest
 
 from elaswave_spmd.controller import agent as module
-from elaswave_spmd.controller.agent import Agent, Offer
+from elaswave_spmd.controller import agent_machine, agent_search
+from elaswave_spmd.controller.agent import Agent
+from elaswave_spmd.controller.agent_search import ControllerSearch, Offer
 from elaswave_spmd.controller.agent_workers import AgentWorkers
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.processes import agent_messages as am
@@ -129,7 +132,7 @@ def lost_by(
     fork_server.fileno = mailbox.fileno  # type: ignore[attr-defined]
     mailbox.put(Envelope(CONTROLLER, am.encode(am.Spawn(1, SPEC))))
     mailbox.put(PeerClosed(CONTROLLER) if order is None else Envelope(CONTROLLER, am.encode(order)))
-    with pytest.raises((module._LostControllerError, RunError)) as caught:
+    with pytest.raises((module.LostControllerError, RunError)) as caught:
         agent.serve(Offer("b", 2, "a:1", None, 30.0))
     mailbox.close()
     return caught.value, fork_server.how_ended
@@ -138,13 +141,13 @@ def lost_by(
 def test_an_agent_that_is_told_to_come_back_does_so_with_its_workers() -> None:
     workers = workers_of()
     error, how_ended = lost_by(workers, order=am.ConnectAgain(-2))
-    assert isinstance(error, module._LostControllerError) and error.keeps_workers and not how_ended
+    assert isinstance(error, module.LostControllerError) and error.keeps_workers and not how_ended
 
 
 def test_workers_stay_as_they_are_where_another_controller_may_come() -> None:
     workers = workers_of()
     error, how_ended = lost_by(workers)
-    assert isinstance(error, module._LostControllerError) and error.keeps_workers and not how_ended
+    assert isinstance(error, module.LostControllerError) and error.keeps_workers and not how_ended
     assert workers.ranks == {1}
 
 
@@ -173,9 +176,9 @@ def searched(
             raise found
         return found
 
-    monkeypatch.setattr(module, "find_controller", find)
-    monkeypatch.setattr(module, "_LOOK_AGAIN_S", 0.0)
-    search = module._Search(Offer("b", 2, "a:1", None, 30.0), ("a", 1), b"", 300.0)
+    monkeypatch.setattr(agent_search, "find_controller", find)
+    monkeypatch.setattr(agent_search, "LOOK_AGAIN_S", 0.0)
+    search = ControllerSearch(Offer("b", 2, "a:1", None, 30.0), ("a", 1), b"", 300.0)
     try:
         result: object = search.with_workers(workers, cast(Any, fork_server), FOUND.credentials)
     except ConfigError as error:
@@ -185,7 +188,7 @@ def searched(
 
 def waiting_workers(adopt_s: float) -> AgentWorkers:
     workers = workers_of(1, adopt_s=adopt_s)
-    workers.controller_lost(module.time.monotonic())
+    workers.controller_lost(time.monotonic())
     return workers
 
 
@@ -217,8 +220,8 @@ def test_another_life_of_the_run_adopts_nobody_so_that_workers_save_their_state_
 def machine_of(monkeypatch: pytest.MonkeyPatch, workers: AgentWorkers) -> tuple[Any, ForkServer]:
     """A machine with these workers, and their fork server."""
     fork_server = ForkServer()
-    monkeypatch.setattr(module, "start_fork_server", lambda *_, **__: fork_server)
-    machine = module._Machine(30.0)
+    monkeypatch.setattr(agent_machine, "start_fork_server", lambda *_, **__: fork_server)
+    machine = agent_machine.Machine(30.0)
     machine.workers = workers
     return machine, fork_server
 
@@ -232,8 +235,8 @@ def test_a_signal_at_any_time_while_workers_wait_gives_them_time_to_save(monkeyp
 
 
 def test_a_signal_that_comes_while_they_save_leaves_them_the_time_of_a_drain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "find_controller", lambda *_: OTHER_LIFE)
-    search = module._Search(Offer("b", 2, "a:1", None, 30.0), ("a", 1), b"", 300.0)
+    monkeypatch.setattr(agent_search, "find_controller", lambda *_: OTHER_LIFE)
+    search = ControllerSearch(Offer("b", 2, "a:1", None, 30.0), ("a", 1), b"", 300.0)
     machine, fork_server = machine_of(monkeypatch, waiting_workers(1e6))
     fork_server.signalled = True
     with pytest.raises(Signalled), machine:

@@ -13,7 +13,7 @@ import yaml
 from elaswave_spmd import cli, train
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
 from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.controller import agent
+from elaswave_spmd.controller import agent_command
 from elaswave_spmd.controller.torchrun import PORT, VARIABLES, End, Run, Serve, start_of, take_out
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.devices import Island
@@ -61,7 +61,7 @@ def test_rank_0_is_the_controller_and_other_nodes_are_its_agents() -> None:
 def test_the_arguments_of_an_agent_are_those_that_the_command_takes() -> None:
     start = start_of([*TWO, "runtime.agents_timeout=7.5"], variables(1, 2))
     assert isinstance(start, Serve)
-    options = agent._parse(start.arguments, "elaswave-spmd")
+    options = agent_command._parse(start.arguments, "elaswave-spmd")
     assert (options.rendezvous, options.token_file, options.workers, options.timeout) == (
         *(f"node0:{PORT}", "/home/me/token", 2, 7.5),
     )
