@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import resource
 import signal
 import time
@@ -19,28 +18,26 @@ from collections.abc import Sequence
 
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.controller.agent_machine import ORPHAN_GRACE_S, release
+from elaswave_spmd.controller.agent_deadline import Deadline
+from elaswave_spmd.controller.agent_machine import ORPHAN_GRACE_S, Machine, release
 from elaswave_spmd.controller.agent_search import Offer
-from elaswave_spmd.controller.agent_workers import AgentWorkers, relay_path
-from elaswave_spmd.controller.launching import data_spec, start_fork_server
+from elaswave_spmd.controller.agent_workers import relay_path
+from elaswave_spmd.controller.launching import data_spec
 from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.errors import DataError, RunError, UserError
 from elaswave_spmd.mesh.mesh import named_workers
 from elaswave_spmd.run_dir.display import count
-from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
+from elaswave_spmd.runtime.devices.selection import worker_start
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.beat_relay import BeatRelay
 from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError, NotStartedError
 from elaswave_spmd.runtime.processes.ready import is_any_ready
-from elaswave_spmd.runtime.processes.scratch import Scratch
 from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals, signal_name
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, SelectableMailbox
 
-_FAREWELL_S = 2.0
 _LAST_ORDER_S = 1.0  # in which an order may follow the end of the connection
-_RESERVE_S = 3.0  # of the deadline, for the end itself; or a fourth of it
 _DEADLINE_LOOK_S = 0.1
 _LOOK_S = 5.0  # between two looks at what the links have refused
 _FORK_SERVER_S = 60.0  # that an order to the fork server is waited for; then the others here go on without it
@@ -52,9 +49,6 @@ class Agent:
     """Carries out the controller's orders on this machine, from the begin to the end of `serve`.
 
     Args:
-        scratch: the directory of the fork server's sockets.
-        workers: of the run on this machine. Its own keys of their specifications are `host`, later `data`; and
-            `death_watch`, None, as a robust mutex is shared memory of one machine.
         terms: SIGTERM, which interrupts what the agent prepares, and is told by `terminate` otherwise.
         drain_s: after SIGTERM, until it ends whatever has become of its workers.
     """
@@ -63,17 +57,14 @@ class Agent:
         self,
         links: Links,
         mailbox: SelectableMailbox,
-        fork_server: ForkServerClient,
-        scratch: Scratch,
-        workers: AgentWorkers,
+        machine: Machine,
         terms: StopSignals | None = None,
         drain_s: float = 30.0,
     ) -> None:
         self._links = links
         self._mailbox = mailbox
-        self._fork_server = fork_server
-        self._scratch = scratch
-        self._workers = workers
+        self._machine = machine
+        self._workers = machine.workers
         self._relay: BeatRelay | None = None
         self._refused: dict[str, int] = {}
         self._terms = terms or StopSignals(())
@@ -81,14 +72,18 @@ class Agent:
         self._signalled: set[int] = set()  # workers that the controller had a signal sent to
         # Who has ended otherwise than in order (exit code 0) since it was to leave: perhaps its state had not moved.
         self._failed: dict[int, Exited] = {}
-        self._end_by: float | None = None  # the deadline; None: there is none
-        self._within_s = 0.0  # of the deadline, when it was set
+        self._deadline = Deadline()
         self._is_leaving = False  # it does not join again
         self._has_given_notice = False  # the controller knows of SIGTERM
 
     @property
-    def fork_server(self) -> ForkServerClient:
-        return self._fork_server
+    def farewell_s(self) -> float:
+        """Seconds that a last message may take: its sending, or the wait for the answer."""
+        return self._deadline.farewell_s
+
+    @property
+    def _fork_server(self) -> ForkServerClient:
+        return self._machine.fork_server  # another one from `prepare` on
 
     def serve(self, offer: Offer, before: tuple[int, ...] = ()) -> None:
         """Offers places and serves until the run is over. Leaves no worker.
@@ -106,7 +101,7 @@ class Agent:
 
         version = str(torch.__version__)
         hello = am.Hello(FORMAT_VERSION, self._links.address, offer.name, offer.capacity, version, before)
-        first = self._workers.offered(hello, self._scratch.path, time.monotonic())
+        first = self._workers.offered(hello, self._machine.scratch.path, time.monotonic())
         self._send(first)
         what = f"places for {count(offer.capacity, 'worker')} of the run at {offer.rendezvous}"
         if isinstance(first, am.Back):
@@ -126,34 +121,11 @@ class Agent:
         except _WorkersLostError as lost:
             raise RunError(str(lost)) from None
         except _GivenUpError as error:
-            self._fork_server.stop(0.0)  # its workers are lost to the run
-            if self._is_leaving:
-                raise RunError(f"the run had given this agent up before its workers had left ({error})") from None
-            # The controller may have been cut off from everybody, and may have ended since.
-            what = f"the run has given this agent up ({error}); whether it goes on is not known here"
-            raise LostControllerError(what) from None
+            raise self._end_given_up(str(error)) from None
         except _ConnectionClosedError:
-            if self._workers.may_wait and not self._is_leaving:
-                self._workers.controller_lost(time.monotonic())
-                raise LostControllerError("the connection to the controller was lost", keeps_workers=True) from None
-            # Not killed: the workers have lost the controller too, and may be writing their state (save_if_orphaned).
-            had_time = release(self._fork_server, time.monotonic() + self._workers.grace_s, lambda: self._is_late)
-            if self._is_leaving:
-                what = "the connection to the controller was lost while the workers of this machine were to leave"
-                saved = "they had time to write their state" if had_time else "not all had time to write their state"
-                raise RunError(f"{what}; no worker is left here, and {saved}") from None
-            raise LostControllerError("the connection to the controller was lost") from None
+            raise self._end_disconnected() from None
         except BaseException as error:
-            # Who has sent a second signal waits for no answer of a fork server that may hang.
-            if isinstance(error, Signalled):
-                self._fork_server.kill()
-            elif isinstance(first, am.Back) and isinstance(error, UserError):
-                # It is refused with the workers that it has kept, so that nobody adopts them.
-                release(self._fork_server, time.monotonic() + self._workers.grace_s, lambda: self._is_late)
-            else:
-                self._fork_server.stop(0.0)
-            self._send(am.AgentFailed(am.Problem.from_error(error, _report(error))))
-            self._wait_for_stop()
+            self._end_failed(error, has_kept=isinstance(first, am.Back))
             raise
         finally:
             self._end_relay()
@@ -164,7 +136,7 @@ class Agent:
             while not self._turn():
                 pass
         except NoAnswerError:
-            if self._is_late:  # the fork server hangs, and the deadline does not wait for it
+            if self._deadline.is_late:  # the fork server hangs, and the deadline does not wait for it
                 raise _DeadlineError from None
             raise
 
@@ -175,26 +147,8 @@ class Agent:
         self._mailbox.interrupt(signal_name(number))
 
     def _set_deadline(self, within_s: float) -> None:
-        end_by = time.monotonic() + within_s
-        if self._end_by is None or end_by < self._end_by:
-            self._end_by, self._within_s = end_by, within_s
-            self._fork_server.wait_at_most_until(self._late_from)
-
-    @property
-    def _late_from(self) -> float:
-        """The time from which the deadline is so near that what is left has to end."""
-        return math.inf if self._end_by is None else self._end_by - min(_RESERVE_S, self._within_s / 4)
-
-    @property
-    def _is_late(self) -> bool:
-        return time.monotonic() >= self._late_from
-
-    @property
-    def farewell_s(self) -> float:
-        """Seconds that a last message may take: its sending, or the wait for the answer. The deadline is kept."""
-        if self._end_by is None:
-            return _FAREWELL_S
-        return max(0.0, min(_FAREWELL_S, (self._end_by - time.monotonic()) * 2 / 3))
+        if self._deadline.bring_forward(within_s):
+            self._fork_server.wait_at_most_until(self._deadline.late_from)
 
     def _end_at_deadline(self) -> None:
         """End who is still here as if it were killed, since the deadline has come.
@@ -203,9 +157,9 @@ class Agent:
             RunError: workers were lost.
         """
         self._report_exits(self._fork_server.kill())
-        self._send(am.AgentFailed(am.Problem("", f"its deadline of {self._within_s:g} s was over")))
+        self._send(am.AgentFailed(am.Problem("", f"its deadline of {self._deadline.within_s:g} s was over")))
         self._wait_for_stop()
-        what = f"the deadline of {self._within_s:g} s was over"
+        what = f"the deadline of {self._deadline.within_s:g} s was over"
         if lost := sorted(self._workers.ranks):
             what += f" before {named_workers(lost)} had left: lost, as if killed"
         elif not self._failed:
@@ -217,6 +171,48 @@ class Agent:
             f"{what}\n"
             "  the run goes on without them if their state has replicas on other machines, else from its checkpoint"
         )
+
+    def _end_given_up(self, why: str) -> RunError | LostControllerError:
+        """The controller has given this agent up, and its workers with it. Returns what that means here."""
+        self._fork_server.stop(0.0)
+        if self._is_leaving:
+            return RunError(f"the run had given this agent up before its workers had left ({why})")
+        # The controller may have been cut off from everybody, and may have ended since.
+        return LostControllerError(f"the run has given this agent up ({why}); whether it goes on is not known here")
+
+    def _end_disconnected(self) -> RunError | LostControllerError:
+        """The controller is gone: workers wait for another one, or have time to end. Returns what that means here."""
+        what = "the connection to the controller was lost"
+        if self._workers.may_wait and not self._is_leaving:
+            self._workers.controller_lost(time.monotonic())
+            return LostControllerError(what, keeps_workers=True)
+        had_time = self._release_workers()
+        if not self._is_leaving:
+            return LostControllerError(what)
+        saved = "they had time to write their state" if had_time else "not all had time to write their state"
+        return RunError(f"{what} while the workers of this machine were to leave; no worker is left here, and {saved}")
+
+    def _end_failed(self, error: BaseException, *, has_kept: bool) -> None:
+        """Something has failed here, or a second signal has come: end the workers, and tell the controller.
+
+        Args:
+            has_kept: workers of a controller before, which nobody has adopted if this one refuses the agent.
+        """
+        if isinstance(error, Signalled):
+            self._fork_server.kill()  # who has sent a second signal waits for no answer of a fork server that may hang
+        elif has_kept and isinstance(error, UserError):
+            self._release_workers()
+        else:
+            self._fork_server.stop(0.0)
+        self._send(am.AgentFailed(am.Problem.from_error(error, _report(error))))
+        self._wait_for_stop()
+
+    def _release_workers(self) -> bool:
+        """Wait until workers have ended that no controller has any more. Returns True if all have by themselves.
+
+        They are not killed at once, as they may be writing their state (save_if_orphaned).
+        """
+        return release(self._fork_server, time.monotonic() + self._workers.grace_s, lambda: self._deadline.is_late)
 
     def _failures(self) -> str:
         """Name the workers that have ended otherwise than in order since they were to leave."""
@@ -249,9 +245,9 @@ class Agent:
 
     def _turn(self) -> bool:
         """Wait for messages and for ends of workers, and handle them. Returns True when the run is over."""
-        until_s = _LOOK_S if self._end_by is None else _DEADLINE_LOOK_S
+        until_s = _DEADLINE_LOOK_S if self._deadline.is_set else _LOOK_S
         is_any_ready([self._mailbox, self._fork_server], timeout_s=until_s)
-        if self._end_by is not None and not self._has_given_notice and self._terms.first is not None:
+        if self._deadline.is_set and not self._has_given_notice and self._terms.first is not None:
             self._has_given_notice = True
             print(f"SIGTERM: workers leave the run, and the agent ends within {self._drain_s:g} s", flush=True)
             self._send(am.Notice(self._drain_s))
@@ -263,7 +259,7 @@ class Agent:
         if any(self._handle(item) for item in items):
             return True
         self._report_exits(self._fork_server.poll())
-        if self._is_late:  # last: after a pause, what had come in time counts
+        if self._deadline.is_late:  # last: after a pause, what had come in time counts
             raise _DeadlineError
         return False
 
@@ -293,7 +289,7 @@ class Agent:
                 return True
             case am.Spawn(rank, spec):
                 self._workers.started(rank, spec)
-                own = self._workers.specification(spec, self._scratch.path, relays=self._relay is not None)
+                own = self._workers.specification(spec, self._machine.scratch.path, relays=self._relay is not None)
                 try:
                     self._fork_server.spawn(rank, own, _FORK_SERVER_S)
                 except NotStartedError as error:  # the others here go on
@@ -335,13 +331,16 @@ class Agent:
         Raises:
             _ConnectionClosedError: it does not.
         """
-        deadline = time.monotonic() + _LAST_ORDER_S
-        while (item := self._mailbox.get(max(0.0, min(deadline, self._late_from) - time.monotonic()))) is not None:
+        until = time.monotonic() + _LAST_ORDER_S
+        while True:
+            left_s = min(until, self._deadline.late_from) - time.monotonic()
+            item = self._mailbox.get(max(0.0, left_s))
+            if item is None:
+                raise _ConnectionClosedError
             # One to join again may be meant for another agent, and ends nothing.
             order = self._order_in(item)
             if isinstance(order, am.Stop | am.LetGo | am.Refused | am.JoinAgain) and self._handle(item):
                 return True
-        raise _ConnectionClosedError
 
     def _order_in(self, item: Item | None) -> am.AnyAgentMessage | None:
         """The controller's message in an item of the mailbox; None if it is something else, which is counted."""
@@ -369,7 +368,7 @@ class Agent:
         grace_s = settings.timeouts.agent_grace
         self._workers.set_timeouts(settings.timeouts.adopt, grace_s + ORPHAN_GRACE_S)
         raise_fd_limit(num_workers, strangers=True)
-        self._restart_fork_server(worker_start(settings), grace_s)
+        self._machine.prepare(worker_start(settings), grace_s)
         if hasattr(resource, "prlimit"):  # Linux; the fork server runs already, and its children inherit its limits
             resource.prlimit(self._fork_server.pid, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
         ours = prepare_data(data_spec(settings))
@@ -383,7 +382,7 @@ class Agent:
     def _start_relay(self) -> None:
         """Send on the heartbeats of the workers here. Where that cannot be had each of them sends its own."""
         self._end_relay()
-        path, ranks = relay_path(self._scratch.path), self._workers.ranks
+        path, ranks = relay_path(self._machine.scratch.path), self._workers.ranks
         with contextlib.suppress(OSError, RuntimeError):
             self._relay = BeatRelay(path, ranks, lambda beats: self._send(am.Beats(tuple(beats))))
 
@@ -391,17 +390,6 @@ class Agent:
         if self._relay is not None:
             self._relay.close()
             self._relay = None
-
-    def _restart_fork_server(self, start: WorkerStart, orphan_grace_s: float) -> None:
-        """Start the fork server again with the variables and modules of the run's device, if that has any.
-
-        The first one was started before the run's settings were known.
-        """
-        if start == WorkerStart():
-            return
-        self._fork_server.stop(0.0)
-        self._scratch.make_again()
-        self._fork_server = start_fork_server(start, self._scratch.path, orphan_grace_s)
 
     def _report_exits(self, exits: Sequence[Exited], *, are_stopped: bool = False) -> None:
         """Report ends of workers.

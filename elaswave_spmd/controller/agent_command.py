@@ -35,6 +35,7 @@ from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.rendezvous import Found, read_secret, resolve_address
 from elaswave_spmd.runtime.processes.stop_signals import StopSignals, signal_name
 from elaswave_spmd.runtime.transport.agent_links import AgentLinks
+from elaswave_spmd.runtime.transport.credentials import Credentials
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.runtime.transport.mailbox import SelectableMailbox
 
@@ -66,44 +67,87 @@ def main(arguments: Sequence[str], program: str) -> int:
         if not options.name and is_beside_controller(found):
             print(f"the controller is on this machine too, by the same name, {name}: one failure domain.", end=" ")
             print("--name gives this agent another", flush=True)
+        _Service(search, machine, signals, terms, options.timeout).serve(found)
+    return 0
+
+
+class _Service:
+    """The service of this machine to a run, from controller to controller.
+
+    Args:
+        signals: of a terminal, which are answered by a line.
+        terms: SIGTERM.
+        timeout_s: for which a controller that was lost is looked for, where no worker waits.
+    """
+
+    def __init__(
+        self, search: ControllerSearch, machine: Machine, signals: StopSignals, terms: StopSignals, timeout_s: float
+    ) -> None:
+        self._search = search
+        self._machine = machine
+        self._signals = signals
+        self._terms = terms
+        self._timeout_s = timeout_s
+        self._keeps_workers = False  # they wait for a controller
+        self._gives_up_at: float | None = None  # None: no controller was lost yet
+
+    def serve(self, found: Found) -> None:
+        """Serve this controller, and those that come after it, until one of them ends the run.
+
+        Raises:
+            UserError, RunError: as for `main`.
+        """
         before: tuple[int, ...] = ()
-        keeps_workers = False  # they wait for a controller
-        joins_again, until = False, 0.0  # the time from which it does not try any more
-        while True:
-            is_over = False  # what the run had here
-            try:
-                # Ctrl-C in a terminal reaches the command beside it too, whose run then saves its state.
-                with (
-                    _Joined(search.offer, found, machine, terms) as agent,
-                    signals.as_events(_tell, count=1),
-                    terms.as_events(agent.terminate, count=1),
-                ):
-                    try:
-                        agent.serve(search.offer, before)
-                    finally:
-                        machine.fork_server = agent.fork_server  # it may have been started again
-                return 0
-            except _UnreachableError as unreachable:
-                if not joins_again or (not keeps_workers and time.monotonic() >= until):
-                    raise
-                print(f"{unreachable}: looking for it again", flush=True)
-                time.sleep(LOOK_AGAIN_S)
-            except LostControllerError as lost:
-                joins_again, until = True, time.monotonic() + options.timeout
-                keeps_workers, is_over = lost.keeps_workers, not lost.keeps_workers
-                print(f"{lost}: {search.announced(machine.workers if keeps_workers else None)}", flush=True)
-                terms.check()  # one may have come when nobody listened any more
-            again = None
-            if keeps_workers:
-                again = search.with_workers(machine.workers, machine.fork_server, found.credentials)
-                if again is None or again.credentials != found.credentials:  # they have saved their state
-                    keeps_workers, is_over = False, True
-            if is_over:
-                machine.begin_again()
-            again = again or search.until(until)
+        while not self._serve_one(found, before):
+            again = self._find_next(found.credentials)
             # Ids are those of one run; another one, at the same place, has given them to others.
             before = (*before, found.peer) if again.credentials == found.credentials else ()
             found = again
+
+    def _serve_one(self, found: Found, before: tuple[int, ...]) -> bool:
+        """Serve one controller. Returns True if it has ended the run, False if it is lost and is looked for again.
+
+        Args:
+            before: the peer ids that this process has had in the run.
+        """
+        try:
+            # Ctrl-C in a terminal reaches the command beside it too, whose run then saves its state.
+            with (
+                _Joined(self._search.offer, found, self._machine, self._terms) as agent,
+                self._signals.as_events(_tell, count=1),
+                self._terms.as_events(agent.terminate, count=1),
+            ):
+                agent.serve(self._search.offer, before)
+        except _UnreachableError as unreachable:
+            if self._gives_up_at is None or (not self._keeps_workers and time.monotonic() >= self._gives_up_at):
+                raise
+            print(f"{unreachable}: looking for it again", flush=True)
+            time.sleep(LOOK_AGAIN_S)
+        except LostControllerError as lost:
+            self._gives_up_at, self._keeps_workers = time.monotonic() + self._timeout_s, lost.keeps_workers
+            kept = self._machine.workers if lost.keeps_workers else None
+            print(f"{lost}: {self._search.announced(kept)}", flush=True)
+            self._terms.check()  # one may have come when nobody listened any more
+            if not lost.keeps_workers:
+                self._machine.begin_again()
+        else:
+            return True
+        return False
+
+    def _find_next(self, credentials: Credentials) -> Found:
+        """The next controller, which workers may wait for.
+
+        Args:
+            credentials: of the controller that was lost.
+        """
+        assert self._gives_up_at is not None, "a controller was lost"
+        again = None
+        if self._keeps_workers:
+            again = self._search.with_workers(self._machine.workers, self._machine.fork_server, credentials)
+            if again is None or again.credentials != credentials:  # they have saved their state
+                self._keeps_workers = False
+                self._machine.begin_again()
+        return again or self._search.until(self._gives_up_at)
 
 
 class _Joined:
@@ -118,10 +162,8 @@ class _Joined:
         self._found = found
         self._mailbox = SelectableMailbox()
         self._links = AgentLinks(found.peer, self._mailbox, credentials=found.credentials, host=address)
-        workers = machine.workers
-        workers.own["host"] = address
-        here = machine.fork_server, machine.scratch, workers
-        self._agent = Agent(self._links, self._mailbox, *here, terms, offer.drain_s)
+        machine.workers.own["host"] = address
+        self._agent = Agent(self._links, self._mailbox, machine, terms, offer.drain_s)
 
     def __enter__(self) -> Agent:
         try:

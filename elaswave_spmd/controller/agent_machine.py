@@ -24,6 +24,11 @@ class Machine:
 
     Args:
         drain_s: that workers have after a signal.
+
+    Attributes:
+        scratch: the directory of the fork server's sockets.
+        workers: of the run here. Its own keys of their specifications are `host`, later `data`; and `death_watch`,
+            None, as a robust mutex is shared memory of one machine.
     """
 
     def __init__(self, drain_s: float) -> None:
@@ -38,10 +43,21 @@ class Machine:
 
     def begin_again(self) -> None:
         """Another life of the run, or another run, has nothing of the one before."""
+        self._restart(WorkerStart(), ORPHAN_GRACE_S)
+        self.workers = AgentWorkers({"death_watch": None})
+
+    def prepare(self, start: WorkerStart, orphan_grace_s: float) -> None:
+        """Start the fork server again with the variables and modules of the run's device, if that has any.
+
+        The first one was started before the run's settings were known.
+        """
+        if start != WorkerStart():
+            self._restart(start, orphan_grace_s)
+
+    def _restart(self, start: WorkerStart, orphan_grace_s: float) -> None:
         self.fork_server.stop(0.0)
         self.scratch.make_again()
-        self.fork_server = start_fork_server(WorkerStart(), self.scratch.path, ORPHAN_GRACE_S)
-        self.workers = AgentWorkers({"death_watch": None})
+        self.fork_server = start_fork_server(start, self.scratch.path, orphan_grace_s)
 
     def __enter__(self) -> Machine:
         return self

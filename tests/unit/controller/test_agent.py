@@ -7,15 +7,15 @@ import os
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller import agent as module
+from elaswave_spmd.controller import agent_machine
 from elaswave_spmd.controller.agent import Agent
 from elaswave_spmd.controller.agent_search import Offer, check_host
-from elaswave_spmd.controller.agent_workers import AgentWorkers
 from elaswave_spmd.controller.launching import data_spec
 from elaswave_spmd.data import prepare_data
 from elaswave_spmd.errors import ConfigError
@@ -25,10 +25,9 @@ from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.rendezvous import Found
 from elaswave_spmd.runtime.processes.scratch import Scratch
 from elaswave_spmd.runtime.transport.credentials import RunToken
+from tests.unit.controller.made_up_machines import agent_of
 from tests.unit.controller.made_up_workers import settings_in
 from tests.waiting import PATIENCE_S, eventually
-
-SCRATCH = SimpleNamespace(path="")
 
 
 def test_the_orphans_of_an_agent_have_the_time_that_the_settings_give_them(
@@ -41,7 +40,7 @@ def test_the_orphans_of_an_agent_have_the_time_that_the_settings_give_them(
     fork_server = SimpleNamespace(pid=0, ready=lambda: told.append("ready"), set_orphan_grace=told.append)
     links = SimpleNamespace(send=lambda peer, header: told.append(am.decode(header)))
     monkeypatch.setattr(module, "raise_fd_limit", lambda workers, *, strangers: None)
-    agent = Agent(cast(Any, links), cast(Any, None), cast(Any, fork_server), cast(Any, SCRATCH), AgentWorkers({}))
+    agent = agent_of(links, None, fork_server)
     agent._prepare(2, settings, data)
     assert told == ["ready", 120.0, am.Prepared()]
 
@@ -51,7 +50,7 @@ def test_an_agent_that_is_given_up_does_not_say_that_the_run_goes_on(monkeypatch
     stopped: list[float] = []
     links = SimpleNamespace(address="tcp://127.0.0.1:1", send=lambda peer, header: None)
     fork_server = SimpleNamespace(stop=stopped.append)
-    agent = Agent(cast(Any, links), cast(Any, None), cast(Any, fork_server), cast(Any, SCRATCH), AgentWorkers({}))
+    agent = agent_of(links, None, fork_server)
 
     def hear(self: Agent) -> None:
         raise module._GivenUpError("none of its workers is heard any more")
@@ -78,11 +77,11 @@ def test_each_fork_server_of_an_agent_has_a_directory_that_it_holds(
         started.append((made, Path(folder)))
         return made
 
-    monkeypatch.setattr(module, "start_fork_server", start)
-    scratch, neighbour = Scratch(), Scratch()
-    agent = Agent(cast(Any, None), cast(Any, None), start(WorkerStart(), scratch.path, 5.0), scratch, AgentWorkers({}))
+    monkeypatch.setattr(agent_machine, "start_fork_server", start)
+    machine, neighbour = agent_machine.Machine(5.0), Scratch()
+    scratch = machine.scratch
     for _ in range(2):
-        agent._restart_fork_server(WorkerStart(method="spawn"), 5.0)
+        machine.prepare(WorkerStart(method="spawn"), 5.0)
     folders = [folder for _, folder in started]
     assert [folder.is_dir() for folder in folders] == [False, False, True] and Path(neighbour.path).is_dir()
     assert len({*folders}) == 3 and folders[-1] == Path(scratch.path)

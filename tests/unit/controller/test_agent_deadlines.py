@@ -15,8 +15,7 @@ import pytest
 
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller import agent as module
-from elaswave_spmd.controller import agent_command, agent_machine, agent_search
-from elaswave_spmd.controller.agent import Agent
+from elaswave_spmd.controller import agent_command, agent_deadline, agent_machine, agent_search
 from elaswave_spmd.controller.agent_search import Offer
 from elaswave_spmd.controller.agent_workers import AgentWorkers
 from elaswave_spmd.data import PreparedData
@@ -28,6 +27,7 @@ from elaswave_spmd.runtime.processes.stop_signals import Signalled
 from elaswave_spmd.runtime.transport.credentials import RunKeys
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.runtime.transport.mailbox import Envelope, PeerClosed, SelectableMailbox
+from tests.unit.controller.made_up_machines import agent_of
 
 OFFER = Offer("b", 2, "a:1", None, 30.0)
 NEVER_S = 1e6
@@ -49,9 +49,7 @@ class World:
         self.hangs = False
         self.rejected: dict[str, int] = {}
         self.answers: dict[type[am.AgentMessage], am.AgentMessage] = {}
-        self.agent = Agent(
-            cast(Any, self), self.mailbox, cast(Any, self), cast(Any, SimpleNamespace(path="")), AgentWorkers({})
-        )
+        self.agent = agent_of(self, self.mailbox, self)
         for rank in (1, 2):
             self.agent._handle(self.envelope(am.Spawn(rank, {})))
 
@@ -64,7 +62,7 @@ class World:
 
     def is_late(self) -> None:
         """The deadline of 30 s comes, as after a pause of the process. There is time for last words, and an answer."""
-        self.agent._end_by = time.monotonic() + RESERVE_S - 0.1
+        self.agent._deadline._end_by = time.monotonic() + RESERVE_S - 0.1
         self.answers[am.AgentFailed] = am.Stop(0.0)
 
     # ---- of links
@@ -111,7 +109,7 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(module, "_RESERVE_S", RESERVE_S)
+    monkeypatch.setattr(agent_deadline, "_RESERVE_S", RESERVE_S)
     made = World()
     yield made
     made.mailbox.close()
@@ -216,7 +214,8 @@ def test_a_signal_that_comes_just_before_the_order_to_prepare_is_not_too_late(wo
 
 def test_last_words_take_no_longer_than_the_deadline_allows(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for each in (module, agent_deadline):
+        monkeypatch.setattr(each, "time", SimpleNamespace(monotonic=lambda: now[0]))
     assert world.agent.farewell_s == 2.0
     world.agent._set_deadline(1.0)
     now[0] += 0.7
@@ -279,7 +278,6 @@ def story(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Story:
 
         class Joined:
             def __init__(self, *_: object) -> None:
-                self.fork_server = nobody
                 self.terminate = lambda _: None
 
             def __enter__(self) -> Any:

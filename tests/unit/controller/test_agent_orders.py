@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.controller import agent as module
-from elaswave_spmd.controller.agent import Agent
-from elaswave_spmd.controller.agent_workers import AgentWorkers
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, NotStartedError
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed, SelectableMailbox
+from tests.unit.controller.made_up_machines import agent_of
 
 REPORTS = (
     am.Hello(2, "tcp://127.0.0.1:1", "b", 2, "2.0"),
@@ -59,7 +58,7 @@ class Counting:
 def handled(sender: int, header: bytes) -> list[str]:
     """The reasons by which an agent counts a message. It has no fork server: whatever it did with one would fail."""
     links = Counting()
-    agent = Agent(cast(Any, links), cast(Any, None), cast(Any, None), cast(Any, None), AgentWorkers({}))
+    agent = agent_of(links, None, None)
     assert agent._handle(Envelope(sender, header)) is False
     return links.reasons
 
@@ -97,9 +96,7 @@ def test_an_order_to_join_again_that_was_meant_for_another_agent_ends_nothing() 
 def test_the_last_order_may_follow_the_end_of_the_connection(order: am.AgentMessage | None) -> None:
     """They come by two connections."""
     mailbox = Mailbox()
-    agent = Agent(
-        cast(Any, Counting()), cast(Any, mailbox), cast(Any, FakeForkServer()), cast(Any, None), AgentWorkers({})
-    )
+    agent = agent_of(Counting(), mailbox, FakeForkServer())
     mailbox.put(Envelope(CONTROLLER, am.encode(am.Signal(1, 9))))
     if order is not None:
         mailbox.put(Envelope(CONTROLLER, am.encode(order)))
@@ -115,7 +112,7 @@ def test_an_order_to_end_counts_also_if_the_end_of_the_connection_was_filed_befo
     mailbox, (read, write) = SelectableMailbox(), os.pipe()
     fork_server = SimpleNamespace(fileno=lambda: read, stop=lambda _: [], poll=list, keep_up=lambda: None)
     links = SimpleNamespace(rejected={}, send=lambda *_: True)
-    agent = Agent(cast(Any, links), mailbox, cast(Any, fork_server), cast(Any, None), AgentWorkers({}))
+    agent = agent_of(links, mailbox, fork_server)
     items = [Envelope(CONTROLLER, am.encode(am.Stop(0.0))), PeerClosed(CONTROLLER)]
     for item in items if is_first else reversed(items):
         mailbox.put(item)
@@ -154,7 +151,7 @@ class Told:
 
 def test_an_agent_that_is_asked_tells_what_it_has_refused_by_now() -> None:
     told = Told()
-    agent = Agent(cast(Any, told), cast(Any, None), cast(Any, told), cast(Any, None), AgentWorkers({}))
+    agent = agent_of(told, None, told)
     for _ in range(2):
         agent._handle(Envelope(CONTROLLER, am.encode(am.ReportExits())))
     assert told.sent == [am.Refusals({"a reason": 3}), am.ExitsReported(), am.ExitsReported()]
@@ -162,8 +159,7 @@ def test_an_agent_that_is_asked_tells_what_it_has_refused_by_now() -> None:
 
 def test_a_worker_that_cannot_be_started_is_reported_and_the_agent_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     told = Told()
-    scratch = SimpleNamespace(path="folder")
-    agent = Agent(cast(Any, told), cast(Any, None), cast(Any, told), cast(Any, scratch), AgentWorkers({}))
+    agent = agent_of(told, None, told, folder="folder")
     assert agent._handle(Envelope(CONTROLLER, am.encode(am.Spawn(3, {})))) is False
     assert told.sent == [am.WorkerExited(3, 0, 1, None, "[Errno 12] Cannot allocate memory")]
     assert capsys.readouterr().out == "worker 3 could not be started: [Errno 12] Cannot allocate memory\n"
@@ -181,8 +177,7 @@ def test_a_worker_is_told_of_the_relay_of_heartbeats_that_there_is(
         monkeypatch.setattr(module, "BeatRelay", no_relay)
     specs: list[dict[str, Any]] = []
     fork_server = SimpleNamespace(spawn=lambda _, spec, limit_s: specs.append(spec))
-    scratch = SimpleNamespace(path=str(tmp_path))
-    agent = Agent(cast(Any, None), cast(Any, None), cast(Any, fork_server), cast(Any, scratch), AgentWorkers({}))
+    agent = agent_of(None, None, fork_server, folder=str(tmp_path))
     agent._start_relay()
     agent._handle(Envelope(CONTROLLER, am.encode(am.Spawn(3, {"options": {}}))))
     agent._end_relay()

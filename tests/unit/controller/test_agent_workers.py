@@ -11,8 +11,7 @@ from typing import Any, cast
 import pytest
 
 from elaswave_spmd.controller import agent as module
-from elaswave_spmd.controller import agent_machine, agent_search
-from elaswave_spmd.controller.agent import Agent
+from elaswave_spmd.controller import agent_deadline, agent_machine, agent_search
 from elaswave_spmd.controller.agent_search import ControllerSearch, Offer
 from elaswave_spmd.controller.agent_workers import AgentWorkers
 from elaswave_spmd.errors import ConfigError, RunError
@@ -23,6 +22,7 @@ from elaswave_spmd.runtime.processes.stop_signals import Signalled
 from elaswave_spmd.runtime.transport.credentials import RunKeys
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.runtime.transport.mailbox import Envelope, PeerClosed, SelectableMailbox
+from tests.unit.controller.made_up_machines import agent_of
 
 HELLO = am.Hello(2, "tcp://127.0.0.1:1", "b", 4, "2.0")
 SPEC = {"checkpoints": {"run": "abc", "incarnation": 3}, "options": {"generation": 2}, "data": 1, "host": "x"}
@@ -126,8 +126,7 @@ def lost_by(
     """
     fork_server, mailbox = ForkServer(), SelectableMailbox()
     links = SimpleNamespace(address="tcp://127.0.0.1:1", me=-2, send=lambda *_: True, rejected={})
-    scratch = SimpleNamespace(path="/nowhere")
-    agent = Agent(cast(Any, links), mailbox, cast(Any, fork_server), cast(Any, scratch), workers)
+    agent = agent_of(links, mailbox, fork_server, workers, "/nowhere")
     agent._is_leaving = leaves
     fork_server.fileno = mailbox.fileno  # type: ignore[attr-defined]
     mailbox.put(Envelope(CONTROLLER, am.encode(am.Spawn(1, SPEC))))
@@ -258,14 +257,13 @@ def test_otherwise_the_end_of_an_agent_ends_its_workers_at_once(monkeypatch: pyt
 def test_an_agent_that_is_refused_with_the_workers_that_it_has_kept_lets_them_save_their_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_FAREWELL_S", 0.0)
+    monkeypatch.setattr(agent_deadline, "_FAREWELL_S", 0.0)
     fork_server, mailbox = ForkServer(), SelectableMailbox()
     sent: list[am.AnyAgentMessage] = []
     links = SimpleNamespace(
         address="tcp://127.0.0.1:1", me=-2, send=lambda _, header: sent.append(am.decode(header)), rejected={}
     )
-    scratch = SimpleNamespace(path="/nowhere")
-    agent = Agent(cast(Any, links), mailbox, cast(Any, fork_server), cast(Any, scratch), waiting_workers(1e6))
+    agent = agent_of(links, mailbox, fork_server, waiting_workers(1e6), "/nowhere")
     fork_server.fileno = mailbox.fileno  # type: ignore[attr-defined]
     refused = am.Problem.from_error(ConfigError("the agent on b has torch 1.0", rule="all have the same"))
     mailbox.put(Envelope(CONTROLLER, am.encode(am.Refused(refused))))
