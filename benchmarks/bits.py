@@ -178,8 +178,8 @@ class Runner:
             RunError: the run failed.
         """
         from elaswave_spmd.conf.schema import Settings
-        from elaswave_spmd.controller.events import RunStopped
         from elaswave_spmd.controller.launching import data_spec
+        from elaswave_spmd.controller.outcomes import RunStopped
         from elaswave_spmd.controller.startup import make_controller
         from elaswave_spmd.data import prepare_data
         from elaswave_spmd.run_dir import RunDir, RunObserver

@@ -32,8 +32,9 @@ from rich.console import Console
 
 from benchmarks.harness import Result, parser, say
 from elaswave_spmd.conf.schema import MeshSettings, ModelSettings, PageSettings, Settings, TrainSettings
+from elaswave_spmd.controller.actions import AgentOrder
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
-from elaswave_spmd.controller.events import AgentOrder, Event, ManifestWritten, Received, Rejected, Tick, WorkerEnded
+from elaswave_spmd.controller.events import Event, ManifestWritten, Received, Rejected, Tick, WorkerEnded
 from elaswave_spmd.controller.io import Spawned, heartbeats_in
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.planning import PlanRequest

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 from elaswave_spmd.conf.schema import ElasticSettings
+from elaswave_spmd.controller.actions import Action, Reply, Spawn
 from elaswave_spmd.controller.admin_client import ANSWER_S, SOCKET
-from elaswave_spmd.controller.events import Action, Reply, Spawn
 from elaswave_spmd.controller.machines import Machines
 from elaswave_spmd.controller.notices import Notices
 from elaswave_spmd.controller.replacements import Replacements

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from elaswave_spmd.controller.events import Action, Record
+from elaswave_spmd.controller.actions import Action, Record
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, MicrobatchAssigner
 from elaswave_spmd.recovery.reconfiguration import Stages
 from elaswave_spmd.scheduling.step_time import Assignment

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elaswave_spmd.controller.events import Action, ManifestWritten, Record, WriteManifest
+from elaswave_spmd.controller.actions import Action, Record, WriteManifest
+from elaswave_spmd.controller.events import ManifestWritten
 from elaswave_spmd.controller.resume import ResumePoint
 from elaswave_spmd.controller.run_fingerprint import identity_of
 from elaswave_spmd.errors import CheckpointError

@@ -22,7 +22,7 @@ from statistics import median
 from typing import Protocol, TypeAlias
 
 from elaswave_spmd.conf.schema import ScheduleSettings
-from elaswave_spmd.controller.events import Action, Record
+from elaswave_spmd.controller.actions import Action, Record
 from elaswave_spmd.recovery.actions import Broadcast, Send
 from elaswave_spmd.recovery.messages import Pace as PaceMessage
 from elaswave_spmd.runtime.devices.dvfs import DeviceRange, GuardedFrequencies

@@ -19,26 +19,27 @@ from pathlib import Path
 from typing import TypeAlias
 
 from elaswave_spmd.conf.schema import MeshSettings, Settings
-from elaswave_spmd.controller.events import (
+from elaswave_spmd.controller.actions import (
     Action,
-    CheckpointFound,
     End,
-    Event,
-    ExitsReported,
     FindCheckpoint,
     GoBack,
     Kill,
     LinkFailed,
-    Received,
     Record,
     RecordLostWorker,
     ReportExits,
-    RestartFrom,
-    RunStopped,
+)
+from elaswave_spmd.controller.events import (
+    CheckpointFound,
+    Event,
+    ExitsReported,
+    Received,
     SavedState,
     Tick,
     WorkerEnded,
 )
+from elaswave_spmd.controller.outcomes import RestartFrom, RunStopped
 from elaswave_spmd.controller.replacements import Replacements
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import ModelError, RunError, StoppedBySignal, UserError, WorkerError, exception_line

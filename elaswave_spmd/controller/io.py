@@ -21,24 +21,26 @@ import msgspec
 
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.schema import GROUP, CheckpointSettings, RuntimeSettings, endpoint
+from elaswave_spmd.controller.actions import (
+    AdmitAgent,
+    AgentOrder,
+    DoubtAgent,
+    DrainAgent,
+    GiveUpAgent,
+    LetAgentGo,
+    RefuseAgent,
+)
 from elaswave_spmd.controller.admin_client import SOCKET
 from elaswave_spmd.controller.admin_server import ControlSocket
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.events import (
-    AdmitAgent,
-    AgentOrder,
     BeatsReceived,
     CheckpointFound,
-    DoubtAgent,
-    DrainAgent,
     Event,
     ExitsReported,
-    GiveUpAgent,
-    LetAgentGo,
     LinkEnded,
     ManifestWritten,
     Received,
-    RefuseAgent,
     Rejected,
     SavedState,
     StopRequested,

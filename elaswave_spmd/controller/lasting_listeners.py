@@ -14,7 +14,7 @@ from elaswave_spmd.callbacks.callback import Callback
 from elaswave_spmd.callbacks.named import load_callbacks, load_trackers
 from elaswave_spmd.callbacks.runner import CallbackRunner
 from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.controller.events import Outcome, RestartFrom, RunFinished, RunStopped
+from elaswave_spmd.controller.outcomes import Outcome, RestartFrom, RunFinished, RunStopped
 from elaswave_spmd.controller.text_samples import TextSampler
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import FilesError

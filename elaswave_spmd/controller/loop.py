@@ -18,25 +18,14 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from elaswave_spmd.conf.schema import EMULATED, GROUP
-from elaswave_spmd.controller.admin_client import SOCKET
-from elaswave_spmd.controller.admin_server import Administration
-from elaswave_spmd.controller.checkpoints import CheckpointCoordinator, CheckpointSpec
-from elaswave_spmd.controller.dvfs import Frequencies
-from elaswave_spmd.controller.events import (
+from elaswave_spmd.controller.actions import (
     Action,
     AdmitAgent,
     AdoptWorker,
-    AgentBack,
-    AgentCame,
-    AgentGone,
-    AgentNotice,
-    AgentReady,
-    BeatsReceived,
     Connect,
     DoubtAgent,
     DrainAgent,
     End,
-    Event,
     EvictWorker,
     FindCheckpoint,
     FindShards,
@@ -44,28 +33,38 @@ from elaswave_spmd.controller.events import (
     GoBack,
     Kill,
     LetAgentGo,
-    LinkEnded,
     LinkFailed,
-    ManifestWritten,
-    MoveRequested,
-    Outcome,
     PlanChange,
-    Received,
     Record,
     RecordLostWorker,
     RefuseAgent,
-    Rejected,
     Reply,
     ReportExits,
-    RunFinished,
-    RunStopped,
     Settled,
     Spawn,
+    UsePlaces,
+    WriteManifest,
+)
+from elaswave_spmd.controller.admin_client import SOCKET
+from elaswave_spmd.controller.admin_server import Administration
+from elaswave_spmd.controller.checkpoints import CheckpointCoordinator, CheckpointSpec
+from elaswave_spmd.controller.dvfs import Frequencies
+from elaswave_spmd.controller.events import (
+    AgentBack,
+    AgentCame,
+    AgentGone,
+    AgentNotice,
+    AgentReady,
+    BeatsReceived,
+    Event,
+    LinkEnded,
+    ManifestWritten,
+    MoveRequested,
+    Received,
+    Rejected,
     StopRequested,
     Tick,
-    UsePlaces,
     WorkerEnded,
-    WriteManifest,
 )
 from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy
 from elaswave_spmd.controller.garbage import CollectorPaused
@@ -73,6 +72,7 @@ from elaswave_spmd.controller.io import ControllerIO
 from elaswave_spmd.controller.machines import Machines
 from elaswave_spmd.controller.model_checks import ModelChecks, split_of_emulated
 from elaswave_spmd.controller.notices import Notices
+from elaswave_spmd.controller.outcomes import Outcome, RunFinished, RunStopped
 from elaswave_spmd.controller.planning import Planned
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.replica_verification import ReplicaVerifier

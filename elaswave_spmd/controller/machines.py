@@ -34,7 +34,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from elaswave_spmd.conf.schema import ElasticSettings
-from elaswave_spmd.controller.events import (
+from elaswave_spmd.controller.actions import (
     Action,
     AdmitAgent,
     DoubtAgent,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elaswave_spmd.conf.schema import NEVER
-from elaswave_spmd.controller.events import Action, Record
+from elaswave_spmd.controller.actions import Action, Record
 from elaswave_spmd.errors import DataError, ModelError, UserError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.scheduling.cost_model import LayerCost, MemoryRule

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from elaswave_spmd.conf.schema import ElasticSettings
-from elaswave_spmd.controller.events import Action, DrainAgent, LetAgentGo, Record
+from elaswave_spmd.controller.actions import Action, DrainAgent, LetAgentGo, Record
 from elaswave_spmd.controller.failures import FailureHandler
 from elaswave_spmd.controller.machines import AGENT
 from elaswave_spmd.controller.roster import Roster

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from elaswave_spmd.conf.schema import ElasticSettings
-from elaswave_spmd.controller.events import Action, Record, Spawn
+from elaswave_spmd.controller.actions import Action, Record, Spawn
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.recovery.messages import Ready
 

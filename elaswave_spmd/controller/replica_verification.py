@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.controller.actions import Action, End, Record
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator
-from elaswave_spmd.controller.events import Action, End, Record, RunStopped
+from elaswave_spmd.controller.outcomes import RunStopped
 from elaswave_spmd.controller.verdicts import Verdicts, host_of
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.mesh.mesh import named_workers

@@ -14,9 +14,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from elaswave_spmd.conf.schema import AUTO, XLA, ScheduleSettings, Settings
+from elaswave_spmd.controller.actions import Action, PlanChange, Record, WriteCosts
 from elaswave_spmd.controller.backward_trial import BackwardChoice
 from elaswave_spmd.controller.dvfs import Frequencies
-from elaswave_spmd.controller.events import Action, PlanChange, Record, WriteCosts
 from elaswave_spmd.controller.planning import Planned, PlanRequest
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Goal

@@ -14,17 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from elaswave_spmd.controller.actions import Action, CameBack, Record, WriteCosts
 from elaswave_spmd.controller.backward_trial import SPLIT_BACKWARD
-from elaswave_spmd.controller.events import (
-    Action,
-    BeatsReceived,
-    CameBack,
-    Event,
-    Received,
-    Record,
-    Rejected,
-    WriteCosts,
-)
+from elaswave_spmd.controller.events import BeatsReceived, Event, Received, Rejected
 from elaswave_spmd.controller.model_checks import MODEL_CHECK
 from elaswave_spmd.controller.rejections import RejectionLog
 from elaswave_spmd.controller.resume import ResumePoint, run_info

@@ -23,7 +23,6 @@ from elaswave_spmd.conf.schema import AUTO, LIVE, RuntimeSettings, Settings
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.ending import Command, Ending
-from elaswave_spmd.controller.events import Outcome, RestartFrom, RunFinished, RunStopped
 from elaswave_spmd.controller.io import ProcessIO
 from elaswave_spmd.controller.lasting_listeners import LastingListeners
 from elaswave_spmd.controller.launching import (
@@ -38,6 +37,7 @@ from elaswave_spmd.controller.launching import (
 from elaswave_spmd.controller.living import Living, find_living
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.model_checks import ModelChecks
+from elaswave_spmd.controller.outcomes import Outcome, RestartFrom, RunFinished, RunStopped
 from elaswave_spmd.controller.resume import ResumePoint, complete, open_run
 from elaswave_spmd.controller.run_log import RunLog
 from elaswave_spmd.data import prepare_data

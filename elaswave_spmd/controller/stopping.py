@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from elaswave_spmd.controller.actions import Action, End, Record
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator
-from elaswave_spmd.controller.events import Action, End, Record, RunStopped, StopRequested
+from elaswave_spmd.controller.events import StopRequested
 from elaswave_spmd.controller.failures import FailureHandler, SaveEnded
+from elaswave_spmd.controller.outcomes import RunStopped
 from elaswave_spmd.errors import StoppedBySignal
 from elaswave_spmd.recovery.actions import Save
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from elaswave_spmd.controller.actions import Action, Record
 from elaswave_spmd.controller.checked_steps import CheckedSteps
-from elaswave_spmd.controller.events import Action, Record
 from elaswave_spmd.controller.verdicts import Case, Verdicts, mismatch
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast, EpochBegun, Send

@@ -19,25 +19,20 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from elaswave_spmd.conf.schema import MeshSettings
-from elaswave_spmd.controller.events import (
+from elaswave_spmd.controller.actions import (
     Action,
     AdoptWorker,
-    AgentBack,
-    BeatsReceived,
     CameBack,
     End,
-    Event,
     FindShards,
     Kill,
-    Received,
     Record,
-    RestartFrom,
     Settled,
     Spawn,
-    Tick,
-    WorkerEnded,
 )
+from elaswave_spmd.controller.events import AgentBack, BeatsReceived, Event, Received, Tick, WorkerEnded
 from elaswave_spmd.controller.failures import FailureHandler
+from elaswave_spmd.controller.outcomes import RestartFrom
 from elaswave_spmd.controller.resume import Comeback
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.controller.supervision import Supervision

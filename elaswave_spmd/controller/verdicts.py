@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.controller.events import Action, End, EvictWorker, GoBack, Record, RunStopped
+from elaswave_spmd.controller.actions import Action, End, EvictWorker, GoBack, Record
+from elaswave_spmd.controller.outcomes import RunStopped
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.mesh.mesh import named_workers
 from elaswave_spmd.mesh.topology import Topology

@@ -20,18 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from elaswave_spmd.conf.schema import LINKS
-from elaswave_spmd.controller.events import (
-    AgentBack,
-    BeatsReceived,
-    Event,
-    MoveRequested,
-    Received,
-    RestartFrom,
-    RunFinished,
-    RunStopped,
-    WorkerEnded,
-)
+from elaswave_spmd.controller.events import AgentBack, BeatsReceived, Event, MoveRequested, Received, WorkerEnded
 from elaswave_spmd.controller.loop import Controller
+from elaswave_spmd.controller.outcomes import RestartFrom, RunFinished, RunStopped
 from elaswave_spmd.controller.resume import Comeback
 from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.models import LayeredModel, Objective

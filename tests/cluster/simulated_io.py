@@ -26,10 +26,9 @@ from elaswave_spmd.conf.schema import (
     Timeouts,
     VerifySettings,
 )
+from elaswave_spmd.controller.actions import Action, AgentOrder
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.events import (
-    Action,
-    AgentOrder,
     CheckpointFound,
     Event,
     ExitsReported,

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from elaswave_spmd.controller.events import End, RunFinished, RunStopped
+from elaswave_spmd.controller.actions import End
+from elaswave_spmd.controller.outcomes import RunFinished, RunStopped
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery.actions import Unrecoverable
 from tests.cluster.cluster import SimulatedCluster

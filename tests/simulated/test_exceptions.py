@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elaswave_spmd.controller.events import RestartFrom, RunFinished, RunStopped
+from elaswave_spmd.controller.outcomes import RestartFrom, RunFinished, RunStopped
 from elaswave_spmd.controller.summary import collect_pages
 from elaswave_spmd.errors import WorkerError
 from elaswave_spmd.recovery import messages as m

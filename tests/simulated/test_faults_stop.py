@@ -9,7 +9,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from elaswave_spmd.controller.events import Received, RunFinished, RunStopped, StopRequested
+from elaswave_spmd.controller.events import Received, StopRequested
+from elaswave_spmd.controller.outcomes import RunFinished, RunStopped
 from elaswave_spmd.controller.summary import collect_pages, is_complete
 from elaswave_spmd.errors import StoppedBySignal
 from elaswave_spmd.recovery import messages as m

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.controller.events import RunStopped
 from elaswave_spmd.controller.loop import Controller
+from elaswave_spmd.controller.outcomes import RunStopped
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.packed_reconfigure import Unpacker
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, NotStartedError

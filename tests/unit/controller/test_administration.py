@@ -20,8 +20,8 @@ import pytest
 from elaswave_spmd.conf.schema import ElasticSettings
 from elaswave_spmd.controller import admin_client
 from elaswave_spmd.controller import admin_server as module
+from elaswave_spmd.controller.actions import Action, DrainAgent, Record, Reply, Spawn
 from elaswave_spmd.controller.admin_server import Administration, ControlSocket
-from elaswave_spmd.controller.events import Action, DrainAgent, Record, Reply, Spawn
 from elaswave_spmd.controller.machines import Machines
 from elaswave_spmd.controller.notices import Notices
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements

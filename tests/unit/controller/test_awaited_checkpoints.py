@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from elaswave_spmd.controller.actions import Record, WriteManifest
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator
-from elaswave_spmd.controller.events import ManifestWritten, Record, WriteManifest
+from elaswave_spmd.controller.events import ManifestWritten
 from elaswave_spmd.recovery.messages import ShardWritten
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from tests.unit.controller.test_compared_checkpoints import RANGES, coordinator, write

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.controller.actions import Action, Record
 from elaswave_spmd.controller.backward_trial import BLOCK, ORDER, SPLIT_BACKWARD, BackwardChoice, BackwardTrial
-from elaswave_spmd.controller.events import Action, Record
 from elaswave_spmd.controller.rescheduler import ReschedulePolicy
 from elaswave_spmd.recovery.actions import Broadcast
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, EvenAssigner, ProtocolSpec

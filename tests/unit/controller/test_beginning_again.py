@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from elaswave_spmd.conf.schema import MeshSettings, Settings
-from elaswave_spmd.controller.events import RestartFrom
+from elaswave_spmd.controller.outcomes import RestartFrom
 from elaswave_spmd.controller.startup import beginning_again
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from elaswave_spmd.controller.actions import Action, Record, WriteManifest
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator, CheckpointSpec
-from elaswave_spmd.controller.events import Action, Record, WriteManifest
 from elaswave_spmd.recovery.actions import Save
 from elaswave_spmd.recovery.messages import ShardWritten
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo

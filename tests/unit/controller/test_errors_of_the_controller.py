@@ -13,7 +13,7 @@ import pytest
 
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller import startup
-from elaswave_spmd.controller.events import Outcome, RestartFrom, RunFinished, RunStopped
+from elaswave_spmd.controller.outcomes import Outcome, RestartFrom, RunFinished, RunStopped
 from elaswave_spmd.errors import DataError, FilesError, RunError
 from elaswave_spmd.runtime.processes.stop_signals import StopSignals
 

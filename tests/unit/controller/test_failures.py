@@ -10,26 +10,20 @@ from typing import Any, cast
 import pytest
 
 from elaswave_spmd.conf.schema import MeshSettings, Settings
-from elaswave_spmd.controller.events import (
+from elaswave_spmd.controller.actions import (
     Action,
-    CheckpointFound,
     End,
-    Event,
-    ExitsReported,
     FindCheckpoint,
     Kill,
     LinkFailed,
-    Received,
     Record,
     RecordLostWorker,
     ReportExits,
-    RestartFrom,
-    RunStopped,
     Spawn,
-    Tick,
-    WorkerEnded,
 )
+from elaswave_spmd.controller.events import CheckpointFound, Event, ExitsReported, Received, Tick, WorkerEnded
 from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, SaveEnded
+from elaswave_spmd.controller.outcomes import RestartFrom, RunStopped
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.controller.stopping import Stopping

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.conf.schema import ScheduleSettings
+from elaswave_spmd.controller.actions import Action, PlanChange, Record
 from elaswave_spmd.controller.dvfs import TRIAL_STEPS, Frequencies, hold_seconds, rounded_hints
-from elaswave_spmd.controller.events import Action, PlanChange, Record
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.recovery.actions import Broadcast, Send

@@ -9,7 +9,7 @@ import pytest
 
 from elaswave_spmd.conf.schema import ElasticSettings
 from elaswave_spmd.controller import machines as module
-from elaswave_spmd.controller.events import (
+from elaswave_spmd.controller.actions import (
     Action,
     AdmitAgent,
     DoubtAgent,

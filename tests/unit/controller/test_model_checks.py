@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from elaswave_spmd.conf.schema import MirrorSettings, ScheduleSettings
-from elaswave_spmd.controller.events import Record
+from elaswave_spmd.controller.actions import Record
 from elaswave_spmd.controller.model_checks import Constructions, ModelChecks
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
 from elaswave_spmd.recovery.messages import Checked, Constructed

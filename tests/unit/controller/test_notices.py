@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from elaswave_spmd.conf.schema import ElasticSettings
-from elaswave_spmd.controller.events import Action, DrainAgent, LetAgentGo, Record
+from elaswave_spmd.controller.actions import Action, DrainAgent, LetAgentGo, Record
 from elaswave_spmd.controller.notices import Notices
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.runtime.processes.launcher import Machine

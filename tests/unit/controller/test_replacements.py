@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elaswave_spmd.controller.events import Record, Spawn
+from elaswave_spmd.controller.actions import Record, Spawn
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.recovery.messages import Ready

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from elaswave_spmd.conf.schema import ScheduleSettings
+from elaswave_spmd.controller.actions import Action, PlanChange, Record, WriteCosts
 from elaswave_spmd.controller.dvfs import Frequencies
-from elaswave_spmd.controller.events import Action, PlanChange, Record, WriteCosts
 from elaswave_spmd.controller.planning import Planned, PlanRequest
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
 from elaswave_spmd.controller.roster import Roster

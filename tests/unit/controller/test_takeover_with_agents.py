@@ -7,16 +7,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
-from elaswave_spmd.controller.events import (
-    AdoptWorker,
-    AgentBack,
-    AgentCame,
-    BeatsReceived,
-    Kill,
-    Received,
-    Tick,
-    WorkerEnded,
-)
+from elaswave_spmd.controller.actions import AdoptWorker, Kill
+from elaswave_spmd.controller.events import AgentBack, AgentCame, BeatsReceived, Received, Tick, WorkerEnded
 from elaswave_spmd.controller.io import ProcessIO
 from elaswave_spmd.controller.resume import Comeback
 from elaswave_spmd.controller.takeover import Takeover

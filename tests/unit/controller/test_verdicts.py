@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elaswave_spmd.conf.schema import CheckpointSettings, Settings, VerifySettings
-from elaswave_spmd.controller.events import Action, End, EvictWorker, GoBack, RunStopped
+from elaswave_spmd.controller.actions import Action, End, EvictWorker, GoBack
+from elaswave_spmd.controller.outcomes import RunStopped
 from elaswave_spmd.controller.verdicts import Verdicts
 from elaswave_spmd.errors import ConfigError
 from tests.unit.recovery.controller_cases import started

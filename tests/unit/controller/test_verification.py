@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from elaswave_spmd.conf.schema import Settings, VerifySettings
-from elaswave_spmd.controller.events import End, EvictWorker, Record
+from elaswave_spmd.controller.actions import End, EvictWorker, Record
 from elaswave_spmd.controller.verdicts import Verdicts
 from elaswave_spmd.controller.verification import Verifier
 from elaswave_spmd.recovery import messages as m
