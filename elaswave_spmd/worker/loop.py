@@ -167,7 +167,7 @@ class Executor:
 
     def _save(self) -> None:
         """Send hashes of the state, if replicas are compared, and have it written: the run is about to stop."""
-        self.replica.compare(saves=True)
+        self.replica.soundness.compare(saves=True)
         if self.replica.check_soundness(leaves=True):  # else another mesh epoch follows, in which others write it
             self._context.hooks.save(self.replica)
 
@@ -292,7 +292,7 @@ class Executor:
         self._prepare = None
         self._skip_next()  # an older epoch: it was overtaken, and some member may never have got its Reconfigure
         self._steps.keep_all()
-        self.replica.report_damage()
+        self.replica.soundness.report_damage()
         # Two steps: a primary that has no micro-batches of its own can have sums of the step after the next already.
         found = (self._steps.partial_step(self.version + 1), self._steps.partial_step(self.version + 2))
         partial_steps = tuple(part for part in found if part != m.PartialStep(part.step))
@@ -355,7 +355,7 @@ class Executor:
         for request in requests:
             self._check(request)
         if self.version >= configuration.version:  # else the state of this version is not used any more
-            self.replica.compare(saves=configuration.save)
+            self.replica.soundness.compare(saves=configuration.save)
 
     def _stages_of_interest(self) -> set[int] | None:
         """This worker's stage, and the stages that own a parameter which a layer of it reads; None: all."""

@@ -33,7 +33,8 @@ from elaswave_spmd.worker.page_norms import page_norm_values
 from elaswave_spmd.worker.parameters import Parameters
 from elaswave_spmd.worker.programs.scores import mixed_weights
 from elaswave_spmd.worker.stage_collectives import NoCollectives, StageCollectives
-from elaswave_spmd.worker.state import LEARNING, BackgroundCopies, HeldRange, HeldState, Saved, contains, cut
+from elaswave_spmd.worker.state import LEARNING, BackgroundCopies, HeldState, Saved, contains, cut
+from elaswave_spmd.worker.state_soundness import StateSoundness
 from elaswave_spmd.worker.state_transfer import receive_state, send_state
 from elaswave_spmd.worker.sum_checks import SumChecks
 
@@ -102,7 +103,9 @@ class StateReplica:
         self._exchanges = grouped.exchanges
         self._sum_requests: list[m.AddAgain] = []  # about a step that this worker has not begun
         self._unsure: set[int] = set()  # peers that may not have what was sent to them: a link was lost
-        self.parameters = Parameters(context, values, self.state, protocol, self._unsure, grouped, self._may_answer)
+        self.soundness = StateSoundness(context, values, self.state, protocol)
+        may_answer = self.soundness.may_answer
+        self.parameters = Parameters(context, values, self.state, protocol, self._unsure, grouped, may_answer)
         self.background = BackgroundCopies()
         """Copies of state that is sent and received, done in small pieces whenever this worker waits."""
         self._gradients: dict[int, dict[PageRange, Tensor]] = {}  # step -> reduced gradients that are here
@@ -112,8 +115,6 @@ class StateReplica:
         self._sends_state_at = 0  # the version whose state learners are sent in this epoch: between two steps
         # For pages that this worker does not hold yet, or not in this range.
         self._early: dict[tuple[int, m.PageState | m.ReducedGradient], Tensor] = {}
-        self._is_in_doubt = False  # what was computed here since the version may come of damaged parameters
-        self._compared = -1, -1  # the mesh epoch and the version whose hashes were sent last
         self._reported_epoch = -1  # in which it was reported last that nothing is left to learn
         self._held: dict[PageRange, ReplicaSet] = {}
         # The version at which it began to be a replica or learner of a page range: state that is older is useless, as
@@ -148,7 +149,7 @@ class StateReplica:
         self._sends_state_at = max(begun, self.protocol.version, highest_version)
         # Before ranges are cut, and hashed anew, and before anything of them is sent: what has changed since this
         # worker reported is not taken for written.
-        self.report_damage()
+        self.soundness.report_damage()
         is_hashed = self.state.is_hashed
         before = self._held
         self._loss_range = next((r.key for r in held if self.is_loss(r)), None)
@@ -242,14 +243,14 @@ class StateReplica:
             model.made.clear()
         for layer in self.parameters.layers:
             self.parameters.publish(layer, 0, frozen=True)
-        self.compare()
+        self.soundness.compare()
 
     def restore(self, saved: Saved) -> None:
         """Read all held pages from the checkpoint that the run goes on from, and publish them."""
         self.state.restore(saved, self.protocol.version)
         for layer in self.parameters.layers:
             self.parameters.publish(layer, self.protocol.version, frozen=True)
-        self.compare()
+        self.soundness.compare()
 
     # ---- messages
 
@@ -452,7 +453,7 @@ class StateReplica:
         lr = self._job.learning_rate.at(step)
         divisor = decided.divisor * clip_divisor(decided.norm, self._job.clip) if decided.finite else 1.0
         gradients = self._gradients.pop(step, {})
-        self._give_up(self.state.damaged(), step)
+        self.soundness.give_up_damaged(step)
         for part in self.state:
             if self.state.is_frozen(part.pages.layer, part.pages.first):
                 continue  # there is no update of it that could be computed wrongly
@@ -469,7 +470,7 @@ class StateReplica:
             self.parameters.publish(layer, step, extension=decided.extension)
             self._context.hooks.on_point(FaultPoint.PUBLISH, step)
         self.parameters.published(step, extension=decided.extension)
-        self.compare()
+        self.soundness.compare()
         self.reducer.step_decided(step)
         self.sums.decided(step)
         self._gradients_sent = {sent for sent in self._gradients_sent if sent[0] > step}
@@ -483,77 +484,9 @@ class StateReplica:
             # All members know by the same votes: the sums of the next step go through the group, if it comes to it.
             self.parameters.grouped.exchanges.agree(step + 1)
 
-    def compare(self, *, saves: bool = False) -> None:
-        """Send hashes of the state, if this version is compared; the controller compares the replicas.
-
-        They are also what the state is held to until the next update: it is to be as it was written.
-
-        Args:
-            saves: the run stops with its state at this version, which is compared as well.
-        """
-        version = self.protocol.version
-        if self._compared == (self.protocol.epoch, version):
-            return
-        is_due = self._job.compares_at(version) or (saves and self._job.compares_at(0))
-        written = self.state.fingerprints() if is_due else {}
-        mine = {part.pages.key for part in self.state if part.version == version}
-        if is_due and any(part.pages.key in mine or self.rank in part.pages.learners for part in self.state):
-            rows = tuple((*key, digest) for key, digest in sorted(written.items()) if key in mine)
-            self._compared = self.protocol.epoch, version
-            self._send(CONTROLLER, m.Fingerprints(self.rank, self.protocol.epoch, version, rows), None)
-
     def check_soundness(self, *, leaves: bool = False) -> bool:
-        """Check that what this worker has computed since its version comes of parameters as they were written.
-
-        If not, it counts for nothing: the state is given up and reported, and the step begins anew in the mesh epoch
-        that follows (H5).
-
-        Args:
-            leaves: the state itself is about to leave this worker: all of it is looked at, not the parameters alone.
-
-        Returns:
-            True if it does.
-        """
-        damaged = self.state.damaged() if leaves else self.state.damaged_parameters(self._reads)
-        self._doubt(damaged, waits=True)
-        return not (damaged or self._is_in_doubt)
-
-    def _reads(self, pages: ReplicaSet) -> bool:
-        """True if this worker computes with the master of these pages where it lies, or others are sent it from there.
-
-        In bf16 neither: all of that is a copy, made before the master was hashed.
-        """
-        return self._job.reads_masters and (pages.primary == self.rank or pages.layer in self._values)
-
-    def _may_answer(self, need: m.Need) -> bool:
-        """True if the parameters that are asked for are here as they were written, if they are here."""
-
-        def asked(pages: ReplicaSet) -> bool:
-            return pages.layer == need.layer and pages.first < need.stop and need.first < pages.stop
-
-        damaged = self.state.damaged_parameters(asked)
-        self._doubt(damaged, waits=True)
-        return not damaged
-
-    def report_damage(self) -> None:
-        """At a change of the mesh: give up what is damaged, and report it, so that nobody plans with it (H5)."""
-        self._doubt(self.state.damaged(), waits=False)
-
-    def _doubt(self, damaged: list[HeldRange], *, waits: bool) -> None:
-        """Give up and report damage in the middle of a step: what was computed from it counts no more.
-
-        Args:
-            waits: not while the mesh epoch is awaited for which this worker has reported. It looks again then.
-        """
-        is_reported = self.protocol.promised > self.protocol.epoch
-        if not (waits and is_reported):
-            self._is_in_doubt |= self._give_up(damaged, min(self.protocol.version + 1, self._job.steps))
-
-    def _give_up(self, damaged: list[HeldRange], step: int) -> bool:
-        """Give up state that is not what this worker had written, and report it. Returns False if there is none."""
-        if lost := self.state.disown(damaged):
-            self._send(CONTROLLER, m.Damaged(self.rank, self.protocol.epoch, step, tuple(lost)), None)
-        return bool(lost)
+        """True if what this worker has computed since its version counts (`StateSoundness.check`)."""
+        return self.soundness.check(leaves=leaves)
 
     def drop_undecided(self) -> None:
         """Give up everything that was computed, here or elsewhere, of steps that are not decided."""
@@ -567,7 +500,7 @@ class StateReplica:
 
     def forget_beyond(self, version: int) -> None:
         """Give up what was computed of the steps after a version, and the state after it that is here."""
-        self._is_in_doubt = False
+        self.soundness.begin_again()
         given_up = self.state.forget_beyond(version)
         self._sent_state = {sent for sent in self._sent_state if sent[0] not in given_up}
         for values in self._values.values():

@@ -53,6 +53,7 @@ from elaswave_spmd.worker.ready_order import KeptLimits
 from elaswave_spmd.worker.stage_collectives import StageCollectives
 from elaswave_spmd.worker.state import HeldState
 from elaswave_spmd.worker.state_replica import StateReplica
+from elaswave_spmd.worker.state_soundness import StateSoundness
 from elaswave_spmd.worker.step import StepRunner
 from elaswave_spmd.worker.sum_checks import SumChecks
 from elaswave_spmd.worker.sum_exchange import Exchange, ExchangePlan, LayerSum, StageExchanges, SumExchange, Way
@@ -638,16 +639,16 @@ def _reports_are_of_the_newest_layers() -> Patches:
 def _changes_of_the_mesh_hash_anew() -> Patches:
     """At a change of the mesh state is hashed anew, whatever has become of it since it was written."""
 
-    def report_damage(self: StateReplica) -> None:
+    def report_damage(self: StateSoundness) -> None:
         for part in self.state:
             part.written = None
 
-    return {(StateReplica, "report_damage"): report_damage}
+    return {(StateSoundness, "report_damage"): report_damage}
 
 
 def _votes_unlooked() -> Patches:
     """A worker votes for what it has computed without a look at the parameters that it has computed it from."""
-    return {(StateReplica, "check_soundness"): lambda self, **how: True}
+    return {(StateSoundness, "check"): lambda self, **how: True}
 
 
 def _damage_taints_nothing() -> Patches:
