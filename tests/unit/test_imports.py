@@ -18,6 +18,7 @@ LINKS = ("mesh", "sharding", "recovery", "conf")
 ROOMS = {
     "errors": "",
     "version": "",
+    "forks": "",
     "user_code": "errors",
     "by_value": "errors",
     "determinism": "errors",
@@ -29,8 +30,8 @@ ROOMS = {
     "conf": "errors mesh",
     "scheduling": "errors determinism mesh sharding",
     "recovery": "errors determinism mesh sharding conf scheduling",
-    "runtime": "errors by_value mesh sharding conf",
-    "run_dir": "errors sharding conf",
+    "runtime": "errors forks by_value mesh sharding conf",
+    "run_dir": "errors forks sharding conf",
     "callbacks": "errors user_code conf run_dir",
     "weights": "errors determinism data sharding models conf run_dir",
     "worker": "errors determinism mesh data sharding models conf scheduling recovery runtime run_dir weights",

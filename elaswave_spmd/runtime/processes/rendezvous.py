@@ -25,6 +25,7 @@ import zmq
 
 from elaswave_spmd.conf.format_version import FORMAT_VERSION, version_mismatch
 from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.forks import call_in_forks, close_bound
 from elaswave_spmd.runtime.transport.credentials import (
     Admission,
     Credentials,
@@ -32,7 +33,6 @@ from elaswave_spmd.runtime.transport.credentials import (
     credentials_from_dict,
     require_curve,
 )
-from elaswave_spmd.runtime.transport.forks import call_in_forks, close_bound
 from elaswave_spmd.runtime.transport.links import HANDSHAKE_MS, REJECTED_CONNECTIONS
 
 _SHORTEST_SECRET = 16  # bytes

@@ -39,9 +39,9 @@ from typing import Any, Literal
 import zmq
 
 from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.forks import call_in_forks, close_bound
 from elaswave_spmd.runtime.transport.credentials import Admission, Credentials
 from elaswave_spmd.runtime.transport.event_loop import EventLoop, LoopHandlers
-from elaswave_spmd.runtime.transport.forks import call_in_forks, close_bound
 from elaswave_spmd.runtime.transport.frames import (
     FRAME_BYTES,
     MALFORMED,
