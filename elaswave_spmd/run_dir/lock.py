@@ -12,12 +12,12 @@ import errno
 import fcntl
 import os
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from elaswave_spmd.errors import ConfigError, FilesError
+from elaswave_spmd.forks import call_in_forks
 from elaswave_spmd.run_dir.atomic_write import open_private, writing
 
 LOCK = "controller.lock"
@@ -43,8 +43,7 @@ class RunLock:
         self.was_left = bool(left)
         self._fd = fd
         self._left = left  # the content of the file when this process has locked it
-        drop = weakref.WeakMethod(self._drop)
-        os.register_at_fork(after_in_child=lambda: (here := drop()) is not None and here())
+        call_in_forks(self._drop)
 
     def life_began(self) -> None:
         """This process has begun a life of the run, or goes on with one: what was left is its own from now on."""
