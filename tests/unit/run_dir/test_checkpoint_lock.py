@@ -47,13 +47,11 @@ _HOLD_AND_FORK = """
 import os, sys
 from elaswave_spmd.run_dir.lock import lock_run_dir
 lock = lock_run_dir(sys.argv[1])
-if child := os.fork():
-    print(child, flush=True)
-    os.wait()
-else:
+child = os.fork()
+if child == 0:
     lock.close()  # it is that of the other process
-    print(child, flush=True)
-    sys.stdin.read()
+os.write(1, f"{child}\\n".encode())  # whole: `print` writes twice where PYTHONUNBUFFERED is set
+os.wait() if child else sys.stdin.read()
 """
 
 
