@@ -26,13 +26,13 @@ from elaswave_spmd.controller.launching import data_spec
 from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.errors import DataError, RunError, UserError
 from elaswave_spmd.mesh.mesh import named_workers
+from elaswave_spmd.ready import is_any_ready
 from elaswave_spmd.run_dir.display import count
 from elaswave_spmd.runtime.devices.selection import worker_start
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.beat_relay import BeatRelay
 from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError, NotStartedError
-from elaswave_spmd.runtime.processes.ready import is_any_ready
 from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals, signal_name
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, SelectableMailbox

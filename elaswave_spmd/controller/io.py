@@ -52,6 +52,7 @@ from elaswave_spmd.controller.planning import PlanRequest, PlanThread
 from elaswave_spmd.controller.resume import Comeback
 from elaswave_spmd.errors import CheckpointError, ConfigError, RunError, UserError
 from elaswave_spmd.mesh.topology import Path as DomainPath
+from elaswave_spmd.ready import is_any_ready
 from elaswave_spmd.recovery.admission import DIRECTION, UNREADABLE, refused_heartbeat
 from elaswave_spmd.recovery.messages import Adopt, Heartbeat, Prepare, decode, encode
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path
@@ -65,7 +66,6 @@ from elaswave_spmd.runtime.processes.adoption import read_address
 from elaswave_spmd.runtime.processes.agents import AgentBack, AgentNews, Agents, RemoteExited
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, NoAnswerError, NotStartedError
 from elaswave_spmd.runtime.processes.launcher import Launcher, Machine
-from elaswave_spmd.runtime.processes.ready import is_any_ready
 from elaswave_spmd.runtime.processes.rendezvous import is_loopback, resolve_address
 from elaswave_spmd.runtime.processes.scratch import remove_with
 from elaswave_spmd.runtime.processes.stop_signals import signal_name

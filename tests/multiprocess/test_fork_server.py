@@ -22,11 +22,11 @@ import pytest
 
 from elaswave_spmd.by_value import ByValue
 from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.ready import is_any_ready
 from elaswave_spmd.runtime.processes import fork_server as server_module
 from elaswave_spmd.runtime.processes import fork_server_client as client_module
 from elaswave_spmd.runtime.processes.fork_server import ForkServer
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError, NotStartedError
-from elaswave_spmd.runtime.processes.ready import is_any_ready
 from tests.descriptors import OF_SELECT, beyond_select
 from tests.locks import is_locked
 from tests.multiprocess.forks_itself import exits

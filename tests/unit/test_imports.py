@@ -19,6 +19,7 @@ ROOMS = {
     "errors": "",
     "version": "",
     "forks": "",
+    "ready": "",
     "user_code": "errors",
     "by_value": "errors",
     "determinism": "errors",
@@ -30,14 +31,14 @@ ROOMS = {
     "conf": "errors mesh",
     "scheduling": "errors determinism mesh sharding",
     "recovery": "errors determinism mesh sharding conf scheduling",
-    "runtime": "errors forks by_value mesh sharding conf",
+    "runtime": "errors forks ready by_value mesh sharding conf",
     "run_dir": "errors forks sharding conf",
     "callbacks": "errors user_code conf run_dir",
     "weights": "errors determinism data sharding models conf run_dir",
     "worker": "errors determinism mesh data sharding models conf scheduling recovery runtime run_dir weights",
     "simulator": "errors determinism mesh sharding conf scheduling recovery run_dir",
     "controller": (
-        "errors version by_value determinism mesh data sharding conf scheduling recovery runtime run_dir callbacks "
+        "errors version ready by_value determinism mesh data sharding conf scheduling recovery runtime run_dir callbacks "
         "weights worker"
     ),
     "report": "errors mesh conf run_dir",

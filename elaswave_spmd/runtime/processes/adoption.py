@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elaswave_spmd.runtime.processes.ready import is_any_ready
+from elaswave_spmd.ready import is_any_ready
 
 _SOCKET, _ADDRESS = "next", "{}.address"
 _HELLO_S = 10.0  # for the other side to say what it has to say

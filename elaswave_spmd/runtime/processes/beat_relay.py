@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Sequence
 
-from elaswave_spmd.runtime.processes.ready import ready_among
+from elaswave_spmd.ready import ready_among
 
 _HEAD = struct.Struct("<qd")  # in front of a heartbeat: its sender's rank, and the seconds until the sender's next one
 _LONGEST = 8192  # bytes of a datagram; a heartbeat has some hundreds

@@ -34,9 +34,9 @@ import traceback
 from typing import Any, NoReturn
 
 from elaswave_spmd import by_value
+from elaswave_spmd.ready import is_any_ready, ready_among
 from elaswave_spmd.runtime.processes import child
 from elaswave_spmd.runtime.processes.adoption import accept_next, listen_for_next
-from elaswave_spmd.runtime.processes.ready import is_any_ready, ready_among
 from elaswave_spmd.runtime.processes.scratch import hold_lock, hold_scratch
 
 _REAP_PERIOD_S = 0.01  # while all workers are ended

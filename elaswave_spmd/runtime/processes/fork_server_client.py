@@ -20,13 +20,13 @@ from typing import Any, Literal
 from elaswave_spmd.by_value import ByValue
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.forks import call_in_forks
+from elaswave_spmd.ready import is_any_ready
 from elaswave_spmd.runtime.processes import fork_server
 from elaswave_spmd.runtime.processes.adoption import AdoptedProcess, Orphans, ask_for_orphans
 from elaswave_spmd.runtime.processes.child import GROUP_SIGNALS
 from elaswave_spmd.runtime.processes.fork_server import num_threads
 from elaswave_spmd.runtime.processes.forked_process import ForkedProcess, fork_process
 from elaswave_spmd.runtime.processes.import_path import interpreter_environment
-from elaswave_spmd.runtime.processes.ready import is_any_ready
 
 # The third would otherwise be imported by the first backward, in every worker.
 PRELOAD = ("numpy", "torch", "torch.fx.experimental.symbolic_shapes", "zmq")

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.ready import is_any_ready
 from elaswave_spmd.runtime.devices.dvfs.base import SETTING, DeviceRange
 from elaswave_spmd.runtime.processes.import_path import interpreter_environment
-from elaswave_spmd.runtime.processes.ready import is_any_ready
 
 _READY_S = 60.0
 _END_S = 10.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 
-from elaswave_spmd.runtime.processes.ready import is_any_ready, ready_among
+from elaswave_spmd.ready import is_any_ready, ready_among
 from tests.descriptors import OF_SELECT, beyond_select
 
 
