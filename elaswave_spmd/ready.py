@@ -24,9 +24,9 @@ _Readable = TypeVar("_Readable", bound=int | HasFileno)
 
 
 def is_any_ready(
-    readable: Sequence[int | HasFileno], writable: Sequence[int | HasFileno] = (), timeout_s: float | None = None
+    readable: Sequence[int | HasFileno] = (), writable: Sequence[int | HasFileno] = (), timeout_s: float | None = None
 ) -> bool:
-    """Wait until one can be read or written, or has ended.
+    """Wait until one can be read or written, or has ended, so that this would fail at once.
 
     Args:
         timeout_s: seconds to wait at most, and 24 days; 0: only look; None: for ever.

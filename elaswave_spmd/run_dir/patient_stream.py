@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import select
 import stat
 from typing import IO, TextIO
+
+from elaswave_spmd.ready import is_any_ready
 
 _MOST = 1 << 22  # bytes that wait
 _PATIENCE_S = 10.0
@@ -75,7 +76,7 @@ class PatientStream(io.TextIOBase):
     def drain(self) -> None:
         """Wait until all has been sent, or until nothing has been taken for ten seconds."""
         while not self.send():
-            if not takes_output(self._file, _PATIENCE_S):
+            if not is_any_ready(writable=[self._file], timeout_s=_PATIENCE_S):
                 return
 
     def close(self) -> None:
@@ -83,16 +84,6 @@ class PatientStream(io.TextIOBase):
         if not self.closed:
             os.close(self._file)
         super().close()
-
-
-def takes_output(descriptor: int, seconds: float = 0.0) -> bool:
-    """Wait until something can be written, or would fail at once. False: not within so many seconds.
-
-    By `poll`: `select` takes no descriptors from 1,024 on, which there are while strangers hold connections to a run.
-    """
-    poll = select.poll()
-    poll.register(descriptor, select.POLLOUT)
-    return bool(poll.poll(1000 * seconds))
 
 
 def patient(stream: TextIO) -> IO[str]:

@@ -13,7 +13,8 @@ from typing import IO
 from rich.console import Console
 from rich.text import Text
 
-from elaswave_spmd.run_dir.patient_stream import PatientStream, takes_output
+from elaswave_spmd.ready import is_any_ready
+from elaswave_spmd.run_dir.patient_stream import PatientStream
 
 
 class ScreenRegion:
@@ -39,7 +40,7 @@ class ScreenRegion:
             descriptor = file.fileno()
         except (io.UnsupportedOperation, ValueError):
             return True
-        return takes_output(descriptor)
+        return is_any_ready(writable=[descriptor], timeout_s=0.0)
 
     def draw(self, above: Sequence[Text], lines: Sequence[Text]) -> None:
         """Print lines that stay above the region, and the region anew.

@@ -32,14 +32,14 @@ ROOMS = {
     "scheduling": "errors determinism mesh sharding",
     "recovery": "errors determinism mesh sharding conf scheduling",
     "runtime": "errors forks ready by_value mesh sharding conf",
-    "run_dir": "errors forks sharding conf",
+    "run_dir": "errors forks ready sharding conf",
     "callbacks": "errors user_code conf run_dir",
     "weights": "errors determinism data sharding models conf run_dir",
     "worker": "errors determinism mesh data sharding models conf scheduling recovery runtime run_dir weights",
     "simulator": "errors determinism mesh sharding conf scheduling recovery run_dir",
     "controller": (
-        "errors version ready by_value determinism mesh data sharding conf scheduling recovery runtime run_dir callbacks "
-        "weights worker"
+        "errors version ready by_value determinism mesh data sharding conf scheduling recovery runtime run_dir "
+        "callbacks weights worker"
     ),
     "report": "errors mesh conf run_dir",
     "demo": "errors run_dir",

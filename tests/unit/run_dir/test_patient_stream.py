@@ -14,8 +14,9 @@ from typing import TextIO, cast
 import pytest
 from rich.console import Console
 
+from elaswave_spmd.ready import is_any_ready
 from elaswave_spmd.run_dir import patient_stream
-from elaswave_spmd.run_dir.patient_stream import PatientStream, end, patient, takes_output
+from elaswave_spmd.run_dir.patient_stream import PatientStream, end, patient
 from elaswave_spmd.run_dir.screen_region import ScreenRegion
 from tests.descriptors import OF_SELECT, beyond_select
 from tests.waiting import PATIENCE_S
@@ -146,5 +147,5 @@ def test_an_output_whose_descriptor_is_large_is_waited_for_as_well(pipe: Pipe, m
         while not stream.send():
             pipe.read()
         pipe.read()
-        assert takes_output(stream.fileno(), PATIENCE_S) and region.takes_output
+        assert is_any_ready(writable=[stream], timeout_s=PATIENCE_S) and region.takes_output
         stream.close()
