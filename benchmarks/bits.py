@@ -153,10 +153,10 @@ class Runner:
 
     def __init__(self, directory: Path) -> None:
         from elaswave_spmd.controller.launching import PRELOAD
-        from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
+        from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, ForkServerSpec
 
         self._directory = directory
-        self._fork_server = ForkServerClient.start("elaswave_spmd.worker.process:main", preload=PRELOAD)
+        self._fork_server = ForkServerClient.start("elaswave_spmd.worker.process:main", ForkServerSpec(preload=PRELOAD))
 
     def run(self, case: Case) -> Outcome:
         """Runs a case without any fault.

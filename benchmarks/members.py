@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, ForkServerSpec
 
 _TIMEOUT_S = 120.0
 _LOOK_S = 0.2
@@ -66,7 +66,7 @@ class Members:
 
     def __init__(self, target: str, preload: tuple[str, ...], directory: Path) -> None:
         self._fork_server = ForkServerClient.start(
-            target, preload=preload, env={"OMP_NUM_THREADS": "1"}, orphan_grace_s=1.0
+            target, ForkServerSpec(preload=preload, env={"OMP_NUM_THREADS": "1"}, orphan_grace_s=1.0)
         )
         self._path = str(directory / "orders.sock")
         self._listener = socket.socket(socket.AF_UNIX)

@@ -27,7 +27,7 @@ from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.run_dir import RunDir, RunObserver
 from elaswave_spmd.runtime.devices.selection import worker_start
-from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, ForkServerSpec
 from elaswave_spmd.runtime.transport.links import CONTROLLER, socket_directory
 from elaswave_spmd.worker import process as worker
 from elaswave_spmd.worker.channel import SocketChannel
@@ -104,7 +104,7 @@ def ours(settings: Settings, gate_path: str, entry: str = "our_worker") -> None:
     scratch = socket_directory()
     environment = {**worker_start(settings).environment, _GATE_PATH: gate_path}
     fork_server = ForkServerClient.start(
-        f"benchmarks.steady_sides:{entry}", preload=_PRELOAD, scratch=[scratch], env=environment
+        f"benchmarks.steady_sides:{entry}", ForkServerSpec(preload=_PRELOAD, scratch=[scratch], env=environment)
     )
     try:
         data = prepare_data(data_spec(settings))
@@ -151,7 +151,9 @@ def plain(settings: Settings, gate_path: str, kind: str) -> None:
         "world": settings.mesh.shape.num_workers,
         "store": gate_path + ".store",
     }
-    with ForkServerClient.start("benchmarks.steady_sides:plain_worker", preload=_PLAIN_PRELOAD) as fork_server:
+    with ForkServerClient.start(
+        "benchmarks.steady_sides:plain_worker", ForkServerSpec(preload=_PLAIN_PRELOAD)
+    ) as fork_server:
         for rank in range(spec["world"]):
             fork_server.spawn(rank, spec)
         left = spec["world"]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from elaswave_spmd.controller.agent_workers import AgentWorkers
 from elaswave_spmd.controller.launching import start_fork_server
 from elaswave_spmd.runtime.devices.selection import WorkerStart
-from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, ForkServerSpec
 from elaswave_spmd.runtime.processes.scratch import Scratch
 from elaswave_spmd.runtime.processes.stop_signals import Signalled
 
@@ -35,7 +35,8 @@ class Machine:
         self._drain_s = drain_s
         self.scratch = Scratch()
         try:
-            self.fork_server = start_fork_server(WorkerStart(), self.scratch.path, ORPHAN_GRACE_S, here=True)
+            spec = ForkServerSpec(scratch=(self.scratch.path,), orphan_grace_s=ORPHAN_GRACE_S, here=True)
+            self.fork_server = start_fork_server(WorkerStart(), spec)
         except BaseException:
             self.scratch.remove()
             raise
@@ -57,7 +58,8 @@ class Machine:
     def _restart(self, start: WorkerStart, orphan_grace_s: float) -> None:
         self.fork_server.stop(0.0)
         self.scratch.make_again()
-        self.fork_server = start_fork_server(start, self.scratch.path, orphan_grace_s)
+        spec = ForkServerSpec(scratch=(self.scratch.path,), orphan_grace_s=orphan_grace_s)
+        self.fork_server = start_fork_server(start, spec)
 
     def __enter__(self) -> Machine:
         return self

@@ -10,6 +10,7 @@ import contextlib
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from elaswave_spmd.by_value import ByValue
 from elaswave_spmd.conf import checks
@@ -25,7 +26,7 @@ from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
 from elaswave_spmd.runtime.processes import fork_server_client
 from elaswave_spmd.runtime.processes.agents import Agents, TakenOver
 from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
-from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, ForkServerSpec
 from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.processes.rendezvous import read_secret
 from elaswave_spmd.runtime.transport.shared_memory import why_not_shared
@@ -62,7 +63,7 @@ def start_launcher(
 
     Args:
         scratch: directory of the sockets; removed with the last worker, and where this raises.
-        here, given: as for ForkServerClient.start.
+        here, given: as for ForkServerSpec.
         captured: takes what workers of this machine print to a terminal; None: the terminal does.
 
     Raises:
@@ -91,46 +92,28 @@ def fork_server_of(
     captured: CapturedOutput | None = None,
 ) -> ForkServerClient:
     """Start the fork server of the controller's machine, as the settings of the run have it; see `start_launcher`."""
-    return start_fork_server(
-        worker_start(settings),
-        scratch,
-        settings.timeouts.orphan_grace,
+    spec = ForkServerSpec(
+        scratch=(scratch,),
+        orphan_grace_s=settings.timeouts.orphan_grace,
+        adopt_s=settings.timeouts.adopt,
         here=here,
         given=given,
-        streams=None if captured is None else captured.streams,
-        adopt_s=settings.timeouts.adopt,
+        streams={} if captured is None else captured.streams,
     )
+    return start_fork_server(worker_start(settings), spec)
 
 
-def start_fork_server(
-    start: WorkerStart,
-    scratch: str,
-    orphan_grace_s: float,
-    *,
-    here: bool = False,
-    given: ByValue | None = None,
-    streams: Mapping[int, int] | None = None,
-    adopt_s: float | None = None,
-) -> ForkServerClient:
+def start_fork_server(start: WorkerStart, spec: ForkServerSpec) -> ForkServerClient:
     """Start the fork server of a machine's workers, and print the environment variables that they get.
 
     Args:
-        streams, adopt_s: as for ForkServerClient.start.
+        start: what the run's device asks for.
+        spec: everything else.
     """
     if start.environment:
         print(f"variables of the workers: {start}", flush=True)
-    return ForkServerClient.start(
-        TARGET,
-        preload=(*PRELOAD, *start.preload),
-        method=start.method,
-        env=start.environment,
-        scratch=[scratch],
-        orphan_grace_s=orphan_grace_s,
-        here=here,
-        given=given,
-        streams=streams,
-        adopt_s=adopt_s,
-    )
+    preload = (*PRELOAD, *start.preload)
+    return ForkServerClient.start(TARGET, replace(spec, preload=preload, method=start.method, env=start.environment))
 
 
 def gather(launcher: Launcher, settings: Settings, data: PreparedData) -> Topology | None:

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, ForkServerSpec
 
 
 def exits(fork_server: ForkServerClient, count: int) -> list[Exited]:
@@ -36,7 +36,7 @@ def main() -> None:
     other = os.open("/dev/zero", os.O_RDONLY)  # one that the fork server has no use for
     os.set_inheritable(other, True)
     sys.path.insert(0, str(Path(__file__).parent))
-    fork_server = ForkServerClient.start("runtime_targets:act", preload=("numpy",), here=True)
+    fork_server = ForkServerClient.start("runtime_targets:act", ForkServerSpec(preload=("numpy",), here=True))
     fork_server.ready()
     where = Path(f"/proc/{fork_server.pid}")
     links = {entry.name: os.readlink(entry) for entry in (where / "fd").iterdir()}

@@ -86,10 +86,11 @@ def peer(spec: dict[str, Any]) -> None:
 
 def controller(spec: dict[str, Any]) -> None:
     """A controller to be killed: starts two workers of its own and says their ids. Runs in a worker of the test."""
-    from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
+    from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, ForkServerSpec
 
     fork_server = ForkServerClient.start(
-        "runtime_targets:" + spec["inner"], preload=(), orphan_grace_s=spec["grace"], scratch=[spec["scratch"]]
+        "runtime_targets:" + spec["inner"],
+        ForkServerSpec(preload=(), orphan_grace_s=spec["grace"], scratch=[spec["scratch"]]),
     )
     pids = [fork_server.pid, *(fork_server.spawn(rank, spec["inner_spec"]) for rank in range(2))]
     child = _fork_a_sleeper() if spec.get("forks") else None

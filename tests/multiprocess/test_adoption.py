@@ -12,7 +12,7 @@ import pytest
 
 from elaswave_spmd.controller.living import newcomers
 from elaswave_spmd.runtime.processes.adoption import Orphans, write_address
-from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, ForkServerSpec
 from elaswave_spmd.runtime.processes.supervisor import end_orphans
 from tests.multiprocess.test_fork_server import gone
 from tests.waiting import eventually
@@ -32,7 +32,8 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def clients(scratch: Path) -> Iterator[list[ForkServerClient]]:
     """Those that have had the fork server, oldest first; the last one ends it."""
     first = ForkServerClient.start(
-        "runtime_targets:act", preload=("numpy",), orphan_grace_s=100.0, scratch=[str(scratch)], adopt_s=100.0
+        "runtime_targets:act",
+        ForkServerSpec(preload=("numpy",), orphan_grace_s=100.0, scratch=[str(scratch)], adopt_s=100.0),
     )
     made = [first]
     yield made
@@ -85,10 +86,7 @@ def test_where_nobody_can_adopt_workers_have_all_of_their_time(tmp_path: Path) -
     scratch.mkdir()
     fork_server = ForkServerClient.start(
         "runtime_targets:ends_slowly",
-        preload=("numpy",),
-        orphan_grace_s=100.1,
-        scratch=[str(scratch)],
-        adopt_s=100.0,
+        ForkServerSpec(preload=("numpy",), orphan_grace_s=100.1, scratch=[str(scratch)], adopt_s=100.0),
     )
     pid = fork_server.spawn(0, {"seconds": 3.0, "ended": str(tmp_path / "ended"), "ready": str(tmp_path / "ready")})
     eventually((tmp_path / "ready").exists)

@@ -23,7 +23,7 @@ from elaswave_spmd.runtime.processes.death_watch import (
     hold_mutex,
     is_available,
 )
-from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, ForkServerSpec
 from tests.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the death watch is Linux only")
@@ -40,7 +40,7 @@ class Scene:
         self.table = RobustMutexTable(str(self.directory), capacity)
         self.deaths: queue.Queue[int] = queue.Queue()
         self.watch = DeathWatch(self.table, self.deaths.put)
-        self.fork_server = ForkServerClient.start("death_watch_targets:worker", preload=("numpy",))
+        self.fork_server = ForkServerClient.start("death_watch_targets:worker", ForkServerSpec(preload=("numpy",)))
         self.pids: dict[int, int] = {}
 
     def start(self, rank: int, ends: str = NEVER, *, holds: bool = True) -> None:
@@ -261,7 +261,7 @@ def test_a_slot_is_plain_data_and_stays_the_same(scene: Scene, capacity: int) ->
 
 def test_a_mutex_has_one_owner(scene: Scene, tmp_path: Path) -> None:
     report = tmp_path / "report"
-    with ForkServerClient.start("death_watch_targets:hold_twice", preload=()) as fork_server:
+    with ForkServerClient.start("death_watch_targets:hold_twice", ForkServerSpec(preload=())) as fork_server:
         fork_server.spawn(0, {"slot": scene.table.slot(0), "report": str(report)})
         eventually(lambda: report.exists() and report.read_text())
     assert "has an owner already: EBUSY" in report.read_text()

@@ -26,7 +26,13 @@ from elaswave_spmd.ready import is_any_ready
 from elaswave_spmd.runtime.processes import fork_server as server_module
 from elaswave_spmd.runtime.processes import fork_server_client as client_module
 from elaswave_spmd.runtime.processes.fork_server import ForkServer
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError, NotStartedError
+from elaswave_spmd.runtime.processes.fork_server_client import (
+    Exited,
+    ForkServerClient,
+    ForkServerSpec,
+    NoAnswerError,
+    NotStartedError,
+)
 from tests.descriptors import OF_SELECT, beyond_select
 from tests.locks import is_locked
 from tests.multiprocess.forks_itself import exits
@@ -44,11 +50,12 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start() -> Iterator[StartForkServer]:
-    """ForkServerClient.start with no preload, stopped at the end of the test."""
+    """ForkServerClient.start with this spec and no preload, stopped at the end of the test."""
     made: list[ForkServerClient] = []
 
     def begin(target: str = "runtime_targets:act", **arguments: object) -> ForkServerClient:
-        made.append(ForkServerClient.start(target, **{"preload": ("numpy",), **arguments}))  # pyright: ignore
+        spec = ForkServerSpec(**{"preload": ("numpy",), **arguments})  # pyright: ignore
+        made.append(ForkServerClient.start(target, spec))
         return made[-1]
 
     yield begin

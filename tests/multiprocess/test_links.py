@@ -21,7 +21,7 @@ import pytest
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.recovery.messages import Reconfigure
 from elaswave_spmd.recovery.peers import Reached
-from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, ForkServerSpec
 from elaswave_spmd.runtime.transport.credentials import Credentials, RunKeys, RunToken
 from elaswave_spmd.runtime.transport.frames import FRAME_BYTES
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport, socket_directory
@@ -396,7 +396,7 @@ class Peers:
 @pytest.fixture
 def peers(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    with ForkServerClient.start("runtime_targets:peer", preload=("runtime_targets",)) as fork_server:
+    with ForkServerClient.start("runtime_targets:peer", ForkServerSpec(preload=("runtime_targets",))) as fork_server:
         yield Peers(ends, fork_server)
         fork_server.stop(0)
         for name in os.listdir(ends.directory):  # of the killed

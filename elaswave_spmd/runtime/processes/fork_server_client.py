@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,6 +65,43 @@ class NotStartedError(RunError):
     """A worker could not be started, for a lack of processes, memory, descriptors or disk. All others go on."""
 
 
+@dataclass(frozen=True)
+class ForkServerSpec:
+    """How a fork server and its workers are made, and when they end by themselves.
+
+    Args:
+        preload: modules that the fork server imports, so that workers need not. With "spawn" nothing is preloaded.
+        method: "fork" (milliseconds per worker) or "spawn" (a fresh interpreter each, for devices that cannot).
+        env: environment variables added for the fork server and all workers.
+        scratch: directories (of sockets) that are deleted when the last worker has ended.
+        orphan_grace_s: how long workers may go on after the controller has died, before they are killed.
+        adopt_s: how long workers of a controller that has died wait for the next one, which takes them over with
+            `ForkServerClient.adopt`; a part of `orphan_grace_s`. None: they do not.
+        here: this process has done nothing yet but import modules, so the fork server may be a fork of it that need not
+            import them again. With threads, with `env` and with "spawn" it is a new interpreter all the same.
+        given: what all workers get by value, through a descriptor that the fork server inherits.
+        streams: descriptor (1 for the standard output, 2 for that of errors) -> the descriptor that takes its place in
+            the fork server and all workers; others are those of this process.
+
+    Raises:
+        ConfigError: an unknown method.
+    """
+
+    preload: Sequence[str] = PRELOAD
+    method: Method = "fork"
+    env: Mapping[str, str] = field(default_factory=dict)
+    scratch: Sequence[str] = ()
+    orphan_grace_s: float = 10.0
+    adopt_s: float | None = None
+    here: bool = False
+    given: ByValue | None = None
+    streams: Mapping[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.method not in ("fork", "spawn"):
+            raise ConfigError(f"method={self.method} is no way of making workers", where="method", exists="fork, spawn")
+
+
 class ForkServerClient:
     """Makes worker processes. Created by `start`; for one thread; `fileno` and `poll` fit into a select loop.
 
@@ -110,66 +147,36 @@ class ForkServerClient:
         self.num_threads = 0  # of the fork server; known once it is ready
 
     @classmethod
-    def start(
-        cls,
-        target: str,
-        *,
-        preload: Sequence[str] = PRELOAD,
-        method: Method = "fork",
-        orphan_grace_s: float = 10.0,
-        scratch: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
-        here: bool = False,
-        given: ByValue | None = None,
-        streams: Mapping[int, int] | None = None,
-        adopt_s: float | None = None,
-    ) -> ForkServerClient:
-        """Launch the fork server and return at once; it imports `preload` meanwhile.
+    def start(cls, target: str, spec: ForkServerSpec) -> ForkServerClient:
+        """Launch the fork server and return at once; it imports what workers need meanwhile.
 
         Args:
             target: "module:function", called in each worker with its spec plus `rank` and `life_fd`.
-            preload: modules that the fork server imports, so that workers need not. With "spawn" nothing is preloaded.
-            method: "fork" (milliseconds per worker) or "spawn" (a fresh interpreter each, for devices that cannot).
-            orphan_grace_s: how long workers may go on after the controller has died, before they are killed.
-            scratch: directories (of sockets) that are deleted when the last worker has ended.
-            env: environment variables added for the fork server and all workers.
-            here: this process has done nothing yet but import modules, so the fork server may be a fork of it that need
-                not import them again. With threads, with `env` and with "spawn" it is a new interpreter all the same.
-            given: what all workers get by value, through a descriptor that the fork server inherits.
-            streams: descriptor (1 for the standard output, 2 for that of errors) -> the descriptor that takes its place
-                in the fork server and all workers; others are those of this process.
-            adopt_s: how long workers of a controller that has died wait for the next one, which takes them over with
-                `adopt`; a part of `orphan_grace_s`. None: they do not.
-
-        Raises:
-            ConfigError: an unknown method.
         """
-        if method not in ("fork", "spawn"):
-            raise ConfigError(f"method={method} is no way of making workers", where="method", exists="fork, spawn")
         ours, theirs = socket.socketpair()
         notices, notices_theirs = os.pipe()
         life_theirs, life = os.pipe()
-        lent = None if given is None else given.lend()
+        lent = None if spec.given is None else spec.given.lend()
         fds = [theirs.fileno(), notices_theirs, life_theirs, *(() if lent is None else (lent,))]
-        may_fork = here and method == "fork" and not env and num_threads() == 1
-        process = _start_process(fds, method, env or {}, streams or {}, may_fork=may_fork)
+        may_fork = spec.here and spec.method == "fork" and not spec.env and num_threads() == 1
+        process = _start_process(fds, spec, may_fork=may_fork)
         # Only the fork server may keep its ends, so that either side sees the end of the other.
         theirs.close()
         for fd in fds[1:]:
             os.close(fd)
         os.set_blocking(notices, False)
-        folders = [str(Path(path).absolute()) for path in scratch]
-        client = cls(process, ours, notices, life, folders, orphan_grace_s)
+        folders = [str(Path(path).absolute()) for path in spec.scratch]
+        client = cls(process, ours, notices, life, folders, spec.orphan_grace_s)
         setup = {
             "sys_path": [path or os.getcwd() for path in sys.path],
-            "preload": list(preload) if method == "fork" else [],
-            "method": method,
+            "preload": list(spec.preload) if spec.method == "fork" else [],
+            "method": spec.method,
             "target": target,
             "life_fd": life_theirs,
             "by_value": lent,
-            "orphan_grace_s": orphan_grace_s,
+            "orphan_grace_s": spec.orphan_grace_s,
             "scratch": client._scratch,
-            "adopt_s": adopt_s,
+            "adopt_s": spec.adopt_s,
         }
         client._send(setup, _ORDER_TIMEOUT_S, time.monotonic() + _ORDER_TIMEOUT_S)
         return client
@@ -513,38 +520,36 @@ class ForkServerClient:
 
 
 def _start_process(
-    fds: Sequence[int], method: Method, env: Mapping[str, str], streams: Mapping[int, int], *, may_fork: bool
+    fds: Sequence[int], spec: ForkServerSpec, *, may_fork: bool
 ) -> subprocess.Popen[bytes] | ForkedProcess:
     """Start the fork server, as a fork of this process if it may be one. `fds` as for `_start_interpreter`."""
     # A Ctrl-C must not reach the new process before it ignores SIGINT: the blocked state is inherited.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, *GROUP_SIGNALS])
     try:
         if may_fork:
-            return fork_process(lambda: fork_server.run(fds[0], fds[1]), fds, streams)
-        return _start_interpreter(method, env, fds, streams)
+            return fork_process(lambda: fork_server.run(fds[0], fds[1]), fds, spec.streams)
+        return _start_interpreter(fds, spec)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_interpreter(
-    method: Method, env: Mapping[str, str], fds: Sequence[int], streams: Mapping[int, int]
-) -> subprocess.Popen[bytes]:
+def _start_interpreter(fds: Sequence[int], spec: ForkServerSpec) -> subprocess.Popen[bytes]:
     """Start a fork server in a new interpreter.
 
     Args:
         fds: its descriptors: of the orders, of the notices, of the life pipe that workers inherit, and of what they get
             by value, if they get anything.
     """
-    environment = interpreter_environment(env)
-    if method == "fork":
+    environment = interpreter_environment(spec.env)
+    if spec.method == "fork":
         # OpenBLAS starts its threads when numpy is imported, and a process with threads must not fork.
         environment["OPENBLAS_NUM_THREADS"] = "1"
     command = [sys.executable, "-m", "elaswave_spmd.runtime.processes.fork_server", str(fds[0]), str(fds[1])]
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        stdout=streams.get(1),
-        stderr=streams.get(2),
+        stdout=spec.streams.get(1),
+        stderr=spec.streams.get(2),
         env=environment,
         pass_fds=fds,
     )

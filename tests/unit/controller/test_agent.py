@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from elaswave_spmd.data import prepare_data
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.devices.selection import WorkerStart
 from elaswave_spmd.runtime.processes import agent_messages as am
-from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, ForkServerSpec
 from elaswave_spmd.runtime.processes.rendezvous import Found
 from elaswave_spmd.runtime.processes.scratch import Scratch
 from elaswave_spmd.runtime.transport.credentials import RunToken
@@ -71,10 +72,10 @@ def test_each_fork_server_of_an_agent_has_a_directory_that_it_holds(
     monkeypatch.setenv("XDG_RUNTIME_DIR", (base := tempfile.mkdtemp(prefix="ew", dir="/tmp")))
     started: list[tuple[ForkServerClient, Path]] = []
 
-    def start(_: WorkerStart, folder: str, orphan_grace_s: float, *, here: bool = False) -> ForkServerClient:
-        made = ForkServerClient.start("os:getpid", preload=(), scratch=[folder], orphan_grace_s=orphan_grace_s)
+    def start(_: WorkerStart, spec: ForkServerSpec) -> ForkServerClient:
+        made = ForkServerClient.start("os:getpid", replace(spec, preload=(), here=False))
         made.ready()
-        started.append((made, Path(folder)))
+        started.append((made, Path(spec.scratch[0])))
         return made
 
     monkeypatch.setattr(agent_machine, "start_fork_server", start)
