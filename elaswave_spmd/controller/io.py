@@ -47,7 +47,7 @@ from elaswave_spmd.controller.events import (
     Tick,
     WorkerEnded,
 )
-from elaswave_spmd.controller.living import NEXT_RANK, SCRATCH, adoption_record
+from elaswave_spmd.controller.orphaned_run import NEXT_RANK, SCRATCH, adoption_record
 from elaswave_spmd.controller.planning import PlanRequest, PlanThread
 from elaswave_spmd.controller.resume import Comeback
 from elaswave_spmd.errors import CheckpointError, ConfigError, RunError, UserError

@@ -47,6 +47,7 @@ from elaswave_spmd.controller.actions import (
 )
 from elaswave_spmd.controller.admin_client import SOCKET
 from elaswave_spmd.controller.admin_server import Administration
+from elaswave_spmd.controller.adopter import Takeover
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator, CheckpointSpec
 from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.events import (
@@ -83,7 +84,6 @@ from elaswave_spmd.controller.run_log import RunLog, mean_loss
 from elaswave_spmd.controller.stopping import Stopping
 from elaswave_spmd.controller.sum_verification import SumVerifier
 from elaswave_spmd.controller.supervision import Supervision
-from elaswave_spmd.controller.takeover import Takeover
 from elaswave_spmd.controller.validations import Validations
 from elaswave_spmd.controller.verdicts import Verdicts
 from elaswave_spmd.controller.verification import Verifier

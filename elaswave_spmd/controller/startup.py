@@ -34,9 +34,9 @@ from elaswave_spmd.controller.launching import (
     raise_fd_limit_for,
     start_launcher,
 )
-from elaswave_spmd.controller.living import Living, find_living
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.model_checks import ModelChecks
+from elaswave_spmd.controller.orphaned_run import Living, find_living
 from elaswave_spmd.controller.outcomes import Outcome, RestartFrom, RunFinished, RunStopped
 from elaswave_spmd.controller.resume import ResumePoint, complete, open_run
 from elaswave_spmd.controller.run_log import RunLog

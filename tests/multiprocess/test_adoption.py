@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_spmd.controller.living import newcomers
+from elaswave_spmd.controller.orphaned_run import newcomers
 from elaswave_spmd.runtime.processes.adoption import Orphans, write_address
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, ForkServerSpec
 from elaswave_spmd.runtime.processes.supervisor import end_orphans

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.controller.io import _ManifestWriter
-from elaswave_spmd.controller.living import NEXT_RANK
+from elaswave_spmd.controller.orphaned_run import NEXT_RANK
 from elaswave_spmd.recovery.messages import Prepare
 from elaswave_spmd.run_dir import weights_sha256
 from tests.multiprocess.real_runs import SMALL, Done, train, write_text

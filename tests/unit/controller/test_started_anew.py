@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from elaswave_spmd.conf.schema import ElasticSettings
+from elaswave_spmd.controller.adopter import Takeover
 from elaswave_spmd.controller.resume import Comeback
-from elaswave_spmd.controller.takeover import Takeover
 from tests.cluster.kept_checkpoints import RUN_DIR
 
 MEMBERS = (0, 1, 2, 3)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.controller.living import adoption_record
+from elaswave_spmd.controller.orphaned_run import adoption_record
 from elaswave_spmd.controller.resume import orphan_grace
 from elaswave_spmd.run_dir.journal import EPOCHS
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 from unittest.mock import Mock
 
 from elaswave_spmd.controller.actions import AdoptWorker, Kill
+from elaswave_spmd.controller.adopter import Takeover
 from elaswave_spmd.controller.events import AgentBack, AgentCame, BeatsReceived, Received, Tick, WorkerEnded
 from elaswave_spmd.controller.io import ProcessIO
 from elaswave_spmd.controller.resume import Comeback
-from elaswave_spmd.controller.takeover import Takeover
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.packed_reconfigure import Packer, Unpacker
 from elaswave_spmd.runtime.processes.agents import AgentNews, Agents, RemoteExited

@@ -11,8 +11,8 @@ import pytest
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
 from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.conf.schema import AUTO, RAY, MeshSettings, Settings
-from elaswave_spmd.controller import living as living_module
-from elaswave_spmd.controller.living import adoption_record, find_living
+from elaswave_spmd.controller import orphaned_run as orphaned_run_module
+from elaswave_spmd.controller.orphaned_run import adoption_record, find_living
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.run_dir.directory import EVENTS, METRICS
 from elaswave_spmd.run_dir.journal import Journal
@@ -132,7 +132,7 @@ def on_two(settings: Settings, tmp_path: Path) -> Settings:
 def test_another_mesh_is_refused_while_workers_live(
     on_two: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(living_module, "workers_live", lambda _: True)
+    monkeypatch.setattr(orphaned_run_module, "workers_live", lambda _: True)
     with pytest.raises(ConfigError, match="still live, on the mesh dp2, and another mesh is named, dp3") as refused:
         find_living(on(on_two, OTHER))
     assert "has the mesh of the workers" in refused.value.rule and refused.value.fix.startswith("no mesh")
