@@ -1,7 +1,7 @@
 """A controller that comes back: it adopts the workers of one that has died, and the step under way goes on.
 
-The rules are A1 to A12 of docs/protocol.md. `Comeback` (resume.py) has the facts with which such a controller begins,
-from the run's directory and the fork server. `Takeover` is its first act: it asks every living worker for what its
+The rules are A1 to A12 of docs/protocol.md. `Adoption` (resume.py) has the facts with which such a controller begins,
+from the run's directory and the fork server. `Adopter` is its first act: it asks every living worker for what its
 predecessor may not have written down, and turns the answers into actions. After these it works like any other
 controller. Workers of other machines are asked when their agents come back with them. The answers are complete when
 every member of the newest mesh epoch has answered or is known to have ended; a member that has done neither by the
@@ -33,7 +33,7 @@ from elaswave_spmd.controller.actions import (
 from elaswave_spmd.controller.events import AgentBack, BeatsReceived, Event, Received, Tick, WorkerEnded
 from elaswave_spmd.controller.failures import FailureHandler
 from elaswave_spmd.controller.outcomes import RestartFrom
-from elaswave_spmd.controller.resume import Comeback
+from elaswave_spmd.controller.resume import Adoption
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.controller.supervision import Supervision
 from elaswave_spmd.mesh.mesh import named_workers
@@ -57,7 +57,7 @@ class _Gathered:
     """The workers that have been asked, and what has come of it.
 
     Args:
-        awaited: they have not answered: rank -> the time until which an answer counts, by the clock of the takeover.
+        awaited: they have not answered: rank -> the time until which an answer counts, by the clock of the adoption.
         made: ranks of all workers, living or not, of the machines that are known by now.
         newcomers: those that were about to join, whether they live or have ended meanwhile.
         seconds: for how long there has been no controller.
@@ -76,7 +76,7 @@ class _Gathered:
     doubted: set[int] = field(default_factory=set)
 
 
-class Takeover:
+class Adopter:
     """The first act of a controller that comes back, on its thread: events in, actions out, until `is_over`.
 
     A worker that is asked has as long to answer as the failure detector gives to the longest action, its first one, as
@@ -85,14 +85,14 @@ class Takeover:
     or of its machine, in which answers wait to be read, is no time that anybody has had.
 
     Args:
-        comeback: the facts with which the controller begins.
+        adoption: the facts with which the controller begins.
         validated: the newest step whose validation is written down; 0: none is.
         ended_at: the step after which the run ends early by its validations; None: it does not, by those so far.
     """
 
     def __init__(
         self,
-        comeback: Comeback,
+        adoption: Adoption,
         plan: RunPlan,
         protocol: ControllerProtocol,
         roster: Roster,
@@ -101,7 +101,7 @@ class Takeover:
         validated: int,
         ended_at: int | None,
     ) -> None:
-        self._comeback = comeback
+        self._adoption = adoption
         self._plan = plan
         self._protocol = protocol
         self._roster = roster
@@ -112,8 +112,8 @@ class Takeover:
         self._timeouts = plan.settings.timeouts
         self._clock = 0.0  # in seconds since the begin
         self._ticked = 0.0  # when it was counted last, by the controller's clock
-        made = {*comeback.pids, *comeback.made}
-        self._gathered = _Gathered({}, made, set(comeback.newcomers), comeback.seconds)
+        made = {*adoption.pids, *adoption.made}
+        self._gathered = _Gathered({}, made, set(adoption.newcomers), adoption.seconds)
         self._members: frozenset[int] | None = None  # of the newest mesh epoch; None: not known since the last answer
         self.is_over = False
         """True once the controller is one as any other."""
@@ -121,7 +121,7 @@ class Takeover:
     @property
     def last_epoch(self) -> int:
         """The newest mesh epoch that there can be."""
-        return self._comeback.last_epoch
+        return self._adoption.last_epoch
 
     def postpones(self, event: Event) -> bool:
         """True if an event has nothing to do with it, and is to be decided about afterwards."""
@@ -132,7 +132,7 @@ class Takeover:
     def start(self, now: float) -> list[Action]:
         """Ask all workers that live."""
         self._ticked = now
-        return self._ask(self._comeback.pids)
+        return self._ask(self._adoption.pids)
 
     def decide(self, event: Event, now: float) -> list[Action]:
         """The actions that follow from an event, while workers are asked."""
@@ -142,7 +142,7 @@ class Takeover:
             case AgentBack():
                 actions = self._agent_back(event)
             case Received(message=m.Adopted() as answer):
-                if answer.generation == self._comeback.generation and answer.rank in gathered.awaited:
+                if answer.generation == self._adoption.generation and answer.rank in gathered.awaited:
                     del gathered.awaited[answer.rank]
                     gathered.answers[answer.rank] = answer
                     self._members = None
@@ -215,7 +215,7 @@ class Takeover:
         gathered = self._gathered
         if gathered.awaited:
             return False
-        if not self._comeback.has_agents or self._clock > self._timeouts.progress:
+        if not self._adoption.has_agents or self._clock > self._timeouts.progress:
             return True
         if self._members is None:
             newest = self._newest()
@@ -228,9 +228,9 @@ class Takeover:
         for rank in sorted(missing := set(self._gathered.doubted)):  # their agents are not back once more
             self._ended(rank)
         self._gathered.made -= missing
-        answers, comeback, protocol = self._gathered.answers, self._comeback, self._protocol
+        answers, adoption, protocol = self._gathered.answers, self._adoption, self._protocol
         if (reconfigure := self._newest()) is None:
-            return self._give_up("no worker is left", comeback.mesh)
+            return self._give_up("no worker is left", adoption.mesh)
         reports = sorted(
             (r for a in answers.values() for r in a.applied), key=lambda report: (report.step, report.rank)
         )
@@ -243,13 +243,13 @@ class Takeover:
             return self._give_up(f"workers that had reports of the steps {protocol.version + 1} to {most} are lost")
         placement = self._with_domains(Configuration.from_message(self._plan.placement, reconfigure).placement)
         members = placement.mesh.members
-        living = sorted({*comeback.pids, *(rank for rank in self._gathered.hosts if rank in answers)})
+        living = sorted({*adoption.pids, *(rank for rank in self._gathered.hosts if rank in answers)})
         actions: list[Action] = [
             CameBack(len(members), len(steps), self._gathered.seconds),
             *(Kill(rank) for rank in living if rank not in members),  # it was lost, or has left
         ]
         for rank in members:
-            self._roster.add(rank, comeback.pids.get(rank))
+            self._roster.add(rank, adoption.pids.get(rank))
         for report in reports:
             actions += protocol.applied(report)
         before = Predecessor(
@@ -257,8 +257,8 @@ class Takeover:
             reconfigure=reconfigure,
             versions={rank: answers[rank].version for rank in members if rank in answers},
             lacking=tuple(rank for rank in members if rank in answers and answers[rank].epoch < reconfigure.epoch),
-            prepared=comeback.prepared,
-            last_epoch=comeback.last_epoch,
+            prepared=adoption.prepared,
+            last_epoch=adoption.last_epoch,
             validated=self._validated,
             ended_at=self._ended_at,
         )
@@ -292,7 +292,7 @@ class Takeover:
         """Why a member has not answered, in words."""
         if rank in self._gathered.late:
             return "it has not answered the controller that came back"
-        if self._comeback.has_agents and rank not in self._gathered.made:
+        if self._adoption.has_agents and rank not in self._gathered.made:
             return "its machine has not come back"
         return "its process ended while there was no controller"
 
@@ -302,7 +302,7 @@ class Takeover:
         Machines that are missing count as one. No worker deals micro-batches by host then (`Placement.deals_by_host`):
         the settings refuse process groups where controllers come back.
         """
-        if not self._comeback.has_agents:
+        if not self._adoption.has_agents:
             return placement
         here, hosts = (socket.gethostname(),), self._gathered.hosts
         domains = {
@@ -350,20 +350,20 @@ class Takeover:
         return actions
 
     def _record(self, epoch: int, adopted: int, dead: list[int]) -> list[Action]:
-        comeback, seconds = self._comeback, self._gathered.seconds
-        missing = {*dead} - self._gathered.made if comeback.has_agents else set[int]()
+        adoption, seconds = self._adoption, self._gathered.seconds
+        missing = {*dead} - self._gathered.made if adoption.has_agents else set[int]()
         silent = self._gathered.late.intersection(dead) - missing
         ended = [rank for rank in dead if rank not in missing and rank not in silent]
         lost = f"; {named_workers(ended)} ended meanwhile" if ended else ""
         lost += f"; {named_workers(sorted(silent))} did not answer" if silent else ""
         lost += f"; {named_workers(sorted(missing))} did not come back" if missing else ""
         fields = {
-            "generation": comeback.generation,
+            "generation": adoption.generation,
             "seconds": round(seconds, 3),
             "workers": adopted,
             "mesh_epoch": epoch,
             "after_step": self._protocol.version,
-            "message": f"controller came back as generation {comeback.generation} after {seconds:.1f} s, "
+            "message": f"controller came back as generation {adoption.generation} after {seconds:.1f} s, "
             f"adopted {adopted} workers{lost}",
         }
         return [Record("controller", fields)]
@@ -374,8 +374,8 @@ class Takeover:
         Args:
             mesh: on which it begins; None: on that of its begin.
         """
-        settings, comeback = self._plan.settings, self._comeback
-        step = comeback.newest_checkpoint
+        settings, adoption = self._plan.settings, self._adoption
+        step = adoption.newest_checkpoint
         message = f"the controller came back and cannot go on ({why}): the run begins again at its newest checkpoint"
         fields = {"step": step, "lost_after": self._protocol.version, "reason": why, "message": message}
-        return [Record("restart", fields), End(RestartFrom(comeback.run_dir, mesh or settings.mesh, step))]
+        return [Record("restart", fields), End(RestartFrom(adoption.run_dir, mesh or settings.mesh, step))]

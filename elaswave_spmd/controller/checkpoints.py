@@ -80,13 +80,13 @@ class CheckpointSpec:
             kinds=(MASTER, *plan.job.optimizer.state_names),
             num_pages=sum(layer.num_state_pages for layer in layout.layers),
             orders=orders,
-            came_back=start.comeback is not None,
+            came_back=start.adoption is not None,
         )
 
 
 def _newest(start: ResumePoint, run_dir: Path) -> int:
-    if start.comeback is not None:
-        return start.comeback.newest_checkpoint
+    if start.adoption is not None:
+        return start.adoption.newest_checkpoint
     return start.step if start.is_in(run_dir) else 0
 
 

@@ -49,7 +49,7 @@ from elaswave_spmd.controller.events import (
 )
 from elaswave_spmd.controller.orphaned_run import NEXT_RANK, SCRATCH, adoption_record
 from elaswave_spmd.controller.planning import PlanRequest, PlanThread
-from elaswave_spmd.controller.resume import Comeback
+from elaswave_spmd.controller.resume import Adoption
 from elaswave_spmd.errors import CheckpointError, ConfigError, RunError, UserError
 from elaswave_spmd.mesh.topology import Path as DomainPath
 from elaswave_spmd.ready import is_any_ready
@@ -227,7 +227,7 @@ class ProcessIO:
         scratch: directory of the sockets.
         run_dir: the run's directory, for the journal, manifests and the administrators' socket.
         frequency_guard: socket of the process that sets the devices' frequencies, or None.
-        comeback: this controller takes over the workers of one that has died; None: it does not.
+        adoption: this controller adopts the workers of one that has died; None: it does not.
 
     Raises:
         ConfigError: the links, or the store where groups meet, cannot be opened with these settings.
@@ -244,7 +244,7 @@ class ProcessIO:
         checkpoints: CheckpointSpec,
         *,
         frequency_guard: str | None = None,
-        comeback: Comeback | None = None,
+        adoption: Adoption | None = None,
     ) -> None:
         settings = plan.settings
         self._launcher = launcher
@@ -259,8 +259,8 @@ class ProcessIO:
         self._deaths: deque[WorkerEnded] = deque()  # filled by the death watch's threads; a deque needs no lock
         agents = self._agents
         host, transport = listen_host(settings.runtime), cast(Transport, settings.runtime.transport)
-        if comeback is not None:
-            credentials = comeback.credentials
+        if adoption is not None:
+            credentials = adoption.credentials
         else:
             credentials = agents.credentials if agents is not None else credentials_of(settings.runtime)
         payloads = payload_limits(plan)
@@ -277,9 +277,9 @@ class ProcessIO:
             undo.callback(self._links.close)
             groups = settings.runtime.collectives == GROUP
             self._groups = GroupStore(group_host(settings.runtime, host)) if groups else None
-            adoption = {} if settings.timeouts.adopt is None else adoption_record(settings, scratch)
+            record = {} if settings.timeouts.adopt is None else adoption_record(settings, scratch)
             self._writer = _ManifestWriter(
-                run_dir, settings.checkpoint, checkpoints, self._mailbox, credentials, adoption, comeback
+                run_dir, settings.checkpoint, checkpoints, self._mailbox, credentials, record, adoption
             )
             undo.callback(self._writer.close)
             table = death_watch.RobustMutexTable(scratch) if death_watch.is_available() else None
@@ -287,7 +287,7 @@ class ProcessIO:
             self._watcher = death_watch.DeathWatch(table, self._died) if table is not None else None
             undo.pop_all()
         # Above all that were given to workers: where agents may keep some, the journal is the only one to know.
-        self._next_rank = 0 if comeback is None else comeback.next_rank
+        self._next_rank = 0 if adoption is None else adoption.next_rank
         self._journals_ranks = settings.timeouts.adopt is not None and settings.runtime.has_agents
         self._planning = PlanThread(self._mailbox.interrupt)
         self._admin: ControlSocket | None = None
@@ -301,7 +301,7 @@ class ProcessIO:
                 trace=str(run_dir) if settings.run.trace else None,
                 frequency_guard=frequency_guard,
                 groups=self._groups.address if self._groups is not None else None,
-                generation=None if comeback is None else comeback.generation,
+                generation=None if adoption is None else adoption.generation,
             ),
         )
 
@@ -648,8 +648,8 @@ class _ManifestWriter:
     Nothing in the controller waits for a disk but the journal, whose line comes before a Prepare.
 
     Args:
-        adoption: what the journal says of workers that may be adopted (timeouts.adopt); {}: they may not.
-        comeback: the controller goes on with the journal of one that has died.
+        record: what the journal says of workers that may be adopted (timeouts.adopt); {}: they may not.
+        adoption: the controller goes on with the journal of one that has died.
     """
 
     def __init__(
@@ -659,8 +659,8 @@ class _ManifestWriter:
         spec: CheckpointSpec,
         mailbox: Mailbox,
         credentials: Credentials | None,
-        adoption: Mapping[str, object],
-        comeback: Comeback | None,
+        record: Mapping[str, object],
+        adoption: Adoption | None,
     ) -> None:
         self._run_dir = run_dir
         self._settings = settings
@@ -670,18 +670,18 @@ class _ManifestWriter:
         self._results: deque[ManifestWritten] = deque()
         self._thread: threading.Thread | None = None
         self._journal = Journal(run_dir)
-        if comeback is not None:  # the number of this line is that of no mesh epoch
-            here = adoption[SCRATCH]  # another one, if the fork server before had ended
-            moved = {} if here == comeback.scratch else {SCRATCH: here}
+        if adoption is not None:  # the number of this line is that of no mesh epoch
+            here = record[SCRATCH]  # another one, if the fork server before had ended
+            moved = {} if here == adoption.scratch else {SCRATCH: here}
             self._journal.append(
-                spec.incarnation, comeback.last_epoch, "adopt", generation=comeback.generation, **moved
+                spec.incarnation, adoption.last_epoch, "adopt", generation=adoption.generation, **moved
             )
             return
         # If this controller dies, the next one reads here what the run was, to complete what the workers wrote.
         about = {"run": spec.run, "identity": spec.fingerprint, "layout": spec.layout, "kinds": spec.kinds}
-        # With them it may also take over workers that still live. The journal is its owner's alone.
+        # With them it may also adopt workers that still live. The journal is its owner's alone.
         links = {"credentials": credentials.to_dict()} if credentials is not None else {}
-        self._journal.append(spec.incarnation, 0, "resume" if spec.step else "start", **about, **links, **adoption)
+        self._journal.append(spec.incarnation, 0, "resume" if spec.step else "start", **about, **links, **record)
 
     def journal(self, prepare: Prepare, fields: Mapping[str, object]) -> None:
         self._journal.append(self._incarnation, prepare.epoch, "prepare", after=prepare.after, **fields)

@@ -24,7 +24,7 @@ from elaswave_spmd.run_dir.captured_output import CapturedOutput
 from elaswave_spmd.run_dir.display import count
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
 from elaswave_spmd.runtime.processes import fork_server_client
-from elaswave_spmd.runtime.processes.agents import Agents, TakenOver
+from elaswave_spmd.runtime.processes.agents import AdoptedLife, Agents
 from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, ForkServerSpec
 from elaswave_spmd.runtime.processes.launcher import Launcher
@@ -198,7 +198,7 @@ def open_agents(settings: Settings, start: ResumePoint | None) -> Agents | None:
     """Open the rendezvous; None: the run has none.
 
     Args:
-        start: of a controller that takes over the workers of one that has died; None: it does not.
+        start: of a controller that adopts the workers of one that has died; None: it does not.
     """
     runtime, workers = settings.runtime, settings.mesh.shape.num_workers
     if runtime.rendezvous is None:
@@ -214,11 +214,11 @@ def open_agents(settings: Settings, start: ResumePoint | None) -> Agents | None:
     host = listen_host(runtime)
     secret = read_secret(runtime.token_file, where=checks.override("runtime.token_file", runtime.token_file))
     where = endpoint("runtime.rendezvous", runtime.rendezvous)
-    if start is not None and (comeback := start.comeback) is not None:
-        assert comeback.credentials is not None, "agents are for runtime.transport=tcp"
-        here, first_free = frozenset(comeback.made), comeback.next_rank
-        life = TakenOver(start.run, start.incarnation, comeback.generation, here, first_free)
-        return Agents(where, secret, comeback.credentials, host, 0, life)
+    if start is not None and (adoption := start.adoption) is not None:
+        assert adoption.credentials is not None, "agents are for runtime.transport=tcp"
+        here, first_free = frozenset(adoption.made), adoption.next_rank
+        life = AdoptedLife(start.run, start.incarnation, adoption.generation, here, first_free)
+        return Agents(where, secret, adoption.credentials, host, 0, life)
     credentials = credentials_of(runtime)
     assert credentials is not None, "agents are for runtime.transport=tcp"
     return Agents(where, secret, credentials, host, runtime.agents or 0)

@@ -47,7 +47,7 @@ from elaswave_spmd.controller.actions import (
 )
 from elaswave_spmd.controller.admin_client import SOCKET
 from elaswave_spmd.controller.admin_server import Administration
-from elaswave_spmd.controller.adopter import Takeover
+from elaswave_spmd.controller.adopter import Adopter
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator, CheckpointSpec
 from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.events import (
@@ -78,7 +78,7 @@ from elaswave_spmd.controller.planning import Planned
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.replica_verification import ReplicaVerifier
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
-from elaswave_spmd.controller.resume import Comeback
+from elaswave_spmd.controller.resume import Adoption
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.controller.run_log import RunLog, mean_loss
 from elaswave_spmd.controller.stopping import Stopping
@@ -128,7 +128,7 @@ class Controller:
         frequencies: of the workers' devices; None: they stay as they are.
         model_checks: with what is known of an earlier run; None: nothing is.
         has_gone_back: the run has begun again before, since nobody could tell which worker was wrong.
-        comeback: the controller takes over the workers of one that has died; None: it starts its own.
+        adoption: the controller adopts the workers of one that has died; None: it starts its own.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Controller:
         model_checks: ModelChecks | None = None,
         *,
         has_gone_back: bool = False,
-        comeback: Comeback | None = None,
+        adoption: Adoption | None = None,
     ) -> None:
         settings, now = plan.settings, io.now()
         self.outcome: Outcome | None = None
@@ -151,7 +151,7 @@ class Controller:
         policy = ReschedulePolicy.from_settings(settings, plan.job.steps)
         measured = MeasuredCosts(policy.schedule, plan.costs, follows_speeds=policy.schedule.microbatches)
         draw = CheckDraw(plan.job.seed, plan.job.verify_rate)
-        came_back = comeback is not None
+        came_back = adoption is not None
         self.protocol = _protocol_of(plan, checkpoints.step, measured, draw, log.validations, came_back=came_back)
         verdicts = Verdicts(settings, self.protocol, has_gone_back=has_gone_back)
         self._verifier = Verifier(verdicts, draw, self.protocol)
@@ -197,14 +197,14 @@ class Controller:
             settings.elastic,
         )
         self._generation = FIRST
-        self._later: deque[Event] = deque()  # what has come while workers were taken over
-        self._takeover: Takeover | None = None
-        if comeback is not None:
-            self._generation = comeback.generation
-            self._roster.taken_over(comeback.next_rank)
-            self._ready.update(comeback.pids)
-            self._takeover = Takeover(
-                comeback,
+        self._later: deque[Event] = deque()  # what has come while workers were adopted
+        self._adopter: Adopter | None = None
+        if adoption is not None:
+            self._generation = adoption.generation
+            self._roster.begin_at(adoption.next_rank)
+            self._ready.update(adoption.pids)
+            self._adopter = Adopter(
+                adoption,
                 plan,
                 self.protocol,
                 self._roster,
@@ -226,7 +226,7 @@ class Controller:
             while self.outcome is None:
                 # A Tick comes at the failure detector's next deadline at the latest: nothing else polls.
                 event = self._next_event()
-                if self._takeover is not None and self._takeover.postpones(event):
+                if self._adopter is not None and self._adopter.postpones(event):
                     self._later.append(event)  # neither refused nor logged before it is known how far the run is
                     continue
                 if isinstance(event, Received) and (why := self._refusal(event)):
@@ -252,8 +252,8 @@ class Controller:
         return self.outcome
 
     def _next_event(self) -> Event:
-        """The next event, and first those that have come while workers were taken over."""
-        if self._later and self._takeover is None:
+        """The next event, and first those that have come while workers were adopted."""
+        if self._later and self._adopter is None:
             return self._later.popleft()
         return self._io.next_event(self._supervision.next_tick)
 
@@ -264,7 +264,7 @@ class Controller:
     def _refusal(self, event: Received) -> str:
         """Why a message cannot be right, so that nothing acts on it or writes it down; empty if it can."""
         protocol = self.protocol
-        last_epoch = protocol.last_epoch if self._takeover is None else self._takeover.last_epoch
+        last_epoch = protocol.last_epoch if self._adopter is None else self._adopter.last_epoch
         at = ControllerPosition(protocol.version, last_epoch, self._roster.num_ranks, self._ready)
         num_elements = None
         if event.payloads:
@@ -282,8 +282,8 @@ class Controller:
         why_not = self._io.open_admin()
         message = f"the run cannot be asked: no {SOCKET} in its directory ({why_not})"
         no_admin: list[Action] = [Record("no_ctl", {"message": message})] if why_not else []
-        if self._takeover is not None:
-            return [*no_admin, *self._takeover.start(self._io.now())]
+        if self._adopter is not None:
+            return [*no_admin, *self._adopter.start(self._io.now())]
         return [*no_admin, Spawn(self._plan.placement.mesh.members, newcomers=False)]
 
     # ---- events in, actions out
@@ -291,16 +291,16 @@ class Controller:
     def decide(self, event: Event, now: float) -> Iterable[Action]:
         """The actions that follow from an event.
 
-        `run` has already refused messages that cannot be right, and events that a takeover postpones are decided
+        `run` has already refused messages that cannot be right, and events that the adopter postpones are decided
         after it.
         """
-        if (takeover := self._takeover) is not None:
+        if (adopter := self._adopter) is not None:
             if isinstance(event, AgentBack):
                 self._ready |= event.workers
-                self._roster.taken_over(1 + max(event.made, default=-1))
-            actions = takeover.decide(event, now)
-            if takeover.is_over:
-                self._takeover = None
+                self._roster.begin_at(1 + max(event.made, default=-1))
+            actions = adopter.decide(event, now)
+            if adopter.is_over:
+                self._adopter = None
                 actions += self._acknowledge()
             return actions
         # Manifests first: a run that is ending may be waiting for its last one.
@@ -660,7 +660,7 @@ def _protocol_of(
     Args:
         version: at which it begins.
         known: the validations until then.
-        came_back: it takes over the workers of a controller that has died.
+        came_back: it adopts the workers of a controller that has died.
     """
     settings, job = plan.settings, plan.job
     spec = ProtocolSpec(

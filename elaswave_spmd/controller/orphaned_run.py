@@ -20,7 +20,7 @@ from typing import Any
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.resume import saved, without_those_of_one_command
 from elaswave_spmd.conf.schema import RAY, MeshSettings, Settings
-from elaswave_spmd.controller.resume import Comeback, ResumePoint, known_digests, known_validations, lock_resumed
+from elaswave_spmd.controller.resume import Adoption, ResumePoint, known_digests, known_validations, lock_resumed
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.recovery.generations import FIRST
 from elaswave_spmd.recovery.messages import Prepare
@@ -58,8 +58,8 @@ def _digest(settings: Settings) -> str:
 
 
 @dataclass(frozen=True)
-class Living:
-    """The living workers of a controller that has died, taken over with their fork server.
+class OrphanedRun:
+    """The living workers of a controller that has died, adopted with their fork server.
 
     Args:
         settings: of the run, on the mesh that it was started with.
@@ -73,14 +73,14 @@ class Living:
     start: ResumePoint
 
     @property
-    def comeback(self) -> Comeback:
+    def adoption(self) -> Adoption:
         """The facts with which the controller begins."""
-        assert self.start.comeback is not None
-        return self.start.comeback
+        assert self.start.adoption is not None
+        return self.start.adoption
 
     def open_run_dir(self) -> RunDir:
         """The run's directory, whose lock is held."""
-        return RunDir.reopen(self.comeback.run_dir)
+        return RunDir.reopen(self.adoption.run_dir)
 
     def give_back(self) -> None:
         """Leave the workers to another controller: this one cannot begin, and has told them nothing yet."""
@@ -92,8 +92,8 @@ class Living:
             lock.close()
 
 
-def find_living(settings: Settings) -> Living | None:
-    """Take over the workers of the run that is resumed; None: it has none that wait for a controller.
+def find_orphaned_run(settings: Settings) -> OrphanedRun | None:
+    """Adopt the workers of the run that is resumed; None: it has none that wait for a controller.
 
     Raises:
         ConfigError: another controller drives the run; or the workers were started with other settings, or on another
@@ -112,7 +112,7 @@ def find_living(settings: Settings) -> Living | None:
     may_have_agents = settings.runtime.has_agents and lock.was_left
     found = None
     try:
-        found = _take_over(settings, path, lock, may_have_agents=may_have_agents)
+        found = _adopt(settings, path, lock, may_have_agents=may_have_agents)
     finally:
         if found is None:
             lock.close()
@@ -128,8 +128,8 @@ def newcomers(scratch: str, orphans: Orphans) -> tuple[int, ...]:
     return tuple(rank for rank in known if read_address(scratch, rank) is None)
 
 
-def _take_over(settings: Settings, path: Path, lock: RunLock, *, may_have_agents: bool) -> Living | None:
-    """Take over the workers of the run in `path`, whose lock is held.
+def _adopt(settings: Settings, path: Path, lock: RunLock, *, may_have_agents: bool) -> OrphanedRun | None:
+    """Adopt the workers of the run in `path`, whose lock is held.
 
     Returns: None if there are none, or if they are to end.
     """
@@ -150,7 +150,7 @@ def _take_over(settings: Settings, path: Path, lock: RunLock, *, may_have_agents
             return None
         prepared = [line for line in lines if line["reason"] == "prepare"]
         known_ranks = [orphans.next_rank, *(line[NEXT_RANK] for line in lines if NEXT_RANK in line)]
-        comeback = Comeback(
+        adoption = Adoption(
             run_dir=path,
             generation=FIRST + 1 + sum(line["reason"] == ADOPT for line in lines),
             last_epoch=lines[-1]["epoch"] + 1,  # of the journal's next line
@@ -175,10 +175,10 @@ def _take_over(settings: Settings, path: Path, lock: RunLock, *, may_have_agents
             validations=known_validations(path),
             digests=known_digests(path),
             locks=(lock,),
-            comeback=comeback,
+            adoption=adoption,
         )
         undo.pop_all()
-        return Living(replace(settings, mesh=mesh), fork_server, start)
+        return OrphanedRun(replace(settings, mesh=mesh), fork_server, start)
 
 
 def _mesh_of_workers(
@@ -198,7 +198,7 @@ def _mesh_of_workers(
             # Whether any lives elsewhere is not known. If so, its agent has it save its state, and joins after that.
             print(_OTHER_SETTINGS, flush=True)
             return None
-        # Before anything is taken over: with the settings that they have they can still be adopted.
+        # Before anything is adopted: with the settings that they have they can still be adopted.
         raise ConfigError(
             f"workers of the run in {path} still live, and were started with other settings",
             rule="a controller that comes back has the settings of the workers that it adopts",
@@ -243,7 +243,7 @@ _NOBODY = Orphans({}, 0, (), 0.0)
 
 
 def _fork_server(folder: str, settings: Settings) -> tuple[tuple[ForkServerClient, Scratch] | None, Orphans]:
-    """Take over the fork server of this machine, with its workers; None: it has none that has lost its controller."""
+    """Adopt the fork server of this machine, with its workers; None: it has none that has lost its controller."""
     try:
         scratch = Scratch.adopted(folder)
     except OSError:

@@ -56,8 +56,8 @@ _WAITING = "waiting for the workers of a controller that was killed: they write 
 
 
 @dataclass(frozen=True)
-class Comeback:
-    """The facts with which a controller takes over the workers of one that has died, in the same directory.
+class Adoption:
+    """The facts with which a controller adopts the workers of one that has died, in the same directory.
 
     Args:
         run_dir: the run's directory.
@@ -106,7 +106,7 @@ class ResumePoint:
         digests: layer -> digest of the bits that its kind computed when the run was checked first (`model_check`).
         schedule_change: its length and learning rates beside those that it was saved with; None: a new run.
         locks: held as long as the run lasts; the last one is that of its own directory.
-        comeback: the controller takes over living workers, which are at about the last known line; None: it does not.
+        adoption: the controller adopts living workers, which are at about the last known line; None: it does not.
     """
 
     run: str
@@ -118,7 +118,7 @@ class ResumePoint:
     digests: Mapping[str, str] = field(default_factory=dict)
     schedule_change: ScheduleChange | None = None
     locks: tuple[RunLock, ...] = ()
-    comeback: Comeback | None = None
+    adoption: Adoption | None = None
 
     @classmethod
     def fresh(cls, run_dir: Path) -> ResumePoint:
@@ -128,7 +128,7 @@ class ResumePoint:
     @property
     def step(self) -> int:
         """The version that the run begins at."""
-        if self.comeback is not None:
+        if self.adoption is not None:
             return max(self.lines, default=0)
         return self.checkpoint.step if self.checkpoint is not None else 0
 
@@ -143,7 +143,7 @@ class ResumePoint:
 
     def announce(self, observer: RunObserver, mesh: str) -> None:
         """Log that the run is resumed, if it is. The observer gets the lines that must come out again bit for bit."""
-        if self.comeback is not None:
+        if self.adoption is not None:
             observer.expect(self.lines, self.validations, first=self.step + 1, same=True)
             return
         if self.checkpoint is not None:
@@ -447,12 +447,12 @@ def _check_validations(job: Job, known: Mapping[tuple[int, int], str], step: int
 
 
 def known_validations(run_dir: Path) -> dict[tuple[int, int], str]:
-    """The validations of a run that a controller takes over: (step, micro-batches) -> loss_hex."""
+    """The validations of a run that a controller adopts: (step, micro-batches) -> loss_hex."""
     return _losses(still_valid(read_events(run_dir), "validation"))
 
 
 def known_digests(run_dir: Path) -> dict[str, str]:
-    """The digests of the check of the model, of a run that a controller takes over."""
+    """The digests of the check of the model, of a run that a controller adopts."""
     return _digests(run_dir)
 
 

@@ -33,7 +33,7 @@ class Roster:
         """All ranks below it have been given to workers, living or not."""
         return self._next_rank
 
-    def taken_over(self, next_rank: int) -> None:
+    def begin_at(self, next_rank: int) -> None:
         """All ranks below this one have been given to workers, by a controller before this one."""
         self._next_rank = max(self._next_rank, next_rank)
 

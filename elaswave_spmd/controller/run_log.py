@@ -361,7 +361,7 @@ class RunLog:
         self._version = start.step
         self._committed_at = 0.0
         # The first mesh has its configuration: steps are timed from then on.
-        self._placed = start.comeback is not None
+        self._placed = start.adoption is not None
         # Of steps that were done, or under way, while there was no controller:
         self._missing = 0
         self._each_s: float | None = None
@@ -386,8 +386,8 @@ class RunLog:
         """The run begins: its header, and where it goes on from if it is resumed."""
         plan, observer = self._plan, self.observer
         observer.on_start(run_info(plan, plan.data, observer.run_dir.path, self._start.step))
-        if (comeback := self._start.comeback) is not None:
-            self._record.generation = comeback.generation
+        if (adoption := self._start.adoption) is not None:
+            self._record.generation = adoption.generation
         self._start.announce(observer, plan.placement.mesh.shape.name)
         if plan.job.validate_every and not plan.job.validates:
             observer.on_event(

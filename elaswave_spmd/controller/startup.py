@@ -36,7 +36,7 @@ from elaswave_spmd.controller.launching import (
 )
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.model_checks import ModelChecks
-from elaswave_spmd.controller.orphaned_run import Living, find_living
+from elaswave_spmd.controller.orphaned_run import OrphanedRun, find_orphaned_run
 from elaswave_spmd.controller.outcomes import Outcome, RestartFrom, RunFinished, RunStopped
 from elaswave_spmd.controller.resume import ResumePoint, complete, open_run
 from elaswave_spmd.controller.run_log import RunLog
@@ -261,8 +261,8 @@ class _Lives:
         # A signal that comes before the workers are adopted is an event afterwards: they have state to save.
         with self._signals.held():
             # A run that begins again has ended its workers.
-            if not self._has_begun_again and (living := find_living(settings)) is not None:
-                return self._go_on(living)
+            if not self._has_begun_again and (orphaned := find_orphaned_run(settings)) is not None:
+                return self._go_on(orphaned)
         self._signals.check()  # one may have come by now, or while the last life was cleared up
         # No signal finds the directory half made, or with nobody who removes it.
         with self._signals.held():
@@ -287,21 +287,21 @@ class _Lives:
             self._signals.check()
             yield
 
-    def _go_on(self, living: Living) -> Outcome:
+    def _go_on(self, orphaned: OrphanedRun) -> Outcome:
         """The life of a controller that has come back: as `_run_once`, with the workers of the one before."""
-        settings = living.settings
+        settings = orphaned.settings
         with contextlib.ExitStack() as unmade:
-            unmade.callback(living.give_back)  # until a controller is made, an error leaves them to the next one
+            unmade.callback(orphaned.give_back)  # until a controller is made, an error leaves them to the next one
             raise_fd_limit_for(settings)
-            agents = open_agents(settings, living.start)
+            agents = open_agents(settings, orphaned.start)
             if agents is not None:
                 unmade.callback(agents.give_back)
                 print(f"waiting for the agents of the run at {settings.runtime.rendezvous}", flush=True)
-            client, scratch = living.fork_server or self._new_fork_server(settings)
+            client, scratch = orphaned.fork_server or self._new_fork_server(settings)
             launcher = Launcher(client, agents)
             undo = unmade.pop_all()
         with self._ending(launcher, scratch), undo:
-            return self._run_with(launcher, settings, scratch.path, None, living, undo)
+            return self._run_with(launcher, settings, scratch.path, None, orphaned, undo)
 
     def _new_fork_server(self, settings: Settings) -> tuple[ForkServerClient, Scratch]:
         """A fork server for newcomers, in place of one that has ended with its workers."""
@@ -330,7 +330,7 @@ class _Lives:
         settings: Settings,
         scratch: str,
         again: Path | None,
-        living: Living | None = None,
+        orphaned: OrphanedRun | None = None,
         until_made: contextlib.ExitStack | None = None,
     ) -> Outcome:
         """Carry out a life, from its data to the end of its workers.
@@ -349,12 +349,12 @@ class _Lives:
         plan = plan_run(settings, data, costs=costs)
         check_given_weights(plan)
         # Planned twice where there are agents: what is wrong with the settings is found before anybody waits for them.
-        if living is not None:
+        if orphaned is not None:
             if launcher.agents is not None:
                 launcher.agents.go_on(most_workers(settings), settings.to_dict(), data.to_dict())
         elif (topology := gather(launcher, settings, data)) is not None:
             plan = plan_run(settings, data, topology, costs)
-        begun = self._begin(plan, launcher, scratch, again, living, until_made or contextlib.ExitStack())
+        begun = self._begin(plan, launcher, scratch, again, orphaned, until_made or contextlib.ExitStack())
         return self._train(plan, launcher, begun)
 
     def close(self) -> None:
@@ -394,7 +394,7 @@ class _Lives:
         launcher: Launcher,
         scratch: str,
         again: Path | None,
-        living: Living | None,
+        orphaned: OrphanedRun | None,
         until_made: contextlib.ExitStack,
     ) -> _Begun:
         """All that a controller needs, and the controller. Until workers train, an error leaves no trace of the run.
@@ -406,13 +406,13 @@ class _Lives:
             # No signal comes between the making of a directory and the note that it is to be removed. One that is
             # resumed stays anyway, and may be waited for.
             with signals.held() if plan.settings.train.resume is None else contextlib.nullcontext():
-                if living is None:
+                if orphaned is None:
                     run_dir, start = open_run(plan, plan.data, again)
                     undo.callback(start.close)
                 else:  # `until_made` leaves all to the next controller
-                    run_dir, start = living.open_run_dir(), living.start
+                    run_dir, start = orphaned.open_run_dir(), orphaned.start
                 undo.callback(run_dir.discard)
-            if living is None:
+            if orphaned is None:
                 signals.check()
             launcher.ready()
             display = make_display(choice=plan.settings.run.display, captured=self._captured)
@@ -430,7 +430,7 @@ class _Lives:
                 frequencies=frequencies,
                 has_gone_back=self._has_gone_back,
             )
-            if living is None or living.fork_server is None:
+            if orphaned is None or orphaned.fork_server is None:
                 launcher.hold(run_dir.path / WORKERS_LOCK)
             start.life_began()
             undo.pop_all()
@@ -560,7 +560,7 @@ def make_controller(
     start = start or ResumePoint.fresh(run_dir)
     checkpoints = CheckpointSpec.for_run(plan, start, run_dir)
     guard = frequencies.socket if frequencies is not None else None
-    io = ProcessIO(plan, launcher, scratch, run_dir, checkpoints, frequency_guard=guard, comeback=start.comeback)
+    io = ProcessIO(plan, launcher, scratch, run_dir, checkpoints, frequency_guard=guard, adoption=start.adoption)
     from elaswave_spmd.worker.plan_run import given_digests
 
     model_checks = ModelChecks(plan, start.digests, given_digests(plan))
@@ -573,5 +573,5 @@ def make_controller(
         frequencies,
         model_checks,
         has_gone_back=has_gone_back,
-        comeback=start.comeback,
+        adoption=start.adoption,
     )

@@ -23,7 +23,7 @@ from elaswave_spmd.conf.schema import LINKS
 from elaswave_spmd.controller.events import AgentBack, BeatsReceived, Event, MoveRequested, Received, WorkerEnded
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.outcomes import RestartFrom, RunFinished, RunStopped
-from elaswave_spmd.controller.resume import Comeback
+from elaswave_spmd.controller.resume import Adoption
 from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.models import LayeredModel, Objective
 from elaswave_spmd.recovery import messages as m
@@ -261,23 +261,23 @@ class SimulatedCluster:
         self.journal.clear()
         self._make_controller(None)
 
-    def _make_controller(self, comeback: Comeback | None) -> None:
+    def _make_controller(self, adoption: Adoption | None) -> None:
         """A controller, which starts the workers of the placement, or adopts those that live."""
         checkpoint, arguments = self._checkpoint, (self._policy, self._starting.elastic, self._action)
         how = {"adopts": self._adopts, "collectives": self.collectives}
         plan = run_plan(self._job, self._healthy, self._description, *arguments, **how)
         self._io = SimulatedIO(self)
         spec = checkpoint_spec(plan, self._orders, checkpoint)
-        if comeback is not None:
+        if adoption is not None:
             step = len(self.result.losses)
-            spec = dataclasses.replace(spec, step=step, newest=comeback.newest_checkpoint, came_back=True)
+            spec = dataclasses.replace(spec, step=step, newest=adoption.newest_checkpoint, came_back=True)
         self.controller = Controller(
             plan,
             self._io,
-            SimulatedLog(plan, self, checkpoint, comeback),
+            SimulatedLog(plan, self, checkpoint, adoption),
             spec,
             has_gone_back=self._has_gone_back,
-            comeback=comeback,
+            adoption=adoption,
         )
         if self.controller.protocol.widest is not None:  # else everybody has a link to everybody, as by the settings
             self.controller.protocol.widest = self._widest
@@ -543,7 +543,7 @@ class SimulatedCluster:
         # The journal has a line of each controller that came back, with an epoch that no Prepare has.
         self._last_epoch = 1 + max(self._last_epoch, prepared.epoch if prepared is not None else 0)
         self._make_controller(
-            Comeback(
+            Adoption(
                 RUN_DIR,
                 self._generation,
                 self._last_epoch,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elaswave_spmd.controller.resume import Comeback
+from elaswave_spmd.controller.resume import Adoption
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.worker.stage_boundary import Crossing
 from tests.cluster.faults import Link, MessageFault
@@ -219,8 +219,8 @@ class PairedCluster(GroupedCluster):
         self.pair_hub = PairHub(seed, self._absent, failing_pairs, losing, meets)
         self._pairs: dict[tuple[int, int], MadeUpPairs] = {}  # by incarnation of the controller, and rank
 
-    def _make_controller(self, comeback: Comeback | None) -> None:
-        super()._make_controller(comeback)
+    def _make_controller(self, adoption: Adoption | None) -> None:
+        super()._make_controller(adoption)
         self.controller._bounds = replace(self.controller._bounds, pairs=True)  # as with the setting
 
     def _pairs_of(self, rank: int) -> MadeUpPairs:

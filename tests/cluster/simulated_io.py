@@ -40,7 +40,7 @@ from elaswave_spmd.controller.events import (
 )
 from elaswave_spmd.controller.io import Spawned
 from elaswave_spmd.controller.planning import PlanRequest
-from elaswave_spmd.controller.resume import Comeback, ResumePoint
+from elaswave_spmd.controller.resume import Adoption, ResumePoint
 from elaswave_spmd.controller.run_log import RunLog
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.recovery import messages as m
@@ -191,14 +191,14 @@ class SimulatedLog(RunLog):
         plan: RunPlan,
         cluster: SimulatedCluster,
         start: KeptCheckpoint | None,
-        comeback: Comeback | None = None,
+        adoption: Adoption | None = None,
     ) -> None:
         job, known = plan.job, cluster.result.validation
         tokens = job.num_validation_microbatches * job.microbatch_size * job.seq_len
         validations = {(step, job.num_validation_microbatches): (loss / tokens).hex() for step, loss in known.items()}
-        lines = cluster.lines if comeback is not None else {}
+        lines = cluster.lines if adoption is not None else {}
         checkpoint = cast(Any, start)
-        point = ResumePoint("simulated", 1, checkpoint, lines=lines, validations=validations, comeback=comeback)
+        point = ResumePoint("simulated", 1, checkpoint, lines=lines, validations=validations, adoption=adoption)
         super().__init__(plan, MemoryObserver(cluster), point)
         self._cluster = cluster
 

@@ -170,8 +170,8 @@ class AgentNotice:
 
 
 @dataclass(frozen=True, slots=True)
-class TakenOver:
-    """The life of a run whose workers a controller takes over from the one before it.
+class AdoptedLife:
+    """The life of a run whose workers a controller adopts from the one before it.
 
     Args:
         run, incarnation: of the life.
@@ -199,7 +199,7 @@ class Agents:
         credentials: of the run's links.
         host: address of this machine on which links listen.
         wanted: number of agents that the run waits for before it begins.
-        life: of the run, whose workers are taken over; None: those of no one.
+        life: of the run, whose workers are adopted; None: those of no one.
 
     Raises:
         ConfigError: the address is in use, or is not one of this machine.
@@ -212,7 +212,7 @@ class Agents:
         credentials: Credentials,
         host: str,
         wanted: int,
-        life: TakenOver | None = None,
+        life: AdoptedLife | None = None,
     ) -> None:
         import torch
 

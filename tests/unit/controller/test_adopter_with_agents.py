@@ -8,10 +8,10 @@ from typing import Any, cast
 from unittest.mock import Mock
 
 from elaswave_spmd.controller.actions import AdoptWorker, Kill
-from elaswave_spmd.controller.adopter import Takeover
+from elaswave_spmd.controller.adopter import Adopter
 from elaswave_spmd.controller.events import AgentBack, AgentCame, BeatsReceived, Received, Tick, WorkerEnded
 from elaswave_spmd.controller.io import ProcessIO
-from elaswave_spmd.controller.resume import Comeback
+from elaswave_spmd.controller.resume import Adoption
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.packed_reconfigure import Packer, Unpacker
 from elaswave_spmd.runtime.processes.agents import AgentNews, Agents, RemoteExited
@@ -25,23 +25,23 @@ HEARTBEAT_S = 1.0  # the most that a tick counts
 
 
 class World:
-    """A takeover with workers 0 and 1 beside the controller, and members 2 and 3 elsewhere; `over`: it has all."""
+    """An adopter with workers 0 and 1 beside the controller, and members 2 and 3 elsewhere; `over`: it has all."""
 
     def __init__(self, *, has_agents: bool = True) -> None:
         timeouts = SimpleNamespace(progress=float(PROGRESS_S), start=float(START_S), heartbeat=HEARTBEAT_S)
         plan = SimpleNamespace(settings=SimpleNamespace(timeouts=timeouts))
-        comeback = Comeback(RUN_DIR, 2, 1, pids={0: 10, 1: 11}, made=(0, 1), has_agents=has_agents, seconds=1.0)
+        adoption = Adoption(RUN_DIR, 2, 1, pids={0: 10, 1: 11}, made=(0, 1), has_agents=has_agents, seconds=1.0)
         ignored = dict.fromkeys(("watch", "forget", "postpone", "heartbeat"), lambda *_: None)
-        arguments: list[Any] = [comeback, plan, None, None, SimpleNamespace(**ignored), None, 0, None]
-        self.takeover = Takeover(*cast(Any, arguments))
+        arguments: list[Any] = [adoption, plan, None, None, SimpleNamespace(**ignored), None, 0, None]
+        self.adopter = Adopter(*cast(Any, arguments))
         self.now = 0.0
         self.over: list[float] = []
-        self.takeover._finish = lambda now: self.over.append(now) or []  # type: ignore[method-assign]
-        assert self.takeover.start(self.now) == [AdoptWorker(0), AdoptWorker(1)]
+        self.adopter._finish = lambda now: self.over.append(now) or []  # type: ignore[method-assign]
+        assert self.adopter.start(self.now) == [AdoptWorker(0), AdoptWorker(1)]
 
     def happens(self, event: Any) -> list[Any]:
-        assert not self.takeover.postpones(event)
-        return self.takeover.decide(event, self.now)
+        assert not self.adopter.postpones(event)
+        return self.adopter.decide(event, self.now)
 
     def ticks(self, seconds: int) -> list[Any]:
         """So many seconds pass. Returns what follows."""
@@ -72,7 +72,7 @@ class World:
     @property
     def answers(self) -> list[int]:
         """Who has answered, and lives as far as is known."""
-        return sorted(self.takeover._gathered.answers)
+        return sorted(self.adopter._gathered.answers)
 
 
 def lost_with_agent(rank: int, host: str = "b") -> RemoteExited:
@@ -123,7 +123,7 @@ def test_members_that_are_known_to_have_ended_are_not_waited_for() -> None:
 
 def test_heartbeats_that_an_agent_sends_on_are_heard_of_those_that_have_answered() -> None:
     world, heard = World(), list[int]()
-    world.takeover._supervision = cast(
+    world.adopter._supervision = cast(
         Any, SimpleNamespace(heartbeat=lambda beat, _: heard.append(beat.rank), watch=Mock())
     )
     world.back(2, 3)
@@ -135,8 +135,8 @@ def test_heartbeats_that_an_agent_sends_on_are_heard_of_those_that_have_answered
 
 def test_agents_that_join_are_for_later() -> None:
     world = World()
-    assert world.takeover.postpones(AgentCame(-3, "c", 1))
-    assert not world.takeover.postpones(AgentBack(-3, "c", frozenset(), frozenset(), frozenset(), 0.0))
+    assert world.adopter.postpones(AgentCame(-3, "c", 1))
+    assert not world.adopter.postpones(AgentBack(-3, "c", frozenset(), frozenset(), frozenset(), 0.0))
 
 
 # ---- for how long
@@ -147,7 +147,7 @@ def test_a_machine_that_is_not_back_is_waited_for_as_long_as_an_action_may_take(
     world.answer(0, 1)
     assert world.ticks(PROGRESS_S) == [] and not world.over
     assert world.ticks(1) == [] and world.over
-    assert world.takeover._why_lost(2) == "its machine has not come back"
+    assert world.adopter._why_lost(2) == "its machine has not come back"
 
 
 def test_each_worker_has_as_long_as_a_first_action_since_it_was_asked() -> None:
@@ -159,8 +159,8 @@ def test_each_worker_has_as_long_as_a_first_action_since_it_was_asked() -> None:
     world.answer(3)
     assert world.ticks(START_S) == [] and not world.over
     assert world.ticks(1) == [Kill(2)] and world.over, "it has not answered"
-    assert world.takeover._why_lost(2) == "it has not answered the controller that came back"
-    assert world.takeover._why_lost(3) == "its process ended while there was no controller"
+    assert world.adopter._why_lost(2) == "it has not answered the controller that came back"
+    assert world.adopter._why_lost(3) == "its process ended while there was no controller"
 
 
 def test_workers_that_are_asked_late_are_waited_for_when_no_machine_is_any_more() -> None:
@@ -193,9 +193,9 @@ def test_a_pause_of_the_controller_is_no_time_that_anybody_has_had() -> None:
 def test_heartbeats_and_ticks_do_not_look_for_the_newest_mesh_epoch() -> None:
     """It is the largest of all messages, and there are thousands of heartbeats."""
     world = World()
-    newest = world.takeover._newest
+    newest = world.adopter._newest
     looks: list[int] = []
-    world.takeover._newest = lambda: looks.append(1) or newest()  # type: ignore[method-assign]
+    world.adopter._newest = lambda: looks.append(1) or newest()  # type: ignore[method-assign]
     world.answer(0, 1)
     assert len(looks) == 1, "when the last one that is awaited has answered"
     for _ in range(5):

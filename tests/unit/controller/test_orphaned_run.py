@@ -1,4 +1,4 @@
-"""Which runs a command takes over whose workers live on machines with agents, and what it leaves if it does not."""
+"""Which runs a command adopts whose workers live on machines with agents, and what it leaves if it does not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
 from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.conf.schema import AUTO, RAY, MeshSettings, Settings
 from elaswave_spmd.controller import orphaned_run as orphaned_run_module
-from elaswave_spmd.controller.orphaned_run import adoption_record, find_living
+from elaswave_spmd.controller.orphaned_run import adoption_record, find_orphaned_run
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.run_dir.directory import EVENTS, METRICS
 from elaswave_spmd.run_dir.journal import Journal
@@ -50,14 +50,14 @@ def settings(tmp_path: Path) -> Settings:
 
 
 def test_where_a_controller_was_killed_workers_of_agents_may_live(settings: Settings, tmp_path: Path) -> None:
-    living = find_living(settings)
-    assert living is not None and living.fork_server is None
-    comeback = living.comeback
-    assert comeback.has_agents and (comeback.generation, comeback.next_rank, comeback.made) == (2, 7, ())
+    orphaned = find_orphaned_run(settings)
+    assert orphaned is not None and orphaned.fork_server is None
+    adoption = orphaned.adoption
+    assert adoption.has_agents and (adoption.generation, adoption.next_rank, adoption.made) == (2, 7, ())
     assert (tmp_path / "run" / LOCK).read_text() != KILLED
-    living.give_back()
+    orphaned.give_back()
     assert (tmp_path / "run" / LOCK).read_text() == KILLED, "the next one finds them as well"
-    again = find_living(settings)
+    again = find_orphaned_run(settings)
     assert again is not None
     again.start.life_began()
     again.give_back()
@@ -68,7 +68,7 @@ def test_a_controller_that_has_ended_has_taken_its_agents_along(
     settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run" / LOCK).write_text("")
-    assert find_living(settings) is None and not capsys.readouterr().out
+    assert find_orphaned_run(settings) is None and not capsys.readouterr().out
 
 
 def test_a_run_on_one_machine_had_no_agents(
@@ -79,7 +79,7 @@ def test_a_run_on_one_machine_had_no_agents(
         alone = {**about(settings, tmp_path), "settings": "of another command"}
         del alone["credentials"]
         journal.append(2, 0, "start", run="abc", **alone)
-    assert find_living(settings) is None and not capsys.readouterr().out
+    assert find_orphaned_run(settings) is None and not capsys.readouterr().out
 
 
 def test_on_ray_the_next_controller_may_be_at_another_place(settings: Settings, tmp_path: Path) -> None:
@@ -91,10 +91,10 @@ def test_on_ray_the_next_controller_may_be_at_another_place(settings: Settings, 
 
     with Journal(tmp_path / "run") as journal:
         journal.append(2, 0, "resume", run="abc", **about(at("127.0.0.1:1", 4, RAY), tmp_path))
-    living = find_living(at("127.0.0.1:2", 3, RAY))
-    assert living is not None
-    living.give_back()
-    assert find_living(at("127.0.0.1:1", 4, AUTO)) is None, "nobody tells them"
+    orphaned = find_orphaned_run(at("127.0.0.1:2", 3, RAY))
+    assert orphaned is not None
+    orphaned.give_back()
+    assert find_orphaned_run(at("127.0.0.1:1", 4, AUTO)) is None, "nobody tells them"
 
 
 def test_workers_elsewhere_with_other_settings_are_told_of(
@@ -102,12 +102,12 @@ def test_workers_elsewhere_with_other_settings_are_told_of(
 ) -> None:
     """Nobody knows whether there are any, so it is no error; their agents have them save their state."""
     other = replace(settings, optim=replace(settings.optim, lr=settings.optim.lr / 2))
-    assert find_living(other) is None
+    assert find_orphaned_run(other) is None
     assert "started with other settings, and are not adopted: they save their state" in capsys.readouterr().out
     assert (tmp_path / "run" / LOCK).read_text() == KILLED, "with the settings of the run they can still be adopted"
-    living = find_living(settings)
-    assert living is not None
-    living.give_back()
+    orphaned = find_orphaned_run(settings)
+    assert orphaned is not None
+    orphaned.give_back()
 
 
 # ---- the mesh: that of the workers, whatever it was before
@@ -134,13 +134,13 @@ def test_another_mesh_is_refused_while_workers_live(
 ) -> None:
     monkeypatch.setattr(orphaned_run_module, "workers_live", lambda _: True)
     with pytest.raises(ConfigError, match="still live, on the mesh dp2, and another mesh is named, dp3") as refused:
-        find_living(on(on_two, OTHER))
+        find_orphaned_run(on(on_two, OTHER))
     assert "has the mesh of the workers" in refused.value.rule and refused.value.fix.startswith("no mesh")
     assert (tmp_path / "run" / LOCK).read_text() == KILLED, "without it they can still be adopted"
 
 
 def test_where_they_may_live_elsewhere_they_are_told_of(on_two: Settings, capsys: pytest.CaptureFixture[str]) -> None:
-    assert find_living(on(on_two, OTHER)) is None
+    assert find_orphaned_run(on(on_two, OTHER)) is None
     assert "not adopted: they save their state" in capsys.readouterr().out
 
 
@@ -151,15 +151,15 @@ def test_the_mesh_of_the_begin_or_of_an_earlier_life_is_no_other_one(
     text = on(settings, MeshSettings(dp=4)).to_yaml()
     (tmp_path / "run" / CONFIG).write_text(f"{FORMAT_FIELD}: {FORMAT_VERSION}\n{text}")
     for mesh in (EARLIER, MeshSettings(dp=4), MeshSettings(stages=(4,))):
-        living = find_living(on(on_two, mesh))
-        assert living is not None and living.settings.mesh == THEIRS
-        living.give_back()
+        orphaned = find_orphaned_run(on(on_two, mesh))
+        assert orphaned is not None and orphaned.settings.mesh == THEIRS
+        orphaned.give_back()
         says = f"its mesh is theirs, dp2, and not {mesh.shape.name}, as earlier"
         assert says in capsys.readouterr().out
 
 
 def test_nothing_is_said_of_the_mesh_that_they_have(on_two: Settings, capsys: pytest.CaptureFixture[str]) -> None:
     for mesh in (THEIRS, MeshSettings(stages=(2,))):
-        living = find_living(on(on_two, mesh))
-        assert living is not None and not capsys.readouterr().out
-        living.give_back()
+        orphaned = find_orphaned_run(on(on_two, mesh))
+        assert orphaned is not None and not capsys.readouterr().out
+        orphaned.give_back()

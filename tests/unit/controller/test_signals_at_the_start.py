@@ -33,7 +33,7 @@ def test_a_signal_while_the_directory_of_sockets_is_made(monkeypatch: pytest.Mon
     made: list[FakeScratch] = []
     monkeypatch.setattr(FakeScratch, "made", made, raising=False)
     monkeypatch.setattr(startup, "Scratch", FakeScratch)
-    monkeypatch.setattr(startup, "find_living", lambda _: None)
+    monkeypatch.setattr(startup, "find_orphaned_run", lambda _: None)
     monkeypatch.setattr(startup, "start_launcher", lambda *_, **__: pytest.fail("it has been interrupted"))
     lives: Any = startup._Lives.__new__(startup._Lives)
     lives._has_begun_again = False

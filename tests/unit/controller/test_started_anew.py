@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from elaswave_spmd.conf.schema import ElasticSettings
-from elaswave_spmd.controller.adopter import Takeover
-from elaswave_spmd.controller.resume import Comeback
+from elaswave_spmd.controller.adopter import Adopter
+from elaswave_spmd.controller.resume import Adoption
 from tests.cluster.kept_checkpoints import RUN_DIR
 
 MEMBERS = (0, 1, 2, 3)
@@ -17,9 +17,9 @@ MEMBERS = (0, 1, 2, 3)
 
 def started_anew(newcomers: tuple[int, ...], num_dead: int = 0, **elastic: Any) -> int:
     settings = SimpleNamespace(timeouts=None, elastic=ElasticSettings(**elastic))
-    comeback = Comeback(RUN_DIR, 2, 1, newcomers=newcomers)
-    arguments: list[Any] = [comeback, SimpleNamespace(settings=settings), None, None, None, None, 0, None]
-    return Takeover(*cast(Any, arguments))._number_anew(MEMBERS, num_dead)
+    adoption = Adoption(RUN_DIR, 2, 1, newcomers=newcomers)
+    arguments: list[Any] = [adoption, SimpleNamespace(settings=settings), None, None, None, None, 0, None]
+    return Adopter(*cast(Any, arguments))._number_anew(MEMBERS, num_dead)
 
 
 def test_without_spares_all_were_about_to_join() -> None:

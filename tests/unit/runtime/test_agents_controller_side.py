@@ -17,6 +17,7 @@ from elaswave_spmd.errors import ConfigError, DataError, RunError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes import agents as module
 from elaswave_spmd.runtime.processes.agents import (
+    AdoptedLife,
     AgentBack,
     AgentCame,
     AgentGone,
@@ -25,7 +26,6 @@ from elaswave_spmd.runtime.processes.agents import (
     AgentReady,
     Agents,
     RemoteExited,
-    TakenOver,
 )
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.processes.rendezvous import find_controller
@@ -667,7 +667,7 @@ def back(remote: Remote, life: tuple[str, int] = LIFE, *, before: tuple[int, ...
 @pytest.fixture
 def next_agents(port: int) -> Iterator[Agents]:
     """Those of the second controller of a life of the run."""
-    life = TakenOver(*LIFE, generation=2, here=frozenset({0, 1}), next_rank=8)
+    life = AdoptedLife(*LIFE, generation=2, here=frozenset({0, 1}), next_rank=8)
     made = Agents(("127.0.0.1", port), SECRET, RunKeys.make(), "127.0.0.1", 0, life)
     made.go_on(3, {}, {})
     yield made
