@@ -7,6 +7,7 @@ have replicas and learners like others, and no gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.checks import CheckDraw
 from elaswave_spmd.recovery.worker_protocol import Apply, WorkerProtocol
@@ -334,6 +336,8 @@ class StateReplica:
         gradient = self._context.hooks.computed(FaultPoint.NORM, step, gradient)
         self._gradients.setdefault(step, {})[key] = gradient
         loss, weight = self._loss_in(key, gradient)
+        if loss is not None and not self.sums.draws(step, pages.layer):  # else its checker looks at it
+            self._refuse_count(step, gradient)
         norms = page_norm_values(gradient, self._layout.page_size) if loss is None else []
         self._context.hooks.on_point(FaultPoint.NORM, step)
         self.sums.gradient(step, key, gradient, norms)
@@ -399,18 +403,47 @@ class StateReplica:
     def _loss_in(self, key: PageRange, gradient: Tensor) -> tuple[float | None, float | None]:
         """The loss and its weight in a reduced gradient, if it is that of the loss page, and losses have a weight.
 
-        Raises:
-            ModelError: losses of some micro-batches have weights, and of others none.
+        The weight is not a number where only some micro-batches have one: such a step is never applied as it is.
         """
         if key != self._loss_range:
             return None, None
         loss, weight, number = gradient[:3].tolist()  # as GradientBuffer.add_loss puts them there
-        if number not in (0.0, self._job.num_microbatches):
+        if not number:
+            return loss, None
+        return loss, weight if number == self._job.num_microbatches else math.nan
+
+    def _refuse_count(self, step: int, gradient: Tensor) -> None:
+        """Look at the number of micro-batches that have a weight, in the reduced gradient of the loss page.
+
+        Raises:
+            ModelError: losses of some micro-batches have weights, and of others none.
+            RunError: it is no number of micro-batches. That no model does.
+        """
+        number, of = gradient[2].item(), self._job.num_microbatches
+        if number in (0, of):
+            return
+        if number in range(of):
             raise mixed_weights(
-                f"loss(output, batch) has returned a weight for {number:.0f} of {self._job.num_microbatches} "
-                "micro-batches"
+                f"loss(output, batch) has returned a weight for {number:.0f} of {of} micro-batches in step {step}"
             )
-        return loss, weight if number else None
+        raise RunError(
+            f"the loss page of step {step} says that {number:g} of {of} micro-batches have a weight, which no sum over "
+            "micro-batches does: a device or memory has changed it, here or where its parts were added up; verify.rate "
+            "finds out whose"
+        )
+
+    def refuse_mixed_weights(self, step: int) -> None:
+        """Look at the weights of the losses of a step as the checker of the loss page, which has found it right.
+
+        Nobody looks before that: what is wrong there may be a device, and no model.
+
+        Raises:
+            ModelError: losses of some micro-batches have weights, and of others none.
+        """
+        if self._loss_range is None or not self.sums.has_checked(step, self._loss_range):
+            return
+        if (gradient := self._gradients.get(step, {}).get(self._loss_range)) is not None:
+            self._refuse_count(step, gradient)
 
     def reduced_gradients(self, step: int) -> tuple[PageRange, ...]:
         """The page ranges whose reduced gradient of this step is here."""

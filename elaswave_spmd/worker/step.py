@@ -158,6 +158,7 @@ class StepRunner:
             self._waiting.check_configuration()
         yield from self._until_parameters_arrived(step - 1)
         yield from self._until_checked(step)
+        self._replica.refuse_mixed_weights(step)
         yield from self._until_compared(step - 1)
         self._microbatches.report_data_wait(step)
         yield from self._until_sound(step)

@@ -45,6 +45,7 @@ class _Check:
         reduction: of the micro-batches that have come.
         added: its own result; `given`: that of the primary.
         is_settled: both were the same, or the controller has accepted them.
+        has_agreed: both were the same.
     """
 
     pages: ReplicaSet
@@ -52,6 +53,7 @@ class _Check:
     added: Result | None = None
     given: Result | None = None
     is_settled: bool = False
+    has_agreed: bool = False
     is_reported: bool = False
 
 
@@ -161,7 +163,9 @@ class SumChecks:
         if before is None:
             uses, device = uses_of(self._layout, pages), self._digester.device
             return _Check(pages, RangeReduction(uses, self._placement.num_microbatches, device))
-        return _Check(pages, before.reduction, added=before.added, is_settled=before.is_settled)
+        return _Check(
+            pages, before.reduction, added=before.added, is_settled=before.is_settled, has_agreed=before.has_agreed
+        )
 
     def _drawn_routes(self, step: int, layer: int) -> tuple[Route, ...]:
         """The routes of a layer's gradient to checked pages: its own, and those of parameters that it reads."""
@@ -239,6 +243,15 @@ class SumChecks:
         """True if all checks of this worker have agreed: it may vote."""
         return all(check.is_settled for check in self._step.checks.values())
 
+    def draws(self, step: int, layer: int) -> bool:
+        """True if the reduced gradients of a layer's own pages are checked in a step that runs as it is placed."""
+        return are_drawn(self._draw, step, layer)
+
+    def has_checked(self, step: int, pages: PageRange) -> bool:
+        """True if this worker has added these pages up as well, and has got what their primary has."""
+        check = self._step.checks.get(pages) if step == self._step.number else None
+        return check is not None and check.has_agreed
+
     def received(self, sender: int, message: m.Addend, payload: Tensor) -> None:
         """File the gradient of another worker's micro-batch."""
         # Its attempt is the present one, and what is sent of it has the same name.
@@ -299,7 +312,7 @@ class SumChecks:
             return
         added, given = check.added, check.given
         if added[1] == given[1] and torch.equal(added[0].view(torch.int32), given[0].view(torch.int32)):
-            check.is_settled, check.added, check.given = True, None, None
+            check.is_settled, check.has_agreed, check.added, check.given = True, True, None, None
             return
         check.is_reported = True
         results = self._digested(given), self._digested(added)
