@@ -1016,8 +1016,14 @@ class SimulatedCluster:
     @property
     def _is_settled(self) -> bool:
         """No change of the mesh is under way or about to come, and every page has all its mirrors."""
-        # A worker that is stopped may be found to hang at any time.
-        is_stopped = any(w.stopped_for or w.silent for rank, w in self._workers.items() if rank not in self._lost)
+        # A worker that is stopped may be found to hang at any time. So may one that was cut off from a controller which
+        # died before it had noticed, and that the next one has adopted.
+        members = self.protocol.members
+        is_stopped = any(
+            w.stopped_for or w.silent
+            for rank, w in self._workers.items()
+            if rank not in self._lost or (w.silent and rank in members)
+        )
         # Events that the controller has not taken yet may begin a change. Messages of a step change nothing.
         nothing_comes = all(isinstance(it, Received) and not isinstance(it.message, _CHANGES) for it in self._io.events)
         if self._is_away or self._takes_over:

@@ -171,3 +171,10 @@ def test_without_the_fence_messages_of_the_past_are_followed() -> None:
 def test_without_kept_reports_steps_are_not_written_down() -> None:
     with mock.patch.object(KeptReports, "keep", lambda self, message: None):
         assert any(run(Schedule.draw(seed, controllers=True)).failure for seed in (0, 2, 6))
+
+
+def test_a_worker_that_was_cut_off_from_the_controller_before_counts_as_lost_when_it_is_missed() -> None:
+    """Its agent is back with the next controller, which hears nothing of it: with the worker that dies then, two are
+    lost at once, and with them all replicas of some pages. The simulated cluster had counted one."""
+    found = run(Schedule.draw(20158, controllers=True))
+    assert found.how == "lost", (found.failure, found.detail)
