@@ -49,6 +49,7 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import RemoveMember, Save, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.failure_detector import BrokenLinks, Suspect
+from elaswave_spmd.recovery.standstill import Standstill
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
 from elaswave_spmd.run_dir.discard import ROLLBACK
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
@@ -183,6 +184,8 @@ class FailureHandler:
         self._unexplained: dict[int, int] = {}  # rank -> the step in which its end was seen, before its cause is known
         self._untold: dict[int, str] = {}  # rank -> how a lost member went, which has no line while its epoch has none
         self._lost_before: dict[int, int] = {}  # rank -> how many were lost in its place while workers start
+        # The version, whether it was being validated, and the members, when the run stood still last.
+        self._stood_still: tuple[int, bool, tuple[int, ...]] | None = None
         self._ending: _Ending | None = None
 
     @property
@@ -281,6 +284,33 @@ class FailureHandler:
             else:
                 actions += self.worker_ended(WorkerEnded(suspect.rank, suspect.reason, now))
         return actions
+
+    def stands_still(self, found: Standstill) -> list[Action]:
+        """All members live and wait, and nothing comes. They send everything again that another one may lack.
+
+        No rule of the protocol leads there, so if the same step stands still once more, sending again does not help:
+        the run ends, with its state saved.
+        """
+        protocol = self._protocol
+        if not protocol.started or protocol.is_saving or self._cause is not None:
+            return []  # workers start, or the state is being saved: there are deadlines for both
+        at = protocol.version, protocol.is_validating, protocol.members
+        is_again, self._stood_still = at == self._stood_still, at
+        waits = found.told(protocol.members)
+        what = f"nothing has moved for {found.seconds:.1f} s after step {protocol.version}: {waits}"
+        fields = {
+            "step": protocol.version,
+            "mesh_epoch": protocol.placement.mesh.epoch,
+            "ranks": list(protocol.members),
+            "seconds": found.seconds,
+            "waits": found.by_reason(protocol.members),
+            "again": is_again,
+            "message": what if is_again else f"{what}; they send again what others may lack, in a new mesh epoch",
+        }
+        record = Record("standstill", fields)
+        if not is_again:
+            return [record, *protocol.send_again()]
+        return [record, *self._stop_for(RunError(f"the run stands still, also after all was sent again: {what}"))]
 
     def computes_wrongly(self, rank: int, reason: str, now: float) -> list[Action]:
         """A worker lives, and what it computes is wrong: it is lost. The step that is under way begins anew."""

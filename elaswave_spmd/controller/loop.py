@@ -360,6 +360,8 @@ class Controller:
 
     def _decide_message(self, message: m.AnyMessage, now: float) -> Iterable[Action]:
         protocol, failures = self.protocol, self._failures
+        if not isinstance(message, m.Heartbeat):
+            self._supervision.reported()
         match message:
             # First those that a large mesh sends thousands of: each class before the right one takes its time.
             case m.Heartbeat():
@@ -436,8 +438,10 @@ class Controller:
     def _tick(self, now: float) -> Iterable[Action]:
         """Deadlines: workers that hang or do not start, a last checkpoint. Workers that are started by now."""
         free = self.protocol.free_to_leave if self._supervision.has_leavers else ()
-        suspects = self._supervision.tick(now, self.protocol.unanswered, free)
+        suspects, standstill = self._supervision.tick(now, self.protocol.unanswered, free)
         lost = self._failures.suspected(suspects, now)
+        if standstill is not None and self._done_by is None:
+            lost += self._failures.stands_still(standstill)
         actions: list[Action] = []
         if silent := [suspect.rank for suspect in suspects if suspect.is_silent]:
             # First: nobody is to be started in their place on a machine that is given up, or may soon be.
@@ -543,6 +547,7 @@ class Controller:
 
     def _committed(self, applied: m.Applied, now: float) -> list[Action]:
         """A step is committed: everybody who follows the steps hears of it."""
+        self._supervision.committed()
         self._checkpoints.committed(applied.step)
         self._verifier.committed(applied)
         self._sum_verifier.committed(applied)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from elaswave_spmd.conf.schema import Timeouts
 from elaswave_spmd.recovery.failure_detector import Liveness, Suspect
 from elaswave_spmd.recovery.messages import Heartbeat
+from elaswave_spmd.recovery.standstill import Standstill, StandstillDetector
 
 _BEATS = 3  # heartbeats that may still be on their way when a fault hits their sender
 
@@ -37,6 +38,7 @@ class Supervision:
     def __init__(self, timeouts: Timeouts, now: float) -> None:
         self._timeouts = timeouts
         self._liveness = Liveness(timeouts)
+        self._movement = StandstillDetector(timeouts)
         self._alive_at: dict[
             int, float
         ] = {}  # when a worker's last sign of life came; kept after its loss, for the log
@@ -59,15 +61,26 @@ class Supervision:
     def watch(self, rank: int, now: float) -> None:
         """The worker is ready. Starts its heartbeat timeout."""
         self._liveness.watch(rank)
+        self._movement.watch(rank)
         self._alive_at[rank] = now
 
     def forget(self, rank: int) -> None:
         """It is no member any more."""
         self._liveness.forget(rank)
+        self._movement.forget(rank)
 
     def heartbeat(self, message: Heartbeat, now: float) -> None:
         self._alive_at[message.rank] = now
         self._liveness.heartbeat(message.rank, message.progress, message.waiting, message.action)
+        self._movement.heartbeat(message)
+
+    def reported(self) -> None:
+        """A worker has sent something else than a heartbeat."""
+        self._movement.moved()
+
+    def committed(self) -> None:
+        """A step is committed."""
+        self._movement.committed()
 
     def wants_to_leave(self, rank: int) -> None:
         """The worker has asked to leave (SIGTERM)."""
@@ -75,8 +88,8 @@ class Supervision:
 
     def tick(
         self, now: float, unanswered: tuple[int, Collection[int]], free_to_leave: Collection[int]
-    ) -> list[Suspect]:
-        """Workers that are found to hang.
+    ) -> tuple[list[Suspect], Standstill | None]:
+        """The workers that are found to hang; and that nothing moves, though no worker hangs.
 
         Args:
             unanswered: the epoch of the last Prepare, and the workers that could have answered it by now and have not.
@@ -84,9 +97,9 @@ class Supervision:
         """
         self._liveness.expect_answers(*unanswered)
         # The detector has no clock: it counts the seconds between ticks, each as one heartbeat period at most.
-        suspects = self._liveness.tick(now - self._ticked, free_to_leave)
-        self._ticked = now
-        return suspects
+        passed, self._ticked = now - self._ticked, now
+        suspects, standstill = self._liveness.tick(passed, free_to_leave), self._movement.tick(passed)
+        return suspects, None if suspects else standstill
 
     def postpone(self, now: float) -> None:
         """A tick was due, and nothing is to be decided any more: the next one is due a period later."""

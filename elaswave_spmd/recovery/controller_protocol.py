@@ -176,7 +176,7 @@ class _Pending:
         caught_up: learners that have reported that they have all of their state.
         damaged: rank -> page ranges whose content on this member is not what it had written.
         recovered: members that have given up state, or that have nothing of undecided steps any more, since their
-            device failed and was brought back: they are sent everything again.
+            device failed and was brought back; or all, since nothing moves. They are sent everything again.
         relinked: ends of a link that is made again -> reason.
         is_suspect: two workers have computed different results of the step under way.
         repairs: replicas differ, or one is not what its worker had written. Those that are wrong are lost or damaged;
@@ -384,6 +384,11 @@ class ControllerProtocol:
     def stops(self) -> bool:
         """True once the run is about to stop with its state saved: nobody joins it any more."""
         return bool(self._saving or self._stop_wanted)
+
+    @property
+    def is_saving(self) -> bool:
+        """True once the workers have been sent the Reconfigure by which they write their state and end."""
+        return bool(self._saving)
 
     @property
     def last_epoch(self) -> int:
@@ -611,6 +616,15 @@ class ControllerProtocol:
         if not self._started or not ends <= set(self.members):
             return []
         self._pending.relinked[ends] = reason
+        return self._begin(after=AT_ONCE)
+
+    def send_again(self) -> list[ProtocolAction]:
+        """All members wait, and nothing comes, though nobody is lost and no link is.
+
+        Everything that one of them has sent another may be what is missing: so each is named as one that has lost what
+        it was sent, and this is handled as a loss in which nobody is lost.
+        """
+        self._pending.recovered.update(self.members)
         return self._begin(after=AT_ONCE)
 
     def missed(self, ends: frozenset[int]) -> None:

@@ -501,15 +501,17 @@ class Heartbeat(Message, frozen=True):
         waiting: the training thread waits for a message, and makes no progress by itself.
         action: what it does, in words.
         rejected: connections and messages that its links have refused so far: (reason, number).
+        is_sending: it waits, and much of what it has sent is still on its way over a slow network.
     """
 
-    NUM_OPTIONS = 1
+    NUM_OPTIONS = 2
 
     rank: int
     progress: int
     waiting: bool
     action: str = ""
     rejected: tuple[tuple[str, int], ...] = ()
+    is_sending: bool = False
 
 
 class Prepare(Message, frozen=True):

@@ -37,7 +37,7 @@ _WINDOW_STEPS = 20  # steps that the shown speed is averaged over
 _NO_C1 = dict.fromkeys(range(0x80, 0xA0))  # controls of eight bits, which some terminals take for sequences
 _LOSES, _CHANGES, _GAINS = "bold red", "bold yellow", "bold green"
 _STYLES = {
-    **dict.fromkeys(("fail", "corrupt", "corruption", "device", "skip", "stop", "rollback"), _LOSES),
+    **dict.fromkeys(("fail", "corrupt", "corruption", "device", "skip", "standstill", "stop", "rollback"), _LOSES),
     **dict.fromkeys(("early_stop", "leave", "link", "notice", "rebalance", "restart", "slow", "signal"), _CHANGES),
     **dict.fromkeys(("join", "checkpoint", "recover", "recovered", "resume", "spare"), _GAINS),
 }

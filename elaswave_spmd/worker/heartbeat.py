@@ -71,9 +71,12 @@ class HeartbeatSender:
         self._thread.join()
 
     def _run(self) -> None:
-        now = self._progress
+        now, before = self._progress, -1
         while True:
-            beat = Heartbeat(self._rank, now.count, now.waiting, now.action, tuple(self._links.rejected.items()))
+            # Looked at once it has waited for a period: in most steps never.
+            is_sending = now.waiting and now.count == before and self._links.is_sending()
+            before, rejected = now.count, tuple(self._links.rejected.items())
+            beat = Heartbeat(self._rank, before, now.waiting, now.action, rejected, is_sending)
             period_s = self._timeouts.heartbeat_of(now.num_workers)
             is_linked = self._send(encode(beat), period_s)
             if not (is_linked or self._outlives_link) or self._stopping.wait(period_s):

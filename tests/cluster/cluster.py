@@ -476,7 +476,7 @@ class SimulatedCluster:
     def _heartbeats(self) -> list[Event]:
         """A heartbeat of each worker that can send one, by the agent of its machine where agents send them on."""
         beats = [
-            m.Heartbeat(rank, 0, True)
+            m.Heartbeat(rank, worker.num_points, True, worker.waiting or "")
             for rank, worker in self._workers.items()
             if not worker.stopped_for and not worker.silent
         ]
@@ -829,6 +829,7 @@ class SimulatedCluster:
         if point in OF_MICROBATCHES:
             worker.point = point
         check_at_point(worker, point)
+        worker.num_points += 1
         self._wires.passed(worker.rank, point.value)
         if worker.rank not in self._lost:
             self._lose_links(self.link_breaks.at(point.value, worker.rank, self._links))

@@ -76,6 +76,7 @@ class Worker:
         self.running: Generator[str, None, None] | None = None
         self.waiting = "its first Reconfigure"
         self.stopped_for = 0  # turns of its own that it is still stopped
+        self.num_points = 0  # of steps, that it has passed
         self.silent = False  # its heartbeats do not arrive
         self.pace = 1.0  # how often it gets a turn
         self.version = 0

@@ -498,7 +498,14 @@ def _moved(old: Placement, new: Placement) -> bool:
 
 
 def judge(schedule: Schedule, cluster: SimulatedCluster, wanted: Outcome) -> tuple[str, str, str]:
-    """How a cluster ended, as `Ended` has it: (how, failure, detail)."""
+    """How a cluster ended, as `Ended` has it: (how, failure, detail). No fault leads to a standstill."""
+    how, failure, detail = _judge(schedule, cluster, wanted)
+    if stood := [fields["message"] for kind, fields in cluster.events if kind == "standstill"]:
+        return "", "the run stood still", f"{stood}; then: {failure or how}, {detail}"
+    return how, failure, detail
+
+
+def _judge(schedule: Schedule, cluster: SimulatedCluster, wanted: Outcome) -> tuple[str, str, str]:
     try:
         found = Outcome.of(cluster.run())
     except LostStateError as lost:

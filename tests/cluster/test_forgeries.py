@@ -444,6 +444,7 @@ def test_reports_without_end_are_refused(report: m.AnyMessage) -> None:
 def test_counts_of_what_a_worker_refused_are_taken() -> None:
     beat = m.Heartbeat(SENDER, 17, False, "forward", (("malformed message", 3), (admission.SIZE, 1)))
     assert not by_controller(beat, SENDER, None)
+    assert not by_controller(m.Heartbeat(SENDER, 17, True, "votes of step 7", (), True), SENDER, None)
 
 
 def test_only_runs_with_injected_joins_take_requests_for_workers() -> None:

@@ -75,6 +75,26 @@ def test_they_go_on_while_nothing_changes_and_follow_what_does(scene: Scene) -> 
     sender.stop()
 
 
+def test_one_that_has_waited_says_whether_much_is_still_on_its_way(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not looked at of a worker that has gone on since the last one: in most steps never."""
+    num_looks = 0
+
+    def is_sending() -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return True
+
+    monkeypatch.setattr(scene.worker, "is_sending", is_sending)
+    progress = Progress(7, False, "forward")
+    sender = HeartbeatSender(RANK, scene.worker, progress, OFTEN)
+    assert [scene.beat() for _ in range(3)] == [Heartbeat(RANK, 7, False, "forward")] * 3 and not num_looks
+    progress.waiting = True
+    assert scene.beat_like(Heartbeat(RANK, 7, True, "forward", is_sending=True)) and num_looks
+    sender.stop()
+
+
 def test_they_come_less_often_on_many_workers(scene: Scene) -> None:
     """Also of a sender that was started when there were fewer."""
     progress = Progress()

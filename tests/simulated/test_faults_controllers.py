@@ -126,8 +126,8 @@ def test_without_that_members_wait_for_each_other_in_two_mesh_epochs() -> None:
     def without(self: ControllerProtocol, before: Predecessor) -> list[ProtocolAction]:
         return come_back(self, replace(before, lacking=()))
 
-    with mock.patch.object(ControllerProtocol, "come_back", without), pytest.raises(AssertionError, match="moves"):
-        half_told(1)
+    with mock.patch.object(ControllerProtocol, "come_back", without):
+        assert not half_told(1)
 
 
 class DyingAgain(SimulatedCluster):

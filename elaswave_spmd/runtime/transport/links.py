@@ -62,7 +62,7 @@ from elaswave_spmd.runtime.transport.shared_inbox import SharedInbox
 from elaswave_spmd.runtime.transport.shared_memory import MemoryLocation, SharedMemory, why_unsupported
 from elaswave_spmd.runtime.transport.shared_way import BELL, SHARED_RING, SharedWay
 from elaswave_spmd.runtime.transport.tcp_retries import bound_retries
-from elaswave_spmd.runtime.transport.tcp_silence import Silence
+from elaswave_spmd.runtime.transport.tcp_silence import Silence, has_unsent
 
 SOCKETS = "elaswave-"
 """How the names of directories of sockets begin."""
@@ -403,6 +403,13 @@ class Links:
         link = self._links.get(peer)
         fd = None if link is None else link.fd
         return 0.0 if link is None or fd is None else link.silence.seconds(fd, time.monotonic())
+
+    def is_sending(self) -> bool:
+        """True if more has been sent to some peer over TCP than its network has room for: it is still being sent.
+
+        That ends with the link, at the latest, if nobody acknowledges it. Any thread.
+        """
+        return any(has_unsent(fd) for link in list(self._links.values()) if (fd := link.fd) is not None)
 
     def _miss(self, peer: int) -> None:
         """Something is to be sent to a member that there is no link to: file that, once, like the end of a link."""

@@ -32,6 +32,7 @@ from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery.actions import RemoveMember, Save, Unrecoverable
 from elaswave_spmd.recovery.failure_detector import Suspect
 from elaswave_spmd.recovery.messages import Failed, Ready, Refused
+from elaswave_spmd.recovery.standstill import Standstill
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.sharding.replicas import ReplicaSet
 
@@ -48,6 +49,7 @@ class World:
         self.spares_used: list[int] = []
         self.relinked: list[tuple[set[int], str]] = []
         self.missed: list[set[int]] = []
+        self.num_sent_again = 0
         self.alone: set[int] = set()  # members without whom state would be lost
         self.stops: list[tuple[str, bool]] = []  # reasons for which the run stops with its state saved; at once or not
         members = Mesh.initial(MeshShape.of_stages((2,)))
@@ -57,6 +59,7 @@ class World:
             steps=9,
             stops=False,
             is_validating=False,
+            is_saving=False,
             addresses={0: "a", 1: "b"},
             placement=SimpleNamespace(mesh=members),
             members=(0, 1),
@@ -64,6 +67,7 @@ class World:
             holds_alone=lambda rank: rank in self.alone,
             stop=self.stop,
             relink=self.relink,
+            send_again=self.send_again,
             missed=lambda ends: self.missed.append(set(ends)),
         )
         settings = Settings.from_dict({"elastic": elastic, "mesh": mesh or {"dp": 2}})
@@ -95,6 +99,10 @@ class World:
 
     def relink(self, ends: frozenset[int], reason: str) -> list[Any]:
         self.relinked.append((set(ends), reason))
+        return []
+
+    def send_again(self) -> list[Any]:
+        self.num_sent_again += 1
         return []
 
     def do(self, actions: Iterable[Action]) -> None:
@@ -138,6 +146,9 @@ class World:
         """Long enough for everything that is waited for."""
         self.now += 60.0
         self.happens(Tick())
+
+    def records(self, kind: str) -> list[Mapping[str, Any]]:
+        return [action.fields for action in self.actions if isinstance(action, Record) and action.kind == kind]
 
     @property
     def spawned(self) -> list[int]:
@@ -757,3 +768,51 @@ def test_the_place_of_a_newcomer_that_goes_with_its_machine_is_filled_where_plac
     assert world.told == [(2, "its machine leaves")] and world.spawned == ([3] if replace else [])
     world.exits(2, signal=9)
     assert world.reported == [] and len(world.told) == 1, "it is known"
+
+
+# ---- nothing moves
+
+
+STANDSTILL = Standstill(30.0, {0: "votes of step 5", 1: "parameters of layer 2", 2: "start"})
+
+
+def test_a_standstill_has_members_send_again_once_and_then_ends_the_run_with_its_state() -> None:
+    world = World()
+    world.do(world.losses.stands_still(STANDSTILL))
+    (record,) = world.records("standstill")
+    assert world.num_sent_again == 1 and not world.stops
+    assert record["waits"] == {"votes of step 5": [0], "parameters of layer 2": [1]} and not record["again"]
+    waits = "worker 0 waits for votes of step 5; worker 1 waits for parameters of layer 2"
+    assert f"nothing has moved for 30.0 s after step 4: {waits}" in record["message"]
+    world.do(world.losses.stands_still(STANDSTILL))
+    ((reason, at_once),) = world.stops
+    assert at_once and waits in reason and world.num_sent_again == 1
+    world.do(world.losses.stands_still(STANDSTILL))
+    assert len(world.records("standstill")) == 2, "the state is being saved"
+    with pytest.raises(RunError, match=r"stands still.*Its state after step 4 is in"):
+        world.saved()
+
+
+@pytest.mark.parametrize("change", [{"version": 5}, {"members": (0,)}, {"is_validating": True}])
+def test_a_standstill_is_another_one_after_a_step_a_loss_or_in_a_validation(change: Mapping[str, Any]) -> None:
+    world = World()
+    world.do(world.losses.stands_still(STANDSTILL))
+    vars(world.protocol).update(change)
+    world.do(world.losses.stands_still(STANDSTILL))
+    assert world.num_sent_again == 2 and not world.stops
+
+
+@pytest.mark.parametrize("change", [{"started": False}, {"is_saving": True}])
+def test_workers_that_start_or_save_their_state_do_not_stand_still(change: Mapping[str, Any]) -> None:
+    world = World()
+    vars(world.protocol).update(change)
+    world.do(world.losses.stands_still(STANDSTILL))
+    assert world.actions == [] and world.num_sent_again == 0
+
+
+def test_a_standstill_that_is_not_over_after_the_last_step_ends_the_run() -> None:
+    world = World()
+    vars(world.protocol).update(version=9)
+    world.do(world.losses.stands_still(STANDSTILL))
+    with pytest.raises(RunError, match="stands still"):
+        world.do(world.losses.stands_still(STANDSTILL))

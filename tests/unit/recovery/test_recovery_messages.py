@@ -97,6 +97,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.SpawnRequest(3, 2),
     m.Heartbeat(3, 2**40, True, "votes of step 7"),
     m.Heartbeat(3, 2**40, True, "votes of step 7", (("malformed message", 2),)),
+    m.Heartbeat(3, 2**40, True, "votes of step 7", (), True),
     m.Applied(9, 0, 1, 0.1, 0.2, False),
     m.Measured(3, 7, ((0, 0.25, 0.5, 4, 4), (1, 0.0, 0.5, 0, 4)), ((0, 4096, 1024),), 4, (1e-4, 2e9)),
     m.Measured(3, 7, ((1, 0.25, 0.5, 4, 4),), weights=((1, 0.25, 4),)),
