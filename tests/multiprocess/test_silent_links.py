@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -14,10 +17,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.namespaces import CUT, Way, host_address, hosts, why_not
+from elaswave_spmd.errors import RunError
 from elaswave_spmd.runtime.transport.credentials import RunToken, credentials_from_dict
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Mailbox, PeerClosed
-from elaswave_spmd.runtime.transport.tcp_silence import Silence
+from elaswave_spmd.runtime.transport.tcp_silence import Silence, has_unsent
+from tests.descriptors import none_left, open_descriptors
 from tests.waiting import PATIENCE_S, eventually
 
 SILENCE_S = 0.5
@@ -28,6 +33,7 @@ machine: a link that was not cut off must not end by that."""
 SILENT_S = 2.0
 """No connection is silent for so long that is answered within the time of a packet."""
 LISTENS = "listens at "
+WITHOUT_DESCRIPTORS = "without descriptors"
 
 
 @pytest.fixture
@@ -60,7 +66,47 @@ def test_a_descriptor_of_something_else_is_not_silent(tmp_path: Path) -> None:
     """The owner of a connection may just have closed it."""
     one, other = socket.socketpair()
     with open(tmp_path / "file", "w") as file, one as unix, other:
-        assert [Silence().seconds(fd, 1.0) for fd in (file.fileno(), unix.fileno(), 9999)] == [0.0] * 3
+        for fd in (file.fileno(), unix.fileno(), 9999):
+            assert Silence().seconds(fd, 1.0) == 0.0 and not has_unsent(fd)
+
+
+def test_what_there_is_no_room_for_is_unsent_until_there_is(connection: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = connection
+    assert not has_unsent(ours.fileno())
+    ours.setblocking(False)
+    num_bytes = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            num_bytes += ours.send(bytes(1 << 16))
+    assert has_unsent(ours.fileno())
+    while num_bytes:
+        num_bytes -= len(theirs.recv(1 << 20))
+    eventually(lambda: not has_unsent(ours.fileno()))
+
+
+def test_links_are_sending_while_a_large_payload_is_under_way() -> None:
+    """To a peer that stands still, and so takes nothing out of its machine's buffers."""
+    credentials, mailbox = RunToken.make(), Mailbox()
+    command = [sys.executable, "-m", "tests.multiprocess.test_silent_links", "receive"]
+    words = [json.dumps(credentials.to_dict()), "127.0.0.1"]
+    pipe = subprocess.PIPE
+    with contextlib.ExitStack() as stack:
+        receiver = stack.enter_context(subprocess.Popen([*command, *words], stdin=pipe, stdout=pipe, text=True))
+        stack.callback(receiver.kill)
+        assert receiver.stdout is not None
+        address = receiver.stdout.readline().removeprefix(LISTENS).strip()
+        links = Links(0, mailbox, transport="tcp", credentials=credentials)
+        stack.callback(links.close)
+        links.connect(1, address)
+        assert not links.wait_connected([1], PATIENCE_S)
+        links.send(1, b"a heartbeat")
+        assert not links.is_sending()
+        receiver.send_signal(signal.SIGSTOP)
+        links.send(1, b"state", [bytes(64 << 20)])
+        eventually(links.is_sending)
+        receiver.send_signal(signal.SIGCONT)
+        eventually(lambda: not links.is_sending())
+        assert links.reaches(1)
 
 
 def test_a_link_that_is_not_connected_in_time_ends() -> None:
@@ -80,6 +126,16 @@ def test_a_link_that_is_not_connected_in_time_ends() -> None:
         links.connect(1, address)
         assert mailbox.get(PATIENCE_S) == PeerClosed(1)
         assert links.peers == (CONTROLLER,)
+
+
+def test_a_link_for_which_no_descriptor_was_left_ends() -> None:
+    """libzmq tells nothing of a try to connect that it could not begin, and it begins no other.
+
+    In a process of its own: other threads of this one open files, too.
+    """
+    command = [sys.executable, "-m", "tests.multiprocess.test_silent_links", WITHOUT_DESCRIPTORS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0 and done.stdout == "has ended, and was made again\n", done
 
 
 @pytest.mark.parametrize("cut_off", [(0, 1), (1, 0)], ids=["what is sent is lost", "what is acknowledged is lost"])
@@ -135,5 +191,35 @@ def _end_of_a_link(role: str, credentials: str, host: str, address: str = "") ->
     links.close()
 
 
+def _link_without_descriptors() -> None:
+    """A program that makes a link when there are descriptors for its sockets, and none for its connection."""
+    room = [os.open(os.devnull, os.O_RDONLY) for _ in range(64)]  # the numbers that are taken, and given back
+    mailbox = Mailbox()
+    links = Links(0, mailbox, transport="tcp", credentials=RunToken.make(), silence_s=SILENCE_S)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for descriptor in room:
+            os.close(descriptor)
+        address = "tcp://{}:{}".format(*server.getsockname())
+        with none_left() as taken:
+            (limit, _), num_free = resource.getrlimit(resource.RLIMIT_NOFILE), 0
+            while not links.peers:
+                try:
+                    links.connect(1, address)
+                except RunError as error:
+                    assert "there can be no link to 1" in str(error)
+                    eventually(lambda free=num_free: len(open_descriptors(limit)) == limit - free)
+                    os.close(taken.pop())
+                    num_free += 1
+            assert num_free and len(open_descriptors(limit)) == limit, "its sockets have the last ones"
+            assert mailbox.get(PATIENCE_S) == PeerClosed(1) and not links.peers
+        links.connect(1, address)
+        assert links.peers == (1,)
+        links.close()
+    print("has ended, and was made again")
+
+
 if __name__ == "__main__":
-    _end_of_a_link(*sys.argv[1:])
+    if sys.argv[1:] == [WITHOUT_DESCRIPTORS]:
+        _link_without_descriptors()
+    else:
+        _end_of_a_link(*sys.argv[1:])
