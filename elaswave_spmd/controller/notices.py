@@ -4,6 +4,9 @@ A notice comes from an administrator (`ctl RUN drain --host`) or from the machin
 mostly has a deadline. Members leave as after `ctl RUN drain RANK`: their state moves first. Workers that are no members
 have none, and end at once. When the last one has gone, and every page of state has its replicas again, the agent is let
 go: nothing was lost. The deadline is kept by the agent. What has not left by then ends with it, as if it were killed.
+A step that takes longer is not broken off for it. Members that left at once would lose what those lose that are killed:
+what they have computed of the step (the same micro-batches are computed again, but for a few with sharded gradients).
+If the step ends in time after all, nothing is lost; and state that they alone have moves between two steps only.
 
 Before the first step nobody has state that would have to move, so the machine goes at once, and workers that start
 there are lost. If the run begins before that is done, they leave like all others.
