@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import threading
 import time
 from collections import deque
@@ -98,7 +97,8 @@ class CheckpointWriter:
 
     `applied` is called after every step. The training thread only copies the state. One shard at a time is written, by
     a thread of lower priority. A checkpoint that becomes due while two copies wait to be written is skipped, and
-    reported as skipped.
+    reported as skipped. At the end of a run its last state is written before the copies that wait: the time until the
+    worker is killed may be enough for one of them only.
 
     Args:
         rank: this worker's.
@@ -124,24 +124,30 @@ class CheckpointWriter:
         self._device = device
         self._send_report = send_report
         self._thread: threading.Thread | None = None
-        self._waiting: queue.Queue[_Copied | None] = queue.Queue()
+        self._changed = threading.Condition()  # guards the next three
+        self._waiting: deque[_Copied] = deque()
+        self._is_closing = False
+        self._being_written: int | None = None  # the step of the copy that the thread writes now
         self._writers: Mapping[PageRange, int] = {}
         self._writers_epoch = -1
         self._reports: deque[StepRecord] = deque(maxlen=_MAX_REPORTS)
 
     def save(self, replica: StateReplica) -> None:
-        """Writes the state as it is, after the copies that wait already. Called before the run stops on request."""
+        """Writes the state as it is, before the copies that wait already. Called before the run stops on request."""
         protocol = replica.protocol
         begin = time.perf_counter()
         if arrays := self._copy(replica, protocol.version):
-            self._enqueue(_Copied(protocol.version, protocol.epoch, arrays, 1e3 * (time.perf_counter() - begin)))
+            copied = _Copied(protocol.version, protocol.epoch, arrays, 1e3 * (time.perf_counter() - begin))
+            self._enqueue(copied, first=True)
 
     def close(self) -> None:
         """Waits until all copies are written, and ends the thread."""
         if self._thread is not None:
-            self._waiting.put(None)
+            with self._changed:
+                self._is_closing = True
+                self._changed.notify_all()
             self._thread.join()
-            self._thread = None
+            self._thread, self._is_closing = None, False
 
     def write_now(self, replica: StateReplica) -> str:
         """Writes the state as it is, and the records of the last steps, without a report: the controller is gone.
@@ -150,12 +156,26 @@ class CheckpointWriter:
         set of shards and makes a checkpoint of it. The share of a worker that is gone as well is written by all workers
         that hold it: a machine may have been lost on which both were.
 
+        Copies of older steps that wait are not written before; `close` writes them.
+
         Returns:
             Why the state could not be written; empty if it was, or if there was nothing to write.
         """
-        self.close()
+        with self._changed:
+            older = [copied for copied in self._waiting if copied.step != replica.protocol.version]
+            self._waiting.clear()
+        try:
+            return self._write_last(replica)
+        finally:
+            for copied in older:
+                self._enqueue(copied)
+
+    def _write_last(self, replica: StateReplica) -> str:
+        """Writes the state of a run whose controller is gone. See `write_now`."""
         step, epoch = replica.protocol.version, replica.protocol.epoch
         directory = checkpoint_path(self._orders.run_dir, step)
+        with self._changed:  # perhaps it is the file that is about to be written
+            self._changed.wait_for(lambda: self._being_written != step)
         if not step or (directory / MANIFEST).exists():
             return ""  # initial values can be drawn again; or the controller had completed this checkpoint
         began, wrote = time.monotonic(), None
@@ -198,18 +218,24 @@ class CheckpointWriter:
         begin = time.perf_counter()
         epoch = replica.protocol.epoch
         # The disk is slower than the checkpoints come due: skip one, rather than fill the memory with copies.
-        if self._waiting.qsize() >= _MAX_WAITING:
+        if len(self._waiting) >= _MAX_WAITING:
             self._send_report(ShardWritten(step, self._rank, epoch, error="those before it are still being written"))
             return
         if arrays := self._copy(replica, step):
             self._enqueue(_Copied(step, epoch, arrays, 1e3 * (time.perf_counter() - begin)))
 
-    def _enqueue(self, copied: _Copied) -> None:
-        """Hands a copy to the writing thread, which is started for the first one."""
+    def _enqueue(self, copied: _Copied, *, first: bool = False) -> None:
+        """Hands a copy to the writing thread, which is started for the first one.
+
+        Args:
+            first: it is written before those that wait.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_all, name="checkpoints", daemon=True)
             self._thread.start()
-        self._waiting.put(copied)
+        with self._changed:
+            self._waiting.insert(0 if first else len(self._waiting), copied)
+            self._changed.notify_all()
 
     def _writers_of(self, placement: Placement) -> Mapping[PageRange, int]:
         """The writer of each page range: a function of the replica map, so all workers agree without a message."""
@@ -239,8 +265,20 @@ class CheckpointWriter:
         """The writing thread: one shard after another, each reported to the controller."""
         with contextlib.suppress(OSError, AttributeError):  # on Linux a priority is a thread's own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        while (copied := self._waiting.get()) is not None:
+        while (copied := self._next()) is not None:
             self._send_report(self._write(copied))
+
+    def _next(self) -> _Copied | None:
+        """The copy that the writing thread writes next; None if all are written, and there is to be none more."""
+        with self._changed:
+            self._being_written = None
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._waiting or self._is_closing)
+            if not self._waiting:
+                return None
+            copied = self._waiting.popleft()
+            self._being_written = copied.step
+            return copied
 
     def _write(self, copied: _Copied, *, for_others: bool = False) -> ShardWritten:
         """Writes one shard. A full disk or a missing directory ends this checkpoint, not the training.
