@@ -128,6 +128,8 @@ class SimulatedCluster:
             began, or has adopted the workers of the one before, and another one comes; for each of these numbers.
         breaks: links between living workers that are lost.
         relays: all machines but the first have agents, which send on the heartbeats of their workers.
+        loses: (message by name, number): of the messages of this kind that workers send the n-th is lost, and nobody
+            notices.
     """
 
     collectives = LINKS
@@ -156,9 +158,11 @@ class SimulatedCluster:
         deaths: Sequence[int] = (),
         breaks: Sequence[LinkBreak] = (),
         relays: bool = False,
+        loses: tuple[str, int] | None = None,
     ) -> None:
         self.link_breaks = LinkBreaks(breaks, seed)
         self._relays, self._seed = relays, seed
+        self._loses, self._num_sent = loses, 0
         self._gathered: dict[tuple[str, ...], dict[int, m.Heartbeat]] = {}  # by machine: what its agent has not sent on
         self._deaths, self._adopts = list(deaths), bool(deaths)
         self._acts: int | None = None  # of the controller, since its first mesh; None: before it
@@ -348,6 +352,11 @@ class SimulatedCluster:
         if self._is_broken(link):
             self.lost_with_links[type(message).__name__] += 1
             return
+        if self._loses is not None and type(message).__name__ == self._loses[0]:
+            self._num_sent += 1
+            if self._num_sent == self._loses[1]:
+                self.note("MESSAGE LOST", link, message)
+                return
         if self._devices_fail and payload is not None:  # a copy in the host's memory, which does not fail
             payload = payload.clone()
         self._wires.put(sender, peer, message, payload)

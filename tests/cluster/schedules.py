@@ -83,6 +83,7 @@ class Schedule:
         deaths: acts of controllers that are their last, as in SimulatedCluster.
         breaks: links between living workers that are lost.
         relayed: agents of all hosts but the first send on the heartbeats of their workers.
+        loses: a message that is lost, as in SimulatedCluster.
     """
 
     seed: int
@@ -108,6 +109,7 @@ class Schedule:
     breaks: tuple[LinkBreak, ...] = ()
     neighbours: bool = False
     relayed: bool = False
+    loses: tuple[str, int] | None = None
 
     @classmethod
     def draw(
@@ -130,6 +132,7 @@ class Schedule:
         spread: bool = False,
         flips: bool = False,
         relayed: bool = False,
+        losing: bool = False,
     ) -> Schedule:
         """The schedule of a seed. In some, links between living workers are lost, drawn from a stream of their own.
 
@@ -150,6 +153,7 @@ class Schedule:
             spread: the same with process groups, and stages have several workers on each of several hosts.
             flips: the same, and replicas are compared while bits of workers' state flip.
             relayed: the same on several hosts, whose agents send on heartbeats, now and then late.
+            losing: the same, and one message is lost that nobody misses but who waits for it.
         """
         r = random.Random(seed)
         run = TinyRun(
@@ -210,6 +214,8 @@ class Schedule:
             again, checks = not drawn.verify_every, drawn.verify_rate > 0
             breaks = draw_breaks(lost_links, workers, checks=checks, adopts=bool(drawn.deaths), again=again)
             drawn = replace(drawn, breaks=breaks)
+        if losing:
+            drawn = replace(drawn, loses=_drawn_loss(random.Random(f"losing {seed}")))
         if votes or peers:
             drawn = replace(drawn, widest=random.Random(f"votes {seed}").choice((2, 2, 3)))
         if not checkpoints:
@@ -360,6 +366,18 @@ def _drawn_replicas(draw: random.Random, replicas: ReplicaMap, members: Sequence
     return {layer: tuple(piece for pages in some for piece in cut(pages)) for layer, some in replicas.items()}
 
 
+_NEEDED = (
+    *("Activation", "ActivationGradient", "PartialSum", "ReducedGradient", "Publish", "Need", "Vote", "PageState"),
+    *("CheckDigests", "Addend", "Fingerprints", "StepReport", "CaughtUp", "Damaged", "ValidationLoss", "Finished"),
+)
+"""Messages that somebody may wait for. Not those that a worker's next one shows to be missing."""
+
+
+def _drawn_loss(r: random.Random) -> tuple[str, int]:
+    """A message that is lost: its kind, and its number among those of its kind."""
+    return r.choice(_NEEDED), r.randint(1, r.choice((3, 20, 60)))
+
+
 # ---- running
 
 
@@ -402,6 +420,7 @@ def cluster_of(
     options: dict[str, Any] = {"deaths": schedule.deaths} if schedule.deaths else {}
     options |= {"breaks": schedule.breaks} if schedule.breaks else {}
     options |= {"relays": True} if schedule.relayed else {}
+    options |= {"loses": schedule.loses} if schedule.loses else {}
     return cluster(
         replace(run.job(), verify_rate=schedule.verify_rate, verify_every=schedule.verify_every),
         schedule.placement,
@@ -442,6 +461,7 @@ class Ended:
         comebacks: controllers that were killed and followed by another one.
         strangers: the most members that a worker had no link to.
         lost_links: links between living workers that were lost, each direction by itself.
+        standstills: how often nothing moved.
     """
 
     how: str
@@ -458,6 +478,7 @@ class Ended:
     comebacks: int = 0
     strangers: int = 0
     lost_links: int = 0
+    standstills: int = 0
 
 
 def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended:
@@ -483,7 +504,7 @@ def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended
     moves = sum(_moved(a, b) for a, b in itertools.pairwise(placements))
     counts = len(trained.epochs), trained.turns, moves, len(trained.restarts)
     counts = *counts, trained.num_put_off, trained.num_weights_only, trained.comebacks, trained.most_strangers
-    counts = *counts, cluster.link_breaks.lost.total()
+    counts = *counts, cluster.link_breaks.lost.total(), len(_standstills(cluster))
     return Ended(how, failure, detail, plan.num_injected, plan.lost_at, *counts)
 
 
@@ -498,11 +519,20 @@ def _moved(old: Placement, new: Placement) -> bool:
 
 
 def judge(schedule: Schedule, cluster: SimulatedCluster, wanted: Outcome) -> tuple[str, str, str]:
-    """How a cluster ended, as `Ended` has it: (how, failure, detail). No fault leads to a standstill."""
+    """How a cluster ended, as `Ended` has it: (how, failure, detail).
+
+    No fault leads to a standstill, and a message that is lost to one that is over when all is sent again.
+    """
     how, failure, detail = _judge(schedule, cluster, wanted)
-    if stood := [fields["message"] for kind, fields in cluster.events if kind == "standstill"]:
+    stood = _standstills(cluster)
+    if len(stood) > (schedule.loses is not None):
         return "", "the run stood still", f"{stood}; then: {failure or how}, {detail}"
     return how, failure, detail
+
+
+def _standstills(cluster: SimulatedCluster) -> list[object]:
+    """What the events of standstills say."""
+    return [fields["message"] for kind, fields in cluster.events if kind == "standstill"]
 
 
 def _judge(schedule: Schedule, cluster: SimulatedCluster, wanted: Outcome) -> tuple[str, str, str]:
@@ -555,6 +585,7 @@ class Tally:
     comebacks: int = 0
     strangers: int = 0
     lost_links: int = 0
+    standstills: int = 0
 
     def add(self, seed: int, ended: Ended) -> None:
         """Counts the end of one schedule."""
@@ -569,6 +600,7 @@ class Tally:
         self.comebacks += ended.comebacks
         self.strangers += ended.strangers
         self.lost_links += ended.lost_links
+        self.standstills += ended.standstills
         if ended.failure:
             self.failures.setdefault(ended.failure, []).append(seed)
 
@@ -612,6 +644,7 @@ def run_many(
     spread: bool = False,
     flips: bool = False,
     relayed: bool = False,
+    losing: bool = False,
 ) -> Tally:
     """Runs the schedules of these seeds, in so many processes. Other arguments: see `Schedule.draw`."""
     tally = Tally()
@@ -619,6 +652,7 @@ def run_many(
     kinds |= {"frozen": frozen}
     kinds |= {"miscompute": miscompute, "late": late, "votes": votes, "peers": peers, "controllers": controllers}
     kinds |= {"paired": paired, "links": links, "spread": spread, "flips": flips, "relayed": relayed}
+    kinds |= {"losing": losing}
     run_seed = partial(_run_seed, kinds)
     if jobs == 1:
         for seed in seeds:
@@ -651,6 +685,7 @@ _KINDS = (
     "spread",
     "flips",
     "relayed",
+    "losing",
 )
 
 
@@ -676,6 +711,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--spread", action="store_true", help="stages with groups have workers on several hosts")
     parser.add_argument("--flips", action="store_true", help="bits of workers' state flip, and replicas are compared")
     parser.add_argument("--relayed", action="store_true", help="agents of several hosts send on heartbeats")
+    parser.add_argument("--losing", action="store_true", help="one message is lost, and nobody notices")
     parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and print everything")
     options = parser.parse_args(arguments)
     kind = {name: getattr(options, name) for name in _KINDS}
@@ -692,6 +728,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print(f"{options.count} schedules, {counts}, {tally.lost_links} links lost between living workers")
     print(f"{tally.strangers / options.count:.1f} members, on average, that some worker had no link to")
+    print(f"{tally.standstills} standstills")
     print(f"{tally.put_off} micro-batches reported as put off, {tally.weights_only} lines for their weight gradients")
     print(", ".join(f"{count} {how}" for how, count in tally.ends.most_common()))
     print(tally.coverage())

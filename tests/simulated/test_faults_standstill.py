@@ -20,7 +20,7 @@ from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from tests.cluster.cluster import SimulatedCluster
-from tests.cluster.schedules import Outcome, Schedule, cluster_of, undisturbed
+from tests.cluster.schedules import Outcome, Schedule, cluster_of, run_many, undisturbed
 from tests.cluster.tiny import TinyRun
 
 RUN = TinyRun(steps=4, microbatches=5)
@@ -101,6 +101,13 @@ def test_a_message_of_a_worker_that_is_lost_is_sent_again(kind: type[m.Message],
 
 def test_a_result_that_is_not_complete_is_sent_again() -> None:
     assert_sent_again(dropping(lambda _, __, it, count: isinstance(it, m.Finished) and count == 2))
+
+
+@pytest.mark.parametrize("kind", ["", "moving", "peers", "miscompute", "controllers"])
+def test_no_schedule_with_a_lost_message_changes_a_bit_or_stands_still_twice(kind: str) -> None:
+    tally = run_many(range(15), losing=True, **({kind: True} if kind else {}))
+    assert not tally.failures, tally.failures
+    assert tally.standstills >= 1
 
 
 def test_a_message_of_the_first_step_is_waited_for_longer() -> None:
