@@ -361,7 +361,7 @@ class Controller:
     def _decide_message(self, message: m.AnyMessage, now: float) -> Iterable[Action]:
         protocol, failures = self.protocol, self._failures
         if not isinstance(message, m.Heartbeat):
-            self._supervision.reported()
+            self._supervision.moved()
         match message:
             # First those that a large mesh sends thousands of: each class before the right one takes its time.
             case m.Heartbeat():
@@ -535,6 +535,7 @@ class Controller:
         return []
 
     def _broadcast(self, action: Broadcast) -> None:
+        self._supervision.moved()  # those who had waited for it may go on: for their first mesh, perhaps
         if isinstance(action.message, m.Prepare):
             # On the disk before any worker knows of the epoch: workers stamp their checkpoint shards with it, and a
             # later controller has to know which epochs there were.

@@ -74,8 +74,8 @@ class Supervision:
         self._liveness.heartbeat(message.rank, message.progress, message.waiting, message.action)
         self._movement.heartbeat(message)
 
-    def reported(self) -> None:
-        """A worker has sent something else than a heartbeat."""
+    def moved(self) -> None:
+        """A worker has sent something else than a heartbeat, or members are told something."""
         self._movement.moved()
 
     def committed(self) -> None:

@@ -54,7 +54,8 @@ class _Said:
 
 class StandstillDetector:
     """Watches whether anything moves: a worker that computes or sends, finishes an action or begins to wait for
-    something else; a message to the controller that is no heartbeat; a step that is committed.
+    something else; a message to the controller that is no heartbeat, or one of the controller to members; a step that
+    is committed.
 
     Time is the sum of the ticks, each counted as one heartbeat period at most, as in `failure_detector.Liveness`: a
     pause of the controller's machine is no standstill.

@@ -20,7 +20,7 @@ from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from tests.cluster.cluster import SimulatedCluster
-from tests.cluster.schedules import Outcome, Schedule, cluster_of, run_many, undisturbed
+from tests.cluster.schedules import Outcome, Schedule, cluster_of, run, run_many, undisturbed
 from tests.cluster.tiny import TinyRun
 
 RUN = TinyRun(steps=4, microbatches=5)
@@ -108,6 +108,12 @@ def test_no_schedule_with_a_lost_message_changes_a_bit_or_stands_still_twice(kin
     tally = run_many(range(15), losing=True, **({kind: True} if kind else {}))
     assert not tally.failures, tally.failures
     assert tally.standstills >= 1
+
+
+def test_who_has_waited_for_others_that_start_has_not_stood_still() -> None:
+    """The first mesh is formed when the last of them is given up, after 120 s, and begins then."""
+    found = run(Schedule.draw(40109, starting=True))
+    assert found.how == "bits", (found.failure, found.detail)
 
 
 def test_a_message_of_the_first_step_is_waited_for_longer() -> None:
