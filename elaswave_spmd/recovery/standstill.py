@@ -14,6 +14,7 @@ from elaswave_spmd.mesh.mesh import shortened_workers
 from elaswave_spmd.recovery.messages import Heartbeat
 
 _MOST_TOLD = 8  # different things that are waited for
+_STEPS = 4  # no step has a part in which nothing moves that is so many times as long as whole steps are
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class StandstillDetector:
     Time is the sum of the ticks, each counted as one heartbeat period at most, as in `failure_detector.Liveness`: a
     pause of the controller's machine is no standstill.
 
-    The limit is `timeouts.progress`, or `progress_factor` times the mean time from one commit to the next, or, before
-    there is such a mean, `timeouts.start`: whatever is longest. Everything that finds a loss is faster: silence, an
+    The limit is `timeouts.progress`, or `_STEPS` times the mean time from one commit to the next, or, before there is
+    such a mean, `timeouts.start`: whatever is longest. Everything that finds a loss is faster: silence, an
     unanswered Prepare, and a link on which nothing is acknowledged, which has some time more here.
 
     A heartbeat costs the same however many workers there are.
@@ -123,4 +124,4 @@ class StandstillDetector:
         """Seconds after which a run in which nothing moves stands still."""
         if not self._num_steps:
             return max(self._least, self._timeouts.start)
-        return max(self._least, self._timeouts.progress_factor * self._step_seconds / self._num_steps)
+        return max(self._least, _STEPS * self._step_seconds / self._num_steps)

@@ -11,7 +11,7 @@ from elaswave_spmd.recovery.messages import Heartbeat
 from elaswave_spmd.recovery.standstill import Standstill, StandstillDetector
 
 # The longest of what a standstill waits for without a mean is `start`, and with one `progress`: 4 periods to 1.
-T = Timeouts(heartbeat=0.25, suspect=1.0, status=2.0, progress=4.0, progress_factor=8.0, start=16.0)
+T = Timeouts(heartbeat=0.25, suspect=1.0, status=2.0, progress=4.0, start=16.0)
 BEAT = 0.25  # a power of two: sums of it are exact
 RANKS = (0, 1, 2)
 
@@ -53,7 +53,7 @@ def ticks_until_found(
 
 @pytest.mark.parametrize(
     ("steps", "seconds", "limit"),
-    [(0, BEAT, T.start), (1, BEAT, T.start), (2, BEAT, T.progress), (5, BEAT, T.progress), (4, 2.0, 8 * 2.0)],
+    [(0, BEAT, T.start), (1, BEAT, T.start), (2, BEAT, T.progress), (5, BEAT, T.progress), (4, 2.0, 4 * 2.0)],
     ids=["before the first step", "before there is a mean", "progress", "progress again", "long steps"],
 )
 def test_nothing_moves_for_its_time(steps: int, seconds: float, limit: float) -> None:
@@ -136,5 +136,5 @@ def test_time_in_which_nothing_moved_is_no_time_of_a_step() -> None:
 
 
 def test_a_link_on_which_nothing_is_acknowledged_ends_first() -> None:
-    slow = Timeouts(heartbeat=0.25, suspect=3.0, status=3.5, progress=4.0, progress_factor=1.0, start=16.0, leave=9.0)
+    slow = Timeouts(heartbeat=0.25, suspect=3.0, status=3.5, progress=4.0, start=16.0, leave=9.0)
     assert detector(timeouts=slow).limit == slow.silent_link + slow.suspect > slow.progress
