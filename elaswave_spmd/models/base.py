@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -159,12 +160,23 @@ def takes_keys(layer: nn.Module) -> bool:
 
 def keys_parameter(layer: nn.Module) -> str:
     """The parameter of a layer's `forward` that is given keys (`takes_keys`), as it is written there; "": none is."""
-    given = [p for p in inspect.signature(layer.forward).parameters.values() if p.kind in _POSITIONAL]
+    forward = layer.forward
+    is_own = inspect.ismethod(forward) and forward.__self__ is layer
+    parameters = _of_method(forward.__func__) if is_own else tuple(inspect.signature(forward).parameters.values())
+    given = [p for p in parameters if p.kind in _POSITIONAL]
     if given and given[0].kind is inspect.Parameter.VAR_POSITIONAL:
         return f"*{given[0].name}"
     if len(given) < 2 or not (given[1].name == "keys" or given[1].default is inspect.Parameter.empty):
         return ""
     return f"*{given[1].name}" if given[1].kind is inspect.Parameter.VAR_POSITIONAL else given[1].name
+
+
+@lru_cache(maxsize=256)  # a model that is run by itself asks at every call of a layer
+def _of_method(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    """The parameters of a bound method of this function."""
+    parameters = tuple(inspect.signature(function).parameters.values())
+    takes_all = bool(parameters) and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL
+    return parameters if takes_all else parameters[1:]
 
 
 def call_layer(layer: nn.Module, x: Any, keys: Keys | None) -> Any:
