@@ -45,7 +45,8 @@ def sample_ids(
     e = i // num_samples, has a permutation of its own, so that no sample comes twice within a pass.
 
     Args:
-        slots: int64 [any], ascending: the slots of the global batch that are wanted; None: all of them.
+        slots: int64 [any], ascending: the slots of the global batch that are wanted, where those of the steps after
+            this one follow from `global_batch` on; None: all of this step.
     """
     number = (step - 1) * global_batch + (np.arange(global_batch, dtype=np.int64) if slots is None else slots)
     out = np.empty(len(number), np.int64)

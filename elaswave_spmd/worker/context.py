@@ -89,11 +89,6 @@ def _ignore(*_: object) -> None:
     """The default of hooks that only observe."""
 
 
-def _as_computed(point: FaultPoint, step: int, result: Tensor) -> Tensor:
-    """The default of the hook that injects wrong results."""
-    return result
-
-
 @dataclass(frozen=True)
 class WorkerHooks:
     """Everything optional around a worker. Without arguments nothing is observed, injected or optional.
@@ -102,8 +97,8 @@ class WorkerHooks:
 
     Args:
         on_point: (point, step): a step passes one of its points. Progress is counted here, and faults are injected.
-        computed: (point, step, result): what the device has computed at a point of a step; returns what the worker goes
-            on with. Wrong results are injected here.
+        wrong_result: (point, step, result): what the device has computed at a point of a step; returns what the worker
+            goes on with. Wrong results are injected here; None: none are.
         layer_ran: (step, micro-batch, layer, kind, began, ended): a layer program has run, of a kind of
             `scheduling.pipeline`; times by time.perf_counter(), or of the device.
         step_measured: (step, times of layer programs, of weight gradients that were put off, memory of layers that are
@@ -124,7 +119,7 @@ class WorkerHooks:
     """
 
     on_point: OnFaultPoint = no_op
-    computed: Callable[[FaultPoint, int, Tensor], Tensor] = _as_computed
+    wrong_result: Callable[[FaultPoint, int, Tensor], Tensor] | None = None
     layer_ran: Callable[[int, int, int, str, float, float], None] = _ignore
     step_measured: Callable[[int, tuple[Row, ...], tuple[WeightsRow, ...], tuple[MemoryRow, ...]], None] = _ignore
     data_waited: Callable[[int, float], None] = _ignore
@@ -137,6 +132,10 @@ class WorkerHooks:
     clock: DeviceClock | None = None
     device_recovery: DeviceRecovery | None = None
     link_facts: Callable[[Iterable[int]], m.Adopted] | None = None
+
+    def computed(self, point: FaultPoint, step: int, result: Tensor) -> Tensor:
+        """What the worker goes on with, of what its device has computed at a point of a step."""
+        return result if self.wrong_result is None else self.wrong_result(point, step, result)
 
 
 @dataclass(frozen=True)

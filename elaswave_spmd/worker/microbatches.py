@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elaswave_spmd.determinism import Keys, sample_ids
+from elaswave_spmd.determinism import Keys
 from elaswave_spmd.determinism.rng import WordSource
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS
 from elaswave_spmd.scheduling.placement import Placement
@@ -23,6 +23,7 @@ from elaswave_spmd.worker.inputs import first_input, on_device, read_batch
 from elaswave_spmd.worker.pacing import Pacing
 from elaswave_spmd.worker.profiling import LayerTimes, Row, WeightsRow
 from elaswave_spmd.worker.programs.eager import Batches
+from elaswave_spmd.worker.sample_order import SampleOrder
 from elaswave_spmd.worker.stage_boundary import ACTIVATION, GRADIENT, VALIDATION, Boundaries, BoundaryKey, message_of
 from elaswave_spmd.worker.waiting import ConfigurationChanged, Reason, Waiting, Waits
 
@@ -56,6 +57,7 @@ class MicrobatchRunner:
         self._model = context.model
         self._data = context.data
         self._hooks = context.hooks
+        self._injects = context.hooks.wrong_result is not None
         self._device = context.device
         self._place = context.device.place
         self._reducer = reducer
@@ -79,6 +81,7 @@ class MicrobatchRunner:
         self.backward_of = -1
         """The micro-batch in the middle of its backward, or -1."""
         self._batches: dict[int, Any] = {}
+        self._order = SampleOrder(context.job, len(context.data.train))
         self._samples: dict[int, np.ndarray] = {}
         self._seed = self._number(context.job.seed)
         self._step_number = self._number(0)
@@ -140,7 +143,7 @@ class MicrobatchRunner:
         """The samples that are read next, as far as it is known: of this step, and of the step after it."""
         found = [(step, self._samples[microbatch]) for microbatch in microbatches]
         if step < self._job.steps:
-            found += [(step + 1, ids) for ids in self._ids_of(step + 1, microbatches)]
+            found += [(step + 1, ids) for ids in self._order.ids_of(step + 1, microbatches)]
         return found
 
     def report_data_wait(self, step: int) -> None:
@@ -149,14 +152,7 @@ class MicrobatchRunner:
             self._hooks.data_waited(step, self._data.loader.pop_waited())
 
     def _sample(self, step: int, microbatches: Sequence[int]) -> None:
-        self._samples |= dict(zip(microbatches, self._ids_of(step, microbatches), strict=True))
-
-    def _ids_of(self, step: int, microbatches: Sequence[int]) -> np.ndarray:
-        """The sample ids of micro-batches of a step, int64 [micro-batches, samples]."""
-        size = self._job.microbatch_size
-        slots = (np.array(microbatches, dtype=np.int64)[:, None] * size + np.arange(size)).reshape(-1)
-        ids = sample_ids(self._job.seed, step, self._job.global_batch, len(self._data.train), slots)
-        return ids.reshape(-1, size)
+        self._samples |= dict(zip(microbatches, self._order.ids_of(step, microbatches), strict=True))
 
     # ---- actions
 
@@ -181,11 +177,13 @@ class MicrobatchRunner:
         samples, x = self._device.to_place(torch.from_numpy(self._samples[microbatch])), given
         try:
             for layer in self._layers:
-                yield from self.until_at(layer, step - 1)
+                if not self.values[layer].is_at(step - 1):
+                    yield from self.until_at(layer, step - 1)
                 keys = Keys(self._seed, self._step_number, samples, self._layer_numbers[layer], {}, self._words)
                 started = self._device.mark()
                 x = self.programs.forward(layer, microbatch, x, keys, batch)
-                x = self._computed_output(step, x)
+                if self._injects:
+                    x = self._computed_output(step, x)
                 if digests is not None:
                     digests.forward(layer, x)
                 self._ran(step, microbatch, layer, FORWARD, started)
@@ -224,7 +222,7 @@ class MicrobatchRunner:
         """
         dy = yield from self._gradient_of_output(step, microbatch, digests)
         alone = alone or not weights
-        batch = self._batches.pop(microbatch, None)
+        batch, looks = self._batches.pop(microbatch, None), self._injects or digests is not None
         self.backward_of = microbatch
         for layer in reversed(self._layers):
             # No wait in a backward: its forward has waited, and no page changes before this worker has voted.
@@ -233,8 +231,9 @@ class MicrobatchRunner:
             buffer, add = self._reducer.begin_microbatch(layer, microbatch, alone=alone, own_leaf=own_leaf)
             started = self._device.mark()
             dy = self.programs.backward(layer, microbatch, dy, buffer, add=add, batch=batch)
-            dy = self._computed_input(step, layer, dy, digests)
-            self._computed_weights(step, layer, buffer, digests)
+            if looks:
+                dy = self._computed_input(step, layer, dy, digests)
+                self._computed_weights(step, layer, buffer, digests)
             self._ran(step, microbatch, layer, BACKWARD, started)
             if drop:
                 self._drop(layer)
@@ -256,12 +255,13 @@ class MicrobatchRunner:
             drop, digests: as for `backward`.
         """
         dy = yield from self._gradient_of_output(step, microbatch, digests)
-        batch = self._batches.pop(microbatch, None)
+        batch, looks = self._batches.pop(microbatch, None), self._injects or digests is not None
         for layer in reversed(self._layers):
             assert self.values[layer].is_at(step - 1), (layer, step)
             started = self._device.mark()
             dy = self.programs.backward_input(layer, microbatch, dy, batch=batch)
-            dy = self._computed_input(step, layer, dy, digests)
+            if looks:
+                dy = self._computed_input(step, layer, dy, digests)
             self._ran(step, microbatch, layer, BACKWARD, started)
             self._hooks.on_point(FaultPoint.INPUT, step)
             if drop:
@@ -278,13 +278,15 @@ class MicrobatchRunner:
             alone, digests: as for `backward`.
         """
         self._hooks.on_point(FaultPoint.WEIGHTS, step)
+        looks = self._injects or digests is not None
         self.backward_of = microbatch
         for layer in reversed(self._layers):
             own_leaf = digests is not None
             buffer, add = self._reducer.begin_microbatch(layer, microbatch, alone=alone, own_leaf=own_leaf)
             started = self._device.mark()
             self.programs.backward_weights(layer, microbatch, buffer, add=add)
-            self._computed_weights(step, layer, buffer, digests)
+            if looks:
+                self._computed_weights(step, layer, buffer, digests)
             self._ran(step, microbatch, layer, WEIGHTS, started)
             self._hooks.on_point(FaultPoint.REDUCE, step)
             self._reducer.end_microbatch(step, layer, microbatch, alone=alone)

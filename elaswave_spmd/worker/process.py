@@ -298,7 +298,7 @@ class WorkerProcess:
         self._faults = FaultInjector(self._rank, self._settings.chaos, self._links, self._before_loss, version)
         hooks = WorkerHooks(
             on_point=self._on_point,
-            computed=self._computed,
+            wrong_result=self._wrong_result if self._settings.chaos.events else None,
             step_measured=partial(self._send_costs, model.programs),
             data_waited=self._send_data_wait,
             applied=checkpoints.applied,
@@ -437,7 +437,7 @@ class WorkerProcess:
         """A step passes a point: count progress, and let faults happen that are injected here."""
         progress = self._progress
         progress.count += 1
-        if point in (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.WEIGHTS):
+        if point is not FaultPoint.REDUCE and point in (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.WEIGHTS):
             progress.action = point.value
         self._step = step
         if point is FaultPoint.APPLY and self._trace is not None:
@@ -449,7 +449,7 @@ class WorkerProcess:
         """The report of an exception after which this worker keeps its state; None: it can receive no order to save."""
         return None if isinstance(error, LinksError) else self._failed(error)
 
-    def _computed(self, point: FaultPoint, step: int, result: Tensor) -> Tensor:
+    def _wrong_result(self, point: FaultPoint, step: int, result: Tensor) -> Tensor:
         """The result that the device has computed, which is wrong where `chaos` says so."""
         assert self._executor is not None and self._faults is not None
         return self._faults.computed(point, step, self._executor.placement.mesh.members, result)

@@ -771,7 +771,7 @@ class SimulatedCluster:
         """The optional parts of a worker: here, fault points, groups, checkpoints, and devices that can fail."""
         return WorkerHooks(
             on_point=lambda point, step: self._visit(worker, point, step),
-            computed=lambda point, step, result: self._computed(worker.rank, point, step, result),
+            wrong_result=lambda point, step, result: self._computed(worker.rank, point, step, result),
             stage_group=self._group_of(worker.rank),
             pairs=self._pairs_of(worker.rank),
             applied=lambda report, _: self._save(worker) if self._orders.is_due(report.step) else None,
