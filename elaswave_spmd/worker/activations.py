@@ -91,7 +91,7 @@ def checked_output(y: object, dtype: torch.dtype, name: str) -> Activation:
         ModelError: the output is neither a floating-point tensor nor a flat tuple of tensors.
     """
     if isinstance(y, Tensor) and y.is_floating_point():
-        return y.to(dtype).contiguous()
+        return y if y.dtype is dtype and y.is_contiguous() else y.to(dtype).contiguous()
     if isinstance(y, tuple) and (converted := in_compute_dtype(y, dtype)) is not None:
         return converted
     fix = "return (hidden, mask) or the like; integers only beside others, and numbers as tensors"

@@ -235,14 +235,13 @@ class GradientBuffer:
         Args:
             gradients: one per trained parameter, of its shape, in the order of `layout.gradient_slots`.
         """
-        present = [(view, g) for view, g in zip(self.views, gradients, strict=True) if g is not None]
-        if present:
-            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-                [view for view, _ in present], [g for _, g in present]
-            )
-        for view, gradient in zip(self.views, gradients, strict=True):
-            if gradient is None:
+        views, made = self.views, [gradient for gradient in gradients if gradient is not None]
+        if len(made) < len(views):
+            for view in (view for view, gradient in zip(views, gradients, strict=True) if gradient is None):
                 view.zero_()
+            views = [view for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
+        if made:
+            torch._foreach_copy_(views, made)  # pyright: ignore[reportPrivateImportUsage]
 
     @property
     def loss(self) -> Tensor:

@@ -222,8 +222,9 @@ class SocketChannel:
         """
         if self._leaving:
             self.is_copying()
-        items, self._early = [*self._early, *self._mailbox.take_all()], []
-        found = []
+        items, found = self._mailbox.take_all(), list[Incoming]()
+        if self._early:
+            items, self._early = [*self._early, *items], []
         for item in items:
             if isinstance(item, ControllerLost) and (self._has_agent or not self._fence.was_adopted):
                 self.is_abandoned = self._has_agent

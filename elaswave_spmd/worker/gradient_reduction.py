@@ -245,12 +245,15 @@ class GradientReducer:
             alone: the micro-batch was another worker's, or is computed again: it is not added to others here.
             own_leaf: its gradient is looked at by itself before it is added.
         """
-        pool = self._pools.setdefault(layer, GradientPool(self._layout.layers[layer], self._device.place))
+        if (pool := self._pools.get(layer)) is None:
+            pool = self._pools[layer] = GradientPool(self._layout.layers[layer], self._device.place)
         leaf = (microbatch, microbatch + 1)
         if alone:
             self._leaf_alone = pool.acquire()
             return self._leaf_alone, False
-        _, buffers = self._local.setdefault(layer, (Reduction(self._form.num_microbatches), {}))
+        if layer not in self._local:
+            self._local[layer] = Reduction(self._form.num_microbatches), {}
+        _, buffers = self._local[layer]
         # In fp32 compute, autograd's += into the sibling's buffer is the very addition that the tree would make.
         above = parent_and_sibling(leaf, self._form.num_microbatches)
         own_leaf = own_leaf or (self._observer is not None and self._observer.looks_at(layer))

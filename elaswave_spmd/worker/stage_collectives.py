@@ -115,6 +115,7 @@ class _UnderWay:
 class NoCollectives:
     """The option is off: parameters go over links, nothing is ever under way, and votes carry nothing."""
 
+    is_off = True
     idle = True
     has_news = False
     serves = False
@@ -179,6 +180,11 @@ class StageCollectives:
         self.epoch = -1
         self._lost = False
         self._offer = ""
+
+    @property
+    def is_off(self) -> bool:
+        """False: there is a group, or will be in some epoch."""
+        return False
 
     def enter_epoch(self, placement: Placement, replica_map: ReplicaMap) -> None:
         """Begin a new epoch: what is under way is given up, and a group of the stage's members is made.

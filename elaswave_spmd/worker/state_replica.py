@@ -293,6 +293,8 @@ class StateReplica:
         If the group fails, links bring what it has not.
         """
         grouped = self.parameters.grouped
+        if grouped.is_off:
+            return
         was_idle = grouped.idle
         grouped.check()
         step = grouped.exchanges.step  # what has arrived is of this one, whatever it brings about

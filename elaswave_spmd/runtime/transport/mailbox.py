@@ -167,6 +167,8 @@ class Mailbox:
         if self._source is not None:
             self._source.drain()
         items = self._items
+        if not items:  # as between two layers, mostly
+            return []
         found = [items.popleft() for _ in range(len(items))]
         for item in found:
             if isinstance(item, LinksFailed):

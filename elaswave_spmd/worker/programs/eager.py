@@ -7,7 +7,7 @@ its bits do not depend on where the stages are cut, and its gradient can be sent
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypedDict
@@ -37,6 +37,7 @@ from elaswave_spmd.worker.activations import (
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.inputs import leaves_of
 from elaswave_spmd.worker.profiling import LayerMemory
+from elaswave_spmd.worker.programs.engine_run import run_backward
 from elaswave_spmd.worker.programs.scores import ScoreForm, checked_loss, loss_and_weight, mixed_weights, scores_of
 from elaswave_spmd.worker.programs.split_backward import PutOff, SplitLayer
 from elaswave_spmd.worker.spec import Job
@@ -290,7 +291,8 @@ class StagePrograms:
             self._saved[layer, microbatch] = SavedForward(x, None, keys)
         else:
             # Of the first forward of a layer it is measured what autograd saves, so it saves all that a backward needs.
-            with self._putting_off(layer if layer in self.memory else None) as put_off:
+            split = self._split.get(layer) if layer in self.memory else None
+            with self._putting_off(split) as put_off:
                 y = self._run(layer, microbatch, x, keys, batch)
             self._saved[layer, microbatch] = SavedForward(x, y, keys, put_off)
         return y
@@ -305,15 +307,10 @@ class StagePrograms:
             self._marks[layer] = marks_of(self._run(layer, microbatch, x, keys.again(), batch))
         return marked(y, self._marks[layer])
 
-    @contextmanager
-    def _putting_off(self, layer: int | None) -> Iterator[PutOff | None]:
-        """Runs a forward whose backward puts off the weight products of the layer, if it is one that does."""
-        split = None if layer is None else self._split.get(layer)
-        if split is None:
-            yield None
-            return
-        with split.putting_off() as products:
-            yield products
+    @staticmethod
+    def _putting_off(split: SplitLayer | None) -> AbstractContextManager[PutOff | None]:
+        """The context of a forward whose backward puts off the weight products of a layer; of any other for None."""
+        return split.putting_off() if split is not None else nullcontext()
 
     def backward(
         self,
@@ -358,15 +355,20 @@ class StagePrograms:
             for parameter, view in zip(parameters, into.views, strict=True):
                 parameter.grad = view
         if outputs := graded(y):  # there are none if a layer without parameters makes features of tokens
-            with naming_layer(self._name_of(layer), "backward", saved.x):
-                torch.autograd.backward(outputs, gradients_of(dy))
-        if not add:
-            # Not into the views directly: a bf16 gradient is converted, and a missing one must become zero.
-            into.set([parameter.grad for parameter in parameters])
-        for parameter, view in zip(parameters, into.views, strict=True):
-            # Had autograd made a new gradient tensor instead of adding in place, `into` would lack it without an error.
-            assert not add or parameter.grad is view
+            try:
+                run_backward(outputs, gradients_of(dy))
+            except (Exception, SystemExit) as error:
+                note_layer(error, self._name_of(layer), "backward", saved.x)
+                raise
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
             parameter.grad = None
+        if add:
+            # Had autograd made a new gradient tensor instead of adding in place, `into` would lack it without an error.
+            assert all(gradient is view for gradient, view in zip(gradients, into.views, strict=True))
+        else:
+            # Not into the views directly: a bf16 gradient is converted, and a missing one must become zero.
+            into.set(gradients)
         if layer == self._last:
             # The loss is an element of the gradient: so it is reduced, replicated and recovered like any gradient page.
             into.add_loss(self._losses.pop(microbatch), add=add)
@@ -392,7 +394,7 @@ class StagePrograms:
             return saved.x
         y, put_off = saved.y, saved.put_off
         if y is None:
-            with self._putting_off(layer) as put_off:
+            with self._putting_off(self._split.get(layer)) as put_off:
                 y = self._output_again(layer, microbatch, saved, batch)
         loss = self._losses.pop(microbatch) if layer == self._last else None
         begun = BegunBackward([None] * len(self._values[layer].trained), put_off, loss)
@@ -419,7 +421,7 @@ class StagePrograms:
             gradients: of these; None for the loss.
             begun: the second part, to be completed.
         """
-        torch.autograd.backward(outputs, gradients)
+        run_backward(outputs, gradients)
         parameters = self._values[layer].trained
         begun.gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -543,9 +545,12 @@ class StagePrograms:
         An output is contiguous and in the compute dtype even where no stage ends behind the layer. Otherwise the next
         layer would see other strides, or another dtype, when the stages are cut elsewhere, and other kernels could run.
         """
-        phase += (", with the loss" if layer == self._last else "") + self._keyed.get(layer, "")
-        with naming_layer(self._name_of(layer), phase, x):
+        try:
             y = self._compute(layer, x, keys, batch)
+        except (Exception, SystemExit) as error:
+            phase += (", with the loss" if layer == self._last else "") + self._keyed.get(layer, "")
+            note_layer(error, self._name_of(layer), phase, x)
+            raise
         if layer == self._last:
             return checked_loss(y)
         return checked_output(y, self._values[layer].flat.dtype, self._name_of(layer))
@@ -587,11 +592,10 @@ class StagePrograms:
             module.training = training
 
 
-@contextmanager
-def naming_layer(name: str, phase: str, x: Activation | None = None) -> Iterator[None]:
+def note_layer(error: BaseException, name: str, phase: str, x: Activation | None = None) -> None:
     """Adds a note to an exception that comes out of a layer: the layer, what it was doing, and its input.
 
-    For example "in layer 'block0' (forward), input float32[2, 16, 32]". The exception itself goes on unchanged, so that
+    For example "in layer 'block0' (forward), input float32[2, 16, 32]". The caller lets the exception go on, so that
     its type still tells a device's error from a mistake in the model. Only of a sys.exit() an error is made, so that
     it is held and told of as any other: the worker would end, with its state.
 
@@ -599,14 +603,23 @@ def naming_layer(name: str, phase: str, x: Activation | None = None) -> Iterator
         name: of the layer.
         phase: "forward", "backward", "weight gradients", "evaluation" or "compilation", perhaps with an addition.
         x: the layer's input, if it is there still; only its shape and dtype are read.
+
+    Raises:
+        ModelError: in place of a SystemExit.
     """
+    note = f"in layer '{name}' ({phase})" + (f", input {in_words(x)}" if x is not None else "")
+    if isinstance(error, SystemExit):
+        raise exit_as_error(error, note) from error
+    add_note(error, note)
+
+
+@contextmanager
+def naming_layer(name: str, phase: str, x: Activation | None = None) -> Iterator[None]:
+    """Has `note_layer` name the layer in any exception that comes out of the block."""
     try:
         yield
     except (Exception, SystemExit) as error:
-        note = f"in layer '{name}' ({phase})" + (f", input {in_words(x)}" if x is not None else "")
-        if isinstance(error, SystemExit):
-            raise exit_as_error(error, note) from error
-        add_note(error, note)
+        note_layer(error, name, phase, x)
         raise
 
 
