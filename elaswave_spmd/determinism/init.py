@@ -43,6 +43,10 @@ class Constant:
 
     value: float
 
+    def __post_init__(self) -> None:
+        if math.isnan(self.value):
+            raise ModelError(f"value of Constant is {self.value}", rule="it is a number")
+
 
 Init = Normal | Uniform | Constant
 

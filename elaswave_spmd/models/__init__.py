@@ -9,6 +9,7 @@ from elaswave_spmd.models.gpt import GPT
 from elaswave_spmd.models.llama import Llama
 from elaswave_spmd.models.mlp import MLP
 from elaswave_spmd.models.objective import Batch, Loss, Metrics, Objective, other_loss
+from elaswave_spmd.models.parameter_rules import decays_of, init_of
 
 __all__ = [
     "GPT",
@@ -24,8 +25,10 @@ __all__ = [
     "call_layer",
     "close_names",
     "constructing",
+    "decays_of",
     "freeze_parameters",
     "import_model",
+    "init_of",
     "keys_parameter",
     "other_loss",
     "takes_keys",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from elaswave_spmd.conf.schema import OptimGroup
 from elaswave_spmd.determinism import Init
 from elaswave_spmd.errors import ModelError
-from elaswave_spmd.models import LayeredModel
+from elaswave_spmd.models import LayeredModel, init_of
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
 from elaswave_spmd.worker.update_rules import update_rules
 
@@ -37,7 +37,8 @@ def describe(model: LayeredModel, *, page_size: int = 4096, groups: Sequence[Opt
 
     Raises:
         LayoutError: a page size or parameter that cannot be laid out.
-        ModelError: nothing is trained, or one of two tied parameters alone is frozen; groups that do not fit the model.
+        ModelError: nothing is trained, or one of two tied parameters alone is frozen; groups that do not fit the model;
+            its own `init` or `decays` fails, or returns something else than a rule.
     """
     _check_frozen(model)
     rules = update_rules(model, groups)
@@ -54,7 +55,7 @@ def describe(model: LayeredModel, *, page_size: int = 4096, groups: Sequence[Opt
             for rule in (rules[path],)
         ]
         if not own_values:
-            inits |= {p.name: model.init(p.name, p.shape) for p in owned}
+            inits |= {p.name: init_of(model, p.name, p.shape) for p in owned}
         uses.append(LayerUse(name, tuple(owned), tuple((path, owner_of[path]) for path in shapes if path in owner_of)))
     return ModelDescription(lay_out(uses, page_size=page_size), inits, own_values)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.schema import OptimGroup
 from elaswave_spmd.errors import ModelError
-from elaswave_spmd.models import LayeredModel, close_names
+from elaswave_spmd.models import LayeredModel, close_names, decays_of
 from elaswave_spmd.sharding.layout import UpdateRule
 
 _FIELDS = ("lr_scale", "weight_decay")
@@ -31,7 +31,7 @@ def update_rules(model: LayeredModel, groups: Sequence[OptimGroup]) -> Mapping[s
 
     Raises:
         ModelError: a pattern that matches no parameter; a group of frozen parameters only; two groups that say
-            different things of one parameter, or of two that are tied.
+            different things of one parameter, or of two that are tied; the model's own `decays` fails.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     owner_of = {tie.reader: tie.owner for tie in model.ties}
@@ -106,6 +106,6 @@ def _rule(model: LayeredModel, said: Mapping[tuple[str, str], _Said], name: str,
     scale, decay = (said.get((name, setting)) for setting in _FIELDS)
     lr_scale = scale.value if scale is not None else 1.0
     if decay is None:
-        return UpdateRule(model.decays(name, shape), lr_scale)
+        return UpdateRule(decays_of(model, name, shape), lr_scale)
     # A group's 0 is the rule of parameters without weight decay: they go into one call of the optimizer.
     return UpdateRule(True, lr_scale, decay.value) if decay.value else UpdateRule(False, lr_scale)
