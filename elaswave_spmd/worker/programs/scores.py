@@ -25,9 +25,10 @@ def checked_loss(loss: object) -> Tensor | tuple[Tensor, Tensor]:
         The loss as fp32 scalar; or with its weight, both fp32 scalars.
 
     Raises:
-        ModelError: the loss is neither one number nor a pair of numbers.
+        ModelError: the loss is neither one number nor a pair of numbers, or its weight has a dtype that rounds counts.
     """
     if isinstance(loss, tuple) and len(loss) == 2 and _is_number(loss[0], tensor=True) and _is_number(loss[1]):
+        _refuse_short_weight(loss[1], "loss")
         return loss[0].float(), as_number(loss[1], loss[0])
     if not _is_number(loss, tensor=True):
         raise ModelError(
@@ -38,6 +39,23 @@ def checked_loss(loss: object) -> Tensor | tuple[Tensor, Tensor]:
         )
     assert isinstance(loss, Tensor)
     return loss.float()
+
+
+def _refuse_short_weight(weight: object, function: str) -> None:
+    """Refuses a weight in a dtype in which a count of samples or tokens is rounded, as it is soon in bf16.
+
+    Its sum is rounded before anybody sees it, so it cannot be taken exactly afterwards.
+    """
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dtype.itemsize >= 4:
+        return
+    dtype = str(weight.dtype).removeprefix("torch.")
+    raise ModelError(
+        f"the weight that {function}(output, batch) returned is {dtype}",
+        rule=f"a weight is counted exactly, and {dtype} has all whole numbers only up to "
+        f"{2 / torch.finfo(weight.dtype).eps:.0f}",
+        where=f"{function}(output, batch)",
+        fix="count in fp32 or in whole numbers: mask.sum() of a bool mask, mask.float().sum(), or a number of Python",
+    )
 
 
 def _fix_of_loss(loss: object) -> str:
@@ -107,7 +125,7 @@ def scores_of(loss: Tensor | tuple[Tensor, Tensor], metrics: Mapping[str, Any]) 
     """A checked loss and the metrics of one micro-batch, as numbers one after the other: fp32 scalars.
 
     Raises:
-        ModelError: a metric is neither one number nor a pair of numbers.
+        ModelError: a metric is neither one number nor a pair of numbers, or its weight has a dtype that rounds counts.
     """
     values = [loss] if isinstance(loss, Tensor) else [*loss]
     weighted = [not isinstance(loss, Tensor)]
@@ -121,6 +139,8 @@ def scores_of(loss: Tensor | tuple[Tensor, Tensor], metrics: Mapping[str, Any]) 
             raise _no_metrics(f"metrics(output, batch) returned {len(metrics)} metrics, one of them {name}")
         if len(pair) not in (1, 2) or not all(map(_is_number, pair)):
             raise _no_metrics(f"metrics(output, batch) returned {described(value)} as {name}")
+        if len(pair) == 2:
+            _refuse_short_weight(pair[1], "metrics")
         values += [as_number(one, values[0]) for one in pair]
         weighted.append(len(pair) == 2)
     return ScoreForm(tuple(metrics), tuple(weighted)), tuple(values)

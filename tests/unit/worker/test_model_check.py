@@ -794,3 +794,38 @@ def test_a_last_layer_that_returns_a_dict_is_refused_as_any_other_layer_is() -> 
     error = refusal(with_head(LossOfDict, DictHead))
     assert error.what.startswith("layer head returned an object of type dict"), error
     assert "flat tuple" in error.rule
+
+
+def count_in_dtype_of_output(output: Tensor) -> Tensor:
+    return torch.ones_like(output[..., 0]).sum()
+
+
+def count_exactly(output: Tensor) -> Tensor:
+    return torch.ones_like(output[..., 0], dtype=torch.bool).sum()
+
+
+@pytest.mark.parametrize(("count", "is_refused"), [(count_in_dtype_of_output, True), (count_exactly, False)])
+@pytest.mark.parametrize("function", ["loss", "metrics"])
+def test_a_weight_that_bf16_has_rounded_is_refused(
+    function: str, count: Callable[[Tensor], Tensor], is_refused: bool
+) -> None:
+    """The loss is checked on outputs in fp32, where such a weight is exact: the forward tells."""
+
+    class Counted(Mistaken):
+        def loss(self, output: Tensor, batch: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            total = super().loss(output, batch)
+            return (total, count(output)) if function == "loss" else total
+
+        def metrics(self, output: Tensor, batch: Any) -> dict[str, Any]:
+            right = (output.argmax(-1) == batch.targets).sum()
+            return {"accuracy": (right, count(output))} if function == "metrics" else {}
+
+    with constructing(3):
+        model = Counted(VOCABULARY, WIDTH, "none")
+    check(model)
+    if not is_refused:
+        check(model, dtype="bf16")
+        return
+    error = refusal(model, dtype="bf16")
+    assert error.what == f"the weight that {function}(output, batch) returned is bfloat16"
+    assert "up to 256" in error.rule and "mask.float().sum()" in error.fix
