@@ -13,6 +13,7 @@ from typing import Any
 from elaswave_spmd.callbacks.callback import Callback
 from elaswave_spmd.callbacks.records import EndRecord, EventRecord, StartRecord, StepRecord, ValidationRecord
 from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.regular_files import read_regular
 from elaswave_spmd.run_dir.atomic_write import make_private_folder, replacing
 from elaswave_spmd.run_dir.directory import TRACKERS
 from elaswave_spmd.run_dir.listener import GENERATED
@@ -109,7 +110,7 @@ class Tracker(Callback, ABC):
         assert self._start is not None
         folder = self._start.run_dir / TRACKERS
         file = folder / f"{self.SERVICE}.json"
-        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        known = json.loads(read_regular(file)) if file.exists() else {}
         kept = self.open(self._start, known)
         if not folder.exists():
             make_private_folder(folder)

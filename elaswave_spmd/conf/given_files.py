@@ -1,18 +1,16 @@
-"""Files that a setting names and that are read whole: text and YAML. What has no end, or has another one, is not read.
+"""Files that a setting names and that are read whole: text and YAML. What has no end is not read.
 
-A pipe and a device such as /dev/zero would be waited for, or read, for ever, before the first step. An alias of YAML
-stands for as much again as its anchor: a few lines of them in each other are more than any memory holds.
+An alias of YAML stands for as much again as its anchor: a few lines of them in each other are more than any memory
+holds. Pipes and devices: see `regular_files`.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
-NO_FILE = "it is no regular file"
+from elaswave_spmd.regular_files import read_regular
 
 
 def text_of(path: str | Path) -> str:
@@ -22,11 +20,7 @@ def text_of(path: str | Path) -> str:
         OSError: it cannot be read, or is a pipe or a device.
         UnicodeError: it is not UTF-8.
     """
-    file = os.path.expanduser(path)
-    mode = os.stat(file).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a directory reading tells
-        raise OSError(errno.EINVAL, NO_FILE)
-    return Path(file).read_text(encoding="utf-8")
+    return read_regular(os.path.expanduser(path)).decode("utf-8")
 
 
 def yaml_of(path: Path) -> Any:

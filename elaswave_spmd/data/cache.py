@@ -22,6 +22,7 @@ from elaswave_spmd.data.columns import TokenColumn
 from elaswave_spmd.data.corpus import Documents
 from elaswave_spmd.data.tokenizer import Tokenizer
 from elaswave_spmd.errors import ConfigError, DataError
+from elaswave_spmd.regular_files import read_regular
 
 FORMAT = 1
 
@@ -149,7 +150,7 @@ def _read_entry(entry: Path) -> TokenFile | None:
     """The entry if it exists and is whole, else None: a damaged one is made anew."""
     tokens = entry / "tokens.bin"
     try:
-        meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
+        meta = json.loads(read_regular(entry / "meta.json"))
         found = TokenFile(str(tokens), meta["dtype"], int(meta["num_tokens"]), int(meta["vocab_size"]))
         return found if tokens.stat().st_size == found.num_bytes else None
     except (OSError, ValueError, KeyError, TypeError):

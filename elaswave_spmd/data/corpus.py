@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from elaswave_spmd.errors import DataError
+from elaswave_spmd.regular_files import open_regular
 
 READ_BYTES = 1 << 20
 
@@ -181,7 +182,7 @@ def read_blocks(path: Path) -> Iterator[bytes]:
         DataError: the file cannot be read.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             while block := file.read(READ_BYTES):
                 yield block
     except OSError as error:

@@ -18,6 +18,7 @@ from typing import Any
 
 from elaswave_spmd.data.corpus import nearest_folder
 from elaswave_spmd.errors import DataError
+from elaswave_spmd.regular_files import open_regular, read_regular
 
 ARROW, PARQUET = "arrow", "parquet"
 TABLES = (ARROW, PARQUET)
@@ -140,7 +141,7 @@ class _File:
             self._open_stream()
 
     def _open_stream(self) -> None:
-        with open(self._path, "rb") as file:
+        with open_regular(self._path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - len(_END_OF_STREAM)))
             end = file.read()
@@ -216,7 +217,7 @@ def _find_arrow(path: str) -> tuple[Table, Table | None]:
 def _saved_dataset(folder: Path) -> Table:
     state_file = folder / "state.json"
     try:
-        state = json.loads(state_file.read_text(encoding="utf-8"))
+        state = json.loads(read_regular(state_file))
         files = tuple(str(folder / entry["filename"]) for entry in state["_data_files"])
         # Older versions of `datasets` saved a selection or a shuffle as row numbers beside the rows.
         indices = state.get("_indices_files") or state.get("_indices_data_files")

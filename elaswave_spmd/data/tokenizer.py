@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import codecs
-import errno
 import hashlib
 import os
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +13,7 @@ import numpy as np
 
 from elaswave_spmd.data.spec import BYTES
 from elaswave_spmd.errors import DataError
+from elaswave_spmd.regular_files import read_regular
 
 BLOCK_CHARACTERS = 1 << 20
 
@@ -128,10 +127,7 @@ def _cut_text(blocks: Iterable[bytes]) -> Iterator[str]:
 def _read_file(path: Path) -> bytes:
     file = Path(os.path.expanduser(path))
     try:
-        mode = file.stat().st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe or a device may be read without an end
-            raise OSError(errno.EINVAL, "it is no regular file")
-        return file.read_bytes()
+        return read_regular(file)
     except OSError as error:
         inside = path / "tokenizer.json"
         raise DataError(

@@ -9,6 +9,7 @@ from typing import Any
 
 from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.errors import DataError
+from elaswave_spmd.regular_files import open_regular, read_regular
 from elaswave_spmd.run_dir.directory import EVENTS, METRICS, SUMMARY
 from elaswave_spmd.run_dir.json_lines import line_name, read_json, read_json_line
 from elaswave_spmd.run_dir.metrics import MetricsLine
@@ -51,7 +52,7 @@ class FollowedLines:
             DataError: the file cannot be read, has become shorter, or a whole line is not a JSON object.
         """
         try:
-            with open(self._path, "rb") as file:
+            with open_regular(self._path) as file:
                 if file.seek(0, 2) < self._offset:
                     raise DataError(f"{self._path} has become shorter", rule="the files of a run only grow")
                 file.seek(self._offset)
@@ -123,7 +124,7 @@ class RunReader:
 
 
 def _read_summary(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
         summary = read_json(_text_of(path))
@@ -136,7 +137,7 @@ def _read_summary(path: Path) -> dict[str, Any] | None:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        return read_regular(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or error
         raise DataError(f"cannot read {path} ({why})") from error

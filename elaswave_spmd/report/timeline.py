@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from elaswave_spmd.regular_files import open_regular
 from elaswave_spmd.run_dir.trace import TRACE
 
 KINDS = {"forward": "F", "backward": "B", "weights": "W", "wait": "I"}
@@ -69,7 +70,7 @@ def read_timeline(folder: Path, around_s: float | None, step_s: float) -> Timeli
 def _read(path: Path) -> Iterator[Slice]:
     """The slices of programs and waits; other lines, and lines that cannot be read, are left out."""
     decoder = msgspec.json.Decoder()
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         for line in file:
             if b'"ph": "X"' not in line or b'"cat": "send"' in line:
                 continue

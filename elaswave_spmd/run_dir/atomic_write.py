@@ -11,6 +11,7 @@ from io import FileIO
 from pathlib import Path
 
 from elaswave_spmd.errors import FilesError
+from elaswave_spmd.regular_files import regular_fd
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 """The modes of what a run makes, whatever the umask: checkpoints, weights and journal are the user's alone."""
@@ -22,9 +23,9 @@ def open_private(path: Path, flags: int) -> int:
     """Open a file of the run, for its owner alone; made if `flags` say so. Returns the descriptor.
 
     Raises:
-        OSError: it cannot be opened, or its mode cannot be set.
+        OSError: it cannot be opened, is a pipe or a device, or its mode cannot be set.
     """
-    fd = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+    fd = regular_fd(path, flags, FILE_MODE)
     try:
         if stat.S_IMODE(os.fstat(fd).st_mode) != FILE_MODE:
             os.fchmod(fd, FILE_MODE)

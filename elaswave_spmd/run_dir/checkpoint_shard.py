@@ -21,6 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from elaswave_spmd.errors import CheckpointError
+from elaswave_spmd.regular_files import regular_fd
 from elaswave_spmd.run_dir.atomic_write import make_private_folder, replacing, write_all, writing
 from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.sharding.replicas import PageRange
@@ -105,7 +106,7 @@ class Shard:
         # process by SIGBUS in place of an error, and its backend without a mapping reads a whole array for each slice.
         left, at = target.data.cast("B"), offset + 4 * start
         try:
-            with open(self.path, "rb", buffering=0) as file:
+            with open(regular_fd(self.path, os.O_RDONLY), "rb", buffering=0) as file:
                 while left:
                     count = os.preadv(file.fileno(), [left], at)
                     if not count:
@@ -122,7 +123,7 @@ class Shard:
         """
         digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
         try:
-            with open(self.path, "rb", buffering=0) as file:
+            with open(regular_fd(self.path, os.O_RDONLY), "rb", buffering=0) as file:
                 start = file.read(_HASH_AT + len(_ZEROS))
                 digest.update(start[:_HASH_AT] + _ZEROS)
                 while count := file.readinto(buffer):
@@ -213,7 +214,7 @@ def read_shard(path: Path) -> Shard:
         CheckpointError: the file is missing, too short, too long, or not a shard.
     """
     try:
-        with open(path, "rb") as file:
+        with open(regular_fd(path, os.O_RDONLY), "rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
             offset = _LENGTH + int.from_bytes(file.read(_LENGTH), "little")
         # safe_open checks that the header is well-formed and that its arrays cover the rest of the file exactly.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import numpy as np
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
 from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.errors import ConfigError, DataError, FilesError
+from elaswave_spmd.regular_files import read_regular
 from elaswave_spmd.run_dir.atomic_write import READ_ONLY, make_private_folder, open_private, replacing
 from elaswave_spmd.run_dir.in_place import InPlace
 from elaswave_spmd.run_dir.json_lines import (
@@ -39,6 +41,7 @@ WEIGHTS_EMA = "weights_ema.safetensors"
 TRACKERS = "trackers"
 # Written by journal.py, checkpoints.py and lock.py.
 RECOVERY = ("epochs.jsonl", "checkpoints", "controller.lock", "workers.lock")
+_FOLDERS = (BOARD, "checkpoints")
 RUN_FILES = (CONFIG, METRICS, EVENTS, SUMMARY, WEIGHTS, WEIGHTS_EMA, COSTS, BOARD, *RECOVERY[:2])
 _NAME_TRIES = 100
 
@@ -113,10 +116,11 @@ class RunDir:
         """Open the directory of a run that is resumed. Only the process that has locked it (lock.py) may do so.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: it cannot be written, or a file of it is a pipe, a device or a directory.
         """
         with _directory_errors(path):
             _check_writable(path)
+            _refuse_other_kinds(path)
             return cls(path.absolute(), is_new=False)
 
     @property
@@ -228,7 +232,7 @@ def read_summary(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path) / SUMMARY
     try:
-        summary = read_json(file.read_bytes())
+        summary = read_json(read_regular(file))
         if not isinstance(summary, dict):
             raise ValueError("it is not a JSON object")
         return summary
@@ -304,8 +308,10 @@ def _directory_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        # Of a file in it, which may be a pipe, the name is told as well.
+        of_file = "" if error.filename in (None, str(folder)) else f"{error.filename}: "
         raise ConfigError(
-            f"run.dir={folder} cannot be written ({error.strerror or error})",
+            f"run.dir={folder} cannot be written ({of_file}{error.strerror or error})",
             where="run.dir",
             fix="run.dir=DIR with a directory that can be written",
         ) from error
@@ -324,6 +330,18 @@ def _check_writable(folder: Path) -> None:
     except OSError as error:
         if error.errno in READ_ONLY:
             raise
+
+
+def _refuse_other_kinds(folder: Path) -> None:
+    """Refuse a directory where a run writes a file, and the other way round: it would be found after the last step.
+
+    Raises:
+        OSError: there is one.
+    """
+    for name in RUN_FILES:
+        number = errno.ENOTDIR if name in _FOLDERS else errno.EISDIR
+        if (folder / name).exists() and (folder / name).is_dir() == (number == errno.EISDIR):
+            raise OSError(number, os.strerror(number), str(folder / name))
 
 
 def _make_folders(folder: Path, undo: contextlib.ExitStack) -> tuple[Path, ...]:

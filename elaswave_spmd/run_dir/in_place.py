@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from elaswave_spmd.errors import FilesError
+from elaswave_spmd.regular_files import open_regular
 
 _WITNESS = "epochs.jsonl"
 """Its first line names the run, and is never written again."""
@@ -51,7 +52,7 @@ class InPlace:
 
     def _witness_now(self) -> bytes:
         try:
-            with open(self._folder / _WITNESS, "rb") as file:
+            with open_regular(self._folder / _WITNESS) as file:
                 return file.readline()
         except OSError:
             return b""

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from elaswave_spmd.errors import DataError
+from elaswave_spmd.regular_files import read_regular
 from elaswave_spmd.run_dir.atomic_write import append_whole, open_private, sync_directory, writing
 from elaswave_spmd.run_dir.json_lines import read_json
 
@@ -131,7 +132,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
     line of a journal (a file that was extended but not filled reads as zeros). Anywhere else they are damage.
     """
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except FileNotFoundError:
         return [], 0
     except OSError as error:

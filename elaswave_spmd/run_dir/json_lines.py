@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from elaswave_spmd.errors import DataError
+from elaswave_spmd.regular_files import read_regular, regular_fd
 from elaswave_spmd.run_dir.atomic_write import append_whole, open_private, writing
 
 _DEEPEST = 100
@@ -55,7 +56,7 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
         DataError: the file cannot be read, or a line before the last is not a JSON object.
     """
     try:
-        content = Path(path).read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise DataError(f"cannot read {path} ({error.strerror or error})") from error
     lines = content.split(b"\n")[:-1]
@@ -178,7 +179,7 @@ def _cut_torn_line(path: Path) -> None:
     """Remove a last line without a newline, so that the next line does not continue it."""
     if not path.exists():
         return
-    with open(path, "r+b") as file:
+    with open(regular_fd(path, os.O_RDWR), "r+b") as file:
         content = file.read()
         if content and not content.endswith(b"\n"):
             file.truncate(content.rfind(b"\n") + 1)

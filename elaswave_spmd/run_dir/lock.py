@@ -12,12 +12,13 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
 from elaswave_spmd.errors import ConfigError, FilesError
 from elaswave_spmd.forks import call_in_forks
+from elaswave_spmd.regular_files import regular_fd
 from elaswave_spmd.run_dir.atomic_write import open_private, writing
 
 LOCK = "controller.lock"
@@ -82,12 +83,13 @@ def lock_run_dir(path: str | Path) -> RunLock:
 
     Raises:
         ConfigError: another process has locked it; the error names that process where its number can be read. Or its
-            file system has no locks.
+            file system has no locks, or something else has the name of the lock file.
         FilesError: the lock file cannot be written.
     """
     file = Path(path) / LOCK
     with writing(file):
-        fd = open_private(file, os.O_RDWR | os.O_CREAT)
+        with _refusing_others(file):
+            fd = open_private(file, os.O_RDWR | os.O_CREAT)
         try:
             take_flock(fd, path)
             left = os.pread(fd, 32, 0)  # by now nobody else has it: what it says is what a death has left
@@ -109,6 +111,26 @@ def lock_run_dir(path: str | Path) -> RunLock:
             os.close(fd)
             raise
     return RunLock(Path(path), fd, left)
+
+
+@contextlib.contextmanager
+def _refusing_others(file: Path) -> Iterator[None]:
+    """A `with` that opens a lock file, which is refused if it is a pipe, a device or a directory.
+
+    Raises:
+        ConfigError: it is.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EISDIR):
+            raise
+        raise ConfigError(
+            f"{file} cannot be locked ({error.strerror or error})",
+            rule="a run makes its lock files itself, and they are regular files",
+            where="run.dir",
+            fix="remove it, if the run has no process any more, or choose another run.dir",
+        ) from error
 
 
 def take_flock(fd: int, path: str | Path) -> None:
@@ -171,10 +193,12 @@ def _is_free(file: Path) -> bool:
     """True if nobody holds the lock.
 
     Raises:
+        ConfigError: something else than a file has this name.
         FilesError: the file cannot be opened.
     """
     try:
-        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        with _refusing_others(file):
+            fd = regular_fd(file, os.O_RDWR)
     except FileNotFoundError:
         return True
     except OSError as error:

@@ -16,6 +16,7 @@ from typing import Any
 
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION, version_mismatch
 from elaswave_spmd.errors import CheckpointError
+from elaswave_spmd.regular_files import read_regular
 from elaswave_spmd.run_dir.atomic_write import replacing, sync_directory, writing
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, UnreadableError, checkpoint_path
 from elaswave_spmd.run_dir.journal import Ballot
@@ -252,7 +253,7 @@ def load_manifest(directory: Path) -> Manifest:
         UnreadableError: it cannot be read now.
     """
     try:
-        manifest = Manifest.from_json((directory / MANIFEST).read_bytes())
+        manifest = Manifest.from_json(read_regular(directory / MANIFEST))
     except FileNotFoundError:
         raise CheckpointError("it has no manifest: it was never finished") from None
     except OSError as error:

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 import msgspec
 
 from elaswave_spmd.errors import FilesError
+from elaswave_spmd.regular_files import open_regular
 from elaswave_spmd.run_dir.atomic_write import open_private, replacing
 from elaswave_spmd.run_dir.json_lines import read_json_lines
 
@@ -227,7 +228,7 @@ def _controller_events(events: list[dict[str, Any]], start: float) -> Iterator[T
 def _worker_events(part: Path, process: int, start: float) -> Iterator[TraceEvent]:
     """The trace of one worker's part. Lines that cannot be read are left out."""
     zero = 0.0
-    with open(part, "rb") as file:
+    with open_regular(part) as file:
         for line in file:
             try:
                 row = json.loads(line)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from elaswave_spmd.conf.given_files import text_of
 from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.regular_files import open_regular
 
 INDEX = "model.safetensors.index.json"
 MODEL = "model.safetensors"
@@ -77,6 +78,7 @@ class TensorFiles:
             from safetensors import SafetensorError, safe_open
 
             try:
+                open_regular(file).close()  # the library would wait for a pipe
                 self._open[file] = safe_open(str(file), framework="pt")
             except OSError as error:
                 raise ConfigError(

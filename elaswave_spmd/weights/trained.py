@@ -19,6 +19,7 @@ from elaswave_spmd.conf.schema import DataSettings, ModelSettings, TrainSettings
 from elaswave_spmd.data.spec import BYTES
 from elaswave_spmd.errors import CheckpointError, ConfigError, ModelError
 from elaswave_spmd.models import LayeredModel, build_model, import_model
+from elaswave_spmd.regular_files import read_regular
 from elaswave_spmd.run_dir.best import best_path
 from elaswave_spmd.run_dir.checkpoints import load_newest_good, open_checkpoint
 from elaswave_spmd.run_dir.directory import SUMMARY, WEIGHTS, WEIGHTS_EMA, read_summary
@@ -229,7 +230,7 @@ def _check_same(trained: TrainedModel, file: Path) -> None:
     """Refuse a tokenizer file that has changed since the run was started."""
     named = recorded_tokenizer(trained)
     _, _, digest = named.rpartition(":")
-    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    found = hashlib.sha256(read_regular(file)).hexdigest()
     if digest and not found.startswith(digest):
         raise ConfigError(
             f"the tokenizer {file} has changed since the run was started",

@@ -22,6 +22,7 @@ import numpy as np
 
 from elaswave_spmd.errors import RunError, UserError
 from elaswave_spmd.recovery.messages import Applied, ShardWritten
+from elaswave_spmd.regular_files import read_regular
 from elaswave_spmd.run_dir.atomic_write import replacing
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, shard_name, write_shard
 from elaswave_spmd.run_dir.checkpoint_writers import assign_writers
@@ -312,7 +313,7 @@ def read_reports(directory: Path) -> dict[int, StepRecord]:
     found: dict[int, StepRecord] = {}
     for path in sorted(directory.glob("reports_*.json")):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            for fields in read_json(path.read_bytes()):
+            for fields in read_json(read_regular(path)):
                 fields |= {name: float_of_hex(fields[name]) for name in ("loss", "grad_norm")}
                 found[fields["step"]] = StepRecord(**fields)
     return found

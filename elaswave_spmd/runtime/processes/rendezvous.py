@@ -26,6 +26,7 @@ import zmq
 from elaswave_spmd.conf.format_version import FORMAT_VERSION, version_mismatch
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.forks import call_in_forks, close_bound
+from elaswave_spmd.regular_files import open_regular
 from elaswave_spmd.runtime.transport.credentials import (
     Admission,
     Credentials,
@@ -101,7 +102,7 @@ def read_secret(path: str, *, where: str) -> bytes:
     file = Path(os.path.expanduser(path))
     fix = f"(umask 077; openssl rand -hex 32 > {path}), and the same file on every machine"
     try:
-        with open(file, "rb") as stream:
+        with open_regular(file) as stream:
             status = os.fstat(stream.fileno())
             secret = stream.read(65536).strip()
     except OSError as error:

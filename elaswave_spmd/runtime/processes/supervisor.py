@@ -24,6 +24,7 @@ from pathlib import Path
 
 from elaswave_spmd.conf.resume import words_resuming
 from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.regular_files import read_regular
 
 VARIABLE = "ELASWAVE_SPMD_SUPERVISOR"
 """The descriptor, in the environment of a supervised command, on which it tells the directory of its run."""
@@ -99,7 +100,7 @@ def end_orphans(run_dir: Path) -> None:
     from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient  # not before it is needed
 
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-        lines = (json.loads(line) for line in (run_dir / _EPOCHS).read_bytes().splitlines() if b'"scratch"' in line)
+        lines = (json.loads(line) for line in read_regular(run_dir / _EPOCHS).splitlines() if b'"scratch"' in line)
         for scratch in [line["scratch"] for line in lines if "scratch" in line][-1:]:
             if (taken := ForkServerClient.adopt(scratch, 0.0)) is not None:
                 taken[0].stop(grace_s=0.0)
@@ -266,7 +267,7 @@ class _Supervisor:
     def _steps(self) -> int:
         """The number of steps that the run has committed."""
         try:
-            return (Path(self._run_dir) / _METRICS).read_bytes().count(b"\n") if self._run_dir else 0
+            return read_regular(Path(self._run_dir) / _METRICS).count(b"\n") if self._run_dir else 0
         except OSError:
             return 0
 

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.errors import CheckpointError, FilesError, UserError
+from elaswave_spmd.regular_files import regular_fd
 from elaswave_spmd.run_dir import checkpoint_shard
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, find_shards
 from elaswave_spmd.run_dir.checkpoints import (
@@ -317,13 +317,13 @@ def test_prune_keeps_what_cannot_be_read_now_and_counts_it_as_none(
         save(tmp_path, step)
     unread = {checkpoint_path(tmp_path, 3), checkpoint_path(tmp_path, 5)}
 
-    def opened(path: Path, *arguments: Any, **options: Any) -> Any:
+    def opened(path: Path, flags: int) -> int:
         if path.parent in unread:
             raise OSError(errno.EMFILE, "Too many open files", str(path))
-        return open(path, *arguments, **options)
+        return regular_fd(path, flags)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_shard, "open", opened, raising=False)
+        patch.setattr(checkpoint_shard, "regular_fd", opened)
         assert _names(prune(tmp_path, 2, None, (3, 1), 1)) == [2]
         assert _names(find_checkpoints(tmp_path)) == [6, 5, 4, 3, 1], "two of the newest, and the best"
     assert _names(prune(tmp_path, 2, None, (3, 1), 1)) == [4, 1]
