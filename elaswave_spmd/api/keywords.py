@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +72,22 @@ def name_data(data: object, named: dict[str, Any], given: Given) -> None:
         )
     target = given.add("data", Held(data)) if is_dataset else importable_name(data) or given.add("data", data)
     put(named, "data", target, "data.target", rivals)
+
+
+def copied(settings: object) -> dict[str, Any]:
+    """The settings of a call, as a dict of its own.
+
+    Raises:
+        ConfigError: they are no mapping.
+    """
+    if settings is None or isinstance(settings, Mapping):
+        return dict(settings or {})
+    raise ConfigError(
+        f"settings is {settings!r}, which is no dict",
+        rule="settings are names of the command line with their values",
+        where="settings",
+        fix='settings={"optim.lr": 1e-3}',
+    )
 
 
 def put(named: dict[str, Any], keyword: str, value: object, setting: str, rivals: tuple[str, ...] = ()) -> None:

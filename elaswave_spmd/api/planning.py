@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elaswave_spmd.api.keywords import put
+from elaswave_spmd.api.keywords import copied, put
+from elaswave_spmd.conf.given_files import path_given
+from elaswave_spmd.errors import ConfigError
 
 if TYPE_CHECKING:
     from elaswave_spmd.simulator.plan import Plan
@@ -30,8 +32,10 @@ def plan(mesh: str | None = None, event: str = "", *, settings: Mapping[str, Any
     from elaswave_spmd.conf.compose import words_of
     from elaswave_spmd.simulator.plan import plan_of
 
-    named = dict(settings or {})
+    named = copied(settings)
     put(named, "mesh", mesh, "mesh")
+    if not isinstance(event, str):
+        raise ConfigError(f"event is {event!r}, which is no text", where="event", fix='event="fail 6"')
     return plan_of(words_of(named), event)
 
 
@@ -52,4 +56,5 @@ def simulate(scenario: str, *, settings: Mapping[str, Any] | None = None) -> Rep
     from elaswave_spmd.simulator.simulate import scenario_of
     from elaswave_spmd.simulator.tables import run_scenario
 
-    return run_scenario(Path(scenario).stem, scenario_of(scenario, words_of(settings or {})))
+    name = path_given("scenario", scenario)
+    return run_scenario(Path(name).stem, scenario_of(name, words_of(copied(settings))))

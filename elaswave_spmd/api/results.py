@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from elaswave_spmd.conf.given_files import path_given
 from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.run_dir import MetricsLine, read_events, read_metrics, read_summary
 from elaswave_spmd.run_dir.directory import SUMMARY
@@ -207,7 +208,7 @@ def load_run(run_dir: str | os.PathLike[str]) -> RunResult:
     """
     from elaswave_spmd.weights.trained import read_config
 
-    path = Path(os.path.expanduser(run_dir))
+    path = Path(os.path.expanduser(path_given("run_dir", run_dir)))
     settings = read_config(path / CONFIG, str(run_dir))
     events = read_events(path)
     summary = read_summary(path) if (path / SUMMARY).exists() else None

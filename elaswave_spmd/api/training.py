@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elaswave_spmd.api.keywords import Given, name_data, name_model, put
+from elaswave_spmd.api.keywords import Given, copied, name_data, name_model, put
 from elaswave_spmd.api.results import RunResult, load_run
 from elaswave_spmd.by_value import ByValue
+from elaswave_spmd.conf.given_files import path_given
 from elaswave_spmd.errors import RunError, RunInterrupted, StoppedBySignal
 from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals
 
@@ -76,13 +77,13 @@ def train(
             run at once.
     """
     given = Given()
-    named = dict(settings or {})
+    named = copied(settings)
     name_model(model, named, given)
     name_data(data, named, given)
     put(named, "mesh", mesh, "mesh")
     put(named, "steps", steps, "train.steps")
-    put(named, "resume", None if resume is None else os.fspath(resume), "train.resume")
-    put(named, "run_dir", None if run_dir is None else os.fspath(run_dir), "run.dir")
+    put(named, "resume", None if resume is None else path_given("resume", resume), "train.resume")
+    put(named, "run_dir", None if run_dir is None else path_given("run_dir", run_dir), "run.dir")
     with StopSignals() as signals, _process_as_it_was():
         try:
             with signals.held():  # inside Hydra an exception of ours can turn into another one

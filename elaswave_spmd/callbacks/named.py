@@ -35,12 +35,20 @@ def load_trackers(services: Sequence[str]) -> list[Callback]:
     return [trackers[service]() for service in services]
 
 
-def checked(callbacks: Iterable[object]) -> list[Callback]:
-    """The callbacks that a caller has made.
+def checked(callbacks: object) -> list[Callback]:
+    """The callbacks that a caller has made, as a list.
 
     Raises:
-        ConfigError: one of them is no callback, or is there twice.
+        ConfigError: it is no list, nor anything else that can be iterated over; one of them is no callback, or is
+            there twice.
     """
+    if not isinstance(callbacks, Iterable):
+        raise ConfigError(
+            f"callbacks is {callbacks!r}, which is no list",
+            rule="callbacks is a list of objects of classes that are derived from elaswave_spmd.Callback",
+            where="callbacks",
+            fix="callbacks=[Watch()]; leave it out, if there are none",
+        )
     found: list[Callback] = []
     for callback in callbacks:
         if not isinstance(callback, Callback):

@@ -126,6 +126,8 @@ def text(name: str, value: object) -> str:
     """A text that is not empty. A whole number is taken as its digits: `run.dir=7` names a folder."""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
+    if isinstance(value, str) and "\0" in value:  # no path has one, no program is given one
+        raise _refused(name, value, "has a NUL character", f"{name} is a text without it")
     if isinstance(value, str) and value.strip():
         return value
     raise _refused(name, value, "is not a text", f"{name} is a text that is not empty")

@@ -134,7 +134,11 @@ def words_of(settings: Mapping[str, object]) -> list[str]:
         if not isinstance(name, str) or not name or "=" in name:
             raise ConfigError(f"settings has the name {name!r}", rule="names are texts", fix='{"optim.lr": 1e-3}')
         plus = "++" if name.startswith(_OPEN) else ""
-        words.append(f"{plus}{name}={_in_grammar(name, value)}")
+        try:
+            words.append(f"{plus}{name}={_in_grammar(name, value)}")
+        except RecursionError:
+            what = f"{name} is given as a value that is nested without an end"
+            raise ConfigError(what, where=f"settings[{name!r}]", fix="one that does not contain itself") from None
     return words
 
 

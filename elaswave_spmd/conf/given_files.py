@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.regular_files import read_regular
 
 
@@ -23,7 +24,28 @@ def text_of(path: str | Path) -> str:
     return read_regular(os.path.expanduser(path)).decode("utf-8")
 
 
-def yaml_of(path: Path) -> Any:
+def path_given(keyword: str, path: object) -> str:
+    """The path that a call from Python names, as text.
+
+    Args:
+        keyword: the argument, for errors.
+
+    Raises:
+        ConfigError: it is neither a text nor a path.
+    """
+    if isinstance(path, os.PathLike):
+        path = os.fspath(path)
+    if isinstance(path, str) and "\0" not in path:
+        return path
+    raise ConfigError(
+        f"{keyword} is {path!r}, which is no path",
+        rule=f"{keyword} is a text or a pathlib.Path",
+        where=keyword,
+        fix=f'{keyword}="runs/a"',
+    )
+
+
+def yaml_of(path: str | Path) -> Any:
     """The value in a YAML file without aliases, as this package writes it.
 
     Raises:

@@ -141,7 +141,7 @@ def saved(run: str) -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing or damaged, or a version with another format wrote it.
     """
-    file = Path(os.path.expanduser(run)) / CONFIG
+    file = Path(os.path.expanduser(checks.text("train.resume", run))) / CONFIG
     where = checks.override("train.resume", run)
     try:
         fields = fields_in(file)

@@ -11,6 +11,7 @@ from elaswave_spmd.mesh.mesh import format_ints
 from elaswave_spmd.recovery.reconfiguration import Stages, next_stages
 from elaswave_spmd.scheduling.cost_model import CostModel
 
+_MOST_JOINED = 100_000  # a mistyped number would be planned for hours, or take all memory
 FORMS = "fail RANK ..., slow RANK SPEED, join COUNT; several with ;"
 
 
@@ -46,8 +47,9 @@ class Change:
                     rule="a slow worker has a speed between 0 and 1",
                     fix=f"slow {rank} 0.5",
                 )
-        if self.joined < 0:
-            raise PlanError(f"join {self.joined} is below 0", fix="join 1")
+        if not 0 <= self.joined <= _MOST_JOINED:
+            limits = f"from 0 to {_MOST_JOINED:,} workers join at once"
+            raise PlanError(f"join {self.joined} is out of range", rule=limits, fix="join 1")
 
     @classmethod
     def parse(cls, text: str) -> Change:

@@ -9,9 +9,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
-from elaswave_spmd.conf.given_files import text_of
+from elaswave_spmd.conf.given_files import yaml_of
 from elaswave_spmd.errors import ConfigError, MeshError
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.cost_model import CostModel
@@ -202,12 +200,12 @@ def load(name: str) -> Events | Goodput:
     path = FOLDER / f"{name}.yaml" if name in names() else Path(os.path.expanduser(name))
     where = f"scenario={name}"
     try:
-        data = yaml.safe_load(text_of(path))
+        data = yaml_of(path)
     except (OSError, UnicodeError) as error:
         what = f"{where} is no scenario and no file" if isinstance(error, FileNotFoundError) else f"{where}: {error}"
         rule, fix = "a scenario is named, or is a file", "one of these, or a YAML file"
         raise _wrong(what, rule, exists=", ".join(names()), fix=fix) from None
-    except yaml.YAMLError as error:
+    except ValueError as error:
         what = f"{where} is no YAML: {' '.join(str(error).split())}"
         raise _wrong(what, "a scenario is YAML", fix="correct the file") from None
     kinds: dict[str, type[Events | Goodput]] = {"events": Events, "goodput": Goodput}

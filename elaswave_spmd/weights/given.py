@@ -31,6 +31,7 @@ from elaswave_spmd.weights.families import (
     family_of_target,
     stored_name,
 )
+from elaswave_spmd.weights.intact import check_intact
 from elaswave_spmd.weights.resolve import FORMS, SETTING, existing_path
 from elaswave_spmd.weights.sources import OwnTensors, SavedState, StoredTensors, WeightSource
 from elaswave_spmd.weights.tensor_files import EXACT, TensorFiles, files_of, read_json
@@ -41,7 +42,9 @@ DIGEST_BYTES = 16
 
 
 def check_weights(settings: ModelSettings, model: LayeredModel) -> None:
-    """Check that the weights of `model.init_from` fit a model, before any worker starts. Only headers are read.
+    """Check that the weights of `model.init_from` fit a model, before any worker starts.
+
+    Only headers are read, but of the weights of a run that has finished, which are compared with their hash.
 
     Args:
         settings: as `resolved` returns them.
@@ -50,13 +53,14 @@ def check_weights(settings: ModelSettings, model: LayeredModel) -> None:
     Raises:
         ConfigError: tensors that are missing, unknown, of another shape, or of a type that fp32 does not hold; a
             configuration beside them that contradicts the model; files that cannot be read.
-        CheckpointError: a checkpoint that is not whole.
+        CheckpointError: a checkpoint that is not whole, or weights of a run that are not those that it has trained.
     """
     assert settings.init_from is not None
     _check_configuration(settings, model)
     source = open_weights(settings, model, checked=True)
     try:
         _check_tensors(source, model, settings.init_from)
+        check_intact(existing_path(settings.init_from), source)
     finally:
         source.close()
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from elaswave_spmd.conf import checks
+from elaswave_spmd.conf.given_files import path_given
 from elaswave_spmd.conf.schema import ModelSettings, OptimSettings, TrainSettings
 from elaswave_spmd.errors import CheckpointError
 from elaswave_spmd.models import LayeredModel, build_model, constructing, freeze_parameters, import_model
@@ -43,7 +44,7 @@ def load_model(
         CheckpointError: the checkpoint is damaged, or there is none, or none of a step that was validated.
         ModelError: the model cannot be built, or is not the one that was trained: its parameters are others.
     """
-    opened = open_run(os.fspath(run), average=ema, best=best)
+    opened = open_run(path_given("run", run), average=ema, best=best)
     source = opened.source
     try:
         made = _build(opened.fields, _about_data(opened), model)

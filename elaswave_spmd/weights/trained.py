@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, version_mismatch
 from elaswave_spmd.conf.resume import CONFIG, fields_in
 from elaswave_spmd.conf.schema import DataSettings, ModelSettings, TrainSettings
 from elaswave_spmd.data.spec import BYTES
-from elaswave_spmd.errors import CheckpointError, ConfigError, ModelError
+from elaswave_spmd.errors import ConfigError, ModelError
 from elaswave_spmd.models import LayeredModel, build_model, import_model
 from elaswave_spmd.regular_files import read_regular
 from elaswave_spmd.run_dir.best import best_path
 from elaswave_spmd.run_dir.checkpoints import load_newest_good, open_checkpoint
 from elaswave_spmd.run_dir.directory import SUMMARY, WEIGHTS, WEIGHTS_EMA, read_summary
 from elaswave_spmd.run_dir.manifest import MANIFEST
-from elaswave_spmd.run_dir.weights import sha256_in_parts
 from elaswave_spmd.weights.given import owned_parameters
+from elaswave_spmd.weights.intact import check_intact
 from elaswave_spmd.weights.sources import OwnTensors, SavedState, WeightSource, no_average
 from elaswave_spmd.weights.tensor_files import TensorFiles
 
@@ -34,7 +32,6 @@ _FIX = "runs/NAME, or runs/NAME/checkpoints/step_00000100"
 AS_WRITTEN = "config.yaml as the run wrote it"
 """The fix for a model that its settings make otherwise than it was trained."""
 _LISTED = 5  # names in a message
-_CHUNK = 1 << 22  # elements that are hashed at once
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ def open_run(run: str, *, average: bool = False, best: bool = False) -> OpenedRu
     folder = given.resolve().parent.parent if is_checkpoint else given
     fields = read_config(folder / CONFIG, run)
     path, source = open_source(given, is_checkpoint=is_checkpoint, average=average)
-    _check_intact(path, source)
+    check_intact(path, source)
     return OpenedRun(folder, fields, path, source)
 
 
@@ -127,37 +124,6 @@ def _refuse_checkpoint(given: Path, run: str) -> None:
             where=run,
             fix=f"{given.resolve().parent.parent}, its run; or leave it out",
         )
-
-
-def _check_intact(path: Path, source: WeightSource) -> None:
-    """Compare the weights of a run that has finished with their hash in its summary, as checkpoints are with theirs.
-
-    Raises:
-        CheckpointError: they are others.
-        DataError: the summary is malformed.
-    """
-    if isinstance(source, SavedState) or not (path.parent / SUMMARY).exists():
-        return
-    wanted = read_summary(path.parent).get("weights_ema_sha256" if path.name == WEIGHTS_EMA else "weights_sha256")
-    if wanted is None:  # an earlier version has written it, or a run without an average
-        return
-    found = sha256_in_parts((name, _parts_of(source, name)) for name in sorted(source.shapes))
-    source.close()
-    if found != wanted:
-        raise CheckpointError(
-            f"{path} does not match its sha256 in {SUMMARY}",
-            rule="the weights that are used are those that were trained",
-            where=str(path),
-            fix="copy the run again, or name one of its checkpoints: runs/NAME/checkpoints/step_...",
-        )
-
-
-def _parts_of(source: WeightSource, name: str) -> Iterator[np.ndarray]:
-    """The values of a parameter, a part of them at a time: fp32."""
-    number = math.prod(source.shapes[name])
-    for first in range(0, number, _CHUNK):
-        part = source.read(name, first, min(first + _CHUNK, number))
-        yield part.contiguous().numpy().astype("<f4", copy=False)
 
 
 def check_parameters(model: LayeredModel, source: WeightSource, run: str, fix: str) -> None:

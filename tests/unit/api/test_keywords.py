@@ -17,7 +17,7 @@ from elaswave_spmd.api.keywords import Given, name_data, name_model, put
 from elaswave_spmd.by_value import MODULE, ByValue, Held, as_given, check_given, importable_name, plain_name
 from elaswave_spmd.conf.compose import settings_from, words_of
 from elaswave_spmd.data import DataSpec, prepare_data
-from elaswave_spmd.errors import ConfigError, DataError, ModelError, RunError
+from elaswave_spmd.errors import ConfigError, DataError, ModelError, RunError, UserError
 from elaswave_spmd.models import GPT
 from elaswave_spmd.worker.plan_run import plan_run
 
@@ -275,3 +275,35 @@ def test_the_fix_for_groups_in_dicts_is_good() -> None:
         words_of({"optim": {"lr": 0.1, "betas": (0.9, 0.99)}, "mesh": {"dp": 2}, "data": {"args": {"rows": 3}}})
     settings = settings_from(words_of(ast.literal_eval(refused.value.fix.removeprefix("settings="))))
     assert settings.optim.lr == 0.1 and settings.mesh.dp == 2 and settings.data.args == {"rows": 3}
+
+
+def endless() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    found["deeper"] = [found]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: ew.train(settings=["train.steps=1"]), "settings is ['train.steps=1'], which is no dict"),  # pyright: ignore[reportArgumentType]
+        (lambda: ew.plan(settings="mesh=dp2"), "settings is 'mesh=dp2', which is no dict"),  # pyright: ignore[reportArgumentType]
+        (lambda: ew.simulate("small_events", settings=[1]), "settings is [1], which is no dict"),  # pyright: ignore[reportArgumentType]
+        (lambda: ew.train(run_dir=5), "run_dir is 5, which is no path"),  # pyright: ignore[reportArgumentType]
+        (lambda: ew.train(run_dir=b"runs/a"), "run_dir is b'runs/a', which is no path"),  # pyright: ignore[reportArgumentType]
+        (lambda: ew.train(run_dir="a\0b"), "run_dir is 'a\\x00b', which is no path"),
+        (lambda: ew.train(resume=5), "resume is 5, which is no path"),  # pyright: ignore[reportArgumentType]
+        (lambda: ew.train(settings={"run.dir": "a\0b"}), "run.dir=a\0b has a NUL character"),
+        (lambda: ew.train(settings={"train.resume": "a\0b"}), "train.resume=a\0b has a NUL character"),
+        (lambda: ew.train(settings={"model.args": endless()}), "is given as a value that is nested without an end"),
+        (lambda: ew.load_run(None), "run_dir is None, which is no path"),  # pyright: ignore[reportArgumentType]
+        (lambda: ew.load_model(5), "run is 5, which is no path"),  # pyright: ignore[reportArgumentType]
+        (lambda: ew.simulate(5), "scenario is 5, which is no path"),  # pyright: ignore[reportArgumentType]
+        (lambda: ew.plan("dp2", 6), "event is 6, which is no text"),  # pyright: ignore[reportArgumentType]
+        (lambda: ew.plan("dp2", "join 99999999999"), "join 99999999999 is out of range"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused_in_words(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        call()
+    assert said in caught.value.what

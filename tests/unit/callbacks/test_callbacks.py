@@ -392,3 +392,6 @@ def test_what_a_caller_gives_must_be_callbacks_each_once() -> None:
     for wrong in ([Callback], [good, good], [print]):
         with pytest.raises(ConfigError):
             checked(wrong)
+    for no_list in (good, Callback, None, 3):
+        with pytest.raises(ConfigError, match=r"callbacks is .*, which is no list(.|\n)*callbacks=\[Watch\(\)\]"):
+            checked(no_list)

@@ -49,7 +49,8 @@ GOODPUT = {
 
 def written(folder: Path, data: object) -> str:
     path = folder / "mine.yaml"
-    path.write_text(yaml.safe_dump(data) if not isinstance(data, str) else data, encoding="utf-8")
+    text = data if isinstance(data, str) else yaml.safe_dump(json.loads(json.dumps(data)))  # no value twice: no aliases
+    path.write_text(text, encoding="utf-8")
     return str(path)
 
 
@@ -147,6 +148,14 @@ def test_a_scenario_that_is_not_there_or_no_yaml(tmp_path):
         scenario.load(written(tmp_path, "a: [1"))
     with pytest.raises(ConfigError, match="a scenario has a kind"):
         scenario.load(written(tmp_path, "7"))
+
+
+def test_a_scenario_has_no_aliases(tmp_path: Path) -> None:
+    """They stand for more than any memory holds; the package's other YAML has none either."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("kind: &kind events\ntitle: *kind\ncases: []\n")
+    with pytest.raises(ConfigError, match="is no YAML: it has an alias"):
+        scenario.load(str(file))
 
 
 def test_events_become_tables_and_files(tmp_path):

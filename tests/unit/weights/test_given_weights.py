@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from elaswave_spmd.conf.schema import ModelSettings, Settings
-from elaswave_spmd.errors import UserError
+from elaswave_spmd.errors import CheckpointError, UserError
 from elaswave_spmd.models import LayeredModel
+from elaswave_spmd.run_dir.weights import save_weights, weights_sha256
 from elaswave_spmd.sharding import tie
 from elaswave_spmd.weights.given import GivenWeights, check_weights, open_weights, owned_parameters
 from elaswave_spmd.weights.resolve import resolved
@@ -298,3 +300,28 @@ def test_a_tied_parameter_beside_its_owner_is_refused_with_the_name_to_leave_out
     del values["b.weight"]
     save_file(values, path)
     check_weights(ModelSettings(target="mine.Model", init_from=str(path)), model)
+
+
+def finished_run(folder: Path, values: dict[str, np.ndarray], *, average: bool = False) -> None:
+    """The weights of a run that has finished, and the hash of them in its summary."""
+    name, key = ("weights_ema", "weights_ema_sha256") if average else ("weights", "weights_sha256")
+    save_weights(folder / f"{name}.safetensors", values)
+    (folder / "summary.json").write_text(json.dumps({key: weights_sha256(values)}))
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_weights_of_a_run_are_compared_with_their_hash(tmp_path: Path, average: bool) -> None:
+    """They were taken as they were, though export, generate and load_model refuse them."""
+    with torch.device("meta"):
+        model = LayeredModel({"one": nn.Linear(2, 3)})
+    values = {"one.weight": np.ones((3, 2), np.float32), "one.bias": np.zeros(3, np.float32)}
+    finished_run(tmp_path, values, average=average)
+    file = tmp_path / ("weights_ema.safetensors" if average else "weights.safetensors")
+    settings = ModelSettings(target="my_file.One", init_from=str(file))
+    check_weights(settings, model)
+    values["one.bias"][1] = 1e-3
+    save_weights(file, values)
+    with pytest.raises(CheckpointError, match=r"does not match its sha256 in summary\.json(.|\n)*outside of the run"):
+        check_weights(settings, model)
+    elsewhere = file.rename(tmp_path / "mine.safetensors")
+    check_weights(replace(settings, init_from=str(elsewhere)), model)

@@ -1,0 +1,53 @@
+"""Whether the weights of a run that has finished are still those that it has written: their hash is in its summary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from elaswave_spmd.errors import CheckpointError
+from elaswave_spmd.run_dir.directory import SUMMARY, WEIGHTS, WEIGHTS_EMA, read_summary
+from elaswave_spmd.run_dir.weights import sha256_in_parts
+from elaswave_spmd.weights.sources import SavedState, WeightSource
+
+_CHUNK = 1 << 22  # elements that are hashed at once
+_HASHES = {WEIGHTS: "weights_sha256", WEIGHTS_EMA: "weights_ema_sha256"}
+
+
+def check_intact(path: Path, source: WeightSource) -> None:
+    """Compare the weights of a run that has finished with their hash in its summary, as checkpoints are with theirs.
+
+    Args:
+        path: the file that holds them. One that no run has written, or that lies elsewhere, is compared with nothing.
+        source: what it holds; read as a whole, part by part, and closed.
+
+    Raises:
+        CheckpointError: they are others.
+        DataError: the summary is malformed.
+    """
+    if isinstance(source, SavedState) or path.name not in _HASHES or not (path.parent / SUMMARY).exists():
+        return
+    wanted = read_summary(path.parent).get(_HASHES[path.name])
+    if wanted is None:  # an earlier version has written it, or a run without an average
+        return
+    found = sha256_in_parts((name, _parts_of(source, name)) for name in sorted(source.shapes))
+    source.close()
+    if found != wanted:
+        raise CheckpointError(
+            f"{path} does not match its sha256 in {SUMMARY}",
+            rule="the weights that are used are those that were trained",
+            where=str(path),
+            fix="copy the run again, or name one of its checkpoints: runs/NAME/checkpoints/step_...; weights that were "
+            "changed on purpose are named as a file outside of the run",
+        )
+
+
+def _parts_of(source: WeightSource, name: str) -> Iterator[np.ndarray]:
+    """The values of a parameter, a part of them at a time: fp32."""
+    number = math.prod(source.shapes[name])
+    for first in range(0, number, _CHUNK):
+        part = source.read(name, first, min(first + _CHUNK, number))
+        yield part.contiguous().numpy().astype("<f4", copy=False)
