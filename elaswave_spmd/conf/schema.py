@@ -1149,6 +1149,17 @@ class Settings(Section):
         backend = next((name for name, of in _DEVICE_OF_FREQUENCY.items() if of == device), "")
         instead = f"schedule.frequency={backend}" if backend else ""
         yield _OF_FREQUENCIES, self.schedule.frequency != "none", "schedule.frequency=none", instead
+        data, runtime = self.data, self.runtime
+        chosen = f"data={data.name}" if data.target is None else f"data.target={data.target}"
+        yield ("data.cache",), data.target is None and data.name != "bin", chosen, "data=text"
+        yield ("data.ahead",), data.target is not None, chosen, "data.target=my_file.MyDataset"
+        yield ("mirror.scatter",), self.mirror.count > 0, "mirror.count=0", "mirror.count=1"
+        checks_devices = self.verify.rate > 0 or self.mirror.verify_every > 0
+        yield ("verify.action",), checks_devices, "verify.rate=0", "verify.rate=0.01"
+        yield ("runtime.agents_timeout",), runtime.has_agents, "runtime.rendezvous=null", "runtime.rendezvous=HOST:PORT"
+        is_read = runtime.encryption or runtime.transport == "tcp"  # true is what holds anyway
+        chosen = f"runtime.transport={runtime.transport}"
+        yield ("runtime.encryption",), is_read, chosen, "runtime.transport=tcp"
 
     @property
     def held_by_controller(self) -> tuple[str, str] | None:

@@ -95,6 +95,7 @@ def _prepare_bin(spec: DataSpec, seq_len: int) -> PreparedData:
         _check_split_sizes(num_train, spec, "data.path")
         num_train, num_held_out = split_samples(num_train, spec.validation_fraction)
     elif spec.validation_fraction > 0:
+        _refuse_fraction(spec, validation_path)
         held_out = read_bin_file(validation_path)
         num_held_out = _num_samples(held_out.path, held_out.num_tokens, seq_len)
     files = [train] if held_out is None else [train, held_out]
@@ -135,6 +136,8 @@ def _num_samples(path: str, num_tokens: int, seq_len: int) -> int:
 def _prepare_table(spec: DataSpec, seq_len: int, progress: bool) -> PreparedData:
     """A column of a table: token ids in place, or tokens that are made once and kept in the token cache."""
     train, held_out = find_tables(spec.name, spec.path or "")
+    if held_out is not None:
+        _refuse_fraction(spec, f"the held-out split of {spec.path}")
     tables = [train] if held_out is None or spec.validation_fraction == 0 else [train, held_out]
     kinds = [kind_of_column(table, spec.column) for table in tables]
     if len({*kinds}) > 1:
@@ -251,6 +254,28 @@ def _check_split_sizes(num_samples: int, spec: DataSpec, where: str) -> None:
         )
 
 
+def _refuse_fraction(spec: DataSpec, held_out: object) -> None:
+    """Refuse a share of samples to hold out, of data that has a split of its own for that: nothing would read it.
+
+    The default is no such share, and 0, with which nothing is held out, holds for all data.
+
+    Args:
+        held_out: what is validated on, for the error.
+
+    Raises:
+        ConfigError: it was given.
+    """
+    if spec.validation_fraction in (0, DataSpec.validation_fraction):
+        return
+    given = f"data.validation_fraction={spec.validation_fraction:g}"
+    raise ConfigError(
+        f"{given} is given with data that has a validation split of its own, {held_out}",
+        rule="a share of the samples is held out where there is no such split",
+        where=given,
+        fix="leave data.validation_fraction out, or data.validation_fraction=0 for a run without validation",
+    )
+
+
 def _prepare_custom(spec: DataSpec, seq_len: int) -> PreparedData:
     target = spec.target or ""
     settings = {"path": spec.path or None, "tokenizer": None if spec.tokenizer == BYTES else spec.tokenizer}
@@ -321,6 +346,7 @@ def _custom_lengths(
         return split_samples(num_samples, spec.validation_fraction)
     if spec.validation_fraction == 0:
         return num_samples, 0
+    _refuse_fraction(spec, f"split='validation' of {given}")
     held_out = make_dataset(target, {**kwargs, "split": "validation"})
     sizes = [getattr(one, "vocab_size", 0) for one in (dataset, held_out)]
     if sizes[0] != sizes[1]:

@@ -140,7 +140,7 @@ def test_an_agent_that_hangs_or_dies_while_it_prepares_holds_up_nobody(site: Sit
     for folder in (site.here, site.there):
         (folder / "held_data.py").write_text(HELD_DATA)
     words = ["data.target=held_data.Held", "train.steps=40"]
-    words = [word for word in PATIENT if not word.startswith(("data=", "data.path", "train.steps"))] + words
+    words = [word for word in PATIENT if not word.startswith(("data", "train.steps"))] + words
     go, _ = patient(site)
     model = ["model.target=patient_model.PatientGPT", f"+model.args.go={go}"]
     with ExitStack() as stack:

@@ -295,6 +295,21 @@ def test_settings_that_the_optimizer_reads_are_taken(words: str) -> None:
             "leave schedule.f_min out, or schedule.frequency=nvml",
         ),
         ("schedule.f_margin=0 runtime.device=npu", "schedule.frequency=none", "leave schedule.f_margin out"),
+        ("data=bin data.path=a data.cache=b", "data=bin", "leave data.cache out, or data=text"),
+        ("data.target=a.B data.cache=b", "data.target=a.B", "leave data.cache out, or data=text"),
+        ("mirror.count=0 mirror.scatter=2", "mirror.count=0", "leave mirror.scatter out, or mirror.count=1"),
+        ("data.ahead=2", "data=stdlib", "leave data.ahead out, or data.target=my_file.MyDataset"),
+        ("verify.rate=0 verify.action=report", "verify.rate=0", "leave verify.action out, or verify.rate=0.01"),
+        (
+            "runtime.agents_timeout=5",
+            "runtime.rendezvous=null",
+            "leave runtime.agents_timeout out, or runtime.rendezvous=HOST:PORT",
+        ),
+        (
+            "runtime.encryption=false",
+            "runtime.transport=shm",
+            "leave runtime.encryption out, or runtime.transport=tcp",
+        ),
     ],
 )
 def test_settings_that_nothing_reads_are_refused_where_they_are_named(words: str, chosen: str, fix: str) -> None:

@@ -27,6 +27,9 @@ def test_a_folder_has_a_file_for_each_split(tmp_path: Path) -> None:
     tokens, targets = open_split(prepared, "validation").batch(np.array([1, 0]))
     assert tokens.tolist() == [list(range(50010, 50020)), list(range(50000, 50010))]
     assert np.array_equal(targets, tokens + 1)
+    assert prepare_data(DataSpec("bin", str(tmp_path), validation_fraction=0), 10).num_validation_samples == 0
+    with pytest.raises(ConfigError, match=r"data\.validation_fraction=0\.25 is given with data .*val\.bin"):
+        prepare_data(DataSpec("bin", str(tmp_path), validation_fraction=0.25), 10)
 
 
 def test_of_one_file_the_tail_is_held_out(tmp_path: Path) -> None:

@@ -190,6 +190,10 @@ def test_custom_dataset_without_split_gets_its_tail_held_out(here: Path) -> None
 
 def test_custom_dataset_with_split_path_and_args(here: Path) -> None:
     _module(here, "user_b", _PLAIN)
+    with pytest.raises(
+        ConfigError, match=r"data\.validation_fraction=0\.3 is given .* split='validation' of user_b\.Split"
+    ):
+        prepare_data(DataSpec(target="user_b.Split", path="somewhere", validation_fraction=0.3), 4)
     prepared = prepare_data(DataSpec(target="user_b.Split", path="somewhere"), 4)
     assert (prepared.num_train_samples, prepared.num_validation_samples) == (7, 3)
     assert prepared.kwargs == {"seq_len": 4, "path": "somewhere", "split": "train"}

@@ -112,6 +112,8 @@ def test_splits_that_are_saved_side_by_side(tmp_path: Path, kind: str) -> None:
         assert (prepared.num_train_samples, prepared.num_validation_samples) == (2, 2)
         assert token_split(prepared, "train")[0].tolist() == list(range(11))
         assert token_split(prepared, "validation")[0].tolist() == list(validation)
+        with pytest.raises(ConfigError, match=r"data\.validation_fraction=0\.5 is given with data that has a"):
+            prepare_data(spec(kind, tmp_path / "data", validation_fraction=0.5), 10)
         shutil.rmtree(tmp_path / "data" / "validation", ignore_errors=True)
     unheld = prepare_data(spec(kind, tmp_path / "data", validation_fraction=0), 10)
     assert (unheld.num_train_samples, unheld.num_validation_samples, unheld.vocab_size) == (2, 0, 21)
