@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from pathlib import Path
 
 from elaswave_spmd.run_dir.atomic_write import replacing
@@ -17,9 +18,14 @@ _LONGEST_BYTES = 1024
 
 
 def take_note(note: Path) -> str | None:
-    """Take a note away, and read it; None: there is none, or it cannot be read."""
+    """Take a note away, and read it; None: there is none, or it cannot be read.
+
+    What is no regular file stays where it is: root would take away a device.
+    """
     taken = note.with_name(f".{note.name}.taken")
     try:
+        if not stat.S_ISREG(os.lstat(note).st_mode):
+            return None
         os.replace(note, taken)  # whole, and once: another one may be written at this moment
         with taken.open("rb") as file:
             text = file.read(_LONGEST_BYTES)

@@ -40,6 +40,7 @@ from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.runtime.transport.mailbox import SelectableMailbox
 
 _CONNECT_TIMEOUT_S = 10.0
+_MOST_WORKERS = 2**16
 _OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)  # SIGTERM is meant for this process alone: a machine that is to leave
 
 
@@ -226,15 +227,29 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
         raise ConfigError(f"--drain {options.drain:g} is no deadline", rule="a number of seconds above 0")
     if options.name and (refused := am.refused_name(options.name, "--name")) is not None:
         raise refused
-    if not options.timeout >= 0 or not math.isfinite(options.timeout):
+    if not options.timeout > 0 or not math.isfinite(options.timeout):
         raise ConfigError(
             f"--timeout {options.timeout:g} is no time to look for the controller",
-            rule="a number of seconds, 0 or more",
+            rule="a number of seconds above 0",
             fix="--timeout 300",
         )
     if options.workers < 1:
         raise ConfigError(
             f"--workers {options.workers} leaves no place for a worker",
             rule="an agent has a place for at least 1 worker",
+            fix="--workers 1",
+        )
+    if options.workers > _MOST_WORKERS:
+        raise ConfigError(
+            f"--workers {options.workers} is more than a machine has",
+            rule=f"an agent has places for at most {_MOST_WORKERS:,} workers",
+            fix="--workers N, as many as the machine has devices or processors for",
+        )
+    moved = options.moved_file
+    if moved is not None and os.path.lexists(moved) and (os.path.islink(moved) or not os.path.isfile(moved)):
+        raise ConfigError(
+            f"--moved-file {moved} is no regular file",
+            rule="it is a file that is taken away when it is read; there need not be one yet",
+            fix="--moved-file FILE, in a directory of yours",
         )
     return options

@@ -147,7 +147,11 @@ def open_checkpoint(directory: Path, *, verify: bool) -> Checkpoint:
 
 
 def find_checkpoints(run_dir: str | Path) -> list[Path]:
-    """The directories of a run's checkpoints, complete or not, newest first."""
+    """The directories of a run's checkpoints, complete or not, newest first.
+
+    Raises:
+        UnreadableError: they cannot be listed now.
+    """
     found = [(int(match[1]), path) for path in _entries(run_dir) if (match := _STEP.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
 
@@ -260,9 +264,10 @@ def _remove(path: Path) -> None:
 
 def remove_unfinished(run_dir: str | Path) -> None:
     """Remove the directories without a manifest. Called when no worker writes any more; errors are ignored."""
-    for path in find_checkpoints(run_dir):
-        if not (path / MANIFEST).exists():
-            shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(UnreadableError, OSError):
+        for path in find_checkpoints(run_dir):
+            if not (path / MANIFEST).exists():
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_superfluous(run_dir: str | Path) -> None:
@@ -270,7 +275,10 @@ def remove_superfluous(run_dir: str | Path) -> None:
 
     Called when no worker writes any more; errors are ignored.
     """
-    for path in find_checkpoints(run_dir):
+    found: list[Path] = []
+    with contextlib.suppress(UnreadableError):
+        found = find_checkpoints(run_dir)
+    for path in found:
         with contextlib.suppress(CheckpointError, OSError):
             named = {MANIFEST, *(shard.name for shard in load_manifest(path).shards)}
             for file in path.iterdir():
@@ -310,7 +318,15 @@ class _Looks:
 
 def _entries(run_dir: str | Path) -> list[Path]:
     folder = Path(run_dir) / CHECKPOINTS
-    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    try:
+        return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    except OSError as error:  # the mount is stale, or a folder may not be read
+        raise UnreadableError(
+            f"the checkpoints of {run_dir} cannot be listed ({error.strerror or error})",
+            rule="a run goes on from its newest good checkpoint",
+            where=str(folder),
+            fix="make the directory readable, or mount it again",
+        ) from error
 
 
 def _open_shards(directory: Path, manifest: Manifest) -> Mapping[str, Shard]:

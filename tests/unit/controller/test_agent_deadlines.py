@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ import pytest
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller import agent as module
 from elaswave_spmd.controller import agent_command, agent_deadline, agent_machine, agent_search
+from elaswave_spmd.controller.address_note import take_note
 from elaswave_spmd.controller.agent_search import Offer
 from elaswave_spmd.controller.agent_workers import AgentWorkers
 from elaswave_spmd.data import PreparedData
@@ -294,7 +296,7 @@ def story(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Story:
 
         monkeypatch.setattr(agent_search, "find_controller", find)
         monkeypatch.setattr(agent_command, "_Joined", Joined)
-        words = ["127.0.0.1:1", "--token-file", str(token), "--timeout", f"{timeout_s:.3f}"]
+        words = ["127.0.0.1:1", "--token-file", str(token), "--timeout", str(timeout_s)]
         assert agent_command.main(words, "elaswave-spmd") == 0
         return happened
 
@@ -330,7 +332,7 @@ def test_who_joins_again_does_so_until_the_timeout(story: Story) -> None:
 
 def test_who_joins_again_and_finds_nobody_behind_the_rendezvous_does_not_look_for_ever(story: Story) -> None:
     with pytest.raises(RunError, match="cannot be reached"):
-        story(("find", None), ("join", None), LOST, ("find", None), ("join", UNREACHABLE), timeout_s=0.0)
+        story(("find", None), ("join", None), LOST, ("find", None), ("join", UNREACHABLE), timeout_s=1e-9)
 
 
 def test_a_refusal_is_final_also_for_who_joins_again(story: Story) -> None:
@@ -376,12 +378,33 @@ def test_a_deadline_that_never_comes_is_refused(seconds: str) -> None:
         agent_command._parse(["a:1", "--token-file", "x", "--drain", seconds], "elaswave-spmd")
 
 
-@pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "inf"])
 def test_a_time_to_look_for_the_controller_that_is_none_is_refused(seconds: str) -> None:
     with pytest.raises(ConfigError, match=f"--timeout {seconds} is no time") as caught:
         agent_command._parse(["a:1", "--token-file", "x", "--timeout", seconds], "elaswave-spmd")
     assert caught.value.rule and caught.value.fix
-    assert agent_command._parse(["a:1", "--token-file", "x", "--timeout", "0"], "elaswave-spmd").timeout == 0
+    assert agent_command._parse(["a:1", "--token-file", "x", "--timeout", "0.1"], "elaswave-spmd").timeout == 0.1
+
+
+@pytest.mark.parametrize(("number", "told"), [(0, "leaves no place"), (2**16 + 1, "is more than"), (2**64, "is more")])
+def test_places_for_workers_that_no_machine_has_are_refused(number: int, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"--workers {number} {told}") as caught:
+        agent_command._parse(["a:1", "--token-file", "x", "--workers", str(number)], "elaswave-spmd")
+    assert caught.value.rule and caught.value.fix
+    assert agent_command._parse(["a:1", "--token-file", "x", "--workers", str(2**16)], "elaswave-spmd").workers == 2**16
+
+
+def test_a_moved_file_that_is_none_is_refused_and_stays(tmp_path: Path) -> None:
+    """It is taken away when it is read, and root may take away a device."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for path in (tmp_path, tmp_path / "pipe", tmp_path / "link"):
+        with pytest.raises(ConfigError, match="is no regular file"):
+            agent_command._parse(["a:1", "--token-file", "x", "--moved-file", str(path)], "elaswave-spmd")
+        assert take_note(path) is None and os.path.lexists(path)
+    (tmp_path / "note").write_text("node1:2\n")
+    agent_command._parse(["a:1", "--token-file", "x", "--moved-file", str(tmp_path / "note")], "elaswave-spmd")
+    assert take_note(tmp_path / "note") == "node1:2" and not (tmp_path / "note").exists()
 
 
 @pytest.mark.parametrize("name", ["evil\nname\x1b[31m", "n" * 254, "\u202eedon"])

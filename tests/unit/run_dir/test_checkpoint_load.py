@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from elaswave_spmd.controller.io import newest_checkpoint
 from elaswave_spmd.errors import CheckpointError, FilesError, UserError
 from elaswave_spmd.regular_files import regular_fd
 from elaswave_spmd.run_dir import checkpoint_shard
@@ -21,9 +22,11 @@ from elaswave_spmd.run_dir.checkpoints import (
     Checkpoint,
     find_checkpoints,
     load_newest_good,
+    newest_complete,
     open_checkpoint,
     prune,
     remove_superfluous,
+    remove_unfinished,
     write_manifest,
 )
 from elaswave_spmd.run_dir.journal import Ballot
@@ -377,3 +380,23 @@ def test_one_that_cannot_be_removed_keeps_no_other_one(tmp_path: Path, monkeypat
     assert not checkpoint_path(tmp_path, 1).exists() and checkpoint_path(tmp_path, 2).exists()
     open_checkpoint(checkpoint_path(tmp_path, 3), verify=True)
     assert _names(prune(tmp_path, 1)) == [2], "the next checkpoint tries again"
+
+
+def test_checkpoints_that_cannot_be_listed_are_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a mount that is stale: it ended with a traceback."""
+    save(tmp_path, 1)
+
+    def stale(path: Path) -> list[Path]:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", stale)
+        for reads in (find_checkpoints, newest_complete, load_newest_good):
+            with pytest.raises(CheckpointError, match=r"cannot be listed \(Stale file handle\)"):
+                reads(tmp_path)
+        assert newest_checkpoint(tmp_path) is None
+        remove_unfinished(tmp_path)
+        remove_superfluous(tmp_path)
+    assert newest_complete(tmp_path) == 1
