@@ -1131,7 +1131,9 @@ class Settings(Section):
                 if name not in belonging or is_read:
                     continue
                 group, _, field = name.partition(".")
-                where = checks.override(name, self.to_dict()[group][field])
+                if (value := self.to_dict()[group][field]) is None:  # no value, which nothing need read
+                    continue
+                where = checks.override(name, value)
                 raise ConfigError(
                     f"{where} is given with {chosen}, which does not read it",
                     rule=f"it is read with {instead}" if instead else f"nothing reads it with {chosen}",

@@ -140,7 +140,10 @@ def _what_is_there(pattern: str, matches: list[str]) -> str:
         return f"{len(folders)} folders match; a folder's files are '{folders[0]}/**/*'"
     if matches:  # a pipe or a device, which may have no end
         return f"{matches[0]}, which is no regular file"
-    folder = nearest_folder(pattern)
+    try:
+        folder = nearest_folder(pattern)
+    except OSError as error:  # a name that is too long for one
+        return f"nothing of this name ({error.strerror or error})"
     try:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError:

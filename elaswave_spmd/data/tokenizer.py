@@ -134,7 +134,9 @@ def _read_file(path: Path) -> bytes:
             f"data.tokenizer={path} cannot be read ({error.strerror or error})",
             where="data.tokenizer",
             exists="bytes, or the path of a tokenizer.json",
-            fix=f"data.tokenizer={inside}" if (file / inside.name).is_file() else "data.tokenizer=bytes needs no file",
+            fix=f"data.tokenizer={inside}"
+            if os.path.isfile(file / inside.name)
+            else "data.tokenizer=bytes needs no file",
         ) from error
 
 

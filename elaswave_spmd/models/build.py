@@ -136,9 +136,14 @@ def _check_shardings(model: LayeredModel) -> None:
     """
     shown, fix = type(model).__name__, 'shardings = Shardings(batch=P("dp"), layers=P("pp"), optim=P("dp"))'
     rule = "a model declares how its arrays lie on the mesh as its attribute shardings, an elaswave_spmd.Shardings"
-    if not isinstance(model.shardings, Shardings):
-        raise ModelError(f"{shown}.shardings is {model.shardings!r}", rule=rule, where="model.target", fix=fix)
-    if model.shardings is not LayeredModel.shardings:
+    try:
+        declared = model.shardings
+    except (Exception, SystemExit) as error:  # a property of the user's
+        what = f"{shown}.shardings failed ({type(error).__name__}: {error})"
+        raise ModelError(what, rule=rule, where=place_in_user_code(error) or "model.target", fix=fix) from error
+    if not isinstance(declared, Shardings):
+        raise ModelError(f"{shown}.shardings is {declared!r}", rule=rule, where="model.target", fix=fix)
+    if declared is not LayeredModel.shardings:
         return
     everything = [vars(model), *(vars(cls) for cls in type(model).__mro__ if cls is not LayeredModel)]
     if named := [name for found in everything for name, value in found.items() if isinstance(value, Shardings)]:

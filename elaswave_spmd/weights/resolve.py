@@ -49,7 +49,7 @@ def existing_path(given: str) -> Path:
         ConfigError: there is nothing.
     """
     path = Path(os.path.expanduser(given))
-    if not path.exists():
+    if not os.path.exists(path):  # not path.exists(), which raises for a name that is too long
         raise ConfigError(
             f"there is no file or directory {path}",
             rule=FORMS,

@@ -103,7 +103,7 @@ def open_run(run: str, *, average: bool = False, best: bool = False) -> OpenedRu
     if best:
         _refuse_checkpoint(given, run)
         given = best_path(given)
-    is_checkpoint = (given / MANIFEST).exists()
+    is_checkpoint = os.path.exists(given / MANIFEST)
     folder = given.resolve().parent.parent if is_checkpoint else given
     fields = read_config(folder / CONFIG, run)
     path, source = open_source(given, is_checkpoint=is_checkpoint, average=average)
@@ -117,7 +117,7 @@ def _refuse_checkpoint(given: Path, run: str) -> None:
     Raises:
         ConfigError: it is one.
     """
-    if (given / MANIFEST).exists():
+    if os.path.exists(given / MANIFEST):
         raise ConfigError(
             f"{run} is a checkpoint, and the best one is asked for",
             rule="--best, in Python best=True, takes the checkpoint of a run with the lowest validation loss",

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+import elaswave_spmd as ew
 from elaswave_spmd.data.cache import _read_entry
-from elaswave_spmd.data.corpus import read_corpus
-from elaswave_spmd.errors import CheckpointError, ConfigError, DataError, FilesError
+from elaswave_spmd.data.corpus import read_corpus, text_corpus
+from elaswave_spmd.data.tokenizer import load_tokenizer
+from elaswave_spmd.errors import CheckpointError, ConfigError, DataError, FilesError, UserError
 from elaswave_spmd.regular_files import NO_FILE, open_regular, read_regular, regular_fd
 from elaswave_spmd.report.recorded import RunReader
 from elaswave_spmd.run_dir import RunDir, read_events, read_metrics, read_summary
@@ -27,6 +29,7 @@ from elaswave_spmd.run_dir.journal import Journal, read_journal
 from elaswave_spmd.run_dir.lock import LOCK, WORKERS_LOCK, lock_run_dir, workers_live
 from elaswave_spmd.run_dir.trace import merge_trace
 from elaswave_spmd.runtime.processes.rendezvous import read_secret
+from elaswave_spmd.weights.resolve import existing_path
 from elaswave_spmd.weights.tensor_files import TensorFiles
 from elaswave_spmd.worker.checkpoint_writer import read_reports
 
@@ -134,3 +137,21 @@ def test_a_lock_that_is_a_directory_is_refused(tmp_path: Path, name: str, opens:
     shutil.rmtree(tmp_path)
     with pytest.raises(FilesError) if name == LOCK else contextlib.nullcontext():
         opens(tmp_path)
+
+
+TOO_LONG = "a" * 5000
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        lambda: text_corpus(TOO_LONG),
+        lambda: load_tokenizer(TOO_LONG),
+        lambda: existing_path(TOO_LONG),
+        lambda: ew.load_model(TOO_LONG),
+        lambda: ew.load_run(TOO_LONG),
+    ],
+)
+def test_a_name_that_is_too_long_for_a_file_is_refused_in_words(reads: Callable[[], object]) -> None:
+    with pytest.raises(UserError):
+        reads()

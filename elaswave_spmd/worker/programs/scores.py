@@ -83,10 +83,21 @@ def _is_number(value: object, *, tensor: bool = False) -> bool:
 
 
 def as_number(value: Any, like: Tensor) -> Tensor:
-    """A number as fp32 scalar without a graph, where `like` is, which may be a device that only traces."""
+    """A number as fp32 scalar without a graph, where `like` is, which may be a device that only traces.
+
+    Raises:
+        ModelError: a whole number that no float can hold.
+    """
     if isinstance(value, Tensor):
         return value.detach().float()
-    return torch.zeros_like(like, dtype=torch.float32, requires_grad=False) + value
+    try:
+        return torch.zeros_like(like, dtype=torch.float32, requires_grad=False) + float(value)
+    except OverflowError as error:
+        raise ModelError(
+            "a number that loss() or metrics() returned is larger than any float",
+            rule="a weight and a metric are numbers that fp32 can hold",
+            fix="count samples or tokens",
+        ) from error
 
 
 def loss_and_weight(loss: Tensor, weight: Tensor) -> Tensor:

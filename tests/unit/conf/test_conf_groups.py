@@ -325,6 +325,10 @@ def test_settings_that_nothing_reads_are_refused_where_they_are_named(words: str
         "chaos=random chaos.rate=0.5",
         "runtime.device=emulated emulated.forward_ms=1 schedule.frequency=simulated schedule.f_min=0.8",
         "~generate.tokens ~chaos.rate ~emulated.slow",
+        "data=bin data.path=a data.cache=null",
+        "data.target=a.B data.ahead=2",
+        "mirror.verify_every=5 verify.rate=0 verify.action=report",
+        "runtime.encryption=true",
     ],
 )
 def test_settings_that_something_reads_are_taken(words: str) -> None:

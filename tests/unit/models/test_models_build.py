@@ -288,3 +288,18 @@ def test_what_settings_do_not_give_is_the_datasets() -> None:
         with pytest.raises(ModelError) as caught:
             build_model("gpt", {"seq_len": 4, "layers": 1, "d_model": 8, "heads": 2, "dropout": 0.0}, {}, of_data)
     assert caught.value.fix.startswith("vocab_size on the dataset, if its samples are tokens")
+
+
+def test_a_declaration_that_raises_is_refused_with_its_line() -> None:
+    class Raising(LayeredModel):
+        def __init__(self) -> None:
+            super().__init__({"one": nn.Linear(2, 2)})
+
+        @property
+        def shardings(self) -> Shardings:  # pyright: ignore[reportIncompatibleVariableOverride]
+            raise KeyError("dp")
+
+    with pytest.raises(
+        ModelError, match=r"Raising\.shardings failed \(KeyError: 'dp'\)(.|\n)*test_models_build\.py:\d+"
+    ):
+        build_model(Raising, {})

@@ -304,6 +304,13 @@ def test_losses_and_their_weights() -> None:
             checked_loss(bad)
 
 
+def test_a_number_that_no_float_can_hold_is_refused() -> None:
+    with pytest.raises(ModelError, match="larger than any float"):
+        checked_loss((torch.ones(()), 2**2000))
+    with pytest.raises(ModelError, match="larger than any float"):
+        scores_of(torch.ones(()), {"count": 2**2000})
+
+
 def test_inputs_are_in_the_compute_dtype_and_batches_as_they_are() -> None:
     batch = Stack("sentences").batch(IDS)
     assert [leaf.dtype for _, leaf in leaves_of(batch)] == [torch.float64, torch.int64, torch.bool]
