@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -161,8 +162,8 @@ def takes_keys(layer: nn.Module) -> bool:
 def keys_parameter(layer: nn.Module) -> str:
     """The parameter of a layer's `forward` that is given keys (`takes_keys`), as it is written there; "": none is."""
     forward = layer.forward
-    is_own = inspect.ismethod(forward) and forward.__self__ is layer
-    parameters = _of_method(forward.__func__) if is_own else tuple(inspect.signature(forward).parameters.values())
+    is_method = isinstance(forward, MethodType)
+    parameters = _of_method(forward.__func__) if is_method else tuple(inspect.signature(forward).parameters.values())
     given = [p for p in parameters if p.kind in _POSITIONAL]
     if given and given[0].kind is inspect.Parameter.VAR_POSITIONAL:
         return f"*{given[0].name}"

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from elaswave_spmd.controller.events import RunStopped
 from elaswave_spmd.controller.failures import FailureHandler
+from elaswave_spmd.controller.outcomes import RunStopped
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.transport.links import CONTROLLER

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from elaswave_spmd.controller.events import RunFinished, RunStopped
+from elaswave_spmd.controller.outcomes import RunFinished, RunStopped
 from elaswave_spmd.errors import WorkerError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.worker.context import WorkerHooks

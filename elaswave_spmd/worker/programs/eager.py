@@ -592,7 +592,7 @@ class StagePrograms:
             module.training = training
 
 
-def note_layer(error: BaseException, name: str, phase: str, x: Activation | None = None) -> None:
+def note_layer(error: Exception | SystemExit, name: str, phase: str, x: Activation | None = None) -> None:
     """Adds a note to an exception that comes out of a layer: the layer, what it was doing, and its input.
 
     For example "in layer 'block0' (forward), input float32[2, 16, 32]". The caller lets the exception go on, so that
