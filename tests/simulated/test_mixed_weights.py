@@ -57,7 +57,7 @@ class MiscountingCluster(ReportingCluster):
     def _hooks_of(self, worker: Worker) -> WorkerHooks:
         hooks = super()._hooks_of(worker)
 
-        def computed(point: FaultPoint, step: int, result: Tensor) -> Tensor:
+        def wrong_result(point: FaultPoint, step: int, result: Tensor) -> Tensor:
             assert worker.executor is not None
             replica = worker.executor.replica
             is_loss = any(replica.is_loss(pages) for pages in replica._held.values() if pages.primary == worker.rank)
@@ -67,7 +67,7 @@ class MiscountingCluster(ReportingCluster):
                 result[2] = 1e-41
             return hooks.computed(point, step, result)
 
-        return replace(hooks, computed=computed)
+        return replace(hooks, wrong_result=wrong_result)
 
 
 def ended(kind: type[SimulatedCluster], rate: float, mesh: str = "dp3") -> SimulatedCluster:
