@@ -204,11 +204,18 @@ class StepRunner:
         """
         if not self._work:
             return None
-        while (microbatch := self._ready(step)) is None:
-            made, has_ready = self.checks.num_made, lambda: self._ready(step) is not None
-            yield from self._check_until(step, has_ready, "an input for an action of step")
-            self.checks.num_idle += self.checks.num_made - made
-            yield from self._waiting.until(has_ready, "an input for an action of step", step)
+        microbatch: int | None = None
+
+        def has_ready() -> bool:
+            nonlocal microbatch
+            microbatch = self._ready(step)
+            return microbatch is not None
+
+        made = self.checks.num_made
+        yield from self._check_until(step, has_ready, "an input for an action of step")
+        self.checks.num_idle += self.checks.num_made - made
+        yield from self._waiting.until(has_ready, "an input for an action of step", step)
+        assert microbatch is not None
         left = self._work[microbatch]
         if left.forward:
             return MicrobatchAction(True, microbatch, saves=left.backward > 0)
