@@ -521,11 +521,12 @@ def _moved(old: Placement, new: Placement) -> bool:
 def judge(schedule: Schedule, cluster: SimulatedCluster, wanted: Outcome) -> tuple[str, str, str]:
     """How a cluster ended, as `Ended` has it: (how, failure, detail).
 
-    No fault leads to a standstill, and a message that is lost to one that is over when all is sent again.
+    No fault leads to a standstill, and a message that is lost to one that is over when all is sent again. So does one
+    of a controller whose messages are late for longer than a standstill takes, such as a worker's first Reconfigure.
     """
     how, failure, detail = _judge(schedule, cluster, wanted)
     stood = _standstills(cluster)
-    if len(stood) > (schedule.loses is not None):
+    if len(stood) > (schedule.loses is not None or schedule.late is not None):
         return "", "the run stood still", f"{stood}; then: {failure or how}, {detail}"
     return how, failure, detail
 

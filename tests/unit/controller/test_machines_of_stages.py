@@ -21,7 +21,11 @@ def hosts_of(stages: tuple[int, ...], capacities: tuple[int, ...], *, mirrors: i
     fork_server: Any = FakeForkServer()
     agents: Any = FakeAgents(*capacities)
     settings = replace(Settings(), mesh=MeshSettings(stages=stages), mirror=MirrorSettings(count=mirrors))
-    return launching._assigned(Launcher(fork_server, agents), settings)
+    try:
+        return launching._assigned(Launcher(fork_server, agents), settings)
+    finally:  # before the collector comes there are hundreds, and tests after this one wait by select()
+        fork_server.mailbox.close()
+        agents.mailbox.close()
 
 
 def test_each_machine_has_workers_of_all_stages_where_one_would_have_a_stage_alone() -> None:
