@@ -168,7 +168,7 @@ class Executor:
     def _save(self) -> None:
         """Send hashes of the state, if replicas are compared, and have it written: the run is about to stop."""
         self.replica.soundness.compare(saves=True)
-        if self.replica.check_soundness(leaves=True):  # else another mesh epoch follows, in which others write it
+        if self.replica.soundness.check(leaves=True):  # else another mesh epoch follows, in which others write it
             self._context.hooks.save(self.replica)
 
     def _initialize_or_restore(self) -> None:
@@ -253,7 +253,7 @@ class Executor:
         if self._weights_sent >= epoch:
             return
         self._weights_sent = epoch
-        if not self.replica.check_soundness(leaves=True):
+        if not self.replica.soundness.check(leaves=True):
             return  # another mesh epoch follows, in which others send it
         channel = self._context.channel
         for part in self.replica.state:

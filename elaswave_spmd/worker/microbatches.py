@@ -177,8 +177,7 @@ class MicrobatchRunner:
         samples, x = self._device.to_place(torch.from_numpy(self._samples[microbatch])), given
         try:
             for layer in self._layers:
-                if not self.values[layer].is_at(step - 1):
-                    yield from self.until_at(layer, step - 1)
+                yield from self.until_at(layer, step - 1)
                 keys = Keys(self._seed, self._step_number, samples, self._layer_numbers[layer], {}, self._words)
                 started = self._device.mark()
                 x = self.programs.forward(layer, microbatch, x, keys, batch)

@@ -437,7 +437,7 @@ class WorkerProcess:
         """A step passes a point: count progress, and let faults happen that are injected here."""
         progress = self._progress
         progress.count += 1
-        if point is not FaultPoint.REDUCE and point in (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.WEIGHTS):
+        if point in (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.WEIGHTS):
             progress.action = point.value
         self._step = step
         if point is FaultPoint.APPLY and self._trace is not None:

@@ -519,10 +519,6 @@ class StateReplica:
             # All members know by the same votes: the sums of the next step go through the group, if it comes to it.
             self.parameters.grouped.exchanges.agree(step + 1)
 
-    def check_soundness(self, *, leaves: bool = False) -> bool:
-        """True if what this worker has computed since its version counts (`StateSoundness.check`)."""
-        return self.soundness.check(leaves=leaves)
-
     def drop_undecided(self) -> None:
         """Give up everything that was computed, here or elsewhere, of steps that are not decided."""
         self.background.give_up()

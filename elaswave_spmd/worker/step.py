@@ -392,7 +392,7 @@ class StepRunner:
 
     def _until_sound(self, step: int) -> Waits:
         """Wait for another attempt of the step if it was computed from parameters that have changed in this memory."""
-        if not self._replica.check_soundness():
+        if not self._replica.soundness.check():
             yield from self._waiting.until(lambda: False, "the mesh epoch after damage of memory in step", step)
 
     # ---- waiting
