@@ -8,6 +8,7 @@ computes a micro-batch, and when its gradient arrives, may change; the tree neve
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -59,13 +60,14 @@ def maximal_nodes(microbatches: Iterable[int], num_microbatches: int) -> tuple[N
 
     They are the sums that a worker with these micro-batches can compute by itself, and therefore what it sends.
     """
-    have = set(microbatches)
+    have = sorted(set(microbatches))
 
     def walk(node: Node) -> Iterator[Node]:
         lo, hi = node
-        if have.issuperset(range(lo, hi)):
+        number = bisect_left(have, hi) - bisect_left(have, lo)  # of its micro-batches, without looking at each
+        if number == hi - lo:
             yield node
-        elif hi - lo > 1 and not have.isdisjoint(range(lo, hi)):
+        elif number:
             middle = split(node)
             yield from walk((lo, middle))
             yield from walk((middle, hi))
