@@ -24,10 +24,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import chain, pairwise
 
 import numpy as np
 
+from elaswave_spmd.scheduling.equal_stages import once_each, with_equal_shared
 from elaswave_spmd.scheduling.placement import CONTIGUOUS
 
 MOST_WORK = 20_000_000
@@ -58,7 +59,7 @@ class MicrobatchAssignment:
     num_tree_nodes: int
 
     def __str__(self) -> str:
-        idle = sum(count == 0 for counts in self.counts for count in counts)
+        idle = sum(counts.count(0) for counts in self.counts)
         loads = ", ".join(f"{load:.4g}" for load in self.loads[:12]) + (", ..." if len(self.loads) > 12 else "")
         text = f"largest loads {loads}; {self.num_tree_nodes:,} tree nodes"
         return text + (f"; {idle} workers without micro-batches" if idle else "")
@@ -264,9 +265,12 @@ def assign_microbatches(
 
 
 def _described(counts: tuple[Counts, ...], speeds: Sequence[np.ndarray], microbatch_order: str) -> MicrobatchAssignment:
-    nodes_of = {counts_of_stage: _count_nodes(counts_of_stage, microbatch_order) for counts_of_stage in set(counts)}
-    loads = tuple(float((np.array(some) / v).max()) for some, v in zip(counts, speeds, strict=True))
-    return MicrobatchAssignment(counts, loads, sum(nodes_of[some] for some in counts))
+    one_of = {of_stage: of_stage for of_stage in counts}
+    shared = tuple(one_of[of_stage] for of_stage in counts)  # equal stages have the same object (`once_each`)
+    arrays = once_each(np.array, shared)
+    loads = tuple(float((some / v).max()) for some, v in zip(arrays, speeds, strict=True))
+    nodes = once_each(lambda of_stage: _count_nodes(of_stage, microbatch_order), arrays)
+    return MicrobatchAssignment(shared, loads, sum(nodes))
 
 
 def candidate_assignments(
@@ -344,10 +348,25 @@ def first_microbatches(
 
     A newcomer has that of the worker to its left.
     """
-    had: dict[int, int] = {}
-    for members, counts in zip(old_stages, old_counts, strict=True):
-        had |= dict(zip(members, accumulate(counts, initial=0), strict=False))
-    return [np.maximum.accumulate(np.array([had.get(rank, 0) for rank in members], np.int64)) for members in stages]
+    firsts = [np.cumsum(of_stage) - of_stage for of_stage in once_each(np.array, old_counts)]
+    found = values_before(stages, old_stages, np.concatenate(firsts), 0)
+    return [np.maximum.accumulate(of_stage) for of_stage in found]
+
+
+def values_before(
+    stages: Sequence[Sequence[int]], old_stages: Sequence[Sequence[int]], values: np.ndarray, of_newcomers: int
+) -> list[np.ndarray]:
+    """Per stage, the value that each worker had before: int64 [workers].
+
+    Args:
+        values: int64, of the workers of the old stages, stage by stage.
+        of_newcomers: the value of workers that no old stage has.
+    """
+    old_ranks, ranks = (np.fromiter(chain.from_iterable(some), np.int64) for some in (old_stages, stages))
+    order = np.argsort(old_ranks, kind="stable")
+    at = order[np.minimum(np.searchsorted(old_ranks, ranks, sorter=order), len(order) - 1)]
+    found = np.where(old_ranks[at] == ranks, values[at], of_newcomers)
+    return np.split(found, np.cumsum([len(members) for members in stages])[:-1])
 
 
 def _assign_stages(
@@ -359,27 +378,22 @@ def _assign_stages(
     block: tuple[int, int] | None = None,
 ) -> tuple[Counts, ...]:
     """Each stage as a whole."""
-    found: dict[bytes, Counts] = {}
-    for v in speeds:
-        if v.tobytes() not in found:
-            found[v.tobytes()] = assign_by_speed(
-                num_microbatches,
-                v,
-                microbatch_order=microbatch_order,
-                fewest_nodes=fewest_nodes,
-                align=align,
-                block=block,
-            )
-    return tuple(found[v.tobytes()] for v in speeds)
+
+    def counts_of(v: np.ndarray) -> Counts:
+        return assign_by_speed(
+            num_microbatches, v, microbatch_order=microbatch_order, fewest_nodes=fewest_nodes, align=align, block=block
+        )
+
+    return tuple(once_each(counts_of, with_equal_shared(speeds)))
 
 
-def _count_nodes(counts: Counts, microbatch_order: str) -> int:
+def _count_nodes(counts: np.ndarray, microbatch_order: str) -> int:
     """The tree nodes that the workers of a stage send, in total."""
-    num_microbatches = sum(counts)
+    num_microbatches = int(counts.sum())
     if microbatch_order != CONTIGUOUS:
         return num_microbatches
     stops = np.cumsum(counts)
-    return int(count_tree_nodes(stops - np.array(counts), stops, num_microbatches).sum())
+    return int(count_tree_nodes(stops - counts, stops, num_microbatches).sum())
 
 
 # ---- blocks of neighbours
@@ -410,18 +424,20 @@ def _assign_blocks(
     Equal blocks are computed once: those with equal workers that lie alike in the tree, which is in the next larger
     power of two, since no sum of a worker is of more micro-batches.
     """
-    blocks = cut_blocks(num_microbatches, [max_counts(least_load(num_microbatches, v), v) for v in speeds], starts)
+    caps = once_each(lambda v: max_counts(least_load(num_microbatches, v), v), with_equal_shared(speeds))
+    blocks = cut_blocks(num_microbatches, caps, starts)
     if not blocks:
         return None
     known: dict[tuple[object, ...], tuple[Counts, ...]] = {}
     found: list[tuple[Counts, ...]] = []
+    as_bytes = [v.tobytes() for v in speeds]  # 8 of each worker
     for block in blocks:
         first, stop = block.microbatches
-        some = [v[a:b] for v, (a, b) in zip(speeds, block.parts, strict=True)]
         number = stop - first
-        key = number, first % (1 << number.bit_length()), stop == num_microbatches, *(v.tobytes() for v in some)
+        workers = [v[8 * a : 8 * b] for v, (a, b) in zip(as_bytes, block.parts, strict=True)]
+        key = number, first % (1 << number.bit_length()), stop == num_microbatches, *workers
         if key not in known:
-            at = first, num_microbatches
+            some, at = [v[a:b] for v, (a, b) in zip(speeds, block.parts, strict=True)], (first, num_microbatches)
             known[key] = _assign_stages(number, some, CONTIGUOUS, fewest_nodes, align, at)
         found.append(known[key])
     return tuple(tuple(chain.from_iterable(of_block[s] for of_block in found)) for s in range(len(speeds)))
@@ -451,10 +467,8 @@ def cut_blocks(
         # Every block needs workers in every stage, and all blocks together room for all micro-batches.
         if all((np.diff(cut) > 0).all() for cut in cuts) and int(room.sum()) >= num_microbatches:
             ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(_share_by_room(num_microbatches, room))])
-            return tuple(
-                Block((int(ends[b]), int(ends[b + 1])), tuple((int(cut[b]), int(cut[b + 1])) for cut in cuts))
-                for b in range(number)
-            )
+            parts = zip(*(pairwise(cut.tolist()) for cut in cuts), strict=True)
+            return tuple(map(Block, pairwise(ends.tolist()), parts))
         number //= 2  # larger blocks have more room for the micro-batches of their lost workers
     return ()
 

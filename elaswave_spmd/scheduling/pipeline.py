@@ -16,6 +16,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from elaswave_spmd.errors import PlanError
+from elaswave_spmd.scheduling.equal_stages import once_each
 from elaswave_spmd.scheduling.placement import Placement
 
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
@@ -68,18 +69,19 @@ def in_flight_limits(
         longest = shortest = list(stage_sizes)
         ragged = len(set(stage_sizes)) > 1
     else:
-        occurring = [set(counts) for counts in microbatch_counts]
-        longest = [_duration(min(some - {0})) for some in occurring]
-        shortest = [_duration(max(some)) for some in occurring]
         # Parked workers are in nobody's way: the others are columns if they have equal micro-batches.
-        columns = [
-            [*filter(None, counts)] if 0 in some else [*counts]
-            for counts, some in zip(microbatch_counts, occurring, strict=True)
-        ]
-        ragged = any(column != columns[0] for column in columns)
+        active = once_each(_without_parked, microbatch_counts)
+        longest = [_duration(fewest) for fewest in once_each(min, active)]
+        shortest = [_duration(most) for most in once_each(max, active)]
+        ragged = any(of_stage != active[0] for of_stage in active)
     if not ragged:
         return tuple(range(len(stage_sizes), 0, -1))
     return tuple(1 + -(-sum(longest[s + 1 :]) // own) + _MORE for s, own in enumerate(shortest))
+
+
+def _without_parked(counts: Sequence[int]) -> tuple[int, ...]:
+    """The micro-batches of the workers of a stage that have any."""
+    return tuple(filter(None, counts)) if 0 in counts else tuple(counts)
 
 
 def weight_limits(limits: Sequence[int]) -> tuple[int, ...]:

@@ -12,13 +12,14 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise, permutations
+from itertools import accumulate, chain, pairwise, permutations
 
 import numpy as np
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRule
-from elaswave_spmd.scheduling.microbatch_assignment import balanced_counts, fastest
+from elaswave_spmd.scheduling.equal_stages import once_each, with_equal_shared
+from elaswave_spmd.scheduling.microbatch_assignment import balanced_counts, fastest, values_before
 from elaswave_spmd.scheduling.partition import Partition, StageWorkers, partition
 from elaswave_spmd.scheduling.pipeline import in_flight_limits
 from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
@@ -141,8 +142,8 @@ class StageChoice:
 
 def old_stages_of(stages: Sequence[Sequence[int]], old_stages: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Per stage, int64 [workers]: the old stage of each worker; -1 for newcomers."""
-    home = {rank: s for s, members in enumerate(old_stages) for rank in members}
-    return [np.array([home.get(rank, -1) for rank in members], np.int64) for members in stages]
+    home = np.repeat(np.arange(len(old_stages)), [len(members) for members in old_stages])
+    return values_before(stages, old_stages, home, -1)
 
 
 def stage_workers(
@@ -159,14 +160,9 @@ def stage_workers(
         split: where backwards are in two parts, fewer micro-batches are in flight where memory is short
             (`SplitBackward.executed`): what has to fit is one.
     """
-    known: dict[bytes, np.ndarray] = {}
-    counts = []
-    for v in speeds:
-        if (key := v.tobytes()) not in known:
-            known[key] = balanced_counts(num_microbatches, v)
-        counts.append(known[key])
+    counts = once_each(lambda v: balanced_counts(num_microbatches, v), with_equal_shared(speeds))
     if split is None:
-        limits = in_flight_limits([len(v) for v in speeds], [c.tolist() for c in counts])
+        limits = in_flight_limits([len(v) for v in speeds], once_each(np.ndarray.tolist, counts))
     else:
         limits = (1,) * len(speeds)
     rows = zip(speeds, counts, limits, strict=True)
@@ -317,7 +313,7 @@ class Groupings:
     @cached_property
     def order(self) -> tuple[int, ...]:
         """The workers in stage order."""
-        return tuple(rank for members in self.stages for rank in members)
+        return tuple(chain.from_iterable(self.stages))
 
     @cached_property
     def was(self) -> np.ndarray:
@@ -380,6 +376,18 @@ class Groupings:
         """float64 [workers]."""
         return self.costs.speeds_of(self.order)
 
+    @cached_property
+    def _speed_limits(self) -> tuple[float, float]:
+        """The highest speed of a worker, and the sum of all."""
+        return float(self.speeds.max()), float(self.speeds.sum())
+
+    @cached_property
+    def _layer_seconds(self) -> tuple[float, float, float]:
+        """Seconds of one micro-batch at speed 1: of all layers, of the longest one, and those that may be put off."""
+        each = [layer.seconds for layer in self.costs.layers]
+        late_s = 0.0 if self.split is None else sum(layer.weights_s for layer in self.costs.layers)
+        return sum(each), max(each), late_s
+
     def total(self, choice: StageChoice) -> float:
         """Expected seconds until the end of the run."""
         return choice.seconds * self.remaining_steps + choice.move.seconds
@@ -393,14 +401,14 @@ class Groupings:
         Summed over the stages, the whole path W is at most bound x (1 - product over stages of (1 - 1 / (load x highest
         speed))). Weight gradients that may be put off are left out of the path.
         """
-        fastest, microbatches, layers = float(self.speeds.max()), self.num_microbatches, self.costs.layers
+        fastest, all_speeds = self._speed_limits
+        microbatch_s, longest_s, late_s = self._layer_seconds
+        microbatches = self.num_microbatches
         base, extra = divmod(len(self.order), num_stages)
         loads = [-(-microbatches // (base + 1)) / fastest] * extra + [-(-microbatches // base) / fastest] * (
             num_stages - extra
         )
-        together = min(sum(1 / load for load in loads), float(self.speeds.sum()) / microbatches)
-        microbatch_s, longest_s = sum(layer.seconds for layer in layers), max(layer.seconds for layer in layers)
-        late_s = 0.0 if self.split is None else sum(layer.weights_s for layer in layers)
+        together = min(sum(1 / load for load in loads), all_speeds / microbatches)
         way = (microbatch_s - late_s) / fastest / (1 - math.prod(1 - 1 / (load * fastest) for load in loads))
         return max(microbatch_s / together, longest_s * min(loads), way)
 

@@ -14,7 +14,7 @@ and the optimizer update. The simulator's engine models these.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice, pairwise
@@ -24,6 +24,7 @@ import numpy as np
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.action_graph import ActionGraph
 from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRule
+from elaswave_spmd.scheduling.equal_stages import once_each
 from elaswave_spmd.scheduling.microbatch_assignment import count_tree_nodes
 from elaswave_spmd.scheduling.pipeline import (
     BACKWARD,
@@ -44,6 +45,8 @@ MOST_ACTIONS = 8192
 
 _MOST_PIECES = 256
 """With more groups of workers, of equal ones only the first is looked at for its tree nodes."""
+
+_KEY_BYTES = 16  # of a worker's micro-batches and speed, both float64
 
 EXACT, PART, ESTIMATE = "executed order", "executed order of a part", "lower bound"
 
@@ -94,6 +97,11 @@ class Assignment:
     def usual_limits(self) -> tuple[int, ...]:
         """The limits in flight that follow from the micro-batches alone (`pipeline.in_flight_limits`)."""
         return in_flight_limits([len(members) for members in self.stages], self.microbatch_counts)
+
+    @cached_property
+    def counts(self) -> list[np.ndarray]:
+        """Per stage, int64 [workers]: `microbatch_counts`; stages that share an object there share an array."""
+        return once_each(np.array, self.microbatch_counts)
 
     def placement(self) -> Placement:
         """A placement with these stages, cuts and counts, on one host, for `pipeline.schedule`."""
@@ -236,7 +244,7 @@ def step_time_below(
     """
     cuts = assignment.layer_cuts
     speeds = [costs.speeds_of(members) for members in assignment.stages]
-    counts = [np.array(of_stage) for of_stage in assignment.microbatch_counts]
+    counts = assignment.counts
     forward, backward, delays = stage_seconds(cuts, costs)
     forward_s = [f / v for f, v in zip(forward, speeds, strict=True)]
     backward_s = [b / v for b, v in zip(backward, speeds, strict=True)]
@@ -246,12 +254,12 @@ def step_time_below(
     position = int(compute[slowest].argmax())
     bound_s = bound(forward_s, backward_s, counts, delays, assignment.limits, weights_s, assignment.put_off)
     tail_s = reduction_tail_s(cuts, [len(members) for members in assignment.stages], assignment.put_off, costs, rule)
-    traffic_s = max(_traffic_s(assignment, costs, rule, s) for s in range(assignment.num_stages))
+    traffic_s = _traffic_s(assignment, costs, rule)
     if max(bound_s + tail_s, traffic_s) >= seconds:
         return None
     pipeline_s, how = 0.0, ESTIMATE
     if most_actions:
-        pipeline_s, how, executed_tail_s = _simulated(assignment, costs, rule, counts, speeds, most_actions)
+        pipeline_s, how, executed_tail_s = _simulated(assignment, costs, rule, speeds, most_actions)
         tail_s = executed_tail_s if how == EXACT else tail_s
     if how != EXACT:
         pipeline_s = max(pipeline_s, bound_s)
@@ -281,8 +289,8 @@ def memory_of(
     """
     found = []
     tables = {} if known is None else known
-    for s, counts in enumerate(assignment.microbatch_counts):
-        key = size, microbatches, in_flight = len(counts), max(counts), assignment.limits[s]
+    for s, microbatches in enumerate(once_each(max, assignment.microbatch_counts)):
+        key = size, _, in_flight = len(assignment.microbatch_counts[s]), microbatches, assignment.limits[s]
         if key not in tables:
             tables[key] = rule.stage_bytes(costs, size=size, microbatches=microbatches, in_flight=in_flight)
         found.append(float(tables[key][assignment.layer_cuts[s], assignment.layer_cuts[s + 1]]))
@@ -309,14 +317,21 @@ def traffic_bytes(costs: CostModel, rule: MemoryRule, first: int, stop: int, siz
     return _reduced_bytes(gradient, rule, size, nodes) + published
 
 
-def _traffic_s(assignment: Assignment, costs: CostModel, rule: MemoryRule, stage: int) -> float:
-    counts = np.array(assignment.microbatch_counts[stage])
-    nodes = int(counts.max())
-    if assignment.microbatch_order == CONTIGUOUS:
+def _traffic_s(assignment: Assignment, costs: CostModel, rule: MemoryRule) -> float:
+    """Seconds for which reduction and publication occupy the busiest link of all stages."""
+
+    def most_nodes(counts: np.ndarray) -> int:
+        if assignment.microbatch_order != CONTIGUOUS:
+            return int(counts.max())
         stops = np.cumsum(counts)
-        nodes = int(count_tree_nodes(stops - counts, stops, assignment.num_microbatches).max())
-    first, stop = assignment.layer_cuts[stage : stage + 2]
-    return traffic_bytes(costs, rule, first, stop, len(counts), nodes) / costs.bandwidth
+        return int(count_tree_nodes(stops - counts, stops, assignment.num_microbatches).max())
+
+    nodes, spans = once_each(most_nodes, assignment.counts), pairwise(assignment.layer_cuts)
+    sent = [
+        traffic_bytes(costs, rule, first, stop, len(members), most)
+        for (first, stop), members, most in zip(spans, assignment.stages, nodes, strict=True)
+    ]
+    return max(sent) / costs.bandwidth
 
 
 def reduction_tail_s(
@@ -359,25 +374,18 @@ def _reduced_bytes(gradient_bytes: float, rule: MemoryRule, size: int, nodes: in
 
 
 def _simulated(
-    assignment: Assignment,
-    costs: CostModel,
-    rule: MemoryRule,
-    counts: Sequence[np.ndarray],
-    speeds: Sequence[np.ndarray],
-    most_actions: int,
+    assignment: Assignment, costs: CostModel, rule: MemoryRule, speeds: Sequence[np.ndarray], most_actions: int
 ) -> tuple[float, str, float]:
     """The end of the last action, EXACT or PART, and if EXACT, for how long the reduction then goes on."""
+    counts, every = assignment.counts, _pieces(assignment, speeds)
     pieces: dict[object, list[slice]] = {}
-    every: list[tuple[object, list[slice]]] = []
-    for key, piece in _pieces(assignment, counts, speeds):
+    for key, piece in every:
         pieces.setdefault(key, piece)
-        if len(every) <= _MOST_PIECES:
-            every.append((key, piece))
     sizes = [2 * assignment.num_stages * int(counts[0][piece[0]].sum()) for piece in pieces.values()]
     if sum(sizes) <= most_actions:
         run = {key: _piece_s(assignment, costs, piece) for key, piece in pieces.items()}
         end_s = max(seconds for seconds, _ in run.values())
-        made = [(piece, run[key][1]) for key, piece in (every if len(every) <= _MOST_PIECES else pieces.items())]
+        made = [(piece, run[key][1]) for key, piece in every]
         return end_s, EXACT, _tail_s(assignment, costs, rule, speeds, made, end_s)
     layer_s = [sum(costs.stage_s(a, b)) for a, b in pairwise(assignment.layer_cuts)]
     busy = [c * each / v for c, each, v in zip(counts, layer_s, speeds, strict=True)]
@@ -416,7 +424,8 @@ def _tail_s(
         for piece, made_s in made:
             of_piece = counts[piece[s]]
             if assignment.microbatch_order == CONTIGUOUS:
-                nodes += nodes_of(made_s[s], sum(counts[: piece[s].start]), of_piece, number)
+                first = int(assignment.counts[s][: piece[s].start].sum())
+                nodes += nodes_of(made_s[s], first, of_piece, number)
             else:
                 owners = workers_of_microbatches(range(len(of_piece)), of_piece, TIME_MAJOR)
                 by_worker: list[list[float]] = [[] for _ in of_piece]
@@ -432,36 +441,65 @@ def _tail_s(
     return found + costs.latency_s - end_s
 
 
-def _pieces(
-    assignment: Assignment, counts: Sequence[np.ndarray], speeds: Sequence[np.ndarray]
-) -> Iterator[tuple[object, list[slice]]]:
-    """Groups of workers that share micro-batches with nobody else: (key, positions by stage); equal groups, equal
-    keys."""
+def _pieces(assignment: Assignment, speeds: Sequence[np.ndarray]) -> list[tuple[object, list[slice]]]:
+    """Groups of workers that share micro-batches with nobody else: (key, positions by stage). Equal groups have equal
+    keys; where there are more than _MOST_PIECES groups, only the first of equal ones is listed.
+    """
+    ranges = _ranges_of_pieces(assignment)
+    # Per stage, float64 [workers, 2]: workers are equal if these are. Equal stages have equal ranges, too.
+    workers = [np.stack(each, axis=1) for each in zip(assignment.counts, speeds, strict=True)]
+    kinds = {of_stage.tobytes(): s for s, of_stage in enumerate(workers)}
+    lists_all = len(ranges[0]) <= _MOST_PIECES
+    some = [(ranges[s], workers[s]) for s in kinds.values()]
+    listed = np.arange(len(ranges[0])) if lists_all else np.flatnonzero(_differ_from_last(some))
+    found: list[tuple[object, list[slice]]] = []
+    seen: set[object] = set()
+    for number, *spans in zip(listed.tolist(), *(of_kind[listed].tolist() for of_kind, _ in some), strict=True):
+        key = tuple(kind[_KEY_BYTES * a : _KEY_BYTES * b] for kind, (a, b) in zip(kinds, spans, strict=True))
+        if lists_all or key not in seen:
+            seen.add(key)
+            found.append((key, [slice(*of_stage[number].tolist()) for of_stage in ranges]))
+    return found
+
+
+def _ranges_of_pieces(assignment: Assignment) -> list[np.ndarray]:
+    """Per stage, int64 [pieces, 2]: the position of the first worker of each piece (`_pieces`), and after its last."""
+    counts = assignment.counts
     # With equal counts in all stages a column shares micro-batches with no other: workers of one column are one piece.
     if all(of_stage == assignment.microbatch_counts[0] for of_stage in assignment.microbatch_counts[1:]):
-        columns = np.ascontiguousarray(np.stack([*speeds, counts[0]], axis=1).astype(np.float64))
-        for position, column in enumerate(columns):
-            if counts[0][position]:
-                yield column.tobytes(), [slice(position, position + 1)] * len(speeds)
-        return
+        busy = np.flatnonzero(counts[0])
+        return [np.stack([busy, busy + 1], axis=1)] * len(counts)
     if assignment.microbatch_order != CONTIGUOUS:
-        yield 0, [slice(0, len(v)) for v in speeds]
-        return
-    kinds: dict[tuple[bytes, bytes], int] = {}  # stages with equal counts and speeds are computed once
-    pairs = zip(counts, speeds, strict=True)
-    kind_of = [kinds.setdefault((c.tobytes(), v.tobytes()), s) for s, (c, v) in enumerate(pairs)]
-    ends = {s: np.cumsum(counts[s]) for s in kinds.values()}
+        return [np.array([[0, len(of_stage)]]) for of_stage in counts]
+    ends = once_each(np.cumsum, counts)
     # Where the micro-batches of all stages are cut at the same number, no worker has micro-batches of both sides.
-    common = np.unique(ends[0])
-    for of_stage in ends.values():
-        common = np.intersect1d(common, of_stage)
-    bounds = {s: np.concatenate([[0], np.searchsorted(of_stage, common, "right")]) for s, of_stage in ends.items()}
-    for i, end in enumerate(common.tolist()):
-        if not end:
-            continue  # workers without micro-batches at the front
-        part = {s: slice(int(at[i]), int(at[i + 1])) for s, at in bounds.items()}
-        key = tuple((counts[s][where].tobytes(), speeds[s][where].tobytes()) for s, where in part.items())
-        yield key, [part[s] for s in kind_of]
+    common = ends[0][np.diff(ends[0], prepend=-1) > 0]
+    for of_stage in ends[1:]:
+        common = common[of_stage[np.searchsorted(of_stage, common)] == common]
+
+    def ranges_of(of_stage: np.ndarray) -> np.ndarray:
+        stops = np.searchsorted(of_stage, common, "right")
+        ranges = np.stack([np.concatenate([[0], stops[:-1]]), stops], axis=1)
+        return ranges[common > 0]  # without the workers at the front, if none of them has micro-batches
+
+    return once_each(ranges_of, ends)
+
+
+def _differ_from_last(stages: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """bool [pieces]: False where a piece is one worker in each stage, equal to the one of the piece before it.
+
+    On a large mesh nearly all pieces are such, and they may be 100,000.
+
+    Args:
+        stages: per stage, int64 [pieces, 2] and float64 [workers, 2]: as in `_pieces`.
+    """
+    found = np.zeros(len(stages[0][0]), bool)
+    found[0] = True
+    for ranges, workers in stages:
+        first, stop = ranges.T
+        is_large = stop - first > 1
+        found[1:] |= is_large[1:] | is_large[:-1] | (workers[first[1:]] != workers[first[:-1]]).any(axis=1)
+    return found
 
 
 def _piece_s(
