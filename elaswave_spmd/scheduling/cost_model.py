@@ -207,6 +207,11 @@ class CostModel:
     def _prefixes(self) -> dict[str, np.ndarray]:
         return {}  # by field, filled on first use
 
+    @cached_property
+    def bytes_at_cuts(self) -> np.ndarray:
+        """int64 [layers + 1]: bytes that a micro-batch sends over each cut, of a stage that begins with this layer."""
+        return np.array([0, *(layer.boundary_bytes for layer in self.layers[:-1]), 0])
+
     def stage_s(self, first: int, stop: int) -> tuple[float, float]:
         """Seconds of one micro-batch's forward and backward through layers [first, stop) at speed 1."""
         forward, backward = self.prefix("forward_s"), self.prefix("backward_s")
@@ -288,7 +293,7 @@ class MemoryRule:
     mirror_count: int = 1
     state_limit: float = math.inf
 
-    @property
+    @cached_property
     def state_is_sharded(self) -> bool:
         """True if the workers of a stage share its optimizer state; else each has all of it."""
         return self.shardings.optim.splits_workers
@@ -320,16 +325,32 @@ class MemoryRule:
             microbatches: micro-batches of the worker in a step.
             in_flight: the most micro-batches that it has between forward and backward.
         """
-        whole = costs.prefix("value_bytes") + self.gradient_share(size) * costs.prefix("gradient_bytes")
+        cuts = np.arange(len(costs.layers) + 1)
+        first, stop = cuts[:, None], cuts[None, :]
+        return self.worker_bytes(costs, first, stop, size=size, microbatches=microbatches, in_flight=in_flight)
+
+    def worker_bytes(
+        self,
+        costs: CostModel,
+        first: int | np.ndarray,
+        stop: int | np.ndarray,
+        *,
+        size: int,
+        microbatches: int,
+        in_flight: int,
+    ) -> np.ndarray:
+        """The entries of `stage_bytes` for the layers from `first` to before `stop`, float64 of their common shape."""
         state = self.state_share(size) * costs.prefix("state_bytes")
-        whole = whole + state
+        whole = costs.prefix("value_bytes") + self.gradient_share(size) * costs.prefix("gradient_bytes") + state
         whole = whole + min(microbatches, in_flight) * costs.prefix("activation_bytes")
-        ends = np.array([0, *(layer.boundary_bytes for layer in costs.layers[:-1]), 0]) * microbatches
-        table = whole[None, :] - whole[:, None] + ends[None, :] + ends[:, None]
+        ends = costs.bytes_at_cuts * microbatches
+        found = whole[stop] - whole[first]
+        found += ends[stop]
+        found += ends[first]
         if self.state_limit == math.inf:
-            return table
+            return found
         # A part in 10^9 more: a difference of prefix sums is rounded.
-        return np.where(state[None, :] - state[:, None] > self.state_limit * (1 + 1e-9), math.inf, table)
+        return np.where(state[stop] - state[first] > self.state_limit * (1 + 1e-9), math.inf, found)
 
 
 REPLICATED = MemoryRule()

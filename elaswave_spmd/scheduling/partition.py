@@ -7,7 +7,7 @@ changes, from measured costs, with memory limits and the bytes that would move.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRule
+from elaswave_spmd.scheduling.equal_stages import once_each
 
 
 def balance_layers(costs: Sequence[float], workers: Sequence[int]) -> tuple[int, ...]:
@@ -73,6 +74,11 @@ class StageWorkers:
     in_flight: int = 1
     memory_limit: float = math.inf
     fastest: float = 1.0
+
+    @property
+    def most_in_flight(self) -> int:
+        """As `in_flight`, and no more than a worker has."""
+        return min(self.microbatches, self.in_flight)
 
 
 @dataclass(frozen=True)
@@ -145,28 +151,23 @@ def partition(
             rule="every stage has at least one layer",
             fix=f"plan for 1 to {num_layers} stages",
         )
-    seconds, memory = _seconds(costs, [stage.load for stage in stages]), _memory(costs, stages, rule)
+    seconds, is_limited = _seconds(costs, [stage.load for stage in stages]), _is_limited(stages, rule)
+    memory, size = _memory(costs, stages, rule) if is_limited else None, num_layers - num_stages + 1
     allowed = _allowed(seconds, memory, stages)
-    optimum = least = _least(allowed, np.maximum)[0]
+    optimum = least = _least(_reachable(allowed), size, np.maximum)[0]
     if optimum == math.inf:
-        raise _no_room(costs, stages, memory, rule)
+        raise _no_room(costs, stages, rule)
     if by_pipeline:
         beside = _seconds(costs, [max(0.0, stage.load - 1 / stage.fastest) for stage in stages])
         allowed = _allowed(beside, memory, stages)
-        least = _least(allowed, np.maximum)[0]
-    if move_bytes is None:
-        move_bytes = np.zeros((num_stages, num_layers))
+        least = _least(_reachable(allowed), size, np.maximum)[0]
     limit = least * (1.0 + tolerance)
-    moved = []
-    # Bytes add up over the layers of a stage, so a range costs the difference of two prefix sums.
-    for table, of_stage in zip(allowed, move_bytes, strict=True):
-        total = np.concatenate([[0.0], np.cumsum(of_stage)])
-        near = (table <= limit) & (table < math.inf)
-        moved.append(np.where(near, total[None, :] - total[:, None], math.inf))
-    num_bytes, cuts = _least(moved, np.add)
+    near = once_each(lambda table: (table <= limit) & (table < math.inf), allowed)
+    moved = np.zeros((num_stages, num_layers)) if move_bytes is None else move_bytes
+    num_bytes, cuts = _least(_moved_bytes(_reachable(near), moved), size, np.add)
     spans = list(enumerate(pairwise(cuts)))
     stage_s = tuple(float(seconds[s][span]) for s, span in spans)
-    fill = tuple(float(memory[s][span]) for s, span in spans)
+    fill = tuple(_worker_bytes(costs, stages[s], rule, span) for s, span in spans)
     return Partition(cuts, max(stage_s), stage_s, fill, float(num_bytes), float(optimum))
 
 
@@ -178,17 +179,34 @@ def _seconds(costs: CostModel, loads: Sequence[float]) -> list[np.ndarray]:
     return [by_load[load] for load in loads]
 
 
+def _is_limited(stages: Sequence[StageWorkers], rule: MemoryRule) -> bool:
+    """True if layers may not fit on some worker."""
+    return rule.state_limit < math.inf or any(stage.memory_limit < math.inf for stage in stages)
+
+
 def _memory(costs: CostModel, stages: Sequence[StageWorkers], rule: MemoryRule) -> list[np.ndarray]:
     """Per stage, float64[layers + 1, layers + 1]: bytes of one worker."""
-    keys = [(stage.size, stage.microbatches, min(stage.microbatches, stage.in_flight)) for stage in stages]
+    keys = [(stage.size, stage.microbatches, stage.most_in_flight) for stage in stages]
     known = {key: rule.stage_bytes(costs, size=key[0], microbatches=key[1], in_flight=key[2]) for key in set(keys)}
     return [known[key] for key in keys]
 
 
+def _worker_bytes(costs: CostModel, stage: StageWorkers, rule: MemoryRule, layers: tuple[int, int]) -> float:
+    """The bytes of one worker of a stage with the layers [first, stop)."""
+    size, microbatches, in_flight = stage.size, stage.microbatches, stage.most_in_flight
+    return float(rule.worker_bytes(costs, *layers, size=size, microbatches=microbatches, in_flight=in_flight))
+
+
 def _allowed(
-    seconds: Sequence[np.ndarray], memory: Sequence[np.ndarray], stages: Sequence[StageWorkers]
-) -> list[np.ndarray]:
-    """The seconds of each stage with layers [row, column); inf if they do not fit. Equal stages share one array."""
+    seconds: Sequence[np.ndarray], memory: Sequence[np.ndarray] | None, stages: Sequence[StageWorkers]
+) -> Sequence[np.ndarray]:
+    """The seconds of each stage with layers [row, column); inf if they do not fit. Equal stages share one array.
+
+    Args:
+        memory: as returned by `_memory`; None: there is room for any layers.
+    """
+    if memory is None:
+        return seconds
     found: dict[tuple[int, int, float], np.ndarray] = {}
     # By identity: `_seconds` and `_memory` give equal stages the same array, and comparing arrays would cost more.
     keys = [(id(t), id(m), stage.memory_limit) for t, m, stage in zip(seconds, memory, stages, strict=True)]
@@ -198,27 +216,50 @@ def _allowed(
     return [found[key] for key in keys]
 
 
-def _least(tables: Sequence[np.ndarray], join: np.ufunc) -> tuple[float, tuple[int, ...]]:
-    """The least `join` over all stages of tables[stage][start, stop], and the earliest cuts that reach it."""
-    num_layers = len(tables[0]) - 1
-    best = np.full(num_layers + 1, math.inf)
-    best[0] = 0.0
-    choices = []
+def _reachable(tables: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The part of each stage's table [first, stop) with the layers that it can have if every stage has at least one.
+
+    Stage s begins with layer s at the earliest, and after it there is a layer for each later stage. With S stages and L
+    layers, row i and column j of its part stand for the layers from s + i to before s + 1 + j, i and j up to L - S.
+    """
+    size = len(tables[0]) - len(tables)
+    return [table[s : s + size, s + 1 : s + 1 + size] for s, table in enumerate(tables)]
+
+
+def _moved_bytes(near: Sequence[np.ndarray], moved: np.ndarray) -> Iterator[np.ndarray]:
+    """Per stage, the bytes that move to its workers with the layers [row, column) of `_reachable`; inf if not `near`.
+
+    Bytes add up over the layers of a stage, so a range costs the difference of two prefix sums.
+    """
+    for s, (is_near, of_stage) in enumerate(zip(near, moved, strict=True)):
+        size, total = len(is_near), np.concatenate([[0.0], np.cumsum(of_stage)])
+        yield np.where(is_near, total[None, s + 1 : s + 1 + size] - total[s : s + size, None], math.inf)
+
+
+def _least(tables: Iterable[np.ndarray], size: int, join: np.ufunc) -> tuple[float, tuple[int, ...]]:
+    """The least `join` over all stages of the layers that each has, and the earliest cuts that reach it.
+
+    Args:
+        tables: per stage, [size, size]: what it takes with the layers [row, column) of `_reachable`.
+    """
+    numbers = np.arange(size)
+    best = np.where(numbers == 0, 0.0, math.inf)  # the first stage begins with the first layer
+    choices: list[np.ndarray] = []
     for table in tables:
         found = join(best[:, None], table)
         # argmin takes the first of equal values, so all machines choose the earliest cuts.
         choice = found.argmin(axis=0)
-        best = found[choice, np.arange(num_layers + 1)]
+        best = found[choice, numbers]
         choices.append(choice)
-    cuts = [num_layers]
-    for choice in reversed(choices):
-        cuts.append(int(choice[cuts[-1]]))
+    at = size - 1
+    cuts = [at + len(choices)]
+    for s in range(len(choices) - 1, -1, -1):
+        at = int(choices[s][at])
+        cuts.append(s + at)
     return best[-1], tuple(reversed(cuts))
 
 
-def _no_room(
-    costs: CostModel, stages: Sequence[StageWorkers], memory: Sequence[np.ndarray], rule: MemoryRule
-) -> PlanError:
+def _no_room(costs: CostModel, stages: Sequence[StageWorkers], rule: MemoryRule) -> PlanError:
     """The error that describes the partition which exceeds its memory least."""
     if rule.state_limit < math.inf:
         return PlanError(
@@ -228,8 +269,10 @@ def _no_room(
             fix="schedule.memory_limit=BYTES, what a worker has room for",
         )
     layers = ~np.tri(len(costs.layers) + 1, dtype=bool)
+    memory = _memory(costs, stages, rule)
     lacking = [np.where(layers, m - s.memory_limit, math.inf) for m, s in zip(memory, stages, strict=True)]
-    excess, cuts = _least([np.maximum(table, 0.0) for table in lacking], np.maximum)
+    size = len(costs.layers) - len(stages) + 1
+    excess, cuts = _least(_reachable([np.maximum(table, 0.0) for table in lacking]), size, np.maximum)
     stage = max(range(len(stages)), key=lambda s: lacking[s][cuts[s], cuts[s + 1]])
     first, stop, limit = cuts[stage], cuts[stage + 1], stages[stage].memory_limit
     needed = limit + excess
