@@ -308,12 +308,17 @@ def _kept_places(stages: Sequence[Sequence[int]], old: Sequence[Sequence[int]]) 
 
 @dataclass(frozen=True)
 class _Grouping:
-    """Workers grouped into stages, with everything that does not depend on how layers are cut."""
+    """Workers grouped into stages, with everything that does not depend on how layers are cut.
+
+    Args:
+        timed: the candidates that were looked at, by their cuts: searches come to the same cuts in several ways.
+    """
 
     stages: Stages
     rows: list[StageWorkers]
     estimates: MoveEstimates
     candidates: tuple[MicrobatchAssignment, ...]
+    timed: dict[tuple[int, ...], Candidate] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -484,8 +489,7 @@ class _Planner:
         left, idle = grouping.stages, list[int]()
         found: list[tuple[_Grouping, Candidate]] = []
         for most in (_SEARCHED_WORKERS, _FEW_WORKERS):
-            slowest = self.slowest_of(left)
-            if slowest is None or not 2 < sum(map(len, left)) <= most:
+            if not 2 < sum(map(len, left)) <= most or (slowest := self.slowest_of(left)) is None:
                 break
             idle.append(slowest)
             left = tuple(tuple(rank for rank in members if rank != slowest) for members in left)
@@ -574,10 +578,13 @@ class _Planner:
 
         Of those that fit in memory, if any does: a worker beside parked ones has more micro-batches.
         """
-        estimate = grouping.estimates.to(cuts, self.rule)
-        best = self.fastest(grouping, cuts, estimate, grouping.candidates, None)
-        assert best is not None, "the first candidate has a time"
-        return best
+        key = tuple(cuts)
+        if key not in grouping.timed:
+            estimate = grouping.estimates.to(cuts, self.rule)
+            best = self.fastest(grouping, cuts, estimate, grouping.candidates, None)
+            assert best is not None, "the first candidate has a time"
+            grouping.timed[key] = best
+        return grouping.timed[key]
 
     def settled_candidate(self, grouping: _Grouping, cuts: Sequence[int]) -> Candidate:
         """The same as `candidate`, also where only parts of steps were simulated: then the best is settled."""
@@ -731,15 +738,16 @@ def _hints_by_class(
     weights = weights_seconds(assignment, costs)
     forward_s, backward_s, weights_s, counts, groups = [], [], [], [], []
     for s, members in enumerate(assignment.stages):
-        kinds = np.stack([assignment.microbatch_counts[s], costs.speeds_of(members)], axis=1)
-        alike, which = np.unique(kinds, axis=0, return_inverse=True)
-        order, ranks = np.argsort(which.ravel(), kind="stable"), np.array(members)
-        sizes = np.bincount(which.ravel())
-        groups += [(s, part) for part in np.split(ranks[order], np.cumsum(sizes)[:-1])]
-        counts.append(alike[:, 0])
-        forward_s.append(forward[s] / alike[:, 1])
-        backward_s.append(backward[s] / alike[:, 1])
-        weights_s.append(weights[s] / alike[:, 1])
+        of_stage, v = assignment.counts[s], costs.speeds_of(members)
+        order = np.lexsort((v, of_stage))
+        alike = np.stack([of_stage[order], v[order]], axis=1)
+        starts = np.flatnonzero((np.diff(alike, axis=0, prepend=-1.0) != 0).any(axis=1))
+        groups += [(s, part) for part in np.split(np.array(members)[order], starts[1:])]
+        rows = alike[starts]
+        counts.append(rows[:, 0])
+        forward_s.append(forward[s] / rows[:, 1])
+        backward_s.append(backward[s] / rows[:, 1])
+        weights_s.append(weights[s] / rows[:, 1])
     ends = np.cumsum([len(of_stage) for of_stage in counts])[:-1]
     work = np.concatenate(counts) * (np.concatenate(forward_s) + np.concatenate(backward_s))
 

@@ -159,7 +159,8 @@ class StateMoves:
         promoted = plan_reshard(self.layout, self._replicas_at(gone), lost=gone)
         if promoted.lost:
             return self._estimated_restart(stages, cuts)
-        estimates = MoveEstimates(self.costs, old.layer_cuts, old_stages_of(stages, old.stages))
+        was = old_stages_of(stages, old.stages)
+        estimates = MoveEstimates(self.costs, old.layer_cuts, was)
         moved, by_layer = estimates.to(cuts, rule), estimates.table(rule)
         missing = self._missing(promoted, sum(map(len, stages)))
         sent: defaultdict[int, float] = defaultdict(float)  # bytes by worker
@@ -172,7 +173,7 @@ class StateMoves:
             again = sum(max(0.0, lacking[layer] - float(by_layer[stage, layer])) for layer in range(first, stop))
             made_again += again
             busiest = max(busiest, again / len(members))
-            if newcomers := sum(rank not in old.mesh for rank in members):
+            if newcomers := int((was[stage] < 0).sum()):
                 # They get their share as primaries, and what is made again before others do.
                 share = sum(layer.state_bytes for layer in self.costs.layers[first:stop]) / len(members)
                 busiest = max(busiest, share + min(again / newcomers, old.mirror_count * share))
