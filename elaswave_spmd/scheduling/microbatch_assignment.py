@@ -148,29 +148,25 @@ def _with_fewest_nodes(
     # Without slack all workers are at their maximum. Beyond MOST_WORK the table would take longer than it gains.
     if not slack or max(int(options.sum()) * (slack + 1), table_size) > MOST_WORK:
         return tuple(counts.tolist())
-    prices = _node_table(num_microbatches, range(lowest, int(caps.max()) + 1), *block)
+    table = _node_table(num_microbatches, range(lowest, int(caps.max()) + 1), *block)
+    # What begins before the first micro-batch or after the last one is in the table, too: it is never chosen.
+    prices = np.pad(table, ((0, 0), (slack, 2 * slack)), constant_values=_NEVER)
     # Where a worker's range begins depends only on how far the workers before it are below their maximum, so
     # (worker, difference so far) is all the state that the dynamic program needs.
-    ends = np.cumsum(caps)
-    best = np.full(slack + 1, _NEVER)  # [difference so far] -> fewest nodes
+    ends, after = np.cumsum(caps), np.arange(slack + 1)
+    best = np.full(2 * slack + 1, _NEVER)  # [difference so far] -> fewest nodes; those from -slack to -1 cannot be
     best[0] = 0
     given_up = np.zeros((n, slack + 1), np.int32)
+    # From many to few: of equal choices the later worker has fewer micro-batches, as in `balanced_counts`.
+    choices = np.arange(int(options.max()) - 1, -1, -1)[:, None]
     for i, cap in enumerate(caps.tolist()):
-        start = int(ends[i]) - cap  # the worker's first micro-batch if all workers before it have their maximum
-        found = np.full(slack + 1, _NEVER)
-        # From many to few: of equal choices the later worker has fewer micro-batches, as in `balanced_counts`.
-        for less in range(int(options[i]) - 1, -1, -1):
-            least = max(0, start - num_microbatches)
-            most = min(slack - less, start)
-            if least > most:
-                continue
-            price = prices[cap - less - lowest, start - most : start - least + 1]
-            total = best[least : most + 1] + price[::-1]
-            part = slice(least + less, most + less + 1)
-            better = total < found[part]
-            found[part][better] = total[better]
-            given_up[i, part][better] = less
-        best = found
+        less = choices[-int(options[i]) :]
+        before = after - less  # [choices, difference with this worker]: the difference without it
+        start = int(ends[i]) - cap - before  # the worker's first micro-batch
+        total = best[before] + prices[cap - lowest - less, slack + start]
+        chosen = total.argmin(axis=0)
+        best[: slack + 1] = np.minimum(total[chosen, after], _NEVER)
+        given_up[i] = less[chosen, 0]
     assert best[slack] < _NEVER, "`counts` is one of the choices"
     below, result = slack, []
     for i in range(n - 1, -1, -1):
