@@ -222,4 +222,4 @@ def even_counts(total: int, parts: int) -> tuple[int, ...]:
     more.
     """
     base, extra = divmod(total, parts)
-    return tuple(base + (part < extra) for part in range(parts))
+    return (base + 1,) * extra + (base,) * (parts - extra)

@@ -79,9 +79,8 @@ def replicas_at(
         if wanted.isdisjoint(members):
             continue
         sets = _replica_sets(sharding, stage, choice, wanted)
-        for pages in _in_pieces(sharding.primary_ranges(layout, stage, sets.keys()), sets, least_pages):
-            if pages.replicas & wanted:
-                found[pages.layer].append(pages)
+        for pages in _in_pieces(sharding.primary_ranges(layout, stage, sets.keys()), sets, least_pages, wanted):
+            found[pages.layer].append(pages)
     return {layer: LayerReplicas(of_layer) for layer, of_layer in found.items()}
 
 
@@ -102,22 +101,30 @@ def _replica_sets(
 
 
 def _in_pieces(
-    ranges: Iterator[tuple[PageRange, int]], sets: Mapping[int, Sequence[frozenset[int]]], least_pages: int
+    ranges: Iterator[tuple[PageRange, int]],
+    sets: Mapping[int, Sequence[frozenset[int]]],
+    least_pages: int,
+    at: Set[int] | None = None,
 ) -> Iterator[ReplicaSet]:
     """Each range cut in as many pieces as its primary has replica sets, or as are large enough; sets take turns.
 
     Where no range is too small, they take turns page by page over all layers: since primaries of a stage have equally
     many pages, and the mirrors in one place of all the copysets are a permutation of the stage, the mirrored pages come
     out as even as the primaries' pages.
+
+    Args:
+        at: only pieces that have one of these workers as a replica; None: all.
     """
     turns: Counter[int] = Counter()
     for (layer, first, stop), primary in ranges:
         own = sets[primary]
-        turn, at = turns[primary], first
+        turn, page = turns[primary], first
         large_enough = max(1, (stop - first) // least_pages)
         for size in even_counts(stop - first, min(len(own), stop - first, large_enough)):
-            yield ReplicaSet(layer, at, at + size, primary, own[turn % len(own)])
-            turn, at = turn + 1, at + size
+            replicas = own[turn % len(own)]
+            if at is None or not at.isdisjoint(replicas):
+                yield ReplicaSet(layer, page, page + size, primary, replicas)
+            turn, page = turn + 1, page + size
         turns[primary] += large_enough if large_enough < len(own) else stop - first
 
 
@@ -137,11 +144,13 @@ def _copyset_replicas(
     # A narrower copyset on other hosts is better than a wide one that includes the worker's own host.
     far = len(_far_offsets(members, topology))
     width = min(width, far) if far >= count else width  # domains come before the width of the copyset
-    peers = copysets(members, topology, width)
+    ranks, peers = _ranks_and_peers(members, topology, width)
+    if at is not None:
+        near = np.isin(ranks, list(at)) | np.isin(peers, list(at)).any(axis=1)
+        ranks, peers = ranks[near], peers[near]
     return {
         rank: [frozenset((rank, *(own[(j + i) % width] for i in range(count)))) for j in range(width)]
-        for rank, own in peers.items()
-        if at is None or rank in at or not at.isdisjoint(own)
+        for rank, own in zip(ranks.tolist(), peers.tolist(), strict=True)
     }
 
 
@@ -158,7 +167,14 @@ def copysets(members: Sequence[int], topology: Topology, width: int) -> dict[int
     or of the part of it where everybody's peer is on another host. Where a peer could be farther away, two members
     exchange theirs.
     """
-    domains = _Domains(sorted(sorted(members), key=topology.path), topology)
+    ranks, peers = _ranks_and_peers(members, topology, width)
+    return dict(zip(ranks.tolist(), map(tuple, peers.tolist()), strict=True))
+
+
+def _ranks_and_peers(members: Sequence[int], topology: Topology, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """`copysets` as arrays: members in the order of their domains, and int64 [members, width]: the peers of each."""
+    by_domain = sorted(zip(topology.paths(members), members, strict=True))
+    domains = _Domains([rank for _, rank in by_domain], topology)
     n = len(members)
     assert 0 < width < n, (width, n)
     everybody, far = np.arange(n), _far_offsets(members, topology)
@@ -180,8 +196,8 @@ def copysets(members: Sequence[int], topology: Topology, width: int) -> dict[int
             b = int(np.argmax(np.where(taken, -1, gain)))
             if not taken[b] and gain[b] > 0:
                 peer[a], peer[b] = peer[b], peer[a]
-    peers_of = np.array(domains.ranks)[places].T.tolist()
-    return dict(zip(domains.ranks, map(tuple, peers_of), strict=True))
+    ranks = np.array(domains.ranks)
+    return ranks, ranks[places].T
 
 
 class _Domains:
