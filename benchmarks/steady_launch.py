@@ -31,6 +31,7 @@ class Case:
     Args:
         backward: our schedule.split_backward. It is forced: a trial would be measured as well.
         device, dtype: those of `runtime`.
+        replicas: our mirror.count.
     """
 
     model: str
@@ -41,6 +42,7 @@ class Case:
     backward: str = "always"
     device: str = "cpu"
     dtype: str = "fp32"
+    replicas: int = 0
 
     @property
     def workers(self) -> int:
@@ -65,9 +67,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "microbatch": 8,
         "seq_len": 1024,
     },
+    # As in benchmarks.recovery: 768 tokens a step, of which little is computing.
+    "small": {
+        "model": {"name": "gpt_small", "target": "gpt", "layers": 3, "d_model": 96, "heads": 4},
+        "microbatch": 2,
+        "microbatches": 12,
+        "seq_len": 32,
+    },
 }
-"""What each model is, and its micro-batch; the last one is for accelerators."""
-SEQ_LEN = 128
+"""What each model is, and its micro-batch; that of 85 M parameters is for accelerators."""
+SEQ_LEN, MICROBATCHES = 128, 8
 
 
 def seq_len_of(model: str) -> int:
@@ -75,10 +84,15 @@ def seq_len_of(model: str) -> int:
     return MODELS[model].get("seq_len", SEQ_LEN)
 
 
+def microbatches_of(model: str) -> int:
+    """Micro-batches of a step, where its speed is measured."""
+    return MODELS[model].get("microbatches", MICROBATCHES)
+
+
 def settings_of(case: Case, microbatches: int, steps: int, directory: Path) -> dict[str, Any]:
     """The settings of a run in the form of `Settings.from_dict`. The plain side reads the same ones.
 
-    There are no mirrors and no checks of devices, since the systems that it is compared with have none. The failure
+    There are no checks of devices, since the systems that it is compared with have none. The failure
     detector runs, but does not check progress: it would take a worker that waits at the benchmark's gate for one that
     hangs.
     """
@@ -96,7 +110,7 @@ def settings_of(case: Case, microbatches: int, steps: int, directory: Path) -> d
         },
         "optim": {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0, "clip": 1.0},
         "schedule": {"split_backward": case.backward},
-        "mirror": {"count": 0},
+        "mirror": {"count": case.replicas},
         "verify": {"rate": 0.0},
         "timeouts": {"progress": 3600, "start": 7200},
         "runtime": {"device": case.device, "dtype": case.dtype},
