@@ -5,21 +5,21 @@
 512 MiB of state, fp32 master and both moments of AdamW of 8 layers, over real processes on one machine. All ways are
 measured in turn in each repeat; the time begins with the first order and ends when the last process has its part.
 
-- learners: what the product does (the worker's state replica under recovery.controller_protocol, over its links; the
-driver
-  is the controller, and nobody trains meanwhile). The mesh changes as planned, primaries send pages as PageState,
-  learners report, and a second change promotes them; the time is until the run has settled. With mirror.count=1, the
-  default, the pages of a leaving worker have a mirror: the new mesh trains at once ("new mesh"), and the bytes that
-  move are the new mirrors. With mirror.count=0 a worker cannot leave before others have its pages. ZeRO-3: state is
-  separate from parameters.
+- learners: what the product does (the worker's state replica under recovery.controller_protocol, over its links, by
+  memory that workers of a host share, as is the default; the driver is the controller, and nobody trains meanwhile).
+  The mesh changes as planned, primaries send pages as PageState, learners report, and a second change promotes them;
+  the time is until the run has settled. With mirror.count=1, the default, the pages of a leaving worker have a mirror:
+  the new mesh trains at once ("new mesh"), and the bytes that move are the new mirrors. With mirror.count=0 a worker
+  cannot leave before others have its pages. ZeRO-3: state is separate from parameters.
 - contiguous tiles: every array is cut in even tiles, as DTensor or ZeRO implementations cut it, and goes from one cut
-  to another. The product moves pages instead; this is in benchmarks/redistribute_members.py, over the product's links,
-  which read the sender's memory in place. Memory for the new tiles is allocated before.
+  to another. The product moves pages instead; this is in benchmarks/redistribute_members.py, over the product's links.
+  Memory for the new tiles is allocated and written to before.
 - DCP: torch.distributed.checkpoint.save by the old workers and load by the new ones, the same tiles as DTensors, over
   gloo, into /dev/shm. Both groups and the tensors to load into exist before the clock starts.
 
-"Memory copy": all receivers at the same time copy as many bytes as they received, from memory to memory. Every byte of
-every tile and page is checked after each turn.
+"Memory copy": all receivers at the same time copy as many bytes as they received, from memory to memory that has been
+written to before; "fresh copy": to new memory, as a learner's is, which the machine gives them page by page. Every byte
+of every tile and page is checked after each turn.
 """
 
 from __future__ import annotations
@@ -163,11 +163,16 @@ class Bench:
             return self._checkpoint(before, after)
         found, received = self._tiles(before, after) if way == TILES else self._learn(way, before, after)
         found["moved"] = float(sum(received.values()))
-        copies = self._members.order({rank: {"do": "copy", "size": size} for rank, size in received.items() if size})
-        copies = self._members.order({rank: {"do": "copy", "size": received[rank]} for rank in copies})  # now written
-        began = min(said["began"] for said in copies.values())
-        found["copy"] = 1e3 * (max(said["done"] for said in copies.values()) - began)
+        self._copy(received, fresh=False)  # what it copies from is written now
+        found["copy"] = self._copy(received, fresh=False)
+        found["fresh"] = self._copy(received, fresh=True)
         return found
+
+    def _copy(self, received: Mapping[int, int], *, fresh: bool) -> float:
+        """Has all receivers copy as many bytes as they received, at the same time. Returns ms."""
+        orders = {rank: {"do": "copy", "size": size, "fresh": fresh} for rank, size in received.items() if size}
+        copies = self._members.order(orders)
+        return 1e3 * (max(said["done"] for said in copies.values()) - min(said["began"] for said in copies.values()))
 
     def _learn(self, way: str, before: int, after: int) -> tuple[dict[str, float], dict[int, int]]:
         controller = Controller(self._members, self._directory, self._bytes, before, int(way == LEARN_1))
@@ -269,6 +274,7 @@ def rows(found: Mapping[str, Sequence[Mapping[str, float]]]) -> list[list[str]]:
                 f"{min(took):,.0f} - {max(took):,.0f}",
                 median("new_mesh"),
                 median("copy"),
+                median("fresh"),
                 str(ratio) if way != DCP else "1",
             ]
         )
@@ -289,6 +295,7 @@ def main() -> None:
     result = Result("redistribute", {"mib": mib, "state_bytes": state, "repeats": repeats, "seed": args.seed})
     found = measure(num_bytes, repeats, args.seed)
     columns = ["how", "MiB moved", "ms, median", "min - max", "new mesh after, ms", "memory copy, ms"]
+    columns += ["fresh copy, ms"]
     columns += ["DCP / this [95 %]"]
     for (before, after), turns in found.items():
         result.table(f"{mib} MiB of state, {before} to {after} workers", columns, rows(turns))

@@ -125,7 +125,7 @@ class Worker:
         if self._links is not None:
             self._links.close()
         self._mailbox = Mailbox()
-        self._links = Links(self._rank, self._mailbox, directory=self._directory)
+        self._links = Links(self._rank, self._mailbox, transport="shm", directory=self._directory)
         return self._links
 
     # ---- pages: as in a run
@@ -286,13 +286,16 @@ class Worker:
 
     # ---- the bound
 
-    def copy(self, size: int) -> dict[str, Any]:
-        """Copies this many bytes between blocks of memory that have been written to before."""
+    def copy(self, size: int, *, fresh: bool) -> dict[str, Any]:
+        """Copies this many bytes to memory that has been written to before, or to new memory, as a learner's is."""
         if self._blocks is None or len(self._blocks[0]) < size:
             self._blocks = np.ones(size, np.uint8), np.ones(size, np.uint8)
         source, target = self._blocks
         began = time.monotonic()
-        np.copyto(target[:size], source[:size])
+        if fresh:
+            torch.empty(size, dtype=torch.uint8).copy_(torch.from_numpy(source[:size]))
+        else:
+            np.copyto(target[:size], source[:size])
         return {"began": began, "done": time.monotonic()}
 
 

@@ -567,7 +567,7 @@ class StateReplica:
                 norms = np.array(self.protocol.norms_at(at, key), "<f4").tobytes()
                 message = m.PageState(at, *key, norms)
                 source = self._loss_state() if part is None else part
-                self.background.add(send_state(self.state, source, message, learners, self._send), key)
+                self.background.add(send_state(self.state, source, message, learners, self._context.channel), key)
                 if (gradient := self._gradients.get(version + 1, {}).get(key)) is not None:
                     self._relay_gradient(version + 1, pages, gradient, self.protocol.norms_at(version + 1, key))
 

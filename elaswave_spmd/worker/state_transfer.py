@@ -11,12 +11,12 @@ from torch import Tensor
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.worker_protocol import WorkerProtocol
 from elaswave_spmd.sharding.replicas import ReplicaSet
-from elaswave_spmd.worker.stage_boundary import Send
+from elaswave_spmd.worker.channel import Channel
 from elaswave_spmd.worker.state import LEARNING, HeldRange, HeldState
 
 
 def send_state(
-    state: HeldState, source: HeldRange | Tensor, message: m.PageState, learners: Sequence[int], send: Send
+    state: HeldState, source: HeldRange | Tensor, message: m.PageState, learners: Sequence[int], channel: Channel
 ) -> Iterator[None]:
     """Copy the state of a page range, then send the copy to all its learners. One item per piece.
 
@@ -28,13 +28,17 @@ def send_state(
     if isinstance(source, Tensor):
         payload = source
     else:
-        # One copy for all learners. The training thread makes it piece by piece while it waits (BackgroundCopies).
-        payload = torch.empty(state.state_size(source), device=source.master.device)
+        # The training thread makes the copy piece by piece while it waits (BackgroundCopies): where the last learner
+        # reads it, if memory is shared.
+        size = state.state_size(source)
+        payload = channel.room(learners[-1], size)
+        if payload is None:
+            payload = torch.empty(size, device=source.master.device)
         yield from state.copy_state(source, payload)
         if source.version == LEARNING or not state.is_as_written(source, payload):
             return  # it is damaged: this worker gives it up, if it has not yet, and others send it
     for learner in learners:
-        send(learner, message, payload)
+        channel.send(learner, message, payload)
 
 
 def receive_state(

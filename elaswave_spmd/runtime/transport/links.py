@@ -36,6 +36,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import zmq
 
 from elaswave_spmd.errors import ConfigError, RunError
@@ -178,6 +179,11 @@ class _Link:
             if sent:
                 self._count(len(head) + size)
         return sent
+
+    def room(self, num_bytes: int) -> np.ndarray | None:
+        """Memory for a payload that is yet to be written, see `Links.room`."""
+        with self.lock:
+            return None if self.shared is None or self.open is None else self.shared.room(num_bytes)
 
     def send_handshake(self, kind: int, header: bytes) -> None:
         """Send one message of the handshake by which memory is shared."""
@@ -389,6 +395,17 @@ class Links:
         if link is None and peer in self._unlinked:
             self._miss(peer)
         return link is not None and link.send(header, payloads, ordered=ordered)
+
+    def room(self, peer: int, num_bytes: int) -> np.ndarray | None:
+        """Memory, shared with a peer, for a payload that is yet to be written and will be sent to that peer.
+
+        Sending it does not copy it, and it must not be written to after that.
+
+        Returns:
+            uint8 [num_bytes]; None where memory is not shared with the peer, or has no room.
+        """
+        link = self._links.get(peer)
+        return link.room(num_bytes) if link is not None else None
 
     def reaches(self, peer: int) -> bool:
         """True if the link to `peer` is open."""

@@ -100,6 +100,10 @@ class SharedMemory:
         self._replaced: set[int] = set()  # links in place of which their receivers, which live, have newer ones
         self._reserved: dict[int, tuple[int, int]] = {}  # offset -> bytes, link
         self._number = 0  # of the last block that was handed over
+        self._rooms: dict[int, _Room] = {}  # offset -> a payload that is being written there
+        self._left: deque[_Block] = deque()  # of rooms that nothing was sent from; filled without the lock
+        self._address = _address(self.view)
+        self._pid = os.getpid()
 
     def reserve(self, num_bytes: int, link: int) -> int | None:
         """Take memory for a link until its receiver has ended, or has a newer one: the offset of so many zero bytes.
@@ -132,19 +136,31 @@ class SharedMemory:
             The payload's offset, a multiple of 64; None if there is no room.
         """
         num_bytes = payload.nbytes
-        with self._lock:
-            block = self._free_block(_rounded(num_bytes)) if self._fd >= 0 else None
-            if block is None:
+        if (block := self._room_of(payload, link)) is None:
+            if (block := self._take(num_bytes, link)) is None:
                 return None
-            self._number = block.number = self._number + 1
-            block.link, block.trimmed = link, False
-            self._map[block.at - _LINE] = 1
-        self.view[block.at : block.at + num_bytes] = payload.cast("B")
+            self.view[block.at : block.at + num_bytes] = payload.cast("B")
         with self._lock:  # not before it is written: the link may be closed meanwhile, and the block taken for another
+            self._number = block.number = self._number + 1
+            self._map[block.at - _LINE] = 1
             self._blocks[block.num_bytes].append(block)
             if not block.number % _TRIM_EVERY:
                 self._trim()
         return block.at
+
+    def room(self, num_bytes: int, link: int) -> np.ndarray | None:
+        """Take a block for a payload that is yet to be written: `place` hands it over as it is, without a copy.
+
+        It is free again as soon as nothing refers to the room, if it was not handed over.
+
+        Returns:
+            uint8 [num_bytes]; None if there is no room.
+        """
+        if (block := self._take(num_bytes, link)) is None:
+            return None
+        array = np.frombuffer(self._map, np.uint8, num_bytes, block.at)
+        self._rooms[block.at] = _Room(array, self._leave, block)
+        return array
 
     def close_link(self, link: int, receiver: int) -> None:
         """A link is closed: its blocks are free when the receiver has let go of them, or has ended; its ring, then.
@@ -180,6 +196,35 @@ class SharedMemory:
             with contextlib.suppress(BufferError):  # a part of it is still in use
                 self.view.release()
                 self._map.close()
+
+    def _take(self, num_bytes: int, link: int) -> _Block | None:
+        """Take a block that nobody holds; None if there is no room."""
+        with self._lock:
+            while self._left:
+                block = self._left.popleft()
+                self._blocks[block.num_bytes].appendleft(block)
+            block = self._free_block(_rounded(num_bytes)) if self._fd >= 0 else None
+            if block is not None:
+                self._map[block.at - _LINE] = 0  # its last receiver may have ended without letting go of it
+                block.link, block.trimmed = link, False
+            return block
+
+    def _room_of(self, payload: memoryview, link: int) -> _Block | None:
+        """The block that a payload was written into, if it is a room of this link."""
+        if not self._rooms:
+            return None
+        room = self._rooms.get(_address(payload) - self._address)
+        if room is None or room.block.link != link:
+            return None
+        del self._rooms[room.block.at]
+        return room.block
+
+    def _leave(self, room: _Room) -> None:
+        # Called by whoever drops the last reference, at any moment: it takes no lock and waits for nothing.
+        block = room.block
+        if os.getpid() == self._pid and self._rooms.get(block.at) is room:
+            del self._rooms[block.at]
+            self._left.append(block)
 
     def _reserve(self, num_bytes: int) -> int | None:
         at, end = self._end, self._end + -(-num_bytes // _LINE) * _LINE
@@ -309,11 +354,29 @@ class _Block:
     trimmed: bool = False
 
 
+class _Room(weakref.ref[np.ndarray]):
+    """A reference to the array of a room that knows its block."""
+
+    __slots__ = ("block",)
+
+    def __new__(cls, array: np.ndarray, callback: object, block: _Block) -> _Room:
+        return super().__new__(cls, array, callback)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    def __init__(self, array: np.ndarray, callback: object, block: _Block) -> None:
+        super().__init__(array, callback)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        self.block = block
+
+
 def _mapped(fd: int, num_bytes: int) -> mmap.mmap:
     """A file's memory. It is left out of a core dump, which would write, and so allocate, all that was never used."""
     found = mmap.mmap(fd, num_bytes)
     found.madvise(mmap.MADV_DONTDUMP)
     return found
+
+
+def _address(memory: memoryview) -> int:
+    """Where memory lies in this process."""
+    return np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
 
 
 def _rounded(num_bytes: int) -> int:

@@ -10,6 +10,8 @@ import contextlib
 import struct
 from collections.abc import Sequence
 
+import numpy as np
+
 from elaswave_spmd.runtime.transport.frames import NOT_SHARED, UNORDERED, record_of
 from elaswave_spmd.runtime.transport.rings import MEMORY_BYTES, BellRope, RingWriter
 from elaswave_spmd.runtime.transport.shared_memory import SharedMemory
@@ -65,6 +67,10 @@ class SharedWay:
         if not self.is_open or view.nbytes <= INLINE_BYTES:
             return NOT_SHARED
         return self._memory.place(view, self._number) or NOT_SHARED
+
+    def room(self, num_bytes: int) -> np.ndarray | None:
+        """Memory for a payload that is yet to be written; None if there is none for it. See `SharedMemory.room`."""
+        return self._memory.room(num_bytes, self._number) if self.is_open and num_bytes > INLINE_BYTES else None
 
     def next_number(self, ordered: bool) -> int:
         """The number of the next message."""

@@ -80,6 +80,60 @@ def test_a_block_is_used_again_when_nothing_refers_to_it(memory: SharedMemory) -
     assert placed(memory, bytes(5000)) not in (first, second)
 
 
+def room(memory: SharedMemory, num_bytes: int, link: int = 1) -> np.ndarray:
+    found = memory.room(num_bytes, link)
+    assert found is not None and found.nbytes == num_bytes
+    return found
+
+
+def test_what_is_written_into_a_room_is_handed_over_without_a_copy(memory: SharedMemory) -> None:
+    peer = PeerMemory(memory.location)
+    values = torch.from_numpy(room(memory, 40_000)).view(torch.float32)
+    values.copy_(torch.arange(10_000))
+    used = memory.num_used_bytes
+    at = placed(memory, values.numpy())
+    assert memory.num_used_bytes == used and memory.num_held == 1
+    got = torch.frombuffer(peer.payload(at, 40_000), dtype=torch.float32)
+    assert torch.equal(got, torch.arange(10_000, dtype=torch.float32))
+    values[0] = 7.0
+    assert got[0] == 7.0, "it is the same memory"
+    del got
+    assert memory.num_held == 0
+    again = room(memory, 40_000)  # the same block, while the sender still refers to it
+    assert memory.num_used_bytes == used
+    del values
+    assert placed(memory, again) == at
+
+
+def test_a_room_of_one_link_is_copied_for_another(memory: SharedMemory) -> None:
+    values = room(memory, 5000, link=2)
+    values[:] = 3
+    first, second = placed(memory, values, link=1), placed(memory, values, link=2)
+    third = placed(memory, values, link=2)  # sent already: it is the receiver's
+    assert len({first, second, third}) == 3 and memory.num_held == 3
+    peer = PeerMemory(memory.location)
+    assert {bytes(peer.payload(at, 5000)) for at in (first, second, third)} == {bytes([3] * 5000)}
+
+
+def test_a_room_that_nothing_was_sent_from_is_used_again(memory: SharedMemory) -> None:
+    values = room(memory, 5000)
+    part = values[17:]
+    del values
+    other = room(memory, 5000)
+    used = memory.num_used_bytes
+    del part, other
+    assert memory.num_held == 0
+    placed(memory, bytes(5000))
+    room(memory, 5000)
+    assert memory.num_used_bytes == used
+
+
+def test_there_is_no_room_in_memory_that_is_full_or_closed(memory: SharedMemory) -> None:
+    assert memory.room(65 * MIB, 1) is None
+    memory.close()
+    assert memory.room(5000, 1) is None
+
+
 def test_as_much_memory_is_used_as_is_held_at_once(memory: SharedMemory) -> None:
     """In whatever order receivers let go."""
     peer, draw, held = PeerMemory(memory.location), np.random.default_rng(0), []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.worker_protocol import WorkerProtocol
 from elaswave_spmd.worker import state as state_module
+from elaswave_spmd.worker.channel import Incoming
 from elaswave_spmd.worker.state import LEARNING, BackgroundCopies, HeldState
 from elaswave_spmd.worker.state_transfer import receive_state, send_state
 from tests.unit.worker.test_state import states, update
@@ -21,6 +22,33 @@ LAYER = 1
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_module, "COPY_ELEMENTS", 24)  # no divisor of a page
+
+
+class Sending:
+    """A channel that lists what is sent, and has rooms for some peers."""
+
+    copies_payloads = True
+    rejected: Mapping[str, int] = {}
+
+    def __init__(self, has_room: Collection[int] = ()) -> None:
+        self.sent: list[tuple[int, m.Message, Tensor | None]] = []
+        self.rooms: dict[int, Tensor] = {}
+        self._has_room = has_room
+
+    def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
+        self.sent.append((peer, message, payload))
+
+    def room(self, peer: int, num_elements: int) -> Tensor | None:
+        return self.rooms.setdefault(peer, torch.empty(num_elements)) if peer in self._has_room else None
+
+    def reaches(self, peer: int) -> bool:
+        return True
+
+    def receive_all(self) -> list[Incoming]:
+        return []
+
+    def reject(self, reason: str) -> None:
+        raise AssertionError(reason)
 
 
 def counted(log: list[str], name: str, pieces: int) -> Iterator[None]:
@@ -73,15 +101,15 @@ def test_a_copy_that_fails_is_not_begun_again() -> None:
 
 def sent_state(state: HeldState) -> tuple[m.PageState, Tensor]:
     """The message and payload that the primary of a layer's first page range sends."""
-    part, sent = state.layers[LAYER][0], []
+    part, channel = state.layers[LAYER][0], Sending()
     message = m.PageState(
         1, *part.pages.key, torch.arange(part.pages.stop - part.pages.first).float().numpy().tobytes()
     )
-    job = send_state(state, part, message, [4, 6], lambda *what: sent.append(what))
-    pieces = sum(1 for _ in job)
+    pieces = sum(1 for _ in send_state(state, part, message, [4, 6], channel))
+    sent = channel.sent
     assert pieces > 3 and [peer for peer, _, _ in sent] == [4, 6] and sent[0][2] is sent[1][2]
     _, sent_message, payload = sent[0]
-    assert sent_message == message
+    assert sent_message == message and payload is not None
     return message, payload
 
 
@@ -146,27 +174,43 @@ def test_only_page_ranges_that_wait_for_state_receive_it() -> None:
 
 def test_the_loss_page_is_sent_as_it_is() -> None:
     (state,) = states(1, 1, separate=True, dtype=torch.float32).values()
-    sent, loss = [], torch.tensor([1.0, 2.5])
+    channel, loss = Sending({3}), torch.tensor([1.0, 2.5])
     message = m.PageState(1, 2, 5, 6, b"")
-    assert not list(send_state(state, loss, message, [3], lambda *what: sent.append(what)))
-    assert sent == [(3, message, loss)]
+    assert not list(send_state(state, loss, message, [3], channel))
+    assert channel.sent == [(3, message, loss)]
+
+
+@pytest.mark.parametrize(("has_room", "written_to"), [({4, 6}, {6}), ({4}, set[int]()), ({6}, {6})])
+def test_state_is_written_where_the_last_learner_reads_it(has_room: set[int], written_to: set[int]) -> None:
+    (state,) = states(1, 1, separate=True, dtype=torch.float32).values()
+    part, channel = state.layers[LAYER][0], Sending(has_room)
+    for _ in send_state(state, part, m.PageState(1, *part.pages.key, b""), [4, 6], channel):
+        pass
+    assert channel.rooms.keys() == written_to
+    payloads = [payload for _, _, payload in channel.sent]
+    assert len(payloads) == 2 and payloads[0] is payloads[1] and payloads[0] is not None
+    assert not written_to or payloads[0] is channel.rooms[6]
+    assert torch.equal(payloads[0].view(len(part.rows), -1), torch.stack(part.rows))
 
 
 def test_state_that_is_not_what_was_written_is_not_sent() -> None:
     state = states(1, 0, separate=True, dtype=torch.float32)[0]
-    part, sent = next(iter(state)), list[int]()
+    part, channel = next(iter(state)), Sending()
     message = m.PageState(0, *part.pages.key, b"")
 
     def send() -> None:
         copies = BackgroundCopies()
-        copies.add(send_state(state, part, message, (1, 2), lambda learner, *_: sent.append(learner)))
+        copies.add(send_state(state, part, message, (1, 2), channel))
         copies.finish()
+
+    def receivers() -> list[int]:
+        return [peer for peer, _, _ in channel.sent]
 
     state.fingerprints()
     send()
-    assert sent == [1, 2]
+    assert receivers() == [1, 2]
     part.master.view(torch.int32)[1] ^= 1 << 7
     send()
     state.disown([part])
     send()
-    assert sent == [1, 2]
+    assert receivers() == [1, 2]
