@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
+from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +91,7 @@ def controller(spec: dict[str, Any]) -> None:
     """A controller to be killed: starts two workers of its own and says their ids. Runs in a worker of the test."""
     from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, ForkServerSpec
 
+    os.setpgrp()  # as a command has: what it leaves behind is not for the fork server of the test to end
     fork_server = ForkServerClient.start(
         "runtime_targets:" + spec["inner"],
         ForkServerSpec(preload=(), orphan_grace_s=spec["grace"], scratch=[spec["scratch"]]),
@@ -99,8 +103,10 @@ def controller(spec: dict[str, Any]) -> None:
 
 
 def forks(spec: dict[str, Any]) -> None:
-    """A worker whose user has it fork a process, as a pool of `multiprocessing` does."""
-    _report(spec["report"], {"child": _fork_a_sleeper()})
+    """A worker whose user has it fork a process that stays: it has a process group of its own."""
+    child = _fork_a_sleeper()
+    os.setpgid(child, child)
+    _report(spec["report"], {"child": child})
     time.sleep(1000)
 
 
@@ -133,3 +139,28 @@ def until_life_ends(spec: dict[str, Any]) -> None:
     links = Links(spec["rank"], mailbox, transport="tcp", credentials=RunKeys.make(), life_fd=spec["life_fd"])
     assert isinstance(mailbox.get(), ControllerLost)
     links.close()
+
+
+def leave_behind(spec: dict[str, Any]) -> None:
+    """Start a pool, with a process of its own, a daemon and shared memory; write their ids to spec["report"], and stay.
+
+    With spec["ends"] the worker ends by itself, in order, and leaves them all the same.
+    """
+    context = multiprocessing.get_context("fork")
+    found: dict[str, Any] = {"memory": shared_memory.SharedMemory(create=True, size=64).name}
+    ours, theirs = context.Pipe()
+    pool = context.Process(target=_of_a_pool, args=(theirs,))
+    pool.start()
+    daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    found |= {"pool": [pool.pid, ours.recv()], "daemon": daemon.pid}
+    _report(spec["report"], found)
+    if not spec.get("ends"):
+        time.sleep(600)
+
+
+def _of_a_pool(pipe: Any) -> None:
+    """Start a process, tell its id, and wait for what never comes."""
+    pid = os.fork()
+    if pid:
+        pipe.send(pid)
+    time.sleep(600)

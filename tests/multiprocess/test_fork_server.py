@@ -136,6 +136,38 @@ def test_every_way_to_end_is_reported(start: StartForkServer, method: str, capfd
     assert "a message" in errors
 
 
+def left_behind(report: Path) -> dict[str, Any]:
+    """What a worker has started (`runtime_targets.leave_behind`)."""
+    assert eventually(report.exists)
+    return json.loads(report.read_text())
+
+
+@methods
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_code_of_the_user_has_started_in_a_worker_ends_after_it(
+    start: StartForkServer, tmp_path: Path, method: str, *, ends: bool
+) -> None:
+    fork_server = start("runtime_targets:leave_behind", method=method)
+    reports = [tmp_path / "0", tmp_path / "1"]
+    for rank, report in enumerate(reports):
+        fork_server.spawn(rank, {"report": str(report), "ends": ends and not rank})
+    first, second = map(left_behind, reports)
+    try:
+        if not ends:
+            assert fork_server.signal(0, signal.SIGKILL)
+        assert exits(fork_server, 1)[0].rank == 0
+        assert eventually(lambda: all(state(pid) == "X" for pid in first["pool"])), "and they are reaped"
+        memory = Path("/dev/shm") / first["memory"]
+        assert eventually(lambda: not memory.exists()), "the resource tracker does its work"
+        assert not gone(first["daemon"]), "it was meant to stay"
+        assert not any(gone(pid) for pid in (*second["pool"], second["daemon"])), "their worker lives"
+        fork_server.stop(0)
+        assert eventually(lambda: all(gone(pid) for pid in second["pool"]))
+    finally:
+        for found in (first, second):
+            os.kill(found["daemon"], signal.SIGKILL)
+
+
 @methods
 def test_a_fork_server_may_be_given_descriptors_of_any_number(start: StartForkServer, method: str) -> None:
     """As by an agent to whose port strangers hold a thousand connections."""
