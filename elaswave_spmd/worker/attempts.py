@@ -9,18 +9,16 @@ began with a *repair*, which that was the reason for.
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import msgspec
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.worker.channel import Channel, ForwardingChannel, Incoming
 
-_OfAttempt: TypeAlias = (
-    m.Activation | m.ActivationGradient | m.PartialSum | m.ReducedGradient | m.CheckDigests | m.Addend
-)
-_OfState: TypeAlias = m.Publish | m.PageState | m.Need
+# As tuples: a look at a union takes several times as long, and every message is looked at twice.
+_OF_ATTEMPT = m.Activation, m.ActivationGradient, m.PartialSum, m.ReducedGradient, m.CheckDigests, m.Addend
+_OF_STATE = m.Publish, m.PageState, m.Need
+_STAMPED = _OF_ATTEMPT + _OF_STATE
 _CONTENT = frozenset({"shape", "forms", "names", "norms", "rows", "attempt"})
 """Fields that say what a message brings. The others are its id, which does not depend on what a peer has computed."""
 
@@ -47,7 +45,7 @@ class Attempts:
 
     def of(self, message: m.Message) -> int:
         """The number that a message carries if it is sent now; 0 for kinds that carry none."""
-        return self.number if isinstance(message, _OfAttempt) else self.repair if isinstance(message, _OfState) else 0
+        return self.number if isinstance(message, _OF_ATTEMPT) else self.repair if isinstance(message, _OF_STATE) else 0
 
     def admits(self, incoming: Incoming) -> bool:
         """True if a message is to be handled now.
@@ -56,12 +54,12 @@ class Attempts:
         sender has entered first. Of one id and sender the newest is kept, so that no peer can send more than there is.
         """
         message = incoming.message
-        if not isinstance(message, _OfAttempt | _OfState) or message.attempt == self.of(message):
+        if not isinstance(message, _STAMPED) or message.attempt == self.of(message):
             return True
         if message.attempt > self.of(message):
             self._later[(incoming.sender, *_id(message))] = incoming
             return False
-        return isinstance(message, _OfAttempt) and message.step <= self._since
+        return isinstance(message, _OF_ATTEMPT) and message.step <= self._since
 
 
 def _id(message: m.Message) -> tuple[object, ...]:

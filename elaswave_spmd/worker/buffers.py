@@ -226,6 +226,7 @@ class GradientBuffer:
         for start, stop in layout.gradient_gaps:
             self.flat[start:stop] = 0.0
         self.views = [self.flat[s.start : s.stop].view(s.parameter.shape) for s in layout.gradient_slots]
+        self._pages: dict[tuple[int, int], Tensor] = {}  # views of it, made once: the same are wanted in every step
 
     def set(self, gradients: Sequence[Tensor | None]) -> None:
         """Overwrites the gradients of all parameters, converting them to fp32.
@@ -272,8 +273,10 @@ class GradientBuffer:
 
     def pages(self, first: int, stop: int) -> Tensor:
         """The gradient of the trained pages [first, stop): a view, fp32 [elements]."""
-        start, end = self.layout.gradient_span(first, stop)
-        return self.flat[start:end]
+        if (found := self._pages.get((first, stop))) is None:
+            start, end = self.layout.gradient_span(first, stop)
+            found = self._pages[first, stop] = self.flat[start:end]
+        return found
 
 
 class GradientPool:

@@ -71,6 +71,7 @@ class SharedInbox:
         self._senders: dict[int, _Sender] = {}
         self._memories: dict[MemoryLocation, PeerMemory] = {}
         self._rejected: list[str] = []
+        self._asked = False  # to be woken, by some ring, since the consumer has looked last
 
     def add_ring(self, sender: int, link: int, location: MemoryLocation, at: int) -> None:
         """A peer has a new link, with a ring at an offset of its shared memory.
@@ -87,6 +88,7 @@ class SharedInbox:
                 self._memories[location] = memory
                 found.memory, found.pid = memory, location.pid
                 found.ring = RingReader(memory.view[at : at + MEMORY_BYTES])
+                self._asked = True
                 found.ring.wait()  # the consumer may sleep already, and has not asked this one to wake it
             self._unmap()
 
@@ -128,14 +130,19 @@ class SharedInbox:
     def drain(self) -> None:
         """File everything that is there. For the thread that consumes the mailbox."""
         with self._lock:
+            # Between two layers nothing has come, mostly: this is called hundreds of times in a step.
             for sender in self._senders.values():
-                if sender.ring is not None:
-                    sender.ring.is_awake()
-                self._drain(sender, wake=False)
+                if (ring := sender.ring) is not None:
+                    if self._asked:
+                        ring.is_awake()
+                    if ring.has_record():
+                        self._drain(sender, wake=False)
+            self._asked = False
 
     def sleeps(self) -> bool:
         """Have the consumer woken by the next record. Returns False if there is one already."""
         with self._lock:
+            self._asked = True
             rings = [sender.ring for sender in self._senders.values() if sender.ring is not None]
             for ring in rings:
                 ring.wait()
