@@ -22,12 +22,13 @@ from elaswave_spmd.sharding.state_sharding import StateSharding
 DEFAULT_SCATTER = 4
 
 _PIECE_ELEMENTS = 1 << 16
-"""The mirrors of a worker's pages of a layer are spread in pieces of at least this size: each piece is a message of its
-own in every step, and for small models these messages would cost more than an even load gains."""
+"""A layer is cut over the workers of its stage, and the mirrors of a worker's pages of it are spread, in pieces of at
+least this size: each piece is a message of its own in every step, or several, and for small models these messages would
+cost more than an even load gains."""
 
 
 def least_pages(layout: ModelLayout) -> int:
-    """The smallest number of pages in which a run spreads mirrors, for `place_replicas`."""
+    """The smallest number of pages in which a run cuts layers and spreads mirrors, for `place_replicas`."""
     return max(1, _PIECE_ELEMENTS // layout.page_size)
 
 
@@ -45,11 +46,18 @@ def place_replicas(layout: ModelLayout, sharding: StateSharding, *, least_pages:
     members for `mirror_count` mirrors, members of the stages nearest to it make up for it.
 
     Args:
-        least_pages: page ranges are not cut in smaller pieces than that: each is a message of its own in every step.
+        least_pages: page ranges are not cut in smaller pieces than that, and layers that are smaller than that for each
+            worker of their stage are cut together: each range is a message of its own in every step.
     """
     choice = MirrorChoice(sharding)
     placed = [
-        list(_in_pieces(sharding.primary_ranges(layout, stage), _replica_sets(sharding, stage, choice), least_pages))
+        list(
+            _in_pieces(
+                sharding.primary_ranges(layout, stage, least_pages=least_pages),
+                _replica_sets(sharding, stage, choice),
+                least_pages,
+            )
+        )
         for stage in range(len(sharding.stages))
     ]
     if any(len(members) <= choice.count for members in sharding.stages):
@@ -79,7 +87,8 @@ def replicas_at(
         if wanted.isdisjoint(members):
             continue
         sets = _replica_sets(sharding, stage, choice, wanted)
-        for pages in _in_pieces(sharding.primary_ranges(layout, stage, sets.keys()), sets, least_pages, wanted):
+        ranges = sharding.primary_ranges(layout, stage, sets.keys(), least_pages=least_pages)
+        for pages in _in_pieces(ranges, sets, least_pages, wanted):
             found[pages.layer].append(pages)
     return {layer: LayerReplicas(of_layer) for layer, of_layer in found.items()}
 

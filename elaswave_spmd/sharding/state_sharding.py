@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout
 from elaswave_spmd.sharding.replicas import LayerReplicas, PageRange, ReplicaMap, ReplicaSet
@@ -55,33 +57,41 @@ class StateSharding:
         return range(self.layer_cuts[stage], self.layer_cuts[stage + 1])
 
     def primary_ranges(
-        self, layout: ModelLayout, stage: int, only: Collection[int] | None = None
+        self, layout: ModelLayout, stage: int, only: Collection[int] | None = None, *, least_pages: int = 1
     ) -> Iterator[tuple[PageRange, int]]:
         """The page ranges of a new mesh's stage with their primaries, in page order.
 
         Every layer is cut over all workers of the stage, so that moving a layer between stages of n workers is n
-        disjoint transfers (principle 5 of docs/design.md). The parts that are one page longer go on from layer to
-        layer where the layer before left off, so that the stage's pages are even within one page. A range lies in one
-        block; the loss page goes to the stage's last worker. The frozen pages of a layer are cut by themselves, so that
-        trained pages, which have gradients and an update, are as even as all pages are.
+        disjoint transfers (principle 5 of docs/design.md). Layers that are too small for that are cut together with
+        their neighbours, as if they were one. The parts that are one page longer go on from layer to layer where the
+        layer before left off, so that the stage's pages are even within one page. A range lies in one block; the loss
+        page goes to the stage's last worker. The frozen pages of a layer are cut by themselves, so that trained pages,
+        which have gradients and an update, are as even as all pages are.
 
         Args:
             only: the workers whose page ranges are wanted; None: all.
+            least_pages: of a worker's part of a layer, or of several that are cut together; 1: each is cut by itself.
         """
         members, layers = self.stages[stage], [layout.layers[layer] for layer in self.layers_of_stage(stage)]
         places = [i for i, rank in enumerate(members) if only is None or rank in only]
         # The next layer's longer parts begin where this layer's ended: over the stage, pages are even within one.
         # Those of the frozen pages begin where the trained pages of all layers ended.
         turn, frozen_turn = 0, sum(of_layer.num_trained_pages for of_layer in layers) % len(members)
-        for of_layer in layers:
-            layer, trained = of_layer.index, of_layer.num_trained_pages
-            frozen = of_layer.num_state_pages - trained
-            yield from _cut(of_layer, 0, trained, members, places, turn)
-            yield from _cut(of_layer, trained, frozen, members, places, frozen_turn)
-            turn, frozen_turn = (turn + trained) % len(members), (frozen_turn + frozen) % len(members)
-            if of_layer.loss_block is not None and (only is None or members[-1] in only):
-                loss = of_layer.loss_block.first_page
-                yield (layer, loss, loss + 1), members[-1]
+        for group in _groups(layers, least_pages * len(members) if least_pages > 1 else 0):
+            num_trained = sum(of_layer.num_trained_pages for of_layer in group)
+            num_frozen = sum(of_layer.num_state_pages for of_layer in group) - num_trained
+            tiles = _tiles(num_trained, len(members), turn)[:, places]
+            frozen_tiles = _tiles(num_frozen, len(members), frozen_turn)[:, places]
+            primaries = [members[place] for place in places]
+            for of_layer in group:
+                trained = of_layer.num_trained_pages
+                yield from _cut(of_layer, range(trained), tiles, primaries)
+                yield from _cut(of_layer, range(trained, of_layer.num_state_pages), frozen_tiles, primaries)
+                tiles, frozen_tiles = tiles - trained, frozen_tiles - (of_layer.num_state_pages - trained)
+                if of_layer.loss_block is not None and (only is None or members[-1] in only):
+                    loss = of_layer.loss_block.first_page
+                    yield (of_layer.index, loss, loss + 1), members[-1]
+            turn, frozen_turn = (turn + num_trained) % len(members), (frozen_turn + num_frozen) % len(members)
 
     def without_mirrors(self, layout: ModelLayout, stages: Iterable[int] | None = None) -> ReplicaMap:
         """The replicas of a new mesh that the spec alone asks for.
@@ -104,25 +114,38 @@ class StateSharding:
         return f"{self.mesh}; layers {layers}; state {self.spec}, {mirrors}"
 
 
+def _groups(layers: Sequence[LayerLayout], least_pages: int) -> Iterator[Sequence[LayerLayout]]:
+    """Neighbouring layers in groups of so many pages at least; the last one has what is left besides."""
+    begin, left = 0, sum(of_layer.num_state_pages for of_layer in layers)
+    num_pages = 0
+    for end, of_layer in enumerate(layers, 1):
+        num_pages, left = num_pages + of_layer.num_state_pages, left - of_layer.num_state_pages
+        if end == len(layers) or (num_pages >= least_pages and left >= least_pages):
+            yield layers[begin:end]
+            begin, num_pages = end, 0
+
+
+def _tiles(num_pages: int, num_workers: int, longer_from: int) -> np.ndarray:
+    """The pages of each worker, int64 [2, num_workers]: first ones and ends."""
+    tiles = TileMap(MeshShape.of(dp=num_workers), _PRIMARIES, (num_pages,), longer_from=longer_from)
+    return np.stack([bound[:, 0] for bound in tiles.bounds])
+
+
 def _cut(
-    layer: LayerLayout,
-    first_page: int,
-    num_pages: int,
-    members: Sequence[int],
-    places: Sequence[int],
-    longer_from: int,
+    layer: LayerLayout, pages: range, tiles: np.ndarray, primaries: Sequence[int]
 ) -> Iterator[tuple[PageRange, int]]:
-    """`num_pages` state pages of a layer from `first_page` on, cut over the members of its stage, in page order.
+    """State pages of a layer with their primaries, in page order.
 
     Args:
-        places: the members whose parts are wanted, by place, ascending.
+        pages: all trained ones, or all frozen ones.
+        tiles: int64 [2, workers], the pages of each, from the first one of `pages` on. They may lie outside of it.
+        primaries: the workers.
     """
-    if not num_pages:
+    if not pages:
         return
-    shape = MeshShape.of(dp=len(members))
-    tiles = TileMap(shape, _PRIMARIES, (num_pages,), layer.name, longer_from=longer_from)
-    starts, stops = ((first_page + bound[places, 0]).tolist() for bound in tiles.bounds)
-    primaries = [members[place] for place in places]
+    inside = (tiles[0] < len(pages)) & (tiles[1] > 0)
+    starts, stops = (pages.start + tiles[:, inside].clip(0, len(pages))).tolist()
+    primaries = [primary for primary, is_inside in zip(primaries, inside.tolist(), strict=True) if is_inside]
     for block in layer.state_blocks:
         end = block.first_page + block.num_pages
         for primary, start, stop in zip(primaries, starts, stops, strict=True):

@@ -18,7 +18,8 @@ def test_mirrors_in_larger_pieces(case: Case, least_pages: int):
     assume(not case.replicated)
     coarse = case.place(least_pages=least_pages)
     check(case, coarse)
-    whole = {replica_set.key for replica_set in all_replica_sets(replace(case, mirror_count=0).place())}
+    alone = replace(case, mirror_count=0).place(least_pages=least_pages)
+    whole = {replica_set.key for replica_set in all_replica_sets(alone)}
     assert all(
         replica_set.num_pages >= least_pages or replica_set.key in whole for replica_set in all_replica_sets(coarse)
     )

@@ -32,6 +32,43 @@ def test_every_layer_is_cut_evenly_over_the_stage_and_so_is_the_stage(pages: lis
     assert sum(load) == sum(pages) and max(load) - min(load) <= 1
 
 
+def state_ranges(pages: list[int], workers: int, least_pages: int) -> list[tuple[int, int, int, int]]:
+    """(layer, first page, end, primary) of a stage's state pages, in page order."""
+    mesh, layout = Mesh.initial(MeshShape.of(dp=workers)), layout_of(pages)
+    sharding = StateSharding(mesh, (0, len(pages)), P("dp"))
+    ranges = sharding.primary_ranges(layout, 0, least_pages=least_pages)
+    return [(*key, primary) for key, primary in ranges if layout.layers[key[0]].block_of(key[1]).kind == "state"]
+
+
+@given(PAGES, st.integers(2, 9), st.integers(2, 12))
+def test_small_layers_are_cut_together_in_parts_that_are_large_enough(
+    pages: list[int], workers: int, least_pages: int
+) -> None:
+    ranges = state_ranges(pages, workers, least_pages)
+    load, parts = [0] * workers, list[list[int]]()
+    for _, first, stop, primary in ranges:
+        load[primary] += stop - first
+        if parts and parts[-1][0] == primary:
+            parts[-1][1] += stop - first  # it goes on in the next layer
+        else:
+            parts.append([primary, stop - first])
+    assert [(layer, page) for layer, a, b, _ in ranges for page in range(a, b)] == [
+        (layer, page) for layer, count in enumerate(pages) for page in range(count)
+    ]
+    assert max(load) - min(load) <= 1
+    if sum(pages) >= least_pages * workers:
+        assert all(size >= least_pages for _, size in parts)
+    else:
+        assert len(parts) <= workers, "they are one group"
+
+
+def test_layers_that_are_large_enough_are_cut_by_themselves() -> None:
+    """What is left behind the last group goes with it."""
+    alone, together = [(0, 0, 3, 0), (0, 3, 6, 1)], [(1, 0, 4, 0), (2, 0, 4, 0), (2, 4, 9, 1), (3, 0, 2, 1)]
+    assert state_ranges([6, 4, 9, 2], 2, 3) == alone + together
+    assert state_ranges([6, 6], 2, 3) == state_ranges([6, 6], 2, 1)
+
+
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(0, 9), st.booleans())
 def test_replicas_are_the_coordinates_whose_tile_has_the_page(sizes: list[int], count: int, replicated: bool) -> None:
     """On ragged stages, for the first layer of each stage; later layers are cut alike, from another position on."""
