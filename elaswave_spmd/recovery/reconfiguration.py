@@ -135,7 +135,17 @@ def first_placement(
     if planned.replicas is None:
         return placement
     sharding = placement.state_sharding(*mirrors)
-    return replace(placement, replicas=place_replicas(layout, sharding, least_pages=least_pages(layout)))
+    pages, joins = least_pages(layout), joins_layers(placement)
+    return replace(placement, replicas=place_replicas(layout, sharding, least_pages=pages, joins_layers=joins))
+
+
+def joins_layers(placement: Placement) -> bool:
+    """True if the small layers of a new mesh are cut together, for the sake of messages (`place_replicas`).
+
+    Through a group of the device's library nothing is sent range by range. There each layer is cut by itself, since its
+    parameters are gathered in shares of one size, that of the largest.
+    """
+    return not placement.deals_by_host
 
 
 def placement_at(goal: Goal | None, placement: Placement) -> Placement:

@@ -37,7 +37,9 @@ def copyset_width(scatter: int, mirror_count: int, num_peers: int) -> int:
     return min(num_peers, max(scatter or DEFAULT_SCATTER, mirror_count)) if mirror_count else 0
 
 
-def place_replicas(layout: ModelLayout, sharding: StateSharding, *, least_pages: int = 1) -> ReplicaMap:
+def place_replicas(
+    layout: ModelLayout, sharding: StateSharding, *, least_pages: int = 1, joins_layers: bool = False
+) -> ReplicaMap:
     """The replica map of a new mesh.
 
     Primaries are those of `StateSharding.primary_ranges`. Of replicated state, every member of the stage is a replica.
@@ -46,20 +48,13 @@ def place_replicas(layout: ModelLayout, sharding: StateSharding, *, least_pages:
     members for `mirror_count` mirrors, members of the stages nearest to it make up for it.
 
     Args:
-        least_pages: page ranges are not cut in smaller pieces than that, and layers that are smaller than that for each
-            worker of their stage are cut together: each range is a message of its own in every step.
+        least_pages: page ranges are not cut in smaller pieces than that: each is a message of its own in every step.
+        joins_layers: neighbouring layers that are smaller than that for each worker of their stage are cut together.
     """
-    choice = MirrorChoice(sharding)
-    placed = [
-        list(
-            _in_pieces(
-                sharding.primary_ranges(layout, stage, least_pages=least_pages),
-                _replica_sets(sharding, stage, choice),
-                least_pages,
-            )
-        )
-        for stage in range(len(sharding.stages))
-    ]
+    choice, placed, joined = MirrorChoice(sharding), list[list[ReplicaSet]](), least_pages if joins_layers else 1
+    for stage in range(len(sharding.stages)):
+        ranges = sharding.primary_ranges(layout, stage, least_pages=joined)
+        placed.append(list(_in_pieces(ranges, _replica_sets(sharding, stage, choice), least_pages)))
     if any(len(members) <= choice.count for members in sharding.stages):
         for of_stage in placed:
             choice.count_mirrors(of_stage)
@@ -87,8 +82,7 @@ def replicas_at(
         if wanted.isdisjoint(members):
             continue
         sets = _replica_sets(sharding, stage, choice, wanted)
-        ranges = sharding.primary_ranges(layout, stage, sets.keys(), least_pages=least_pages)
-        for pages in _in_pieces(ranges, sets, least_pages, wanted):
+        for pages in _in_pieces(sharding.primary_ranges(layout, stage, sets.keys()), sets, least_pages, wanted):
             found[pages.layer].append(pages)
     return {layer: LayerReplicas(of_layer) for layer, of_layer in found.items()}
 

@@ -23,6 +23,7 @@ from elaswave_spmd.models import (
     other_loss,
 )
 from elaswave_spmd.recovery.early_stop import EarlyStop
+from elaswave_spmd.recovery.reconfiguration import joins_layers
 from elaswave_spmd.runtime.devices.selection import kind_of
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from elaswave_spmd.scheduling.placement import Placement, place
@@ -172,7 +173,8 @@ def plan_run(
     placement = replace(placement, deals_by_host=settings.runtime.collectives == GROUP)
     if settings.elastic.enabled and settings.mirror.count:
         sharding = placement.state_sharding(settings.mirror.count, settings.mirror.scatter)
-        replicas = place_replicas(layout, sharding, least_pages=least_pages(layout))
+        joins = joins_layers(placement)
+        replicas = place_replicas(layout, sharding, least_pages=least_pages(layout), joins_layers=joins)
         placement = replace(placement, replicas=replicas)
     if settings.runtime.device == EMULATED:
         settings.emulated.check_layers(len(layout.layers))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,15 +16,6 @@ from elaswave_spmd.scheduling.stage_search import MoveEstimates, old_stages_of
 from elaswave_spmd.scheduling.state_moves import NO_MOVE, StateMoves, layout_of_costs
 from elaswave_spmd.sharding import P, Shardings, StateSharding
 from tests.unit.scheduling.planning_cases import costs_of, even_cuts
-
-
-@pytest.fixture(autouse=True, scope="module")
-def layers_are_large() -> Iterator[None]:
-    """Each is cut by itself, as in a large model: small ones would be cut together, and move by other ways."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state_moves, "least_pages", lambda layout: 1)
-        yield
-
 
 PAGE_BYTES = 64 * 12
 """Layouts here have pages of 64 elements."""

@@ -8,18 +8,22 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.sharding.replicas import all_replica_sets
+from elaswave_spmd.sharding.replica_placement import place_replicas
+from elaswave_spmd.sharding.replicas import ReplicaMap, all_replica_sets
 from tests.unit.sharding.test_replica_rebalance import Case, cases, check, layout_of
 
 
-@given(cases(), st.integers(2, 6))
-@settings(deadline=None, max_examples=100)
-def test_mirrors_in_larger_pieces(case: Case, least_pages: int):
+@given(cases(), st.integers(2, 6), st.booleans())
+@settings(deadline=None, max_examples=150)
+def test_mirrors_in_larger_pieces(case: Case, least_pages: int, joins_layers: bool):
     assume(not case.replicated)
-    coarse = case.place(least_pages=least_pages)
+
+    def placed(case: Case) -> ReplicaMap:
+        return place_replicas(case.layout, case.sharding, least_pages=least_pages, joins_layers=joins_layers)
+
+    coarse = placed(case)
     check(case, coarse)
-    alone = replace(case, mirror_count=0).place(least_pages=least_pages)
-    whole = {replica_set.key for replica_set in all_replica_sets(alone)}
+    whole = {replica_set.key for replica_set in all_replica_sets(placed(replace(case, mirror_count=0)))}
     assert all(
         replica_set.num_pages >= least_pages or replica_set.key in whole for replica_set in all_replica_sets(coarse)
     )
