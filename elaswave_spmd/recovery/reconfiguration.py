@@ -15,7 +15,6 @@ from elaswave_spmd.recovery.messages import PartialStep, Recompute, StepReport
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
-from elaswave_spmd.sharding.replica_placement import least_pages, place_replicas
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaRow, ReplicaSet, disown, graduate, to_rows
 from elaswave_spmd.sharding.state_sharding import Stages
 
@@ -134,18 +133,7 @@ def first_placement(
     placement = next_placement(planned, layout, planned.mesh.epoch, stages, domain_of, assign)
     if planned.replicas is None:
         return placement
-    sharding = placement.state_sharding(*mirrors)
-    pages, joins = least_pages(layout), joins_layers(placement)
-    return replace(placement, replicas=place_replicas(layout, sharding, least_pages=pages, joins_layers=joins))
-
-
-def joins_layers(placement: Placement) -> bool:
-    """True if the small layers of a new mesh are cut together, for the sake of messages (`place_replicas`).
-
-    Through a group of the device's library nothing is sent range by range. There each layer is cut by itself, since its
-    parameters are gathered in shares of one size, that of the largest.
-    """
-    return not placement.deals_by_host
+    return placement.with_new_replicas(layout, *mirrors)
 
 
 def placement_at(goal: Goal | None, placement: Placement) -> Placement:

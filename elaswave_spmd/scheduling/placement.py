@@ -8,7 +8,7 @@ small.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, islice
 from operator import lt
@@ -21,6 +21,7 @@ from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.sharding import P, Shardings, StateSharding, TileMap
 from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.replica_placement import least_pages, place_replicas
 from elaswave_spmd.sharding.replicas import ReplicaMap
 
 CONTIGUOUS, TIME_MAJOR = "contiguous", "time-major"
@@ -126,6 +127,18 @@ class Placement:
             return self.state_sharding().without_mirrors(layout, stages)
         wanted = range(self.num_stages) if stages is None else stages
         return {layer: self.replicas[layer] for stage in wanted for layer in self.layers_of_stage(stage)}
+
+    def with_new_replicas(self, layout: ModelLayout, mirror_count: int, scatter: int) -> Placement:
+        """This placement with the replicas of a new mesh, as a run begins with them.
+
+        Small layers are cut together, for the sake of messages; but not where a group of the device's library brings
+        what links do else. There nothing is sent range by range, and the parameters of a layer are gathered in shares
+        of one size, that of the largest.
+        """
+        sharding, pages = self.state_sharding(mirror_count, scatter), least_pages(layout)
+        joins = not self.deals_by_host  # what is said of groups: `runtime.collectives=group`
+        replicas = place_replicas(layout, sharding, least_pages=pages, joins_layers=joins)
+        return replace(self, replicas=replicas)
 
     def state_sharding(self, mirror_count: int = 0, scatter: int = 0) -> StateSharding:
         """The mesh and specs of the optimizer state, with this many mirrors of each page."""

@@ -22,9 +22,9 @@ from elaswave_spmd.sharding.state_sharding import StateSharding
 DEFAULT_SCATTER = 4
 
 _PIECE_ELEMENTS = 1 << 16
-"""A layer is cut over the workers of its stage, and the mirrors of a worker's pages of it are spread, in pieces of at
-least this size: each piece is a message of its own in every step, or several, and for small models these messages would
-cost more than an even load gains."""
+"""Layers are cut over the workers of their stage, and the mirrors of a worker's pages are spread, in pieces of at least
+this size, but for those that borders of layers cut: each piece is a message of its own in every step, or several, and
+for small models these messages would cost more than an even load gains."""
 
 
 def least_pages(layout: ModelLayout) -> int:
@@ -51,7 +51,7 @@ def place_replicas(
         least_pages: page ranges are not cut in smaller pieces than that: each is a message of its own in every step.
         joins_layers: neighbouring layers that are smaller than that for each worker of their stage are cut together.
     """
-    choice, placed, joined = MirrorChoice(sharding), list[list[ReplicaSet]](), least_pages if joins_layers else 1
+    choice, placed, joined = MirrorChoice(sharding), list[list[ReplicaSet]](), least_pages if joins_layers else 0
     for stage in range(len(sharding.stages)):
         ranges = sharding.primary_ranges(layout, stage, least_pages=joined)
         placed.append(list(_in_pieces(ranges, _replica_sets(sharding, stage, choice), least_pages)))
@@ -68,7 +68,7 @@ def place_replicas(
 def replicas_at(
     layout: ModelLayout, sharding: StateSharding, ranks: Collection[int], *, least_pages: int = 1
 ) -> ReplicaMap:
-    """The page ranges of `place_replicas` that have one of these workers as a replica, all others left out.
+    """The page ranges of `place_replicas`, layer by layer, that have one of these workers as a replica.
 
     It takes as long as there are such page ranges, and stages with such workers.
     """

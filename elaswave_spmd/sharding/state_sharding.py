@@ -57,27 +57,27 @@ class StateSharding:
         return range(self.layer_cuts[stage], self.layer_cuts[stage + 1])
 
     def primary_ranges(
-        self, layout: ModelLayout, stage: int, only: Collection[int] | None = None, *, least_pages: int = 1
+        self, layout: ModelLayout, stage: int, only: Collection[int] | None = None, *, least_pages: int = 0
     ) -> Iterator[tuple[PageRange, int]]:
         """The page ranges of a new mesh's stage with their primaries, in page order.
 
         Every layer is cut over all workers of the stage, so that moving a layer between stages of n workers is n
-        disjoint transfers (principle 5 of docs/design.md). Layers that are too small for that are cut together with
-        their neighbours, as if they were one. The parts that are one page longer go on from layer to layer where the
+        disjoint transfers (docs/design.md, "Pages are assigned in ranges"). With `least_pages`, layers that are too
+        small for that are cut together with their neighbours, as if they were one. The parts that are one page longer go on from layer to layer where the
         layer before left off, so that the stage's pages are even within one page. A range lies in one block; the loss
         page goes to the stage's last worker. The frozen pages of a layer are cut by themselves, so that trained pages,
         which have gradients and an update, are as even as all pages are.
 
         Args:
             only: the workers whose page ranges are wanted; None: all.
-            least_pages: of a worker's part of a layer, or of several that are cut together; 1: each is cut by itself.
+            least_pages: of a worker's part of the layers that are cut together; 0: each layer is cut by itself.
         """
         members, layers = self.stages[stage], [layout.layers[layer] for layer in self.layers_of_stage(stage)]
         places = [i for i, rank in enumerate(members) if only is None or rank in only]
         # The next layer's longer parts begin where this layer's ended: over the stage, pages are even within one.
         # Those of the frozen pages begin where the trained pages of all layers ended.
         turn, frozen_turn = 0, sum(of_layer.num_trained_pages for of_layer in layers) % len(members)
-        for group in _groups(layers, least_pages * len(members) if least_pages > 1 else 0):
+        for group in _groups(layers, least_pages * len(members)):
             num_trained = sum(of_layer.num_trained_pages for of_layer in group)
             num_frozen = sum(of_layer.num_state_pages for of_layer in group) - num_trained
             tiles = _tiles(num_trained, len(members), turn)[:, places]

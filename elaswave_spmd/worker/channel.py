@@ -54,7 +54,7 @@ class Channel(Protocol):
         """Send to a worker, or to the controller. What is sent to one peer arrives in order, or not at all."""
         ...
 
-    def room(self, peer: int, num_elements: int) -> Tensor | None:
+    def lend(self, peer: int, num_elements: int) -> Tensor | None:
         """Memory for a payload, fp32 [num_elements], that is yet to be written and will be sent to a peer, once.
 
         Sending it does not copy it: the peer reads it there. None where there is no such memory.
@@ -98,9 +98,9 @@ class ForwardingChannel:
         """Send a message to a peer; see `Channel.send`."""
         self._channel.send(peer, message, payload)
 
-    def room(self, peer: int, num_elements: int) -> Tensor | None:
-        """Memory for a payload that is yet to be written; see `Channel.room`."""
-        return self._channel.room(peer, num_elements)
+    def lend(self, peer: int, num_elements: int) -> Tensor | None:
+        """Memory for a payload that is yet to be written; see `Channel.lend`."""
+        return self._channel.lend(peer, num_elements)
 
     def reaches(self, peer: int) -> bool:
         """True if there is a link to a worker; see `Channel.reaches`."""
@@ -212,11 +212,11 @@ class SocketChannel:
             frames = () if payload is None else (frame_of(self._device.to_host(payload)),)
             self._links.send(peer, header, frames)
 
-    def room(self, peer: int, num_elements: int) -> Tensor | None:
+    def lend(self, peer: int, num_elements: int) -> Tensor | None:
         if not self.copies_payloads or self._device.place.type != "cpu":
             return None  # it is sent from where it lies, or copied to host memory first
-        room = self._links.room(peer, torch.float32.itemsize * num_elements)
-        return None if room is None else torch.from_numpy(room).view(torch.float32)
+        lent = self._links.lend(peer, torch.float32.itemsize * num_elements)
+        return None if lent is None else torch.from_numpy(lent).view(torch.float32)
 
     def is_copying(self) -> bool:
         """Send what has been copied to host memory. Returns True if copies are still under way; never waits."""

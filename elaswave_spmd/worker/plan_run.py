@@ -23,13 +23,11 @@ from elaswave_spmd.models import (
     other_loss,
 )
 from elaswave_spmd.recovery.early_stop import EarlyStop
-from elaswave_spmd.recovery.reconfiguration import joins_layers
 from elaswave_spmd.runtime.devices.selection import kind_of
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding import check_spec, specs_of
 from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout
-from elaswave_spmd.sharding.replica_placement import least_pages, place_replicas
 from elaswave_spmd.weights.given import GivenWeights, check_weights
 from elaswave_spmd.worker.initial_values import Row
 from elaswave_spmd.worker.learning_rate import LearningRate
@@ -172,10 +170,7 @@ def plan_run(
     )
     placement = replace(placement, deals_by_host=settings.runtime.collectives == GROUP)
     if settings.elastic.enabled and settings.mirror.count:
-        sharding = placement.state_sharding(settings.mirror.count, settings.mirror.scatter)
-        joins = joins_layers(placement)
-        replicas = place_replicas(layout, sharding, least_pages=least_pages(layout), joins_layers=joins)
-        placement = replace(placement, replicas=replicas)
+        placement = placement.with_new_replicas(layout, settings.mirror.count, settings.mirror.scatter)
     if settings.runtime.device == EMULATED:
         settings.emulated.check_layers(len(layout.layers))
     costs = (costs or estimates).with_links(settings.schedule.latency, settings.schedule.bandwidth)

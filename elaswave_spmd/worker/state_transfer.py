@@ -31,7 +31,7 @@ def send_state(
         # The training thread makes the copy piece by piece while it waits (BackgroundCopies): where the last learner
         # reads it, if memory is shared.
         size = state.state_size(source)
-        payload = channel.room(learners[-1], size)
+        payload = channel.lend(learners[-1], size)
         if payload is None:
             payload = torch.empty(size, device=source.master.device)
         yield from state.copy_state(source, payload)

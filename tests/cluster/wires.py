@@ -256,7 +256,7 @@ class SimulatedChannel:
     def copies_payloads(self) -> bool:
         return bool(self._rank % 2)  # some do, and some do not
 
-    def room(self, peer: int, num_elements: int) -> Tensor | None:
+    def lend(self, peer: int, num_elements: int) -> Tensor | None:
         return torch.empty(num_elements) if self.copies_payloads and peer % 2 else None
 
     def reaches(self, peer: int) -> bool:

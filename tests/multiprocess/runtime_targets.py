@@ -142,7 +142,7 @@ def until_life_ends(spec: dict[str, Any]) -> None:
 
 
 def leave_behind(spec: dict[str, Any]) -> None:
-    """Start a pool, with a process of its own, a daemon and shared memory; write their ids to spec["report"], and stay.
+    """Start a pool, with a process of its own, a daemon and others; write their ids to spec["report"], and stay.
 
     With spec["ends"] the worker ends by itself, in order, and leaves them all the same.
     """
@@ -152,7 +152,9 @@ def leave_behind(spec: dict[str, Any]) -> None:
     pool = context.Process(target=_of_a_pool, args=(theirs,))
     pool.start()
     daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-    found |= {"pool": [pool.pid, ours.recv()], "daemon": daemon.pid}
+    detached = ["sh", "-c", "sleep 600 > /dev/null 2>&1 & echo $!"]  # the shell has ended then
+    shell = subprocess.run(detached, capture_output=True, text=True, check=True)
+    found |= {"started": [pool.pid, ours.recv(), int(shell.stdout)], "daemon": daemon.pid}
     _report(spec["report"], found)
     if not spec.get("ends"):
         time.sleep(600)

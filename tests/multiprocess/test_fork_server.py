@@ -156,13 +156,13 @@ def test_what_code_of_the_user_has_started_in_a_worker_ends_after_it(
         if not ends:
             assert fork_server.signal(0, signal.SIGKILL)
         assert exits(fork_server, 1)[0].rank == 0
-        assert eventually(lambda: all(state(pid) == "X" for pid in first["pool"])), "and they are reaped"
+        assert eventually(lambda: all(state(pid) == "X" for pid in first["started"])), "and they are reaped"
         memory = Path("/dev/shm") / first["memory"]
         assert eventually(lambda: not memory.exists()), "the resource tracker does its work"
         assert not gone(first["daemon"]), "it was meant to stay"
-        assert not any(gone(pid) for pid in (*second["pool"], second["daemon"])), "their worker lives"
+        assert not any(gone(pid) for pid in (*second["started"], second["daemon"])), "their worker lives"
         fork_server.stop(0)
-        assert eventually(lambda: all(gone(pid) for pid in second["pool"]))
+        assert eventually(lambda: all(gone(pid) for pid in second["started"]))
     finally:
         for found in (first, second):
             os.kill(found["daemon"], signal.SIGKILL)

@@ -161,9 +161,9 @@ def check(got: Envelope, header: bytes, payloads: list[np.ndarray]) -> None:
 
 
 def test_what_was_written_where_the_receiver_reads_it_arrives_without_a_copy(pair: Pair) -> None:
-    assert pair.links._memory is not None and pair.links.room(2, 1_000_000) is None, "no peer"
-    assert pair.links.room(1, INLINE_BYTES) is None, "it goes with the message"
-    values = pair.links.room(1, 1_000_000)
+    assert pair.links._memory is not None and pair.links.lend(2, 1_000_000) is None, "no peer"
+    assert pair.links.lend(1, INLINE_BYTES) is None, "it goes with the message"
+    values = pair.links.lend(1, 1_000_000)
     assert values is not None
     values[:] = np.arange(1_000_000) % 251
     used = pair.links._memory.num_used_bytes
@@ -172,7 +172,7 @@ def test_what_was_written_where_the_receiver_reads_it_arrives_without_a_copy(pai
     check(pair.got(), b"back", [values])
     assert used < pair.links._memory.num_used_bytes < used + 1_300_000 and pair.num_held() >= 1
     pair.links.drop(1)
-    assert pair.links.room(1, 1_000_000) is None
+    assert pair.links.lend(1, 1_000_000) is None
 
 
 def test_a_sleeping_consumer_is_woken_each_time(pair: Pair) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from elaswave_spmd import by_value
+from elaswave_spmd.runtime.processes.strays import adopt_strays
 
 _PR_SET_PDEATHSIG = 1
 
@@ -53,7 +54,11 @@ _TERMINAL = (signal.SIGINT, signal.SIGHUP)  # Ctrl-C, and the end of the termina
 
 
 def set_up() -> None:
-    """Give a new worker its own signals, standard input and random state; it gets the `GROUP_SIGNALS` from now on."""
+    """Give a new worker its own signals, standard input and random state; it gets the `GROUP_SIGNALS` from now on.
+
+    It is the parent of its own strays, so that nobody ends them as long as it lives.
+    """
+    adopt_strays()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number in _TERMINAL:  # they reach the whole group; the controller answers them for all
         signal.signal(number, signal.SIG_IGN)

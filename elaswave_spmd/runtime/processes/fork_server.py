@@ -3,7 +3,7 @@
 Started by `ForkServerClient.start`. It has one thread, runs no operator, opens no zmq context, and only waits for three
 events: an order from the controller, the end of a child, the end of the controller. It is the parent
 of all workers, so it alone reaps them, signals them without a race on process ids, and outlives a controller that was
-killed. What a worker leaves behind it ends (orphans.py).
+killed. What a worker leaves behind it ends (strays.py).
 
 Lines of JSON, controller -> fork server: first the setup, then {"spawn": rank, "spec": {...}}, {"signal": number,
 "rank": rank}, {"orphan_grace_s": seconds}, {"hold": path}, {"settled": true}, {"stop": grace_s}. The setup is answered
@@ -37,11 +37,11 @@ from elaswave_spmd import by_value
 from elaswave_spmd.ready import is_any_ready, ready_among
 from elaswave_spmd.runtime.processes import child
 from elaswave_spmd.runtime.processes.adoption import accept_next, listen_for_next
-from elaswave_spmd.runtime.processes.orphans import adopt_orphans, end_orphans
 from elaswave_spmd.runtime.processes.scratch import hold_lock, hold_scratch
+from elaswave_spmd.runtime.processes.strays import adopt_strays, kill_strays, reap_strays
 
 _REAP_PERIOD_S = 0.01  # while all workers are ended
-_ORPHANS_S = 1.0  # for those that are killed: one may be in a call that the kernel does not interrupt
+_STRAYS_S = 1.0  # for those that are killed: one may be in a call that the kernel does not interrupt
 
 
 def num_threads() -> int:
@@ -68,7 +68,8 @@ class ForkServer:
         self._pids: dict[int, int] = {}  # rank -> pid, the living only
         self._next_rank = 0  # above all that were ever made
         self._made: list[int] = []  # the ranks of all of them
-        self._has_orphans = False  # a worker has ended, and what code of the user has started in it may be left
+        self._others: frozenset[int] = frozenset()  # children that are no workers, and were there before any
+        self._may_have_strays = False  # a worker has ended, and what code of the user has started in it may be left
         self._ended: list[int] = []  # ranks whose end no controller has made good: there was none, or it was adopting
         self._is_settled = True  # the controller has made good all that died with the one before
         self._waited_s = 0.0  # for another controller, since the last one was lost
@@ -83,7 +84,7 @@ class ForkServer:
         self._setup: dict[str, Any] = {}
 
     def serve(self) -> None:
-        """Run until the controller orders it to stop, or has ended. When this returns no child is left."""
+        """Run until the controller orders it to stop, or has ended. When this returns no worker is left."""
         setup = self._next_order()
         if setup is None:
             return
@@ -100,7 +101,7 @@ class ForkServer:
             if refusal:
                 self._answer({"refused": refusal})
                 return
-            adopt_orphans()
+            self._others = adopt_strays()
             # Python writes to the wake-up descriptor only for signals that have a handler.
             signal.signal(signal.SIGCHLD, lambda *_: None)
             signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
@@ -310,7 +311,7 @@ class ForkServer:
                 continue
             del self._pids[rank]
             self._ended.append(rank)
-            self._has_orphans = True
+            self._may_have_strays = True
             code = os.waitstatus_to_exitcode(status)
             notice = {
                 "exited": rank,
@@ -320,14 +321,17 @@ class ForkServer:
             }
             with contextlib.suppress(OSError):  # the controller has ended
                 os.write(self._notices, json.dumps(notice).encode() + b"\n")
-        # Each that is killed wakes this process again when it ends.
-        self._has_orphans = end_orphans(self._pids.values(), kill=self._has_orphans)
+        # Each that is killed wakes this process when it has ended; what it leaves behind itself is looked for then.
+        known = self._others.union(self._pids.values())
+        has_ended = reap_strays(known)
+        if self._may_have_strays:
+            self._may_have_strays = kill_strays(known) or has_ended
 
-    def _wait_until_none(self, seconds: float, *, orphans: bool = False) -> None:
-        """Wait until all workers are ended and reaped; with `orphans`, what they have left behind as well."""
+    def _wait_until_none(self, seconds: float, *, strays: bool = False) -> None:
+        """Wait until all workers are ended and reaped; with `strays`, what they have left behind as well."""
         deadline = time.monotonic() + seconds
         self._reap()
-        while (self._pids or (orphans and self._has_orphans)) and time.monotonic() < deadline:
+        while (self._pids or (strays and self._may_have_strays)) and time.monotonic() < deadline:
             is_any_ready([self._wake_read], timeout_s=_REAP_PERIOD_S)
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
@@ -342,7 +346,7 @@ class ForkServer:
         for rank in list(self._pids):
             self._signal(rank, signal.SIGKILL)
         self._wait_until_none(float("inf"))
-        self._wait_until_none(_ORPHANS_S, orphans=True)
+        self._wait_until_none(_STRAYS_S, strays=True)
 
     def _next_order(self) -> dict[str, Any] | None:
         """The next line as JSON; None if the controller has closed its end."""

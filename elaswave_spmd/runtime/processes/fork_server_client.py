@@ -105,9 +105,9 @@ class ForkServerSpec:
 class ForkServerClient:
     """Makes worker processes. Created by `start`; for one thread; `fileno` and `poll` fit into a select loop.
 
-    Invariant: no process outlives the run, but for those that code of the user has started. A killed controller closes
-    the life pipe, on which workers end by themselves within `orphan_grace_s` or are killed; the kernel kills the
-    children of a killed fork server.
+    Invariant: no process outlives the run, but for daemons that code of the user has started. A killed controller
+    closes the life pipe, on which workers end by themselves within `orphan_grace_s` or are killed; the kernel kills the
+    children of a killed fork server, but not what code of the user has started in them.
 
     Args:
         process: the fork server.

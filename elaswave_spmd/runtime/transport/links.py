@@ -180,11 +180,6 @@ class _Link:
                 self._count(len(head) + size)
         return sent
 
-    def room(self, num_bytes: int) -> np.ndarray | None:
-        """Memory for a payload that is yet to be written, see `Links.room`."""
-        with self.lock:
-            return None if self.shared is None or self.open is None else self.shared.room(num_bytes)
-
     def send_handshake(self, kind: int, header: bytes) -> None:
         """Send one message of the handshake by which memory is shared."""
         head, _ = frames_of(self._me, self.number, kind, header, (), self._frame_bytes)
@@ -396,16 +391,16 @@ class Links:
             self._miss(peer)
         return link is not None and link.send(header, payloads, ordered=ordered)
 
-    def room(self, peer: int, num_bytes: int) -> np.ndarray | None:
-        """Memory, shared with a peer, for a payload that is yet to be written and will be sent to that peer.
+    def lend(self, peer: int, num_bytes: int) -> np.ndarray | None:
+        """Memory, shared with a peer, for a payload that is yet to be written and will be sent to that peer, once.
 
         Sending it does not copy it, and it must not be written to after that.
 
         Returns:
-            uint8 [num_bytes]; None where memory is not shared with the peer, or has no room.
+            uint8 [num_bytes]; None where memory is not shared with the peer, or none is left.
         """
         link = self._links.get(peer)
-        return link.room(num_bytes) if link is not None else None
+        return None if link is None or link.shared is None else link.shared.lend(num_bytes)
 
     def reaches(self, peer: int) -> bool:
         """True if the link to `peer` is open."""

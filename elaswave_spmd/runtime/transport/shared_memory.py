@@ -100,8 +100,8 @@ class SharedMemory:
         self._replaced: set[int] = set()  # links in place of which their receivers, which live, have newer ones
         self._reserved: dict[int, tuple[int, int]] = {}  # offset -> bytes, link
         self._number = 0  # of the last block that was handed over
-        self._rooms: dict[int, _Room] = {}  # offset -> a payload that is being written there
-        self._left: deque[_Block] = deque()  # of rooms that nothing was sent from; filled without the lock
+        self._lent: dict[int, _Lent] = {}  # by the offset of the block
+        self._returned: deque[_Block] = deque()  # that were lent; filled without the lock
         self._address = _address(self.view)
         self._pid = os.getpid()
 
@@ -136,30 +136,33 @@ class SharedMemory:
             The payload's offset, a multiple of 64; None if there is no room.
         """
         num_bytes = payload.nbytes
-        if (block := self._room_of(payload, link)) is None:
-            if (block := self._take(num_bytes, link)) is None:
-                return None
+        lent = self._unsent(payload, link) if self._lent else None
+        block = self._take(num_bytes, link) if lent is None else lent.block
+        if block is None:
+            return None
+        if lent is None:
             self.view[block.at : block.at + num_bytes] = payload.cast("B")
         with self._lock:  # not before it is written: the link may be closed meanwhile, and the block taken for another
             self._number = block.number = self._number + 1
             self._map[block.at - _LINE] = 1
-            self._blocks[block.num_bytes].append(block)
+            if lent is None:
+                self._blocks[block.num_bytes].append(block)
             if not block.number % _TRIM_EVERY:
                 self._trim()
         return block.at
 
-    def room(self, num_bytes: int, link: int) -> np.ndarray | None:
-        """Take a block for a payload that is yet to be written: `place` hands it over as it is, without a copy.
+    def lend(self, num_bytes: int, link: int) -> np.ndarray | None:
+        """Lend a block for a payload that is yet to be written, and sent once: `place` hands it over without a copy.
 
-        It is free again as soon as nothing refers to the room, if it was not handed over.
+        The block is used again when nothing here refers to the array any more, and nothing at its receiver.
 
         Returns:
-            uint8 [num_bytes]; None if there is no room.
+            uint8 [num_bytes]; None if there is no block.
         """
         if (block := self._take(num_bytes, link)) is None:
             return None
         array = np.frombuffer(self._map, np.uint8, num_bytes, block.at)
-        self._rooms[block.at] = _Room(array, self._leave, block)
+        self._lent[block.at] = _Lent(array, self._give_back, block)
         return array
 
     def close_link(self, link: int, receiver: int) -> None:
@@ -180,6 +183,7 @@ class SharedMemory:
     def num_held(self) -> int:
         """The number of blocks that receivers have not let go of."""
         with self._lock:
+            self._take_back()
             return sum(not self._is_free(block) for blocks in self._blocks.values() for block in blocks)
 
     @property
@@ -198,33 +202,34 @@ class SharedMemory:
                 self._map.close()
 
     def _take(self, num_bytes: int, link: int) -> _Block | None:
-        """Take a block that nobody holds; None if there is no room."""
+        """Take a block that nobody holds; None if there is none."""
         with self._lock:
-            while self._left:
-                block = self._left.popleft()
-                self._blocks[block.num_bytes].appendleft(block)
+            self._take_back()
             block = self._free_block(_rounded(num_bytes)) if self._fd >= 0 else None
             if block is not None:
                 self._map[block.at - _LINE] = 0  # its last receiver may have ended without letting go of it
                 block.link, block.trimmed = link, False
             return block
 
-    def _room_of(self, payload: memoryview, link: int) -> _Block | None:
-        """The block that a payload was written into, if it is a room of this link."""
-        if not self._rooms:
-            return None
-        room = self._rooms.get(_address(payload) - self._address)
-        if room is None or room.block.link != link:
-            return None
-        del self._rooms[room.block.at]
-        return room.block
+    def _take_back(self) -> None:
+        """Look after the blocks that were lent as after all others."""
+        while self._returned:
+            block = self._returned.popleft()
+            self._blocks[block.num_bytes].append(block)
 
-    def _leave(self, room: _Room) -> None:
+    def _unsent(self, payload: memoryview, link: int) -> _Lent | None:
+        """What was lent for a payload of this link, unless it was sent before."""
+        lent = self._lent.get(_address(payload) - self._address)
+        if lent is None or lent.is_sent or lent.block.link != link:
+            return None
+        lent.is_sent = True
+        return lent
+
+    def _give_back(self, lent: _Lent) -> None:
         # Called by whoever drops the last reference, at any moment: it takes no lock and waits for nothing.
-        block = room.block
-        if os.getpid() == self._pid and self._rooms.get(block.at) is room:
-            del self._rooms[block.at]
-            self._left.append(block)
+        if os.getpid() == self._pid:
+            del self._lent[lent.block.at]
+            self._returned.append(lent.block)
 
     def _reserve(self, num_bytes: int) -> int | None:
         at, end = self._end, self._end + -(-num_bytes // _LINE) * _LINE
@@ -354,17 +359,18 @@ class _Block:
     trimmed: bool = False
 
 
-class _Room(weakref.ref[np.ndarray]):
-    """A reference to the array of a room that knows its block."""
+class _Lent(weakref.ref[np.ndarray]):
+    """A reference to an array that lies in a block, which nothing else has meanwhile."""
 
-    __slots__ = ("block",)
+    __slots__ = ("block", "is_sent")
 
-    def __new__(cls, array: np.ndarray, callback: object, block: _Block) -> _Room:
+    def __new__(cls, array: np.ndarray, callback: object, block: _Block) -> _Lent:
         return super().__new__(cls, array, callback)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def __init__(self, array: np.ndarray, callback: object, block: _Block) -> None:
         super().__init__(array, callback)  # pyright: ignore[reportArgumentType, reportCallIssue]
         self.block = block
+        self.is_sent = False
 
 
 def _mapped(fd: int, num_bytes: int) -> mmap.mmap:

@@ -68,9 +68,9 @@ class SharedWay:
             return NOT_SHARED
         return self._memory.place(view, self._number) or NOT_SHARED
 
-    def room(self, num_bytes: int) -> np.ndarray | None:
-        """Memory for a payload that is yet to be written; None if there is none for it. See `SharedMemory.room`."""
-        return self._memory.room(num_bytes, self._number) if self.is_open and num_bytes > INLINE_BYTES else None
+    def lend(self, num_bytes: int) -> np.ndarray | None:
+        """Memory for a payload that is yet to be written; None if there is none for it. See `SharedMemory.lend`."""
+        return self._memory.lend(num_bytes, self._number) if self.is_open and num_bytes > INLINE_BYTES else None
 
     def next_number(self, ordered: bool) -> int:
         """The number of the next message."""

@@ -80,58 +80,68 @@ def test_a_block_is_used_again_when_nothing_refers_to_it(memory: SharedMemory) -
     assert placed(memory, bytes(5000)) not in (first, second)
 
 
-def room(memory: SharedMemory, num_bytes: int, link: int = 1) -> np.ndarray:
-    found = memory.room(num_bytes, link)
+def lent(memory: SharedMemory, num_bytes: int, link: int = 1) -> np.ndarray:
+    found = memory.lend(num_bytes, link)
     assert found is not None and found.nbytes == num_bytes
     return found
 
 
-def test_what_is_written_into_a_room_is_handed_over_without_a_copy(memory: SharedMemory) -> None:
+def test_what_is_written_into_memory_that_was_lent_is_handed_over_without_a_copy(memory: SharedMemory) -> None:
     peer = PeerMemory(memory.location)
-    values = torch.from_numpy(room(memory, 40_000)).view(torch.float32)
+    values = torch.from_numpy(lent(memory, 40_000)).view(torch.float32)
     values.copy_(torch.arange(10_000))
     used = memory.num_used_bytes
     at = placed(memory, values.numpy())
-    assert memory.num_used_bytes == used and memory.num_held == 1
+    assert memory.num_used_bytes == used
     got = torch.frombuffer(peer.payload(at, 40_000), dtype=torch.float32)
     assert torch.equal(got, torch.arange(10_000, dtype=torch.float32))
     values[0] = 7.0
     assert got[0] == 7.0, "it is the same memory"
-    del got
-    assert memory.num_held == 0
-    again = room(memory, 40_000)  # the same block, while the sender still refers to it
-    assert memory.num_used_bytes == used
-    del values
-    assert placed(memory, again) == at
 
 
-def test_a_room_of_one_link_is_copied_for_another(memory: SharedMemory) -> None:
-    values = room(memory, 5000, link=2)
+@pytest.mark.parametrize("first", ["sender", "receiver"])
+def test_a_block_that_was_lent_is_used_again_when_both_ends_have_let_go_of_it(memory: SharedMemory, first: str) -> None:
+    peer = PeerMemory(memory.location)
+    values = lent(memory, 5000)
+    at = placed(memory, values)
+    got = peer.payload(at, 5000)
+    if first == "sender":
+        del values
+    else:
+        del got
+    others = [placed(memory, bytes(5000)), placed(memory, lent(memory, 5000))]
+    assert at not in others
+    values, got = None, None
+    assert at in (placed(memory, bytes(5000)), placed(memory, bytes(5000)))
+
+
+def test_what_was_lent_for_one_link_is_copied_for_another_and_the_second_time(memory: SharedMemory) -> None:
+    values = lent(memory, 5000, link=2)
     values[:] = 3
     first, second = placed(memory, values, link=1), placed(memory, values, link=2)
-    third = placed(memory, values, link=2)  # sent already: it is the receiver's
-    assert len({first, second, third}) == 3 and memory.num_held == 3
+    third = placed(memory, values, link=2)  # it is the receiver's already
+    assert len({first, second, third}) == 3
     peer = PeerMemory(memory.location)
     assert {bytes(peer.payload(at, 5000)) for at in (first, second, third)} == {bytes([3] * 5000)}
 
 
-def test_a_room_that_nothing_was_sent_from_is_used_again(memory: SharedMemory) -> None:
-    values = room(memory, 5000)
+def test_a_block_that_was_lent_and_not_sent_is_used_again(memory: SharedMemory) -> None:
+    values = lent(memory, 5000)
     part = values[17:]
     del values
-    other = room(memory, 5000)
+    other = lent(memory, 5000)
     used = memory.num_used_bytes
     del part, other
     assert memory.num_held == 0
     placed(memory, bytes(5000))
-    room(memory, 5000)
+    lent(memory, 5000)
     assert memory.num_used_bytes == used
 
 
-def test_there_is_no_room_in_memory_that_is_full_or_closed(memory: SharedMemory) -> None:
-    assert memory.room(65 * MIB, 1) is None
+def test_nothing_is_lent_of_memory_that_is_full_or_closed(memory: SharedMemory) -> None:
+    assert memory.lend(65 * MIB, 1) is None
     memory.close()
-    assert memory.room(5000, 1) is None
+    assert memory.lend(5000, 1) is None
 
 
 def test_as_much_memory_is_used_as_is_held_at_once(memory: SharedMemory) -> None:

@@ -66,7 +66,7 @@ def test_layers_that_are_large_enough_are_cut_by_themselves() -> None:
     """What is left behind the last group goes with it."""
     alone, together = [(0, 0, 3, 0), (0, 3, 6, 1)], [(1, 0, 4, 0), (2, 0, 4, 0), (2, 4, 9, 1), (3, 0, 2, 1)]
     assert state_ranges([6, 4, 9, 2], 2, 3) == alone + together
-    assert state_ranges([6, 6], 2, 3) == state_ranges([6, 6], 2, 1)
+    assert state_ranges([6, 6], 2, 3) == state_ranges([6, 6], 2, 0)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(0, 9), st.booleans())

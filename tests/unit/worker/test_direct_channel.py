@@ -109,7 +109,7 @@ class ListedLinks:
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
         self.sent.append((peer, message, payload))
 
-    def room(self, peer: int, num_elements: int) -> Tensor | None:
+    def lend(self, peer: int, num_elements: int) -> Tensor | None:
         return None
 
     def receive_all(self) -> list[Incoming]:

@@ -25,21 +25,21 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Sending:
-    """A channel that lists what is sent, and has rooms for some peers."""
+    """A channel that lists what is sent, and lends memory for some peers."""
 
     copies_payloads = True
     rejected: Mapping[str, int] = {}
 
-    def __init__(self, has_room: Collection[int] = ()) -> None:
+    def __init__(self, lends_for: Collection[int] = ()) -> None:
         self.sent: list[tuple[int, m.Message, Tensor | None]] = []
-        self.rooms: dict[int, Tensor] = {}
-        self._has_room = has_room
+        self.lent: dict[int, Tensor] = {}
+        self._lends_for = lends_for
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
         self.sent.append((peer, message, payload))
 
-    def room(self, peer: int, num_elements: int) -> Tensor | None:
-        return self.rooms.setdefault(peer, torch.empty(num_elements)) if peer in self._has_room else None
+    def lend(self, peer: int, num_elements: int) -> Tensor | None:
+        return self.lent.setdefault(peer, torch.empty(num_elements)) if peer in self._lends_for else None
 
     def reaches(self, peer: int) -> bool:
         return True
@@ -180,16 +180,16 @@ def test_the_loss_page_is_sent_as_it_is() -> None:
     assert channel.sent == [(3, message, loss)]
 
 
-@pytest.mark.parametrize(("has_room", "written_to"), [({4, 6}, {6}), ({4}, set[int]()), ({6}, {6})])
-def test_state_is_written_where_the_last_learner_reads_it(has_room: set[int], written_to: set[int]) -> None:
+@pytest.mark.parametrize(("lends_for", "written_to"), [({4, 6}, {6}), ({4}, set[int]()), ({6}, {6})])
+def test_state_is_written_where_the_last_learner_reads_it(lends_for: set[int], written_to: set[int]) -> None:
     (state,) = states(1, 1, separate=True, dtype=torch.float32).values()
-    part, channel = state.layers[LAYER][0], Sending(has_room)
+    part, channel = state.layers[LAYER][0], Sending(lends_for)
     for _ in send_state(state, part, m.PageState(1, *part.pages.key, b""), [4, 6], channel):
         pass
-    assert channel.rooms.keys() == written_to
+    assert channel.lent.keys() == written_to
     payloads = [payload for _, _, payload in channel.sent]
     assert len(payloads) == 2 and payloads[0] is payloads[1] and payloads[0] is not None
-    assert not written_to or payloads[0] is channel.rooms[6]
+    assert not written_to or payloads[0] is channel.lent[6]
     assert torch.equal(payloads[0].view(len(part.rows), -1), torch.stack(part.rows))
 
 
