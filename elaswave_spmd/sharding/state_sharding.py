@@ -63,10 +63,10 @@ class StateSharding:
 
         Every layer is cut over all workers of the stage, so that moving a layer between stages of n workers is n
         disjoint transfers (docs/design.md, "Pages are assigned in ranges"). With `least_pages`, layers that are too
-        small for that are cut together with their neighbours, as if they were one. The parts that are one page longer go on from layer to layer where the
-        layer before left off, so that the stage's pages are even within one page. A range lies in one block; the loss
-        page goes to the stage's last worker. The frozen pages of a layer are cut by themselves, so that trained pages,
-        which have gradients and an update, are as even as all pages are.
+        small for that are cut together with their neighbours, as if they were one. The parts that are one page longer
+        go on from layer to layer where the layer before left off, so that the stage's pages are even within one page. A
+        range lies in one block; the loss page goes to the stage's last worker. The frozen pages of a layer are cut by
+        themselves, so that trained pages, which have gradients and an update, are as even as all pages are.
 
         Args:
             only: the workers whose page ranges are wanted; None: all.
