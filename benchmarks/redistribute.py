@@ -295,8 +295,7 @@ def main() -> None:
     result = Result("redistribute", {"mib": mib, "state_bytes": state, "repeats": repeats, "seed": args.seed})
     found = measure(num_bytes, repeats, args.seed)
     columns = ["how", "MiB moved", "ms, median", "min - max", "new mesh after, ms", "memory copy, ms"]
-    columns += ["fresh copy, ms"]
-    columns += ["DCP / this [95 %]"]
+    columns += ["fresh copy, ms", "DCP / this [95 %]"]
     for (before, after), turns in found.items():
         result.table(f"{mib} MiB of state, {before} to {after} workers", columns, rows(turns))
     save, load = (

@@ -44,7 +44,6 @@ from typing import Any
 from benchmarks.harness import Estimate, Result, estimate, parser, say
 from benchmarks.steady_launch import (
     ENDLESS,
-    MICROBATCHES,
     MODELS,
     OURS,
     PLAIN,
@@ -192,7 +191,8 @@ def main() -> None:
     result = Result(
         "steady_state",
         {
-            **{"launches": launches, "pairs_per_launch": pairs, "microbatches": MICROBATCHES},
+            **{"launches": launches, "pairs_per_launch": pairs},
+            "microbatches": {case.model: microbatches_of(case.model) for case in chosen},
             **{"backward": args.backward, "device": args.device, "dtype": args.dtype},
         },
     )

@@ -162,7 +162,8 @@ class SharedMemory:
         if (block := self._take(num_bytes, link)) is None:
             return None
         array = np.frombuffer(self._map, np.uint8, num_bytes, block.at)
-        self._lent[block.at] = _Lent(array, self._give_back, block)
+        lent = self._lent[block.at] = _Lent(array, self._give_back)
+        lent.block, lent.is_sent = block, False
         return array
 
     def close_link(self, link: int, receiver: int) -> None:
@@ -318,7 +319,8 @@ class PeerMemory:
         if at % _LINE or at < 2 * _LINE or at + num_bytes > len(self.view):
             raise ValueError(f"no block of {num_bytes} bytes is at {at}")
         array = np.frombuffer(self._map, np.uint8, num_bytes, at)
-        self._taken[at] = _Taken(array, self._let_go, at)
+        taken = self._taken[at] = _Taken(array, self._let_go)
+        taken.at = at
         return array.data
 
     def _let_go(self, taken: _Taken) -> None:
@@ -334,13 +336,7 @@ class _Taken(weakref.ref[np.ndarray]):
     """A reference to a payload's array that knows its offset."""
 
     __slots__ = ("at",)
-
-    def __new__(cls, array: np.ndarray, callback: object, at: int) -> _Taken:
-        return super().__new__(cls, array, callback)  # pyright: ignore[reportArgumentType, reportCallIssue]
-
-    def __init__(self, array: np.ndarray, callback: object, at: int) -> None:
-        super().__init__(array, callback)  # pyright: ignore[reportArgumentType, reportCallIssue]
-        self.at = at
+    at: int
 
 
 @dataclass(slots=True)
@@ -363,14 +359,8 @@ class _Lent(weakref.ref[np.ndarray]):
     """A reference to an array that lies in a block, which nothing else has meanwhile."""
 
     __slots__ = ("block", "is_sent")
-
-    def __new__(cls, array: np.ndarray, callback: object, block: _Block) -> _Lent:
-        return super().__new__(cls, array, callback)  # pyright: ignore[reportArgumentType, reportCallIssue]
-
-    def __init__(self, array: np.ndarray, callback: object, block: _Block) -> None:
-        super().__init__(array, callback)  # pyright: ignore[reportArgumentType, reportCallIssue]
-        self.block = block
-        self.is_sent = False
+    block: _Block
+    is_sent: bool
 
 
 def _mapped(fd: int, num_bytes: int) -> mmap.mmap:
