@@ -11,8 +11,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 Node = tuple[int, int]
+
+_NODES_KEPT = 2048  # of which the way up is kept: of micro-batches and sums that a worker meets in every step
 
 
 def split(node: Node) -> int:
@@ -49,10 +52,43 @@ def sibling_in(parent: Node, half: Node) -> Node:
     return (middle, parent[1]) if half[0] == parent[0] else (parent[0], middle)
 
 
-def parent_and_sibling(node: Node, num_microbatches: int) -> tuple[Node, Node] | None:
-    """The parent of a node and the parent's other half; None for the root."""
-    above = path(node, num_microbatches)
-    return (above[-2], sibling_in(above[-2], node)) if len(above) > 1 else None
+@dataclass(frozen=True)
+class Merge:
+    """Add the two halves of `into`. IEEE addition is commutative, so the sum may be stored in either buffer."""
+
+    left: Node
+    right: Node
+    into: Node
+
+
+@dataclass(frozen=True)
+class WayUp:
+    """What happens to a node on its way to the root.
+
+    Args:
+        nodes: itself and all nodes above it, any of which covers it.
+        halves: level by level what it is added to: the other half, and the addition.
+    """
+
+    nodes: tuple[Node, ...]
+    halves: tuple[tuple[Node, Merge], ...]
+
+
+@lru_cache(maxsize=_NODES_KEPT)
+def way_up(node: Node, num_microbatches: int) -> WayUp:
+    """The way of a node to the root. A worker asks for it for each layer of each micro-batch, step after step."""
+    nodes, halves = path(node, num_microbatches), []
+    for parent in nodes[-2::-1]:
+        other = sibling_in(parent, node)
+        halves.append((other, Merge(min(node, other), max(node, other), parent)))
+        node = parent
+    return WayUp(tuple(nodes), tuple(halves))
+
+
+def sibling(node: Node, num_microbatches: int) -> Node | None:
+    """The other half of the node's parent; None for the root."""
+    halves = way_up(node, num_microbatches).halves
+    return halves[0][0] if halves else None
 
 
 def maximal_nodes(microbatches: Iterable[int], num_microbatches: int) -> tuple[Node, ...]:
@@ -90,15 +126,6 @@ def max_open_nodes(order: Iterable[int], num_microbatches: int) -> int:
 
 
 @dataclass(frozen=True)
-class Merge:
-    """Add the two halves of `into`. IEEE addition is commutative, so the sum may be stored in either buffer."""
-
-    left: Node
-    right: Node
-    into: Node
-
-
-@dataclass(frozen=True)
 class Added:
     """The consequences of a new node: drop the sums inside it, then make these additions in this order."""
 
@@ -128,21 +155,19 @@ class Reduction:
         Held nodes are disjoint, so a node is covered if and only if a node on its path from the root is held. For a
         single micro-batch this takes O(log num_microbatches).
         """
-        above = path(node, self.num_microbatches)
-        if not self.held.isdisjoint(above):
+        way, held = way_up(node, self.num_microbatches), self.held
+        if not held.isdisjoint(way.nodes):
             return None
         superseded: tuple[Node, ...] = ()
         if node[1] - node[0] > 1:
-            superseded = tuple(sorted(n for n in self.held if node[0] <= n[0] and n[1] <= node[1]))
-            self.held.difference_update(superseded)
-        self.held.add(node)
+            superseded = tuple(sorted(n for n in held if node[0] <= n[0] and n[1] <= node[1]))
+            held.difference_update(superseded)
         merges = []
-        for parent in reversed(above[:-1]):
-            sibling = sibling_in(parent, node)
-            if sibling not in self.held:
+        for other, merge in way.halves:
+            if other not in held:
                 break
-            merges.append(Merge(min(node, sibling), max(node, sibling), parent))
-            self.held -= {node, sibling}
-            self.held.add(parent)
-            node = parent
+            held.remove(other)
+            merges.append(merge)
+            node = merge.into
+        held.add(node)
         return Added(superseded, tuple(merges))

@@ -360,7 +360,9 @@ class WorkerProtocol:
     # ---- rules
 
     def _missing_of(self, step: int) -> set[PageRange]:
-        return self._missing.setdefault(step, set(self._holds))
+        if (missing := self._missing.get(step)) is None:
+            missing = self._missing[step] = set(self._holds)
+        return missing
 
     def _vote_if_complete(self, step: int) -> list[Effect]:
         ready = step == self.version + 1 == self._computed and not self._missing_of(step)
@@ -389,7 +391,8 @@ class WorkerProtocol:
         Sums go out after a promise as well: they are of votes that were cast before it, and others may need them to get
         to where they answer.
         """
-        tally, effects = self._tally_of(step), list[Effect]()
+        tally = self._tally_of(step)
+        effects: list[Effect] = []
         while tally.own:  # a sum without this worker's vote would be taken for one with it [m]
             level = len(tally.own) - 1
             if len(tally.came[level]) < len(self.voters[level]):

@@ -37,7 +37,9 @@ def tensors_of(value: Activation) -> tuple[Tensor, ...]:
 
 def graded(value: Activation) -> tuple[Tensor, ...]:
     """The tensors of an activation that have a gradient."""
-    return tuple(tensor for tensor in tensors_of(value) if tensor.requires_grad)
+    if isinstance(value, Tensor):
+        return (value,) if value.requires_grad else ()
+    return tuple(tensor for tensor in value if tensor.requires_grad)
 
 
 def like(value: Activation, tensors: Iterable[Tensor]) -> Activation:
@@ -176,10 +178,10 @@ def gradient_of(x: Activation) -> Activation | None:
 
     It is zero for a tensor that the layer ignores: the layer before expects a gradient.
     """
-    made = tuple(torch.zeros_like(t, requires_grad=False) if t.grad is None else t.grad for t in graded(x))
+    made = [torch.zeros_like(t, requires_grad=False) if t.grad is None else t.grad for t in graded(x)]
     if isinstance(x, Tensor):
         return made[0] if made else None
-    return made or None
+    return tuple(made) or None
 
 
 def zero_gradient(y: Activation) -> Activation:

@@ -10,6 +10,7 @@ All buffers belong to the training thread of one worker; nothing here takes a lo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -244,21 +245,21 @@ class GradientBuffer:
         if made:
             torch._foreach_copy_(views, made)  # pyright: ignore[reportPrivateImportUsage]
 
-    @property
+    @cached_property
     def loss(self) -> Tensor:
         """The element of the loss page that carries the loss: fp32 scalar, a view. Only the last layer has one."""
-        return self.flat[self._loss_at]
+        return self._loss_page[0]
 
     @property
     def weight(self) -> float:
         """The weight of that loss; 0 where losses have none."""
-        return float(self.flat[self._loss_at + 1])
+        return float(self._loss_page[1])
 
-    @property
-    def _loss_at(self) -> int:
+    @cached_property
+    def _loss_page(self) -> Tensor:
         assert self.layout.loss_block is not None
         page = self.layout.loss_block.first_page
-        return self.layout.gradient_span(page, page + 1)[0]
+        return self.pages(page, page + 1)
 
     def add_loss(self, loss: Tensor, *, add: bool) -> None:
         """Puts the loss of a micro-batch into the loss page, or adds it to what is there.
@@ -267,9 +268,11 @@ class GradientBuffer:
             loss: fp32, a scalar; or [3]: the loss, its weight, and 1. The last one tells, after all micro-batches are
                 added up, whether losses had weights; where they have none, these elements stay zero.
         """
-        at = self._loss_at
-        into = self.flat[at] if not loss.ndim else self.flat[at : at + len(loss)]
-        into.copy_(into + loss if add else loss)
+        into = self._loss_page[: len(loss)] if loss.ndim else self.loss
+        if add:
+            into.add_(loss)
+        else:
+            into.copy_(loss)
 
     def pages(self, first: int, stop: int) -> Tensor:
         """The gradient of the trained pages [first, stop): a view, fp32 [elements]."""

@@ -239,9 +239,10 @@ class SocketChannel:
         """
         if self._leaving:
             self.is_copying()
-        items, found = self._mailbox.take_all(), list[Incoming]()
+        items = self._mailbox.take_all()
         if self._early:
             items, self._early = [*self._early, *items], []
+        found: list[Incoming] = []
         for item in items:
             if isinstance(item, ControllerLost) and (self._has_agent or not self._fence.was_adopted):
                 self.is_abandoned = self._has_agent

@@ -65,8 +65,6 @@ class FaultInjector:
 
     def visit(self, point: FaultPoint, step: int, members: tuple[int, ...], state: HeldState) -> None:
         """Called at every point that a step passes: events that are due here happen."""
-        if not (self._settings.events or self._settings.random):
-            return
         self._come_to(step, members)
         for rank, event in [d for d in self._due if d[0] == self._rank and d[1].point in (point.value, ANY)]:
             self._due.remove((rank, event))

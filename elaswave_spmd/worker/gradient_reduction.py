@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from elaswave_spmd.determinism.reduction_tree import Node, Reduction, maximal_nodes, parent_and_sibling
+from elaswave_spmd.determinism.reduction_tree import Node, Reduction, maximal_nodes, sibling
 from elaswave_spmd.recovery.messages import PartialSum
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.devices.sums import Term, Terms
@@ -255,14 +255,15 @@ class GradientReducer:
             self._local[layer] = Reduction(self._form.num_microbatches), {}
         _, buffers = self._local[layer]
         # In fp32 compute, autograd's += into the sibling's buffer is the very addition that the tree would make.
-        above = parent_and_sibling(leaf, self._form.num_microbatches)
         own_leaf = own_leaf or (self._observer is not None and self._observer.looks_at(layer))
-        in_place = self._form.add_in_place and leaf not in self._final and not own_leaf
-        sibling = buffers.get(above[1]) if above and in_place else None
-        buffer = buffers[leaf] = sibling or pool.acquire()
+        other: GradientBuffer | None = None
+        if self._form.add_in_place and leaf not in self._final and not own_leaf:
+            half = sibling(leaf, self._form.num_microbatches)
+            other = None if half is None else buffers.get(half)
+        buffer = buffers[leaf] = other or pool.acquire()
         if own_leaf:  # a wrong sum may have left something between its parameters, where nothing is ever written
             buffer.flat.zero_()
-        return buffer, sibling is not None
+        return buffer, other is not None
 
     def end_microbatch(self, step: int, layer: int, microbatch: int, *, alone: bool = False) -> None:
         """The micro-batch's gradient is in its buffer: add up what the tree allows, and send complete nodes."""

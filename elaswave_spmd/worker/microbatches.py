@@ -177,7 +177,8 @@ class MicrobatchRunner:
         samples, x = self._device.to_place(torch.from_numpy(self._samples[microbatch])), given
         try:
             for layer in self._layers:
-                yield from self.until_at(layer, step - 1)
+                if not self.values[layer].is_at(step - 1):
+                    yield from self.until_at(layer, step - 1)
                 keys = Keys(self._seed, self._step_number, samples, self._layer_numbers[layer], {}, self._words)
                 started = self._device.mark()
                 x = self.programs.forward(layer, microbatch, x, keys, batch)
@@ -458,7 +459,8 @@ class MicrobatchRunner:
         self, step: int, microbatch: int, layer: int, kind: str, frequency: float, began: float, ended: float
     ) -> None:
         self._times.add(layer, (ended - began) * frequency, kind)  # as it would take at the normal one
-        self._hooks.layer_ran(step, microbatch, layer, kind, began, ended)
+        if self._hooks.layer_ran is not None:
+            self._hooks.layer_ran(step, microbatch, layer, kind, began, ended)
 
     def pop_times(self) -> tuple[tuple[Row, ...], tuple[WeightsRow, ...]]:
         """The times of the layer programs that have run since the last call, and of weight gradients among them."""

@@ -7,6 +7,9 @@ every addition is elementwise, and elementwise operations leave no freedom.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,13 +21,15 @@ _CPU_GROUP_PAGES = 32
 _NARROW = 64
 """Elements per page down to which pages are folded group by group. The remainder of all pages is folded at once."""
 
+_Array = TypeVar("_Array", np.ndarray, Tensor)
+
 
 def page_norm_values(gradient: Tensor, page_size: int) -> list[float]:
     """The sum of squares of each page of a page range, in fp32.
 
     A page is squared elementwise and folded in halves, x[:n/2] + x[n/2:], until one element is left; a short page is
-    padded with zeros to a power of two. So the value is a function of the page alone: it does not depend on the page
-    range that the page is part of, on a library's reduction order or on the number of threads.
+    folded as if it had zeros up to a power of two. So the value is a function of the page alone: it does not depend on
+    the page range that the page is part of, on a library's reduction order or on the number of threads.
 
     Args:
         gradient: fp32 [elements]: whole pages of `page_size` elements, except the last, which may be shorter. It is
@@ -34,34 +39,54 @@ def page_norm_values(gradient: Tensor, page_size: int) -> list[float]:
         One number per page, in order; not finite where the page has an element that is not, or that overflows.
     """
     whole = gradient.numel() // page_size
-    values = _fold_pages(gradient[: whole * page_size].view(whole, page_size)) if whole else []
+    values: list[float] = []
+    if whole:
+        values += _sums(_narrow_squares(gradient[: whole * page_size].view(whole, page_size)))
     if rest := gradient.numel() - whole * page_size:
-        values += _fold_pages(gradient[-rest:].view(1, rest))
+        short = gradient[-rest:].view(1, rest)
+        values += _sums(short * short)
     return values
 
 
-def _fold_pages(pages_PE: Tensor) -> list[float]:
-    """The sum of squares of each row."""
+def _narrow_squares(pages_PE: Tensor) -> Tensor:
+    """[pages, elements] -> [pages, at most _NARROW]: the squares, with rows folded so far."""
     num_pages, size = pages_PE.shape
-    width = 1 << (size - 1).bit_length()
-    narrow = torch.empty(num_pages, min(width, _NARROW), dtype=pages_PE.dtype, device=pages_PE.device)
+    narrow = torch.empty(num_pages, min(size, _NARROW), dtype=pages_PE.dtype, device=pages_PE.device)
     # On an accelerator one kernel launch costs more than a cache miss, so all pages are one group there.
-    group_pages = _CPU_GROUP_PAGES if pages_PE.device.type == "cpu" else num_pages
+    group_pages = _CPU_GROUP_PAGES if pages_PE.is_cpu else num_pages
     for first in range(0, num_pages, group_pages):
         group = pages_PE[first : first + group_pages]
-        if width == size:
-            squares = group * group
+        squares, half = group * group, _half_of(size)
+        while half >= _NARROW:
+            upper = squares[:, half : 2 * half]
+            squares[:, : upper.shape[1]].add_(upper)
+            half //= 2
+        narrow[first : first + group_pages] = squares[:, : narrow.shape[1]]
+    return narrow
+
+
+def _sums(squares_PE: Tensor) -> list[float]:
+    """The sum of each row, by the same folding to its end."""
+    if not squares_PE.is_cpu:
+        return _folded(squares_PE)[:, 0].tolist()
+    # By numpy: its elementwise operations have the same bits, and it takes a fraction of the time to call one.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _folded(squares_PE.numpy())[:, 0].tolist()
+
+
+def _folded(x_PE: _Array) -> _Array:
+    """[pages, elements] -> [pages, 1]: adds the upper half of every row to its lower half. Overwrites `x_PE`."""
+    while (size := x_PE.shape[1]) > 1:
+        half = _half_of(size)
+        lower, upper = x_PE[:, :half], x_PE[:, half:]
+        if size == 2 * half:
+            x_PE = lower + upper
         else:
-            squares = torch.zeros(len(group), width, dtype=group.dtype, device=group.device)
-            squares[:, :size] = group * group
-        narrow[first : first + group_pages] = _fold(squares, narrow.shape[1])
-    return _fold(narrow, 1)[:, 0].tolist()
+            lower[:, : size - half] += upper
+            x_PE = lower
+    return x_PE
 
 
-def _fold(x_PE: Tensor, width: int) -> Tensor:
-    """[pages, 2**k] -> [pages, width]: adds the upper half of every row to its lower half. Overwrites `x_PE`."""
-    half = x_PE.shape[1] // 2
-    while half >= width:
-        x_PE[:, :half].add_(x_PE[:, half : 2 * half])
-        half //= 2
-    return x_PE[:, :width]
+def _half_of(size: int) -> int:
+    """The largest power of two below a size. What an upper half lacks counts as zeros, which change no square."""
+    return 1 << (size - 1).bit_length() - 1

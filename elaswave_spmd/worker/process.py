@@ -293,9 +293,10 @@ class WorkerProcess:
         self._checkpoints = checkpoints = CheckpointWriter(
             self._rank, orders, plan.description.layout, self._device, self._send
         )
-        # A fault is injected at the first attempt of its step only, not when a resumed run comes to the step again.
-        version = max(first.version, orders.committed)
-        self._faults = FaultInjector(self._rank, self._settings.chaos, self._links, self._before_loss, version)
+        if (chaos := self._settings.chaos).events or chaos.random:
+            # A fault is injected at the first attempt of its step only, not when a resumed run comes to the step again.
+            version = max(first.version, orders.committed)
+            self._faults = FaultInjector(self._rank, chaos, self._links, self._before_loss, version)
         hooks = WorkerHooks(
             on_point=self._on_point,
             wrong_result=self._wrong_result if self._settings.chaos.events else None,
@@ -442,7 +443,7 @@ class WorkerProcess:
         self._step = step
         if point is FaultPoint.APPLY and self._trace is not None:
             self._trace.mark(f"step {step} applied")
-        if self._executor is not None and self._faults is not None:
+        if self._faults is not None and self._executor is not None:
             self._faults.visit(point, step, self._executor.placement.mesh.members, self._executor.replica.state)
 
     def _report_of(self, error: Exception) -> m.Failed | None:

@@ -70,17 +70,14 @@ class LayerMemory:
     """
 
     def __init__(self) -> None:
-        self._known: set[int] = set()
+        self.known: set[int] = set()
+        """The layers that have been measured."""
         self._new: list[MemoryRow] = []
-
-    def __contains__(self, layer: int) -> bool:
-        """True if this layer has been measured."""
-        return layer in self._known
 
     def note(self, layer: int, kept: int, output: int) -> None:
         """Records the bytes that a layer keeps for one micro-batch, and the bytes of its output, unless it is known."""
-        if layer not in self._known:
-            self._known.add(layer)
+        if layer not in self.known:
+            self.known.add(layer)
             self._new.append((layer, kept, output))
 
     def measure(self, layer: int, x: Activation, values: Tensor, run: Callable[[], Activation]) -> Activation:

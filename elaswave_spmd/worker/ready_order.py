@@ -76,15 +76,21 @@ def next_ready(
         turn: of a micro-batch; the lowest goes first.
         has_activation, has_gradient: the input of a micro-batch's forward, or backward, is here.
     """
-    put_off = [u for u, left in work.items() if not left.forward and left.backward == WEIGHTS_ONLY]
-    backwards = [u for u, left in work.items() if left.is_in_flight and has_gradient(u)]
-    if backwards:
+    to_come: list[int] = []
+    in_flight: list[int] = []
+    put_off: list[int] = []
+    for microbatch, left in work.items():  # once: it is asked before every action, of all that is left of the step
+        if left.forward:
+            to_come.append(microbatch)
+        elif left.backward == WEIGHTS_ONLY:
+            put_off.append(microbatch)
+        elif left.backward:
+            in_flight.append(microbatch)
+    if backwards := [u for u in in_flight if has_gradient(u)]:
         has_room = not put_off or len(put_off) < limits.put_off
         return min(backwards if has_room else put_off, key=turn)
-    is_full = sum(left.is_in_flight for left in work.values()) >= limits.in_flight
-    forwards = [
-        u for u, left in work.items() if left.forward and has_activation(u) and not (is_full and left.needs_gradient)
-    ]
+    is_full = len(in_flight) >= limits.in_flight
+    forwards = [u for u in to_come if not (is_full and work[u].needs_gradient) and has_activation(u)]
     return min(forwards or put_off, key=turn, default=None)
 
 

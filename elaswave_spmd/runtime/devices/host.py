@@ -63,8 +63,7 @@ class HostDevice:
     def add_up(self, terms: Terms) -> Tensor:
         return add_in_turn(terms)
 
-    def mark(self) -> float:
-        return perf_counter()
+    mark = staticmethod(perf_counter)
 
     def times(self, marks: Sequence[float]) -> list[float]:
         return list(marks)

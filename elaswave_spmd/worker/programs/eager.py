@@ -7,9 +7,10 @@ its bits do not depend on where the stages are cut, and its gradient can be sent
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from typing import Any, Protocol, TypedDict
 
 import numpy as np
@@ -269,13 +270,14 @@ class StagePrograms:
         """
         # A new leaf: this layer's graph begins here even if the layer before ran on this worker, too.
         x = leaf(x, passes_gradient=self._passes_gradient(layer))
-        run = partial(self._run_and_save, layer, microbatch, x, keys, batch)
         if layer < self._first_trained:
-            y = run()
+            y = self._run_and_save(layer, microbatch, x, keys, batch)
             self.memory.note(layer, 0, num_bytes(y))
             return y
-        y = run() if layer in self.memory else self.memory.measure(layer, x, self._values[layer].flat, run)
-        return handed_on(y)
+        if layer in self.memory.known:
+            return handed_on(self._run_and_save(layer, microbatch, x, keys, batch))
+        run = partial(self._run_and_save, layer, microbatch, x, keys, batch)
+        return handed_on(self.memory.measure(layer, x, self._values[layer].flat, run))
 
     def _passes_gradient(self, layer: int) -> bool:
         """True if a layer before this one waits for the gradient of this one's input."""
@@ -291,9 +293,13 @@ class StagePrograms:
             self._saved[layer, microbatch] = SavedForward(x, None, keys)
         else:
             # Of the first forward of a layer it is measured what autograd saves, so it saves all that a backward needs.
-            split = self._split.get(layer) if layer in self.memory else None
-            with self._putting_off(split) as put_off:
+            split = self._split.get(layer) if layer in self.memory.known else None
+            put_off = None
+            if split is None:
                 y = self._run(layer, microbatch, x, keys, batch)
+            else:
+                with split.putting_off() as put_off:
+                    y = self._run(layer, microbatch, x, keys, batch)
             self._saved[layer, microbatch] = SavedForward(x, y, keys, put_off)
         return y
 
@@ -306,11 +312,6 @@ class StagePrograms:
         if layer not in self._marks:  # what has a gradient shows in the graph alone, and is the same every time
             self._marks[layer] = marks_of(self._run(layer, microbatch, x, keys.again(), batch))
         return marked(y, self._marks[layer])
-
-    @staticmethod
-    def _putting_off(split: SplitLayer | None) -> AbstractContextManager[PutOff | None]:
-        """The context of a forward whose backward puts off the weight products of a layer; of any other for None."""
-        return split.putting_off() if split is not None else nullcontext()
 
     def backward(
         self,
@@ -365,7 +366,7 @@ class StagePrograms:
             parameter.grad = None
         if add:
             # Had autograd made a new gradient tensor instead of adding in place, `into` would lack it without an error.
-            assert all(gradient is view for gradient, view in zip(gradients, into.views, strict=True))
+            assert all(map(is_, gradients, into.views))
         else:
             # Not into the views directly: a bf16 gradient is converted, and a missing one must become zero.
             into.set(gradients)
@@ -394,7 +395,8 @@ class StagePrograms:
             return saved.x
         y, put_off = saved.y, saved.put_off
         if y is None:
-            with self._putting_off(self._split.get(layer)) as put_off:
+            split = self._split.get(layer)
+            with split.putting_off() if split is not None else nullcontext() as put_off:
                 y = self._output_again(layer, microbatch, saved, batch)
         loss = self._losses.pop(microbatch) if layer == self._last else None
         begun = BegunBackward([None] * len(self._values[layer].trained), put_off, loss)

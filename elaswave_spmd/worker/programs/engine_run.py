@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 
 def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> None:
@@ -20,10 +21,15 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None) 
         outputs: of a layer, each with a graph.
         gradients: of these, in their shapes and dtypes; None: of one scalar, the loss.
     """
-    if gradients is None or not all(type(one) is Tensor for one in outputs):  # a class of its own may have its own way
-        torch.autograd.backward(outputs, gradients)
-        return
-    assert all(one.shape == given.shape for one, given in zip(outputs, gradients, strict=True)), (outputs, gradients)
-    torch.autograd.graph._engine_run_backward(  # pyright: ignore[reportPrivateUsage]
-        tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    if gradients is None:
+        (loss,) = outputs
+        gradients = (torch.ones_like(loss),)
+    for one, given in zip(outputs, gradients, strict=True):
+        if type(one) is not Tensor:  # a class of its own may have its own way
+            torch.autograd.backward(outputs, gradients)
+            return
+        assert one.shape == given.shape, (one.shape, given.shape)
+    # On the CPU the engine runs in this thread, so it needs none of the context that torch's own way to it copies.
+    on_cpu = outputs[0].is_cpu
+    run = Variable._execution_engine.run_backward if on_cpu else torch.autograd.graph._engine_run_backward  # pyright: ignore[reportPrivateUsage]
+    run(tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)

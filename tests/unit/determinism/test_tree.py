@@ -13,8 +13,9 @@ from elaswave_spmd.determinism.reduction_tree import (
     is_node,
     max_open_nodes,
     maximal_nodes,
-    parent_and_sibling,
+    sibling,
     split,
+    way_up,
 )
 
 MICROBATCHES = st.integers(1, 70)
@@ -117,15 +118,18 @@ def test_covering_nodes_supersede_and_inside_nodes_are_ignored(num_microbatches:
     assert sums.values[0, num_microbatches] == tree_value(0, num_microbatches)
 
 
-@given(st.integers(2, 70))
-def test_parent_and_sibling_invert_split(num_microbatches: int):
+@given(st.integers(1, 70))
+def test_the_way_up_inverts_split(num_microbatches: int):
     for lo in range(num_microbatches):
-        node = (lo, lo + 1)
-        while above := parent_and_sibling(node, num_microbatches):
-            parent, sibling = above
-            assert {node, sibling} == {(parent[0], split(parent)), (split(parent), parent[1])}
+        way, node = way_up((lo, lo + 1), num_microbatches), (lo, lo + 1)
+        assert sibling(node, num_microbatches) == (way.halves[0][0] if num_microbatches > 1 else None)
+        for other, merge in way.halves:
+            parent = merge.into
+            assert [merge.left, merge.right] == [(parent[0], split(parent)), (split(parent), parent[1])]
+            assert {merge.left, merge.right} == {node, other}
             node = parent
         assert node == (0, num_microbatches)
+        assert set(way.nodes) == {(lo, lo + 1), *(merge.into for _, merge in way.halves)}
 
 
 @pytest.mark.parametrize(("microbatches", "most"), [(1, 1), (2, 1), (4, 2), (8, 3), (16, 4)])

@@ -34,7 +34,7 @@ def test_a_layer_keeps_its_input_and_what_autograd_saves_but_neither_parameters_
     y: Any = memory.measure(5, x, block.values, lambda: block(x))
     # exp and the matmul save the same tensor, counted once; relu saves the layer's output, the next layer's input.
     assert memory.pop_rows() == ((5, 4 * ROWS * WIDTH + 4 * ROWS * HIDDEN, y.nbytes),)
-    assert 5 in memory and 4 not in memory and memory.pop_rows() == ()
+    assert memory.known == {5} and memory.pop_rows() == ()
 
 
 def test_without_a_graph_only_the_input_is_kept() -> None:
