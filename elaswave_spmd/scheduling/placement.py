@@ -124,21 +124,24 @@ class Placement:
             stages: the stages that are wanted; None: all.
         """
         if self.replicas is None:
-            return self.state_sharding().without_mirrors(layout, stages)
+            return self.state_sharding().without_mirrors(layout, stages, least_pages=self._least_joined(layout))
         wanted = range(self.num_stages) if stages is None else stages
         return {layer: self.replicas[layer] for stage in wanted for layer in self.layers_of_stage(stage)}
 
     def with_new_replicas(self, layout: ModelLayout, mirror_count: int, scatter: int) -> Placement:
-        """This placement with the replicas of a new mesh, as a run begins with them.
-
-        Small layers are cut together, for the sake of messages; but not where a group of the device's library brings
-        what links do else. There nothing is sent range by range, and the parameters of a layer are gathered in shares
-        of one size, that of the largest.
-        """
-        sharding, pages = self.state_sharding(mirror_count, scatter), least_pages(layout)
-        joins = not self.deals_by_host  # what is said of groups: `runtime.collectives=group`
-        replicas = place_replicas(layout, sharding, least_pages=pages, joins_layers=joins)
+        """This placement with the replicas of a new mesh, as a run begins with them."""
+        sharding, joined = self.state_sharding(mirror_count, scatter), self._least_joined(layout)
+        replicas = place_replicas(layout, sharding, least_pages=least_pages(layout), least_joined=joined)
         return replace(self, replicas=replicas)
+
+    def _least_joined(self, layout: ModelLayout) -> int:
+        """The pages for each worker of a stage below which layers are cut together with their neighbours; 0: none are.
+
+        They are for the sake of messages; but not where a group of the device's library brings what links do else.
+        There nothing is sent range by range, and the parameters of a layer are gathered in shares of one size, that of
+        the largest.
+        """
+        return 0 if self.deals_by_host else least_pages(layout)  # by host: what is said of runtime.collectives=group
 
     def state_sharding(self, mirror_count: int = 0, scatter: int = 0) -> StateSharding:
         """The mesh and specs of the optimizer state, with this many mirrors of each page."""

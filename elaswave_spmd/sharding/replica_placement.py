@@ -38,7 +38,7 @@ def copyset_width(scatter: int, mirror_count: int, num_peers: int) -> int:
 
 
 def place_replicas(
-    layout: ModelLayout, sharding: StateSharding, *, least_pages: int = 1, joins_layers: bool = False
+    layout: ModelLayout, sharding: StateSharding, *, least_pages: int = 1, least_joined: int = 0
 ) -> ReplicaMap:
     """The replica map of a new mesh.
 
@@ -49,11 +49,11 @@ def place_replicas(
 
     Args:
         least_pages: page ranges are not cut in smaller pieces than that: each is a message of its own in every step.
-        joins_layers: neighbouring layers that are smaller than that for each worker of their stage are cut together.
+        least_joined: neighbouring layers with fewer pages for each worker of their stage are cut together; 0: none are.
     """
-    choice, placed, joined = MirrorChoice(sharding), list[list[ReplicaSet]](), least_pages if joins_layers else 0
+    choice, placed = MirrorChoice(sharding), list[list[ReplicaSet]]()
     for stage in range(len(sharding.stages)):
-        ranges = sharding.primary_ranges(layout, stage, least_pages=joined)
+        ranges = sharding.primary_ranges(layout, stage, least_pages=least_joined)
         placed.append(list(_in_pieces(ranges, _replica_sets(sharding, stage, choice), least_pages)))
     if any(len(members) <= choice.count for members in sharding.stages):
         for of_stage in placed:

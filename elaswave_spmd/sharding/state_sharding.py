@@ -93,17 +93,20 @@ class StateSharding:
                     yield (of_layer.index, loss, loss + 1), members[-1]
             turn, frozen_turn = (turn + num_trained) % len(members), (frozen_turn + num_frozen) % len(members)
 
-    def without_mirrors(self, layout: ModelLayout, stages: Iterable[int] | None = None) -> ReplicaMap:
+    def without_mirrors(
+        self, layout: ModelLayout, stages: Iterable[int] | None = None, *, least_pages: int = 0
+    ) -> ReplicaMap:
         """The replicas of a new mesh that the spec alone asks for.
 
         Args:
             stages: the stages whose layers are wanted; None: all.
+            least_pages: as for `primary_ranges`.
         """
         found: dict[int, list[ReplicaSet]] = {}
         for stage in range(len(self.stages)) if stages is None else stages:
             everybody = frozenset(self.stages[stage])
             found |= {layer: [] for layer in self.layers_of_stage(stage)}
-            for (layer, first, stop), primary in self.primary_ranges(layout, stage):
+            for (layer, first, stop), primary in self.primary_ranges(layout, stage, least_pages=least_pages):
                 replicas = everybody if self.is_replicated else frozenset((primary,))
                 found[layer].append(ReplicaSet(layer, first, stop, primary, replicas))
         return {layer: LayerReplicas(of_layer) for layer, of_layer in found.items()}

@@ -15,11 +15,12 @@ from tests.unit.sharding.test_replica_rebalance import Case, cases, check, layou
 
 @given(cases(), st.integers(2, 6), st.booleans())
 @settings(deadline=None, max_examples=150)
-def test_mirrors_in_larger_pieces(case: Case, least_pages: int, joins_layers: bool):
+def test_mirrors_in_larger_pieces(case: Case, least_pages: int, joins: bool):
     assume(not case.replicated)
 
     def placed(case: Case) -> ReplicaMap:
-        return place_replicas(case.layout, case.sharding, least_pages=least_pages, joins_layers=joins_layers)
+        joined = least_pages if joins else 0
+        return place_replicas(case.layout, case.sharding, least_pages=least_pages, least_joined=joined)
 
     coarse = placed(case)
     check(case, coarse)

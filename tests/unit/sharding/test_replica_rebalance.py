@@ -185,7 +185,9 @@ def test_placed_map(case: Case):
     counts = tuple((1,) * len(members) for members in case.stages)
     microbatches = tuple((len(case.workers) - len(ones) + 1, *ones[1:]) for ones in counts)
     mesh = Mesh(MeshShape.of_stages(map(len, case.stages)), case.stages)
-    placed = Placement(mesh, len(case.workers), case.cuts, microbatches, zero).replica_map(case.layout)
+    placement = Placement(mesh, len(case.workers), case.cuts, microbatches, zero)
+    assert placement.replica_map(case.layout) == placement.with_new_replicas(case.layout, 0, 0).replicas
+    placed = case.sharding.without_mirrors(case.layout)
     assert refines(replicas, placed)
     primary = {
         (replica_set.layer, page): replica_set.primary

@@ -503,7 +503,7 @@ def test_nothing_is_left_behind() -> None:
     now = [*model.parameters(), *model.buffers()]
     assert all(torch.equal(one, other) for one, other in zip(now, before, strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert not made.programs.forwarded and not made.programs.memory.pop_rows() and 0 not in made.programs.memory
+    assert not made.programs.forwarded and not made.programs.memory.pop_rows() and 0 not in made.programs.memory.known
 
 
 def test_a_refusal_leaves_the_programs_without_layers() -> None:

@@ -34,8 +34,14 @@ from elaswave_spmd.worker.sum_exchange import (
     _elements,
     sums_of_hosts,
 )
-from tests.unit.runtime.runtime_cases import HOST, placed, small_layout
+from tests.unit.runtime import runtime_cases
+from tests.unit.runtime.runtime_cases import HOST, small_layout
 from tests.unit.worker.test_gradient_reduction import Cluster, drawn_leaves, placements, wanted_entry
+
+
+def placed(*args: Any) -> Placement:
+    """A placement of a run whose stages exchange by groups: each layer is cut by itself."""
+    return replace(runtime_cases.placed(*args), deals_by_host=True)
 
 
 def norms_of(layout: ModelLayout, pages: ReplicaSet, gradient: Tensor) -> list[float]:
