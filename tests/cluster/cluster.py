@@ -130,6 +130,7 @@ class SimulatedCluster:
         relays: all machines but the first have agents, which send on the heartbeats of their workers.
         loses: (message by name, number): of the messages of this kind that workers send the n-th is lost, and nobody
             notices.
+        joined: pages for each worker of a stage below which a new mesh cuts layers together; 0: none are.
     """
 
     collectives = LINKS
@@ -159,10 +160,12 @@ class SimulatedCluster:
         breaks: Sequence[LinkBreak] = (),
         relays: bool = False,
         loses: tuple[str, int] | None = None,
+        joined: int = 0,
     ) -> None:
         self.link_breaks = LinkBreaks(breaks, seed)
         self._relays, self._seed = relays, seed
         self._loses, self._num_sent = loses, 0
+        self._joined = joined
         self._gathered: dict[tuple[str, ...], dict[int, m.Heartbeat]] = {}  # by machine: what its agent has not sent on
         self._deaths, self._adopts = list(deaths), bool(deaths)
         self._acts: int | None = None  # of the controller, since its first mesh; None: before it
@@ -990,7 +993,8 @@ class SimulatedCluster:
         layout, old = self._description.layout, self._healthy
         placement = place(mesh, layout, old.shardings, old.num_microbatches)
         sharding = placement.state_sharding(self._policy.mirror_count, self._policy.mirror_scatter)
-        placement = dataclasses.replace(placement, replicas=place_replicas(layout, sharding))
+        replicas = place_replicas(layout, sharding, least_joined=self._joined)
+        placement = dataclasses.replace(placement, replicas=replicas)
         self._orders = dataclasses.replace(self._orders, incarnation=self._orders.incarnation + 1)
         self._start_controller(placement, checkpoint)
 

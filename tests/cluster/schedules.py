@@ -84,6 +84,7 @@ class Schedule:
         breaks: links between living workers that are lost.
         relayed: agents of all hosts but the first send on the heartbeats of their workers.
         loses: a message that is lost, as in SimulatedCluster.
+        joined: pages for each worker of a stage below which layers are cut together; 0: none are.
     """
 
     seed: int
@@ -110,6 +111,7 @@ class Schedule:
     neighbours: bool = False
     relayed: bool = False
     loses: tuple[str, int] | None = None
+    joined: int = 0
 
     @classmethod
     def draw(
@@ -133,6 +135,7 @@ class Schedule:
         flips: bool = False,
         relayed: bool = False,
         losing: bool = False,
+        joined: bool = False,
     ) -> Schedule:
         """The schedule of a seed. In some, links between living workers are lost, drawn from a stream of their own.
 
@@ -154,6 +157,7 @@ class Schedule:
             flips: the same, and replicas are compared while bits of workers' state flip.
             relayed: the same on several hosts, whose agents send on heartbeats, now and then late.
             losing: the same, and one message is lost that nobody misses but who waits for it.
+            joined: the same, and pages are where the product puts them, with small layers cut together.
         """
         r = random.Random(seed)
         run = TinyRun(
@@ -216,6 +220,8 @@ class Schedule:
             drawn = replace(drawn, breaks=breaks)
         if losing:
             drawn = replace(drawn, loses=_drawn_loss(random.Random(f"losing {seed}")))
+        if joined:
+            drawn = replace(drawn, planned=True, joined=random.Random(f"joined {seed}").choice((2, 4, 8, 100)))
         if votes or peers:
             drawn = replace(drawn, widest=random.Random(f"votes {seed}").choice((2, 2, 3)))
         if not checkpoints:
@@ -319,7 +325,8 @@ class Schedule:
         draw = random.Random(f"placement {self.seed}")
         if not self.planned:
             found = replace(found, **_drawn_work(draw, found, len(layout.layers)))
-        replicas = place_replicas(layout, found.state_sharding(self.mirror_count, self.scatter))
+        sharding = found.state_sharding(self.mirror_count, self.scatter)
+        replicas = place_replicas(layout, sharding, least_joined=self.joined)
         if not self.planned and shardings.optim.axes:
             replicas = _drawn_replicas(draw, replicas, mesh.members, self.mirror_count)
         return replace(found, replicas=replicas)
@@ -421,6 +428,7 @@ def cluster_of(
     options |= {"breaks": schedule.breaks} if schedule.breaks else {}
     options |= {"relays": True} if schedule.relayed else {}
     options |= {"loses": schedule.loses} if schedule.loses else {}
+    options |= {"joined": schedule.joined} if schedule.joined else {}
     return cluster(
         replace(run.job(), verify_rate=schedule.verify_rate, verify_every=schedule.verify_every),
         schedule.placement,
@@ -687,6 +695,7 @@ _KINDS = (
     "flips",
     "relayed",
     "losing",
+    "joined",
 )
 
 
@@ -713,6 +722,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--flips", action="store_true", help="bits of workers' state flip, and replicas are compared")
     parser.add_argument("--relayed", action="store_true", help="agents of several hosts send on heartbeats")
     parser.add_argument("--losing", action="store_true", help="one message is lost, and nobody notices")
+    parser.add_argument("--joined", action="store_true", help="small layers are cut over the workers together")
     parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and print everything")
     options = parser.parse_args(arguments)
     kind = {name: getattr(options, name) for name in _KINDS}

@@ -124,6 +124,19 @@ def test_some_parameters_are_frozen(moving: bool, grouped: bool, checkpoints: bo
 
 
 @pytest.mark.parametrize(
+    ("moving", "checkpoints", "frozen", "miscompute"),
+    [(False, False, False, False), (True, False, True, False), (False, True, False, False), (True, False, False, True)],
+)
+def test_small_layers_are_cut_together(moving: bool, checkpoints: bool, frozen: bool, miscompute: bool) -> None:
+    """A layer may lie on fewer workers than its stage has, whole on one; later meshes cut it over all of them."""
+    tally = run_many(
+        range(CHUNK), joined=True, moving=moving, checkpoints=checkpoints, frozen=frozen, miscompute=miscompute
+    )
+    assert tally.failures == {}
+    assert tally.injected > CHUNK and tally.ends["bits"] > CHUNK // 2
+
+
+@pytest.mark.parametrize(
     ("moving", "grouped", "checkpoints", "frozen", "miscompute"),
     [
         (False, False, False, False, False),
