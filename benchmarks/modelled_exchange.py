@@ -74,7 +74,7 @@ def placement_of(layout: ModelLayout, zero: int, lost: Sequence[int] = ()) -> Pl
     order = whole.microbatch_order
     counts = assign_microbatches(size * MICROBATCHES, [np.ones(len(members))], microbatch_order=order).counts
     mesh = whole.mesh.with_stages((members,), epoch=1) if lost else whole.mesh
-    placement = replace(whole, mesh=mesh, microbatch_counts=counts, deals_by_host=True)
+    placement = replace(whole, mesh=mesh, microbatch_counts=counts, by_groups=True)
     return replace(placement, replicas=place_replicas(layout, placement.state_sharding(mirror_count=1)))
 
 

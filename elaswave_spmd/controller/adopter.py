@@ -299,8 +299,8 @@ class Adopter:
     def _with_domains(self, placement: Placement) -> Placement:
         """The placement with the machine of each worker, which only controllers know, where there are several.
 
-        Machines that are missing count as one. No worker deals micro-batches by host then (`Placement.deals_by_host`):
-        the settings refuse process groups where controllers come back.
+        Machines that are missing count as one. No micro-batches are dealt by host then (`Placement.by_groups`): the
+        settings refuse process groups where controllers come back.
         """
         if not self._adoption.has_agents:
             return placement

@@ -52,7 +52,7 @@ def sibling_in(parent: Node, half: Node) -> Node:
     return (middle, parent[1]) if half[0] == parent[0] else (parent[0], middle)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Merge:
     """Add the two halves of `into`. IEEE addition is commutative, so the sum may be stored in either buffer."""
 
@@ -61,7 +61,7 @@ class Merge:
     into: Node
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class WayUp:
     """What happens to a node on its way to the root.
 
@@ -77,12 +77,12 @@ class WayUp:
 @lru_cache(maxsize=_NODES_KEPT)
 def way_up(node: Node, num_microbatches: int) -> WayUp:
     """The way of a node to the root. A worker asks for it for each layer of each micro-batch, step after step."""
-    nodes, halves = path(node, num_microbatches), []
-    for parent in nodes[-2::-1]:
-        other = sibling_in(parent, node)
-        halves.append((other, Merge(min(node, other), max(node, other), parent)))
-        node = parent
-    return WayUp(tuple(nodes), tuple(halves))
+    if len(above := path(node, num_microbatches)) == 1:
+        return WayUp((node,), ())
+    parent = above[-2]
+    other, rest = sibling_in(parent, node), way_up(parent, num_microbatches)
+    merge = Merge(min(node, other), max(node, other), parent)
+    return WayUp((node, *rest.nodes), ((other, merge), *rest.halves))
 
 
 def sibling(node: Node, num_microbatches: int) -> Node | None:

@@ -43,8 +43,9 @@ class Placement:
             add up to num_microbatches.
         shardings: which of parameters, gradients and optimizer state are sharded over dp.
         replicas: the replicas of all pages; None: those of a new mesh.
-        deals_by_host: in time-major order micro-batches are dealt to hosts in blocks that are nodes of the reduction
-            tree, for workers that add up the gradients of their host (`runtime.collectives=group`).
+        by_groups: stages exchange through process groups (`runtime.collectives=group`). In time-major order
+            micro-batches are dealt to hosts in blocks that are nodes of the reduction tree, for workers that add up the
+            gradients of their host; and each layer's pages are cut over the workers by themselves, however few.
     """
 
     mesh: Mesh
@@ -53,7 +54,7 @@ class Placement:
     microbatch_counts: tuple[tuple[int, ...], ...]
     shardings: Shardings
     replicas: ReplicaMap | None = field(default=None, hash=False, compare=True)
-    deals_by_host: bool = False
+    by_groups: bool = False
 
     def __post_init__(self) -> None:
         cuts, stages = self.layer_cuts, self.mesh.stages
@@ -90,7 +91,7 @@ class Placement:
 
     def _hosts_of(self, stage: int) -> ByHost:
         """The positions of a stage's workers by host, if micro-batches are dealt by host; else ()."""
-        if not self.deals_by_host or self.microbatch_order == CONTIGUOUS:
+        if not self.by_groups or self.microbatch_order == CONTIGUOUS:
             return ()
         members = self.mesh.stages[stage]
         positions, hosts = {rank: at for at, rank in enumerate(members)}, self.mesh.topology.by_host(members)
@@ -124,7 +125,7 @@ class Placement:
             stages: the stages that are wanted; None: all.
         """
         if self.replicas is None:
-            return self.state_sharding().without_mirrors(layout, stages, least_pages=self._least_joined(layout))
+            return self.state_sharding().without_mirrors(layout, stages, least_joined=self._least_joined(layout))
         wanted = range(self.num_stages) if stages is None else stages
         return {layer: self.replicas[layer] for stage in wanted for layer in self.layers_of_stage(stage)}
 
@@ -137,11 +138,10 @@ class Placement:
     def _least_joined(self, layout: ModelLayout) -> int:
         """The pages for each worker of a stage below which layers are cut together with their neighbours; 0: none are.
 
-        They are for the sake of messages; but not where a group of the device's library brings what links do else.
-        There nothing is sent range by range, and the parameters of a layer are gathered in shares of one size, that of
-        the largest.
+        That saves messages. Through a process group nothing is sent range by range, and the parameters of a layer are
+        gathered in shares of one size, that of the largest; so nothing is joined there.
         """
-        return 0 if self.deals_by_host else least_pages(layout)  # by host: what is said of runtime.collectives=group
+        return 0 if self.by_groups else least_pages(layout)
 
     def state_sharding(self, mirror_count: int = 0, scatter: int = 0) -> StateSharding:
         """The mesh and specs of the optimizer state, with this many mirrors of each page."""

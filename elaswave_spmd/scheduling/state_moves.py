@@ -101,7 +101,7 @@ class StateMoves:
         before: the mesh and specs before the event.
         layout: the pages of the model.
         costs: the bytes of each layer's state, and the links.
-        replicas: the replicas before the event; None: those of a new mesh.
+        replicas: the replicas before the event; None: those of a new mesh that cuts each layer by itself.
     """
 
     before: StateSharding

@@ -53,7 +53,7 @@ def place_replicas(
     """
     choice, placed = MirrorChoice(sharding), list[list[ReplicaSet]]()
     for stage in range(len(sharding.stages)):
-        ranges = sharding.primary_ranges(layout, stage, least_pages=least_joined)
+        ranges = sharding.primary_ranges(layout, stage, least_joined=least_joined)
         placed.append(list(_in_pieces(ranges, _replica_sets(sharding, stage, choice), least_pages)))
     if any(len(members) <= choice.count for members in sharding.stages):
         for of_stage in placed:

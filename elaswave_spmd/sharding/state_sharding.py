@@ -57,12 +57,12 @@ class StateSharding:
         return range(self.layer_cuts[stage], self.layer_cuts[stage + 1])
 
     def primary_ranges(
-        self, layout: ModelLayout, stage: int, only: Collection[int] | None = None, *, least_pages: int = 0
+        self, layout: ModelLayout, stage: int, only: Collection[int] | None = None, *, least_joined: int = 0
     ) -> Iterator[tuple[PageRange, int]]:
         """The page ranges of a new mesh's stage with their primaries, in page order.
 
         Every layer is cut over all workers of the stage, so that moving a layer between stages of n workers is n
-        disjoint transfers (docs/design.md, "Pages are assigned in ranges"). With `least_pages`, layers that are too
+        disjoint transfers (docs/design.md, "Pages are assigned in ranges"). With `least_joined`, layers that are too
         small for that are cut together with their neighbours, as if they were one. The parts that are one page longer
         go on from layer to layer where the layer before left off, so that the stage's pages are even within one page. A
         range lies in one block; the loss page goes to the stage's last worker. The frozen pages of a layer are cut by
@@ -70,14 +70,14 @@ class StateSharding:
 
         Args:
             only: the workers whose page ranges are wanted; None: all.
-            least_pages: of a worker's part of the layers that are cut together; 0: each layer is cut by itself.
+            least_joined: of a worker's part of the layers that are cut together; 0: each layer is cut by itself.
         """
         members, layers = self.stages[stage], [layout.layers[layer] for layer in self.layers_of_stage(stage)]
         places = [i for i, rank in enumerate(members) if only is None or rank in only]
         # The next layer's longer parts begin where this layer's ended: over the stage, pages are even within one.
         # Those of the frozen pages begin where the trained pages of all layers ended.
         turn, frozen_turn = 0, sum(of_layer.num_trained_pages for of_layer in layers) % len(members)
-        for group in _groups(layers, least_pages * len(members)):
+        for group in _groups(layers, least_joined * len(members)):
             num_trained = sum(of_layer.num_trained_pages for of_layer in group)
             num_frozen = sum(of_layer.num_state_pages for of_layer in group) - num_trained
             tiles = _tiles(num_trained, len(members), turn)[:, places]
@@ -94,19 +94,19 @@ class StateSharding:
             turn, frozen_turn = (turn + num_trained) % len(members), (frozen_turn + num_frozen) % len(members)
 
     def without_mirrors(
-        self, layout: ModelLayout, stages: Iterable[int] | None = None, *, least_pages: int = 0
+        self, layout: ModelLayout, stages: Iterable[int] | None = None, *, least_joined: int = 0
     ) -> ReplicaMap:
         """The replicas of a new mesh that the spec alone asks for.
 
         Args:
             stages: the stages whose layers are wanted; None: all.
-            least_pages: as for `primary_ranges`.
+            least_joined: as for `primary_ranges`.
         """
         found: dict[int, list[ReplicaSet]] = {}
         for stage in range(len(self.stages)) if stages is None else stages:
             everybody = frozenset(self.stages[stage])
             found |= {layer: [] for layer in self.layers_of_stage(stage)}
-            for (layer, first, stop), primary in self.primary_ranges(layout, stage, least_pages=least_pages):
+            for (layer, first, stop), primary in self.primary_ranges(layout, stage, least_joined=least_joined):
                 replicas = everybody if self.is_replicated else frozenset((primary,))
                 found[layer].append(ReplicaSet(layer, first, stop, primary, replicas))
         return {layer: LayerReplicas(of_layer) for layer, of_layer in found.items()}
@@ -117,13 +117,13 @@ class StateSharding:
         return f"{self.mesh}; layers {layers}; state {self.spec}, {mirrors}"
 
 
-def _groups(layers: Sequence[LayerLayout], least_pages: int) -> Iterator[Sequence[LayerLayout]]:
+def _groups(layers: Sequence[LayerLayout], least_joined: int) -> Iterator[Sequence[LayerLayout]]:
     """Neighbouring layers in groups of so many pages at least; the last one has what is left besides."""
     begin, left = 0, sum(of_layer.num_state_pages for of_layer in layers)
     num_pages = 0
     for end, of_layer in enumerate(layers, 1):
         num_pages, left = num_pages + of_layer.num_state_pages, left - of_layer.num_state_pages
-        if end == len(layers) or (num_pages >= least_pages and left >= least_pages):
+        if end == len(layers) or (num_pages >= least_joined and left >= least_joined):
             yield layers[begin:end]
             begin, num_pages = end, 0
 

@@ -168,7 +168,7 @@ def plan_run(
     placement = place(
         Mesh.initial(settings.mesh.shape, topology), layout, shardings, job.num_microbatches, layer_costs=layer_costs
     )
-    placement = replace(placement, deals_by_host=settings.runtime.collectives == GROUP)
+    placement = replace(placement, by_groups=settings.runtime.collectives == GROUP)
     if settings.elastic.enabled and settings.mirror.count:
         placement = placement.with_new_replicas(layout, settings.mirror.count, settings.mirror.scatter)
     if settings.runtime.device == EMULATED:

@@ -71,7 +71,7 @@ class LayerMemory:
 
     def __init__(self) -> None:
         self.known: set[int] = set()
-        """The layers that have been measured."""
+        """The layers that have been measured; read-only for others."""
         self._new: list[MemoryRow] = []
 
     def note(self, layer: int, kept: int, output: int) -> None:

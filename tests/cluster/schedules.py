@@ -321,7 +321,7 @@ class Schedule:
             number = len(mesh.members)
             host = {r: r * self.hosts // number if self.neighbours else r % self.hosts for r in mesh.members}
             mesh = replace(mesh, topology=Topology.of({r: (f"host{of}",) for r, of in host.items()}))
-        found = replace(place(mesh, layout, shardings, self.run.microbatches), deals_by_host=self.grouped)
+        found = replace(place(mesh, layout, shardings, self.run.microbatches), by_groups=self.grouped)
         draw = random.Random(f"placement {self.seed}")
         if not self.planned:
             found = replace(found, **_drawn_work(draw, found, len(layout.layers)))
@@ -633,35 +633,9 @@ class Tally:
         return [cell for cell in cells if happens(cell[0], cell[1]) and not self.lost_at[cell]]
 
 
-def run_many(
-    seeds: Iterable[int],
-    jobs: int = 1,
-    *,
-    moving: bool = False,
-    grouped: bool = False,
-    checkpoints: bool = False,
-    silent: bool = False,
-    starting: bool = False,
-    frozen: bool = False,
-    miscompute: bool = False,
-    late: bool = False,
-    votes: bool = False,
-    peers: bool = False,
-    controllers: bool = False,
-    paired: bool = False,
-    links: bool = False,
-    spread: bool = False,
-    flips: bool = False,
-    relayed: bool = False,
-    losing: bool = False,
-) -> Tally:
-    """Runs the schedules of these seeds, in so many processes. Other arguments: see `Schedule.draw`."""
+def run_many(seeds: Iterable[int], jobs: int = 1, **kinds: bool) -> Tally:
+    """Runs the schedules of these seeds, in so many processes. `kinds`: arguments of `Schedule.draw`."""
     tally = Tally()
-    kinds = {"moving": moving, "grouped": grouped, "checkpoints": checkpoints, "silent": silent, "starting": starting}
-    kinds |= {"frozen": frozen}
-    kinds |= {"miscompute": miscompute, "late": late, "votes": votes, "peers": peers, "controllers": controllers}
-    kinds |= {"paired": paired, "links": links, "spread": spread, "flips": flips, "relayed": relayed}
-    kinds |= {"losing": losing}
     run_seed = partial(_run_seed, kinds)
     if jobs == 1:
         for seed in seeds:

@@ -162,7 +162,7 @@ def mirrored_placement(run: Run, mesh: str, zero: int, mirror_count: int = 1, ho
         members = placement.mesh.members
         domains = {rank: (f"host{rank * hosts // len(members)}",) for rank in members}
         spread = replace(placement.mesh, topology=Topology.of(domains))
-        placement = replace(placement, mesh=spread, deals_by_host=True)
+        placement = replace(placement, mesh=spread, by_groups=True)
     replicas = place_replicas(description_of(run).layout, placement.state_sharding(mirror_count))
     return replace(placement, replicas=replicas)
 

@@ -63,7 +63,7 @@ class HostDevice:
     def add_up(self, terms: Terms) -> Tensor:
         return add_in_turn(terms)
 
-    mark = staticmethod(perf_counter)
+    mark = staticmethod(perf_counter)  # no method: it is called before and after each program of a layer
 
     def times(self, marks: Sequence[float]) -> list[float]:
         return list(marks)

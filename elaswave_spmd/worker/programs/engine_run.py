@@ -17,19 +17,21 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None) 
     can be wrong here: dtype, device and, by the assertion, shape. It is torch's own entry to the engine, though no
     public one; tests/unit/worker/test_engine_run.py compares it with the public one.
 
+    On the CPU the engine is entered without torch's copy of the context, which is for the threads of other devices, and
+    without its logging of graphs: there nodes run in the thread that calls.
+
     Args:
         outputs: of a layer, each with a graph.
         gradients: of these, in their shapes and dtypes; None: of one scalar, the loss.
     """
-    if gradients is None:
-        (loss,) = outputs
-        gradients = (torch.ones_like(loss),)
-    for one, given in zip(outputs, gradients, strict=True):
+    on_cpu = True
+    for one in outputs:
         if type(one) is not Tensor:  # a class of its own may have its own way
             torch.autograd.backward(outputs, gradients)
             return
-        assert one.shape == given.shape, (one.shape, given.shape)
-    # On the CPU the engine runs in this thread, so it needs none of the context that torch's own way to it copies.
-    on_cpu = outputs[0].is_cpu
+        on_cpu = on_cpu and one.is_cpu
+    given = (torch.ones_like(outputs[0]),) if gradients is None else tuple(gradients)
+    for one, gradient in zip(outputs, given, strict=True):
+        assert one.shape == gradient.shape, (one.shape, gradient.shape)
     run = Variable._execution_engine.run_backward if on_cpu else torch.autograd.graph._engine_run_backward  # pyright: ignore[reportPrivateUsage]
-    run(tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    run(tuple(outputs), given, False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.sharding import Shardings, replica_placement
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import ReplicaMap, all_replica_sets
 from tests.unit.sharding.test_replica_rebalance import Case, cases, check, layout_of
@@ -28,6 +31,25 @@ def test_mirrors_in_larger_pieces(case: Case, least_pages: int, joins: bool):
     assert all(
         replica_set.num_pages >= least_pages or replica_set.key in whole for replica_set in all_replica_sets(coarse)
     )
+
+
+@given(cases(), st.integers(1, 6), st.booleans())
+@settings(deadline=None, max_examples=150)
+def test_a_placement_without_replicas_has_those_of_a_new_mesh_stage_by_stage(
+    case: Case, least_pages: int, by_groups: bool
+):
+    """Nobody sends them: the controller makes all of them, and a worker those of its stage."""
+    counts = tuple((1,) + (0,) * (len(members) - 1) for members in case.stages)
+    zero = Shardings().with_zero(0 if case.replicated else 2)
+    placement = Placement(case.sharding.mesh, 1, case.cuts, counts, zero, by_groups=by_groups)
+    with mock.patch.object(replica_placement, "_PIECE_ELEMENTS", 64 * least_pages):
+        whole = placement.replica_map(case.layout)
+        assert whole == placement.with_new_replicas(case.layout, 0, 0).replicas
+        for stage in range(placement.num_stages):
+            mine = placement.layers_of_stage(stage)
+            assert placement.replica_map(case.layout, {stage}) == {layer: whole[layer] for layer in mine}
+    if by_groups:
+        assert whole == case.sharding.without_mirrors(case.layout), "each layer is cut by itself"
 
 
 def test_larger_pieces_are_spread_over_layers():

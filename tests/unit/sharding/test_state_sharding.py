@@ -32,19 +32,19 @@ def test_every_layer_is_cut_evenly_over_the_stage_and_so_is_the_stage(pages: lis
     assert sum(load) == sum(pages) and max(load) - min(load) <= 1
 
 
-def state_ranges(pages: list[int], workers: int, least_pages: int) -> list[tuple[int, int, int, int]]:
+def state_ranges(pages: list[int], workers: int, least_joined: int) -> list[tuple[int, int, int, int]]:
     """(layer, first page, end, primary) of a stage's state pages, in page order."""
     mesh, layout = Mesh.initial(MeshShape.of(dp=workers)), layout_of(pages)
     sharding = StateSharding(mesh, (0, len(pages)), P("dp"))
-    ranges = sharding.primary_ranges(layout, 0, least_pages=least_pages)
+    ranges = sharding.primary_ranges(layout, 0, least_joined=least_joined)
     return [(*key, primary) for key, primary in ranges if layout.layers[key[0]].block_of(key[1]).kind == "state"]
 
 
 @given(PAGES, st.integers(2, 9), st.integers(2, 12))
 def test_small_layers_are_cut_together_in_parts_that_are_large_enough(
-    pages: list[int], workers: int, least_pages: int
+    pages: list[int], workers: int, least_joined: int
 ) -> None:
-    ranges = state_ranges(pages, workers, least_pages)
+    ranges = state_ranges(pages, workers, least_joined)
     load, parts = [0] * workers, list[list[int]]()
     for _, first, stop, primary in ranges:
         load[primary] += stop - first
@@ -56,8 +56,8 @@ def test_small_layers_are_cut_together_in_parts_that_are_large_enough(
         (layer, page) for layer, count in enumerate(pages) for page in range(count)
     ]
     assert max(load) - min(load) <= 1
-    if sum(pages) >= least_pages * workers:
-        assert all(size >= least_pages for _, size in parts)
+    if sum(pages) >= least_joined * workers:
+        assert all(size >= least_joined for _, size in parts)
     else:
         assert len(parts) <= workers, "they are one group"
 

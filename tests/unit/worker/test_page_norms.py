@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_spmd.worker.page_norms import page_norm_values
+from elaswave_spmd.worker.page_norms import _folded, page_norm_values
 
 PAGES = st.sampled_from([64, 128, 192, 256, 320, 4096])
 
@@ -45,6 +45,14 @@ def test_the_order_of_additions_is_the_stated_one(page_size: int, length: int) -
     pages = x.tolist()
     wanted = [folded(pages[at : at + page_size]) for at in range(0, length, page_size)]
     assert page_norm_values(x, page_size) == wanted
+
+
+@given(pages=st.integers(1, 5), size=st.integers(1, 300), seed=st.integers(0, 2**32))
+def test_tensors_and_arrays_are_folded_alike(pages: int, size: int, seed: int) -> None:
+    """On an accelerator it is tensors that are folded."""
+    x = torch.randn(pages, size, generator=torch.Generator().manual_seed(seed)).square()
+    as_array = _folded(x.clone().numpy())
+    assert torch.equal(_folded(x.clone()), torch.from_numpy(as_array)) and as_array.shape == (pages, 1)
 
 
 def test_padding_adds_nothing_and_the_argument_is_not_changed() -> None:

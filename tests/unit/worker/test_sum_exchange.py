@@ -41,7 +41,7 @@ from tests.unit.worker.test_gradient_reduction import Cluster, drawn_leaves, pla
 
 def placed(*args: Any) -> Placement:
     """A placement of a run whose stages exchange by groups: each layer is cut by itself."""
-    return replace(runtime_cases.placed(*args), deals_by_host=True)
+    return replace(runtime_cases.placed(*args), by_groups=True)
 
 
 def norms_of(layout: ModelLayout, pages: ReplicaSet, gradient: Tensor) -> list[float]:
