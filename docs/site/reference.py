@@ -23,8 +23,8 @@ _SETTINGS = """\
 # Settings
 
 Every setting of a run: `name=value` on the command line of `train`, a line of the run's `config.yaml`. This page is
-made of their declarations in `elaswave_spmd/conf/schema.py`. `--help` has the same in a terminal; `--cfg job` prints
-the settings of a command line without running it.
+made of their declarations in `elaswave_spmd/conf/schema.py`. `train --help` has a line for each in a terminal;
+`--cfg job` prints the settings of a command line without running it.
 
 Values are written as in YAML. In a shell put what has brackets, braces, spaces or `*` into quotes:
 `'mesh.stages=[3,2]'`. A name or value that cannot be is refused before anything starts, with the rule and the fix, and
