@@ -34,7 +34,7 @@ from benchmarks.harness import Result, parser, say
 from elaswave_spmd.conf.schema import MeshSettings, ModelSettings, PageSettings, Settings, TrainSettings
 from elaswave_spmd.controller.actions import AgentOrder
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
-from elaswave_spmd.controller.events import Event, ManifestWritten, Received, Rejected, Tick, WorkerEnded
+from elaswave_spmd.controller.events import Event, ManifestWritten, OldRemoved, Received, Rejected, Tick, WorkerEnded
 from elaswave_spmd.controller.io import Spawned, heartbeats_in
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.planning import PlanRequest
@@ -196,7 +196,7 @@ class CountingIO:
     def find_shards(self) -> list[ShardInfo]:
         return []
 
-    def finish_writing(self) -> list[ManifestWritten]:
+    def finish_writing(self) -> list[ManifestWritten | OldRemoved]:
         return []
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd.controller.actions import Action, Record, WriteManifest
-from elaswave_spmd.controller.events import ManifestWritten
+from elaswave_spmd.controller.events import ManifestWritten, OldRemoved
 from elaswave_spmd.controller.resume import ResumePoint
 from elaswave_spmd.controller.run_fingerprint import identity_of
 from elaswave_spmd.errors import CheckpointError
@@ -21,6 +21,7 @@ from elaswave_spmd.recovery.messages import ShardWritten
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo
 from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint, sets_of_shards
+from elaswave_spmd.sharding.replicas import PageRange
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from elaswave_spmd.worker.state import MASTER
 
@@ -99,6 +100,15 @@ class _Pending:
     copy_ms: float = 0.0
     write_ms: float = 0.0
     is_queued: bool = False
+    ranges: set[PageRange] = field(default_factory=set)  # of all shards; they may overlap, and be of two mesh epochs
+    num_pages: int = 0  # of these, each range counted once
+
+    def add(self, shard: ShardInfo) -> None:
+        """One more shard is on the disk."""
+        self.shards[shard.name] = shard
+        new = {*shard.pages} - self.ranges
+        self.ranges |= new
+        self.num_pages += sum(stop - first for _, first, stop in new)
 
 
 class CheckpointCoordinator:
@@ -183,15 +193,17 @@ class CheckpointCoordinator:
                 return []
             return self._abandon(message.step, f"worker {message.rank}: {message.error.splitlines()[0]}")
         pending = self._pending.setdefault(message.step, _Pending(now))
-        pending.shards[message.name] = ShardInfo(
-            message.name,
-            self._spec.run,
-            message.step,
-            Ballot(self._spec.incarnation, message.epoch),
-            message.rank,
-            message.num_bytes,
-            message.sha256,
-            message.page_ranges,
+        pending.add(
+            ShardInfo(
+                message.name,
+                self._spec.run,
+                message.step,
+                Ballot(self._spec.incarnation, message.epoch),
+                message.rank,
+                message.num_bytes,
+                message.sha256,
+                message.page_ranges,
+            )
         )
         pending.copy_ms = max(pending.copy_ms, message.copy_ms)
         pending.write_ms = max(pending.write_ms, message.write_ms)
@@ -202,7 +214,7 @@ class CheckpointCoordinator:
         steps: set[int] = set()
         for shard in shards:
             if shard.step > self._newest and shard.step not in self._failed:
-                self._pending.setdefault(shard.step, _Pending(now)).shards[shard.name] = shard
+                self._pending.setdefault(shard.step, _Pending(now)).add(shard)
                 steps.add(shard.step)
         return [action for step in sorted(steps) for action in self._complete_if_whole(step, self._pending[step])]
 
@@ -221,9 +233,9 @@ class CheckpointCoordinator:
     def written(self, event: ManifestWritten, now: float) -> list[Action]:
         """A manifest is on the disk, or could not be written."""
         step = event.manifest.step
+        pending = self._pending.pop(step)
         if event.error:
             return self._abandon(step, event.error.splitlines()[0])
-        pending = self._pending.pop(step)
         self._newest = max(self._newest, step)
         actions: list[Action] = []
         for old in [s for s in self._pending if s < step]:
@@ -240,12 +252,16 @@ class CheckpointCoordinator:
             f"{pending.copy_ms:.1f} ms, on the disk {now - pending.since:.2f} s after the first shard",
         }
         actions.append(Record("checkpoint", fields))
-        if event.not_removed and event.not_removed != self._not_removed:  # the same one stays in the way of each
-            message = f"an older checkpoint could not be removed: {event.not_removed.splitlines()[0]}"
-            actions.append(Record("checkpoint_kept", {"step": step, "message": message}))
-        self._not_removed = event.not_removed
         self._forget_before(step)
         return actions
+
+    def removed(self, event: OldRemoved) -> list[Action]:
+        """Older checkpoints were removed, or one could not be."""
+        before, self._not_removed = self._not_removed, event.why_not
+        if not event.why_not or event.why_not == before:  # the same one stays in the way of each
+            return []
+        message = f"an older checkpoint could not be removed: {event.why_not.splitlines()[0]}"
+        return [Record("checkpoint_kept", {"step": event.step, "message": message})]
 
     def _forget_before(self, step: int) -> None:
         """Drop what is known of steps that are older than the newest checkpoint: nothing is expected of them any more.
@@ -258,10 +274,7 @@ class CheckpointCoordinator:
 
     def _complete_if_whole(self, step: int, pending: _Pending) -> list[Action]:
         """Complete a checkpoint if all of its pages are there, and are not in doubt."""
-        # Shards may overlap, and be of two mesh epochs: complete is when their ranges, each counted once, are all
-        # pages.
-        pages = {page_range for shard in pending.shards.values() for page_range in shard.pages}
-        if pending.is_queued or sum(stop - first for _, first, stop in pages) < self._spec.num_pages:
+        if pending.is_queued or pending.num_pages < self._spec.num_pages:
             return []
         if self._compares and step > self._agreed:
             return []
@@ -293,6 +306,9 @@ class CheckpointCoordinator:
         )
 
     def _abandon(self, step: int, why: str) -> list[Action]:
+        """No checkpoint of a step is to be expected, unless its manifest is being written: it was whole by then."""
+        if step in self._pending and self._pending[step].is_queued:
+            return []
         self._failed[step] = why
         if self._pending.pop(step, None) is None and step <= self._newest:
             return []

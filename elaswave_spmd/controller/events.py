@@ -61,15 +61,23 @@ class LinkEnded:
 
 @dataclass(frozen=True, slots=True)
 class ManifestWritten:
-    """The manifest of a checkpoint is on the disk, or (`error`) could not be written.
-
-    Args:
-        not_removed: why an older checkpoint, which is not to be kept any more, is still there; "" if none is.
-    """
+    """The manifest of a checkpoint is on the disk, or (`error`) could not be written."""
 
     manifest: Manifest
     error: str = ""
-    not_removed: str = ""
+
+
+@dataclass(frozen=True)
+class OldRemoved:
+    """Older checkpoints, which are not to be kept any more, were removed after one was complete.
+
+    Args:
+        step: of the new one.
+        why_not: the reason for which one of them is still there; "" if none is.
+    """
+
+    step: int
+    why_not: str = ""
 
 
 class SavedState(Protocol):
@@ -128,6 +136,7 @@ Event: TypeAlias = (
     | LinkEnded
     | Request
     | ManifestWritten
+    | OldRemoved
     | CheckpointFound
     | ExitsReported
     | Planned

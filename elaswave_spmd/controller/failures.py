@@ -626,7 +626,7 @@ class FailureHandler:
             case Unrecoverable() if self._cause is not None:
                 self._ending = _AwaitExits(self._cause)
                 return [ReportExits()]
-            case Unrecoverable() if self._crashes and newest >= self._protocol.version:  # older ones were survived
+            case Unrecoverable() if self._crashes and not self._has_survived(newest):
                 return [End(RunStopped(WorkerError(*self._crashes[newest])))]
             case SaveEnded(save, why_not):
                 where = checkpoint_path(self._run_dir, save.version)
@@ -636,6 +636,15 @@ class FailureHandler:
             case end:
                 self._ending = _AwaitCheckpoint(end)
                 return [FindCheckpoint()]
+
+    def _has_survived(self, step: int) -> bool:
+        """True if a crash in a step has nothing to do with what happens now: others have committed the step since.
+
+        An exception in the validation of the newest step counts as one of that step.
+        """
+        protocol = self._protocol
+        is_under_way = protocol.is_validating or not protocol.started
+        return step < protocol.version or (step == protocol.version and not is_under_way)
 
     def _end_with_checkpoint(self, end: Unrecoverable, checkpoint: SavedState | None) -> list[Action]:
         if restart := self._restart(end, checkpoint):

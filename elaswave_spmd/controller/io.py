@@ -40,6 +40,7 @@ from elaswave_spmd.controller.events import (
     ExitsReported,
     LinkEnded,
     ManifestWritten,
+    OldRemoved,
     Received,
     Rejected,
     SavedState,
@@ -211,7 +212,7 @@ class ControllerIO(Protocol):
         """All that died with the controller before is made good."""
         ...
 
-    def finish_writing(self) -> list[ManifestWritten]:
+    def finish_writing(self) -> list[ManifestWritten | OldRemoved]:
         """Wait until all manifests are written. Returns what has not been an event yet."""
         ...
 
@@ -453,7 +454,7 @@ class ProcessIO:
     def settle(self) -> None:
         self._launcher.settle()
 
-    def finish_writing(self) -> list[ManifestWritten]:
+    def finish_writing(self) -> list[ManifestWritten | OldRemoved]:
         return self._writer.finish()
 
     def close(self) -> None:
@@ -667,7 +668,7 @@ class _ManifestWriter:
         self._mailbox = mailbox
         self._incarnation = spec.incarnation
         self._manifests: queue.SimpleQueue[tuple[Manifest, int | None, Sequence[int]] | None] = queue.SimpleQueue()
-        self._results: deque[ManifestWritten] = deque()
+        self._results: deque[ManifestWritten | OldRemoved] = deque()
         self._thread: threading.Thread | None = None
         self._journal = Journal(run_dir)
         if adoption is not None:  # the number of this line is that of no mesh epoch
@@ -692,10 +693,10 @@ class _ManifestWriter:
             self._thread.start()
         self._manifests.put((manifest, trusted, best))
 
-    def next_result(self) -> ManifestWritten | None:
+    def next_result(self) -> ManifestWritten | OldRemoved | None:
         return self._results.popleft() if self._results else None
 
-    def finish(self) -> list[ManifestWritten]:
+    def finish(self) -> list[ManifestWritten | OldRemoved]:
         if self._thread is not None:
             self._manifests.put(None)
             self._thread.join()
@@ -710,7 +711,7 @@ class _ManifestWriter:
         """The thread: one manifest after another, and the removal of old checkpoints after each."""
         while (due := self._manifests.get()) is not None:
             manifest, trusted, best = due
-            error = not_removed = ""
+            error = why_not = ""
             try:
                 # The lines and validations up to this step are part of what a resumed run begins with.
                 _flush(self._run_dir / METRICS)
@@ -718,14 +719,19 @@ class _ManifestWriter:
                 write_manifest(checkpoint_path(self._run_dir, manifest.step), manifest)
             except (RunError, UserError, OSError) as caught:
                 error = str(caught)
-            else:
-                # The new checkpoint is complete, whatever becomes of old ones.
-                try:
-                    prune(self._run_dir, self._settings.keep, trusted, best, self._settings.keep_best)
-                except (RunError, UserError, OSError) as caught:
-                    not_removed = str(caught)
-            self._results.append(ManifestWritten(manifest, error, not_removed))
-            self._mailbox.interrupt("a manifest is written")
+            self._tell(ManifestWritten(manifest, error))
+            if error:
+                continue
+            # The new checkpoint is complete, whatever becomes of old ones. Those that stay are read as a whole first.
+            try:
+                prune(self._run_dir, self._settings.keep, trusted, best, self._settings.keep_best)
+            except (RunError, UserError, OSError) as caught:
+                why_not = str(caught)
+            self._tell(OldRemoved(manifest.step, why_not))
+
+    def _tell(self, result: ManifestWritten | OldRemoved) -> None:
+        self._results.append(result)
+        self._mailbox.interrupt("a manifest is written, or old checkpoints are removed")
 
 
 def _flush(path: Path) -> None:

@@ -61,6 +61,7 @@ from elaswave_spmd.controller.events import (
     LinkEnded,
     ManifestWritten,
     MoveRequested,
+    OldRemoved,
     Received,
     Rejected,
     StopRequested,
@@ -304,8 +305,8 @@ class Controller:
                 actions += self._acknowledge()
             return actions
         # Manifests first: a run that is ending may be waiting for its last one.
-        if isinstance(event, ManifestWritten):
-            return [*self._checkpoints.written(event, now), *self._stopping.check(now), *self._end_if_saved(now)]
+        if isinstance(event, ManifestWritten | OldRemoved):
+            return [*self._of_checkpoints(event, now), *self._stopping.check(now), *self._end_if_saved(now)]
         if isinstance(event, StopRequested):
             return self._stopping.requested(event)
         if self._failures.is_ending:
@@ -636,12 +637,18 @@ class Controller:
             self._io.kill(rank)
             self._io.disconnect(rank)
 
+    def _of_checkpoints(self, event: ManifestWritten | OldRemoved, now: float) -> list[Action]:
+        if isinstance(event, OldRemoved):
+            return self._checkpoints.removed(event)
+        return self._checkpoints.written(event, now)
+
     def _finish(self) -> None:
         """The end of a run that has trained to its last step: all workers may go, the result is written."""
         # The loop has ended, so what is written now is no event any more.
-        for written in self._io.finish_writing():
-            for action in self._checkpoints.written(written, self._io.now()):
-                self._log.action(action, self._io.now())
+        for result in self._io.finish_writing():
+            now = self._io.now()
+            for action in self._of_checkpoints(result, now):
+                self._log.action(action, now)
         if not self._log.has_all_weights:
             raise RunError("all workers have finished, but pages of the trained weights have not come")
         # First: if this controller dies over it, or its disk is full, workers have the state still, and save it or give

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 Node = tuple[int, int]
 
-_NODES_KEPT = 2048  # of which the way up is kept: of micro-batches and sums that a worker meets in every step
+_NODES_KEPT = 1 << 14  # of which the way up is kept: of micro-batches and sums that a worker meets in every step
 
 
 def split(node: Node) -> int:
@@ -160,7 +160,7 @@ class Reduction:
             return None
         superseded: tuple[Node, ...] = ()
         if node[1] - node[0] > 1:
-            superseded = tuple(sorted(n for n in held if node[0] <= n[0] and n[1] <= node[1]))
+            superseded = tuple(self._held_inside(node))
             held.difference_update(superseded)
         merges = []
         for other, merge in way.halves:
@@ -171,3 +171,15 @@ class Reduction:
             node = merge.into
         held.add(node)
         return Added(superseded, tuple(merges))
+
+    def _held_inside(self, node: Node) -> Iterator[Node]:
+        """The nodes that are held of those below one, left to right."""
+        if len(self.held) <= node[1] - node[0]:  # to look at all of these takes less time than to go down the tree
+            yield from sorted(n for n in self.held if node[0] <= n[0] and n[1] <= node[1])
+            return
+        middle = split(node)
+        for half in ((node[0], middle), (middle, node[1])):
+            if half in self.held:
+                yield half
+            elif half[1] - half[0] > 1:
+                yield from self._held_inside(half)

@@ -281,6 +281,10 @@ class GradientBuffer:
             found = self._pages[first, stop] = self.flat[start:end]
         return found
 
+    def forget_views(self) -> None:
+        """Drop the views that `pages` has made."""
+        self._pages.clear()
+
 
 class GradientPool:
     """Gradient buffers of one layer, reused from step to step.
@@ -318,6 +322,11 @@ class GradientPool:
         """Returns all buffers to the pool. Called when a step is decided: nobody can ask for its gradients any more."""
         self._free += self._in_use
         self._in_use = []
+
+    def forget_views(self) -> None:
+        """Page ranges are cut anew: views of the old ones are not wanted any more."""
+        for buffer in (*self._free, *self._in_use):
+            buffer.forget_views()
 
     @property
     def num_bytes(self) -> int:

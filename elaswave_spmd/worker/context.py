@@ -101,6 +101,7 @@ class WorkerHooks:
             goes on with. Wrong results are injected here; None: none are.
         layer_ran: (step, micro-batch, layer, kind, began, ended): a layer program has run, of a kind of
             `scheduling.pipeline`; times by time.perf_counter(), or of the device. None: nobody wants to know.
+        evaluated: a layer has run for a validation. Progress is counted here.
         step_measured: (step, times of layer programs, of weight gradients that were put off, memory of layers that are
             new): after every step.
         data_waited: (step, seconds): this worker's training thread has waited so long for the samples of a step; before
@@ -121,6 +122,7 @@ class WorkerHooks:
     on_point: OnFaultPoint = no_op
     wrong_result: Callable[[FaultPoint, int, Tensor], Tensor] | None = None
     layer_ran: Callable[[int, int, int, str, float, float], None] | None = None
+    evaluated: Callable[[], None] = _ignore
     step_measured: Callable[[int, tuple[Row, ...], tuple[WeightsRow, ...], tuple[MemoryRow, ...]], None] = _ignore
     data_waited: Callable[[int, float], None] = _ignore
     applied: Callable[[m.Applied, StateReplica], None] = _ignore

@@ -8,9 +8,11 @@ reduced gradient.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from operator import itemgetter
 from typing import Protocol
 
 from torch import Tensor
@@ -144,6 +146,8 @@ class GradientReducer:
             unsure: peers that may have missed what they were sent: they get all of it again.
         """
         self._layers = frozenset(layers)
+        for pool in self._pools.values():  # else each change of the mesh would leave some
+            pool.forget_views()
         old_routes, self._routes = self._routes, {}
         for layer in {*self._layers, *self._kept, *self._local} & replica_map.keys():
             self._routes[layer] = routes(self._layout, replica_map, layer)
@@ -159,7 +163,7 @@ class GradientReducer:
         # Sums that the group of the epoch before may not have brought. It was of other members, perhaps: to all.
         missing = self._exchanges.take_back()
         for layer, kept in self._kept.items():
-            before = {(route.first, route.stop): route.pages.primary for route in old_routes.get(layer, ())}
+            before = sorted((route.first, route.stop, route.pages.primary) for route in old_routes.get(layer, ()))
             for route in self._routes.get(layer, ()):
                 was = _primary_at(before, route.first, route.stop)
                 if was == self.rank:  # this worker was the primary: its own part went into its trees
@@ -546,9 +550,14 @@ def _by_use(layout: ModelLayout, ranges: Iterable[ReplicaSet]) -> dict[int, list
     return {use: sorted(starts, key=lambda start: start[0]) for use, starts in found.items()}
 
 
-def _primary_at(before: Mapping[tuple[int, int], int], first: int, stop: int) -> int | None:
-    """The primary of the older page range that pages [first, stop) were part of."""
-    return next((primary for (a, b), primary in before.items() if a <= first and stop <= b), None)
+def _primary_at(before: Sequence[tuple[int, int, int]], first: int, stop: int) -> int | None:
+    """The primary of the older page range that pages [first, stop) were part of; None if they were part of none.
+
+    Args:
+        before: (first, stop, primary) of all of them, ascending.
+    """
+    at = bisect_right(before, first, key=itemgetter(0)) - 1
+    return before[at][2] if at >= 0 and stop <= before[at][1] else None
 
 
 def uses_of(layout: ModelLayout, pages: ReplicaSet) -> tuple[int, ...]:

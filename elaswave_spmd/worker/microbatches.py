@@ -402,6 +402,9 @@ class MicrobatchRunner:
         Returns:
             In the last stage the micro-batch's loss, and what else is summed up, of the form `programs.scored`; in
             others its output.
+
+        Raises:
+            ConfigurationChanged: the mesh has changed meanwhile.
         """
         data = self._data.validation
         assert data is not None, "a run that validates has a validation split"
@@ -416,10 +419,14 @@ class MicrobatchRunner:
         for layer in self._layers:
             yield from self.until_at(layer, version)
             x = self.programs.evaluate(layer, x, keys.at(layer), batch)
+            # As in a step: who says nothing for the time of a whole share of a validation would be taken to hang.
+            self._hooks.evaluated()
+            self._waiting.handle_messages()
         if not self._is_last:
             peers = self._placement.mesh.stages[self._stage + 1]
             message = message_of(BoundaryKey(VALIDATION, version, microbatch, self._layers.stop), x)
             self._boundaries.send(peers[microbatch % len(peers)], message, x)
+        self._waiting.check_configuration()
         return x
 
     def _microbatch_batch(self, step: int, microbatch: int) -> Any:

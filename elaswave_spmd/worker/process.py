@@ -300,6 +300,7 @@ class WorkerProcess:
         hooks = WorkerHooks(
             on_point=self._on_point,
             wrong_result=self._wrong_result if self._settings.chaos.events else None,
+            evaluated=self._evaluated,
             step_measured=partial(self._send_costs, model.programs),
             data_waited=self._send_data_wait,
             applied=checkpoints.applied,
@@ -445,6 +446,11 @@ class WorkerProcess:
             self._trace.mark(f"step {step} applied")
         if self._faults is not None and self._executor is not None:
             self._faults.visit(point, step, self._executor.placement.mesh.members, self._executor.replica.state)
+
+    def _evaluated(self) -> None:
+        """A layer has run for a validation: count progress."""
+        self._progress.count += 1
+        self._progress.action = "validation"
 
     def _report_of(self, error: Exception) -> m.Failed | None:
         """The report of an exception after which this worker keeps its state; None: it can receive no order to save."""

@@ -33,6 +33,7 @@ from elaswave_spmd.controller.events import (
     Event,
     ExitsReported,
     ManifestWritten,
+    OldRemoved,
     Received,
     Rejected,
     StopRequested,
@@ -314,7 +315,7 @@ class SimulatedIO:
     def find_checkpoint(self, newest: int | None) -> None:
         self.events.append(CheckpointFound(self._cluster.checkpoints.newest_up_to(newest)))
 
-    def finish_writing(self) -> list[ManifestWritten]:
+    def finish_writing(self) -> list[ManifestWritten | OldRemoved]:
         return []
 
     def close(self) -> None: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from elaswave_spmd.run_dir import read_metrics, read_summary
+from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.faults.fault_runs import PATIENT
 from tests.multiprocess.real_runs import SMALL, train, write_text
 
@@ -44,6 +44,28 @@ def test_weight_gradients_are_put_off_and_change_no_bit(tmp_path: Path) -> None:
     assert told == {"parts": {"kinds": ["block0", "block1", "head"]}, "whole": NO_PARTS}
     actions = json.loads((runs["parts"] / "trace.json").read_text())["traceEvents"]
     assert any(action.get("cat") == "weights" for action in actions)
+
+
+def test_a_worker_that_validates_for_long_is_not_taken_to_hang(tmp_path: Path) -> None:
+    """Its share takes longer than an action may, and than an answer to a loss. Worker 1 dies as it begins.
+
+    A layer takes 0.2 s of the 5 s in which something is to be seen; a worker has 8 micro-batches or more, of 4 layers.
+    """
+    write_text(tmp_path)
+    long = ("runtime.device=emulated", "emulated.forward_ms=200", "emulated.backward_ms=1")
+    limits = ("timeouts.progress=5", "timeouts.progress_factor=1", "timeouts.status=4.5", "timeouts.start=300")
+    validated = (
+        "train.validate_every=2",
+        "train.validate_microbatches=32",
+        "data.validation_fraction=0.3",
+        "train.steps=2",
+    )
+    killed = "chaos.events=[{step: 2, kind: kill, rank: 1, point: publish}]"
+    done = train(tmp_path, *SMALL, *long, *limits, *validated, "mesh=dp4", killed)
+    assert (done.code, done.err) == (0, "")
+    events = read_events(tmp_path / "run")
+    assert [event["ranks"] for event in events if event["event"] == "fail"] == [[1]]
+    assert [event["step"] for event in events if event["event"] == "validation"] == [2]
 
 
 def test_costs_for_other_layers_are_refused(tmp_path: Path) -> None:

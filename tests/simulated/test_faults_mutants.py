@@ -98,12 +98,12 @@ def test_a_schedule_finds_the_mutant(name: str) -> None:
 def test_votes_are_passed_on_after_the_answer_to_a_prepare() -> None:
     """At the last step, where a Prepare is answered at once, somebody may be behind: few random schedules meet it."""
     faults = (
-        MessageFault("kill", "Applied", SENDER, False, 18),
+        MessageFault("kill", "Applied", SENDER, False, 17),
         ThenFault("term", "any", 24),
         ThenFault("join", "any", 40),
     )
     schedule = Schedule(
-        35, TinyRun(microbatches=8, steps=3), "dp8", zero=2, mirror_count=2, uneven=False, faults=faults, widest=2
+        31, TinyRun(microbatches=8, steps=3), "dp8", zero=2, mirror_count=2, uneven=False, faults=faults, widest=2
     )
     assert run(schedule).how == "bits"
     advance = WorkerProtocol._advance

@@ -151,8 +151,14 @@ class SharedInbox:
             return not any(ring.has_record() for ring in rings)
 
     def take_rejected(self) -> list[str]:
-        """The reasons of the records that were rejected since the last call."""
+        """The reasons of the records that were rejected since the last call.
+
+        It is asked for with each heartbeat, and lets go of the memory of peers that have ended since they were none any
+        more: the memory of a process that was killed is there for a while after it is known to be lost.
+        """
         with self._lock:
+            if any(sender.forgotten and sender.memory is not None for sender in self._senders.values()):
+                self._unmap()
             found, self._rejected = self._rejected, []
             return found
 

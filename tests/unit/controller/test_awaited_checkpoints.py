@@ -6,7 +6,7 @@ import pytest
 
 from elaswave_spmd.controller.actions import Record, WriteManifest
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator
-from elaswave_spmd.controller.events import ManifestWritten
+from elaswave_spmd.controller.events import ManifestWritten, OldRemoved
 from elaswave_spmd.recovery.messages import ShardWritten
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from tests.unit.controller.test_compared_checkpoints import RANGES, coordinator, write
@@ -86,9 +86,31 @@ def test_an_old_one_that_cannot_be_removed_is_no_reason_against_the_new_one() ->
     def kinds(step: int, not_removed: str) -> list[str]:
         (written,) = write(found, step)
         assert isinstance(written, WriteManifest)
-        event = ManifestWritten(written.manifest, not_removed=not_removed)
-        return [action.kind for action in found.written(event, 0.0) if isinstance(action, Record)]
+        actions = [
+            *found.written(ManifestWritten(written.manifest), 0.0),
+            *found.removed(OldRemoved(step, not_removed)),
+        ]
+        return [action.kind for action in actions if isinstance(action, Record)]
 
     assert kinds(5, "step_00000001 (Directory not empty)") == ["checkpoint", "checkpoint_kept"] and found.newest == 5
     assert kinds(10, "step_00000001 (Directory not empty)") == ["checkpoint"], "it is said once"
     assert kinds(15, "step_00000005 (Directory not empty)") == ["checkpoint", "checkpoint_kept"] and found.newest == 15
+
+
+def test_one_that_is_being_written_is_not_given_up() -> None:
+    """It was whole, and all replicas were the same: what a later mesh epoch finds says nothing of it."""
+    found = coordinator(compares=False)
+    (written,) = write(found, 5)
+    assert isinstance(written, WriteManifest)
+    assert found.distrust(5, 7) == []
+    assert found.wrote(ShardWritten(5, 1, 9, error="no space left"), 0.0) == []
+    (record,) = found.written(ManifestWritten(written.manifest), 0.0)
+    assert isinstance(record, Record) and record.kind == "checkpoint" and found.newest == 5
+
+
+def test_one_whose_manifest_cannot_be_written_is_lost_and_training_goes_on() -> None:
+    found = coordinator(compares=False)
+    (written,) = write(found, 5)
+    assert isinstance(written, WriteManifest)
+    (lost,) = found.written(ManifestWritten(written.manifest, "no space left"), 0.0)
+    assert isinstance(lost, Record) and lost.kind == "checkpoint_lost" and found.newest < 5

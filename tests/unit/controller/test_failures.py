@@ -540,17 +540,26 @@ def test_giving_up_tells_how_those_were_lost_that_no_event_tells_of() -> None:
         world.do(world.losses.end(nobody, world.now))
 
 
-@pytest.mark.parametrize("started", [True, False])
-def test_giving_up_has_nothing_to_do_with_a_crash_that_was_survived(started: bool) -> None:
-    world = World() if started else starting()
-    if started:
-        world.failed(Failed(0, "ValueError", 3))
+@pytest.mark.parametrize("step", [0, 3, 4])
+def test_giving_up_has_nothing_to_do_with_a_crash_that_was_survived(step: int) -> None:
+    """Step 4 is committed. 0: it was at the start, and no step is committed yet."""
+    world = World() if step else starting()
+    if step:
+        world.failed(Failed(0, "ValueError", step))
     else:
         world.exits(1, signal=11)
-        world.protocol.started = True
+        world.protocol.started, world.protocol.version = True, 0
     world.checkpoint = SimpleNamespace(step=2, path=Path("run/checkpoints/step_00000002"))
     world.do(world.losses.end(Unrecoverable((cast(ReplicaSet, SimpleNamespace(num_pages=1)),), "pages"), world.now))
     assert [action.outcome.step for action in world.actions if isinstance(action, End)] == [2]  # pyright: ignore
+
+
+def test_giving_up_shows_the_crash_in_the_validation_of_the_newest_step() -> None:
+    world = World()
+    world.protocol.is_validating = True
+    world.failed(Failed(0, "ValueError", 4))
+    with pytest.raises(WorkerError, match="ValueError"):
+        world.do(world.losses.end(Unrecoverable((), "no worker is left"), world.now))
 
 
 def test_giving_up_waits_for_the_cause_of_an_end() -> None:
