@@ -67,7 +67,7 @@ class ManifestWritten:
     error: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class OldRemoved:
     """Older checkpoints, which are not to be kept any more, were removed after one was complete.
 

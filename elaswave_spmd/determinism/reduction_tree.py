@@ -63,7 +63,7 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class WayUp:
-    """What happens to a node on its way to the root.
+    """The way of a node to the root: the nodes that it is a part of, and the sums that it is added to.
 
     Args:
         nodes: itself and all nodes above it, any of which covers it.

@@ -50,34 +50,35 @@ def page_norm_values(gradient: Tensor, page_size: int) -> list[float]:
 
 def _narrow_squares(pages_PE: Tensor) -> Tensor:
     """[pages, elements] -> [pages, _NARROW]: the squares, with rows folded so far. Pages have `_NARROW` or more."""
-    num_pages, size = pages_PE.shape
+    num_pages = len(pages_PE)
     narrow = torch.empty(num_pages, _NARROW, dtype=pages_PE.dtype, device=pages_PE.device)
     # On an accelerator one kernel launch costs more than a cache miss, so all pages are one group there.
     group_pages = _CPU_GROUP_PAGES if pages_PE.is_cpu else num_pages
     for first in range(0, num_pages, group_pages):
         group = pages_PE[first : first + group_pages]
-        squares, half = group * group, _half_of(size)
-        while half >= _NARROW:
-            upper = squares[:, half : 2 * half]
-            squares[:, : upper.shape[1]].add_(upper)
-            half //= 2
-        narrow[first : first + group_pages] = squares[:, :_NARROW]
+        narrow[first : first + group_pages] = _folded(group * group, _NARROW)
     return narrow
 
 
 def _sums(squares_PE: Tensor) -> list[float]:
     """The sum of each row, by the same folding to its end."""
     if not squares_PE.is_cpu:
-        return _folded(squares_PE)[:, 0].tolist()
+        return _folded(squares_PE, 1)[:, 0].tolist()
     # By numpy: its elementwise operations have the same bits, and it takes a fraction of the time to call one.
     with np.errstate(over="ignore", invalid="ignore"):
-        return _folded(squares_PE.detach().numpy())[:, 0].tolist()
+        return _folded(squares_PE.detach().numpy(), 1)[:, 0].tolist()
 
 
-def _folded(x_PE: _Array) -> _Array:
-    """[pages, elements] -> [pages, 1]: adds the upper half of every row to its lower half. It may overwrite `x_PE`."""
-    while (size := x_PE.shape[1]) > 1:
-        half = _half_of(size)
+def _folded(x_PE: _Array, width: int) -> _Array:
+    """[pages, elements] -> [pages, width]: adds the upper half of every row to its lower half, until it is so narrow.
+
+    What the upper half lacks at first counts as zeros, which change no square. It may overwrite `x_PE`.
+
+    Args:
+        width: a power of two, no more than the elements of a row.
+    """
+    while (size := x_PE.shape[1]) > width:
+        half = 1 << ((size - 1).bit_length() - 1)  # the largest power of two below the size
         lower, upper = x_PE[:, :half], x_PE[:, half:]
         if size == 2 * half:
             x_PE = lower + upper
@@ -86,8 +87,3 @@ def _folded(x_PE: _Array) -> _Array:
             paired += upper
             x_PE = lower
     return x_PE
-
-
-def _half_of(size: int) -> int:
-    """The largest power of two below a size of 2 or more. What an upper half lacks counts as zeros: nothing changes."""
-    return 1 << ((size - 1).bit_length() - 1)

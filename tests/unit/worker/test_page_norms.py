@@ -51,8 +51,8 @@ def test_the_order_of_additions_is_the_stated_one(page_size: int, length: int) -
 def test_tensors_and_arrays_are_folded_alike(pages: int, size: int, seed: int) -> None:
     """On an accelerator it is tensors that are folded."""
     x = torch.randn(pages, size, generator=torch.Generator().manual_seed(seed)).square()
-    as_array = _folded(x.clone().numpy())
-    assert torch.equal(_folded(x.clone()), torch.from_numpy(as_array)) and as_array.shape == (pages, 1)
+    as_array = _folded(x.clone().numpy(), 1)
+    assert torch.equal(_folded(x.clone(), 1), torch.from_numpy(as_array)) and as_array.shape == (pages, 1)
 
 
 def test_padding_adds_nothing_and_the_argument_is_not_changed() -> None:
