@@ -536,6 +536,7 @@ class ControllerProtocol:
         newest = before.reconfigure
         self._started = True
         self.placement = before.placement
+        self._wanted_stages = reconfiguration.wanted_stages(before.placement.mesh.stages, self._wanted_stages)
         self.running = Assignment.of(before.placement)
         self.addresses = {rank: newest.addresses[rank] for rank in before.versions}
         self._last_epoch = max(before.last_epoch, newest.epoch)

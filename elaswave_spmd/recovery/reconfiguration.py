@@ -62,6 +62,19 @@ def next_stages(stages: Stages, removed: Collection[int], newcomers: Sequence[in
     return tuple(map(tuple, left))
 
 
+def wanted_stages(stages: Stages, planned: int) -> int:
+    """The number of stages that `next_stages` was last asked for, by the stages that it has made.
+
+    It makes fewer than wanted only where no stage has two workers. So with more workers than stages these are as many
+    as are wanted, also where the run was moved to another number on purpose. Otherwise some may have been given up.
+
+    Args:
+        planned: that the run began with.
+    """
+    num_workers = sum(map(len, stages))
+    return len(stages) if num_workers > len(stages) else max(len(stages), planned)
+
+
 def _donor(stages: Sequence[Sequence[int]], empty: int) -> int | None:
     """The nearest stage with two workers or more; of two, the larger one."""
     able = [s for s, members in enumerate(stages) if len(members) > 1]

@@ -9,7 +9,17 @@ import pytest
 from elaswave_spmd.recovery.actions import Broadcast, ProtocolAction
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Predecessor
 from elaswave_spmd.recovery.messages import AT_ONCE, Applied, Prepare, Reconfigure, Validated
-from tests.unit.recovery.controller_cases import STEPS, make, messages, placement, prepares, reconfigures, started
+from elaswave_spmd.recovery.reconfiguration import next_stages, wanted_stages
+from tests.unit.recovery.controller_cases import (
+    STEPS,
+    answer,
+    make,
+    messages,
+    placement,
+    prepares,
+    reconfigures,
+    started,
+)
 
 EPOCH = 4
 MEMBERS = (0, 1, 2)
@@ -42,8 +52,8 @@ def back(
     for rank, some in (steps or {}).items():
         for step in some:
             protocol.applied(applied(rank, step))
-    fields = {"versions": dict.fromkeys(MEMBERS, protocol.version), "last_epoch": 9, **options}
-    before = Predecessor(placement=placement(), reconfigure=message, **fields)
+    fields = {"placement": placement(), "versions": dict.fromkeys(MEMBERS, protocol.version), "last_epoch": 9}
+    before = Predecessor(reconfigure=message, **{**fields, **options})
     return protocol, protocol.come_back(before), before
 
 
@@ -135,3 +145,26 @@ def test_results_that_differ_begin_another_attempt() -> None:
 
 def test_a_controller_that_never_died_knows_the_begin_of_its_run() -> None:
     assert started().began_at == 0 and make(version=5).began_at == 5 and make(version=5, began_at=0).began_at == 0
+
+
+def test_stages_that_the_run_was_moved_to_stay() -> None:
+    """A run of two stages was moved to one on purpose: its next change opens no second one again."""
+    protocol, _, before = back(placement=placement(3))
+    begun = protocol.begin_generation(before)
+    assert prepares(begun).keys() == set(MEMBERS)
+    found = reconfigures(answer(protocol, version=7))
+    assert {message.stages for message in found.values()} == {((0, 1, 2),)}
+
+
+def test_stages_that_were_given_up_are_opened_again() -> None:
+    """All that is known of a mesh without a stage of two workers is that it may have lost some."""
+    assert wanted_stages(((0,), (1,)), 3) == 3 == wanted_stages(((0, 3), (1,), (2,)), 2)
+    assert wanted_stages(((0, 3), (1,)), 3) == 2
+    assert wanted_stages(((0,), (1,), (2,)), 2) == 3
+    for stages, removed, wanted in (
+        (((0, 1), (2, 3)), (), 2),
+        (((0, 1), (2,)), (2,), 3),
+        (((0,), (1,), (2,)), (1,), 3),
+    ):
+        made = next_stages(stages, removed, (), wanted)
+        assert wanted_stages(made, wanted) == wanted, (stages, removed)
