@@ -18,6 +18,9 @@ _MOST_FAILURES = 3
 _FIRST_PAUSE_S = 10.0
 """Between tries to start an agent: 10, then 20."""
 
+_SERVED_S = 1200.0
+"""After which an agent has not failed at its start: twice as long as one looks for the run that it cannot find."""
+
 REFUSED = 2
 """The exit code of a command that was refused before it began."""
 
@@ -156,7 +159,8 @@ class Fleet:
         self._aim = aim
         self._home = home
         self._reported: set[tuple[str, str]] = set()
-        self._failures: dict[tuple[int, str], int] = {}  # ends of an agent on a node: key, node
+        self._failures: dict[tuple[int, str], int] = {}  # ends of an agent on a node, in a row: key, node
+        self._serving_since: dict[tuple[int, str], float] = {}  # starts of agents: key, start
         # Likewise: starts in a row that were none, and when the next one is due.
         self._not_started: dict[tuple[int, str], tuple[int, float]] = {}
         self._handled: set[tuple[int, str]] = set()  # ends of agents: key, start
@@ -176,6 +180,7 @@ class Fleet:
             nodes: all that Ray has known since the run began, by id.
             rendezvous: of the controller, HOST:PORT.
         """
+        self._forget_failures(agents, now)
         actions: list[Action] = [*self._tell_of_nodes(nodes, agents, now)]
         useful = sum(self._is_useful(agent, nodes, rendezvous) for agent in agents)
         for agent in agents:
@@ -192,6 +197,14 @@ class Fleet:
         stuck = self._stuck(nodes, agents, now)
         actions += stuck
         return [*actions, *self._add(nodes, agents, useful - sum(isinstance(did, RemoveAgent) for did in stuck), now)]
+
+    def _forget_failures(self, agents: Sequence[AgentActor], now: float) -> None:
+        """The ends of an agent before it has served for long: what it fails of later is something else."""
+        serving = {(agent.key, agent.start): agent.node for agent in agents if agent.state is ActorState.SERVING}
+        self._serving_since = {start: self._serving_since.get(start, now) for start in serving}
+        for (key, start), node in serving.items():
+            if now - self._serving_since[key, start] >= _SERVED_S:
+                self._failures.pop((key, node), None)
 
     def _stuck(self, nodes: Mapping[str, Node], agents: Sequence[AgentActor], now: float) -> list[Action]:
         """Give up agents that Ray does not start on their nodes, where other nodes could have them."""

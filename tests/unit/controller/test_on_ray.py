@@ -277,6 +277,19 @@ def test_an_agent_that_fails_again_and_again_is_left_alone_and_another_node_is_u
     assert without_lines(found.turn(nodes(A, B, C), [serving(0, "a"), ends[-1]], HERE, 9.0)) == [AddAgent(C)]
 
 
+@pytest.mark.parametrize(("served_s", "again"), [(600.0, False), (1200.0, True)])
+def test_ends_with_a_long_time_of_service_between_them_are_not_in_a_row(served_s: float, again: bool) -> None:
+    """An agent that looks for its run for ten minutes, in vain, has not served."""
+    found, now, other = fleet(), 0.0, serving(0, "a")
+    for start in range(5):
+        for at in (now, now + served_s):
+            lives = AgentActor(1, "b", True, ActorState.SERVING, HERE, str(start))
+            assert found.turn(nodes(A, B), [other, lives], HERE, at) == []
+        now += served_s + 1.0
+        end = AgentActor(1, "b", True, ActorState.ENDED, HERE, str(start), 1, "why")
+        assert (StartAgent(1) in found.turn(nodes(A, B), [other, end], HERE, now)) == (again or start < 2)
+
+
 def test_the_end_of_a_run_brings_no_new_agents() -> None:
     found = fleet()
     ended = [serving(0, "a", state=ActorState.ENDED, code=0), serving(1, "b", state=ActorState.ENDED, code=0)]
