@@ -123,6 +123,12 @@ class Adopter:
         """The newest mesh epoch that there can be."""
         return self._adoption.last_epoch
 
+    @property
+    def longest_s(self) -> float:
+        """Seconds that a worker may take to answer: by then all have, or are lost."""
+        # The dead of this machine are known to the fork server. Of the living one may be in the middle of an action.
+        return max(self._timeouts.progress, self._timeouts.start)
+
     def postpones(self, event: Event) -> bool:
         """True if an event has nothing to do with it, and is to be decided about afterwards."""
         if isinstance(event, Received):
@@ -163,8 +169,7 @@ class Adopter:
 
     def _ask(self, ranks: Collection[int]) -> list[Action]:
         """Ask workers for what they know. One that was asked before has no more time by that."""
-        # The dead of this machine are known to the fork server. Of the living one may be in the middle of an action.
-        until = self._clock + max(self._timeouts.progress, self._timeouts.start)
+        until = self._clock + self.longest_s
         for rank in ranks:
             self._gathered.awaited.setdefault(rank, until)
         return [AdoptWorker(rank) for rank in sorted(ranks)]

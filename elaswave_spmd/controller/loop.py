@@ -229,6 +229,8 @@ class Controller:
                 event = self._next_event()
                 if self._adopter is not None and self._adopter.postpones(event):
                     self._later.append(event)  # neither refused nor logged before it is known how far the run is
+                    if isinstance(event, StopRequested):  # but answered: whoever asks may not want to wait
+                        self.execute(self._stopping.requested_early(event, self._adopter.longest_s))
                     continue
                 if isinstance(event, Received) and (why := self._refusal(event)):
                     self._io.reject(why)

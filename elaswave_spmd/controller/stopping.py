@@ -31,6 +31,7 @@ class Stopping:
         self._failures = failures
         self._seconds = seconds
         self._signal = ""  # by which the run was asked to end
+        self._is_asked_early = False  # while workers were adopted
         self._save: Save | None = None
         self._until = 0.0
 
@@ -51,6 +52,23 @@ class Stopping:
         then = "writes its result and ends" if is_done else "finishes its step, saves its state and ends"
         message = f"{name}: the run {then}; a second signal ends it at once"
         return [Record("signal", {"signal": name, "message": message}), *actions]
+
+    def requested_early(self, event: StopRequested, within_s: float) -> list[Action]:
+        """Somebody asks the run to end while workers are adopted. `requested` follows when it is known where they are.
+
+        Args:
+            within_s: seconds after which that is known.
+        """
+        name = event.signal
+        if self._is_asked_early:
+            what = f"the run stops at once, after a second signal ({name}); what its workers have is not saved"
+            return [End(RunStopped(StoppedBySignal(what)))]
+        self._is_asked_early = True
+        message = (
+            f"{name}: the run saves its state and ends once its workers are adopted, which takes {within_s:g} s at "
+            "most; a second signal ends it at once, without what was done since its newest checkpoint"
+        )
+        return [Record("signal", {"signal": name, "message": message})]
 
     def left_alone(self, rank: int) -> list[Action]:
         """A worker got SIGTERM in a run that does not survive its loss: the run is saved while the worker is there."""

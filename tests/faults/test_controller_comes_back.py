@@ -176,6 +176,29 @@ def test_a_signal_while_workers_are_taken_over_stops_the_run_with_its_state_save
         waiting(lambda: not first.processes() and not first.removers())
 
 
+def test_a_signal_while_a_worker_does_not_answer_is_told_and_a_second_one_ends_the_run_at_once(folder: Path) -> None:
+    """A worker that stands still is waited for, for five minutes: whoever wants the run to end hears of it."""
+    words = ("train.steps=2000", "checkpoint.every=1000")
+    with launch(folder, *WORDS, *words, ADOPT) as first:
+        first.wait_for_steps(5)
+        os.kill(first.workers()[1], signal.SIGSTOP)
+        os.kill(first.process.pid, signal.SIGKILL)
+        first.process.wait(PATIENCE_S)
+        with launch(folder, *_resuming(), *words, mark=first.mark) as run:
+            eventually(lambda: _has_lock(folder, run.process.pid), run.process)
+            run.process.send_signal(signal.SIGTERM)
+            eventually(
+                lambda: [event for event in read_events(folder / "run") if event["event"] == "signal"], run.process
+            )
+            run.process.send_signal(signal.SIGINT)
+            out, err = run.process.communicate(timeout=PATIENCE_S)
+        assert run.process.returncode == 128 + signal.SIGTERM, (out, err)
+        assert "SIGTERM: the run saves its state and ends once its workers are adopted" in out, (out, err)
+        assert "the run stops at once, after a second signal (SIGINT)" in err, (out, err)
+        waiting(lambda: not first.processes() and not first.removers())
+    assert not comebacks(folder)
+
+
 def test_a_controller_that_cannot_begin_leaves_the_workers_to_the_next_one(
     folder: Path, undisturbed: Undisturbed
 ) -> None:

@@ -21,7 +21,15 @@ from elaswave_spmd.controller.actions import (
     ReportExits,
     Spawn,
 )
-from elaswave_spmd.controller.events import CheckpointFound, Event, ExitsReported, Received, Tick, WorkerEnded
+from elaswave_spmd.controller.events import (
+    CheckpointFound,
+    Event,
+    ExitsReported,
+    Received,
+    StopRequested,
+    Tick,
+    WorkerEnded,
+)
 from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, SaveEnded
 from elaswave_spmd.controller.outcomes import RestartFrom, RunStopped
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
@@ -510,6 +518,24 @@ def test_who_asks_to_leave_before_there_is_a_mesh_stops_nothing() -> None:
     """No worker of ours does; one that has gone wrong must not end the controller."""
     protocol = SimpleNamespace(started=False, stop=lambda _: pytest.fail("nothing is there to be saved"))
     assert Stopping(cast(Any, protocol), cast(Any, None), World().losses, 1.0).left_alone(0) == []
+
+
+def test_who_asks_for_the_end_while_workers_are_adopted_hears_of_it_and_asked_again_it_comes_at_once() -> None:
+    world = World()
+    stopping = Stopping(cast(Any, world.protocol), cast(Any, None), world.losses, 1.0)
+    (told,) = stopping.requested_early(StopRequested("SIGTERM"), 300.0)
+    assert isinstance(told, Record) and told.kind == "signal" and "300 s at most" in str(told.fields["message"])
+    (end,) = stopping.requested_early(StopRequested("SIGINT"), 300.0)
+    assert isinstance(end, End) and isinstance(end.outcome, RunStopped)
+    assert isinstance(end.outcome.error, StoppedBySignal) and "SIGINT" in str(end.outcome.error)
+
+
+def test_the_wish_to_end_of_before_the_adoption_is_the_first_one_after_it() -> None:
+    world = World()
+    stopping = Stopping(cast(Any, world.protocol), cast(Any, None), world.losses, 1.0)
+    stopping.requested_early(StopRequested("SIGTERM"), 300.0)
+    stopping.requested(StopRequested("SIGTERM"))
+    assert world.stops == [("it was asked to by SIGTERM", False)]
 
 
 def test_giving_up_shows_the_last_crash() -> None:
