@@ -20,7 +20,14 @@ from typing import Any
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.resume import saved, without_those_of_one_command
 from elaswave_spmd.conf.schema import RAY, MeshSettings, Settings
-from elaswave_spmd.controller.resume import Adoption, ResumePoint, known_digests, known_validations, lock_resumed
+from elaswave_spmd.controller.resume import (
+    Adoption,
+    ResumePoint,
+    going_back_to,
+    known_digests,
+    known_validations,
+    lock_resumed,
+)
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.recovery.generations import FIRST
 from elaswave_spmd.recovery.messages import Prepare
@@ -139,6 +146,11 @@ def _adopt(settings: Settings, path: Path, lock: RunLock, *, may_have_agents: bo
     live_here, may_have_agents = workers_live(path), may_have_agents and "credentials" in first  # agents have them
     if SCRATCH not in first or not (live_here or may_have_agents):
         return None
+    if (step := going_back_to(path)) is not None:
+        if live_here:
+            print(f"workers of the run still live, and are ended: it was going back to step {step}", flush=True)
+            _end_workers(next(line[SCRATCH] for line in reversed(lines) if SCRATCH in line), settings)
+        return None
     if (mesh := _mesh_of_workers(settings, path, journal, first, live_here=live_here)) is None:
         return None
     with contextlib.ExitStack() as undo:
@@ -236,6 +248,18 @@ def _has_had(settings: Settings, path: Path, journal: Sequence[Mapping[str, Any]
     with contextlib.suppress(ConfigError):
         of_lives.append(saved(str(path))["mesh"])
     return any(MeshSettings.from_fields(had).shape == settings.mesh.shape for had in of_lives)
+
+
+def _end_workers(folder: str, settings: Settings) -> None:
+    """End the workers of this machine at once: their state may be wrong, so nobody adopts or saves it.
+
+    Those of agents end when these find another life of the run (A1), which discards what they have saved.
+    """
+    fork_server, _ = _fork_server(folder, settings)
+    if fork_server is not None:
+        client, scratch = fork_server
+        client.stop(0.0)
+        scratch.remove()
 
 
 _NOBODY = Orphans({}, 0, (), 0.0)

@@ -32,8 +32,8 @@ from elaswave_spmd.run_dir.checkpoints import (
     step_of,
     write_manifest,
 )
-from elaswave_spmd.run_dir.directory import METRICS, SUMMARY
-from elaswave_spmd.run_dir.discard import still_valid
+from elaswave_spmd.run_dir.directory import EVENTS, METRICS, SUMMARY
+from elaswave_spmd.run_dir.discard import discard_after, still_valid, unfinished_rollback
 from elaswave_spmd.run_dir.display import TOKENS
 from elaswave_spmd.run_dir.journal import ORPHAN_GRACE, next_incarnation, read_journal
 from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, wait_for_workers
@@ -310,7 +310,8 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
                 where=checks.override("train.resume_at", settings.train.resume_at),
                 fix="run.dir=DIR",
             )
-        complete(path, plan)  # first: the newest checkpoint may be one that the workers wrote on their own
+        _finish_rollback(path)  # first: nothing of what may be wrong is completed
+        complete(path, plan)  # then: the newest checkpoint may be one that the workers wrote on their own
         checkpoint, bad = load_newest_good(path, settings.train.resume_at)
         step, lines = checkpoint.step, _lines(path, checkpoint.step)
         saved = without_average(checkpoint.manifest.identity, identity)
@@ -331,6 +332,27 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
         digests = _digests(path)
         undo.pop_all()
     return _Source(path, lock, same, checkpoint, tuple(bad), lines, validations, digests, found)
+
+
+def going_back_to(run_dir: Path) -> int | None:
+    """The step of the checkpoint that a run was going back to when its controller was killed; None: it was not.
+
+    Raises:
+        CheckpointError: its events are damaged.
+    """
+    return unfinished_rollback(_read(read_events, run_dir)) if (run_dir / EVENTS).exists() else None
+
+
+def _finish_rollback(run_dir: Path) -> None:
+    """Discard what a controller had given up as wrong, and was killed before it had removed.
+
+    Raises:
+        CheckpointError: a file of the run is damaged.
+        FilesError: it cannot be written.
+    """
+    if (step := going_back_to(run_dir)) is not None:
+        print(f"the run was going back to step {step} when its controller was killed: that is done first", flush=True)
+        discard_after(run_dir, step)
 
 
 def lock_resumed(path: Path, where: str) -> RunLock:

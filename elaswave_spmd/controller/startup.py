@@ -226,15 +226,15 @@ class _Lives:
         while True:
             match self._run_once(settings, again, here=here):
                 case RestartFrom() as restart:
+                    if restart.doubted is not None:  # first: nothing that follows leaves what may be wrong
+                        discard_after(restart.run_dir, restart.step)
+                        self._listeners.given_up(restart.step)
                     restarts.count(restart)
                     self._has_begun_again = True
                     here = False  # by now this process has had threads, and must not fork
                     if settings.run.display == LIVE:  # the terminal may be gone by now
                         settings = replace(settings, run=replace(settings.run, display=AUTO))
                     self._has_gone_back |= restart.is_undecided
-                    if restart.doubted is not None:
-                        discard_after(restart.run_dir, restart.step)
-                        self._listeners.given_up(restart.step)
                     if restart.is_begin:
                         settings, again = beginning_again(settings, restart), restart.run_dir
                         continue

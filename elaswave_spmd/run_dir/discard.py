@@ -35,6 +35,21 @@ def discard_after(run_dir: Path, step: int) -> None:
         scratch.write_text("".join(map(json_text, kept)), encoding="utf-8")
 
 
+def unfinished_rollback(events: Iterable[dict[str, Any]]) -> int | None:
+    """The step that a run was going back to when its controller was killed; None: it was not.
+
+    Whatever ended it then, no life of the run has begun since, and what is after the step may be there still. A life
+    begins when it has been discarded.
+    """
+    step: int | None = None
+    for event in events:
+        if event["event"] == ROLLBACK:
+            step = event["step"]
+        elif event["event"] == "start":
+            step = None
+    return step
+
+
 def still_valid(events: Iterable[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     """The events of a kind about steps that were not given up later, in order."""
     found: list[dict[str, Any]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -161,6 +162,28 @@ def test_other_settings_are_refused_and_the_workers_live_on(folder: Path, undist
                 assert run.process.returncode == 0, (out, err)
         waiting(lambda: not first.processes() and not first.removers())
     assert_nothing_was_done_again(folder, undisturbed(STEPS), 2)
+
+
+def test_workers_of_a_run_that_was_going_back_are_not_adopted(folder: Path, undisturbed: Undisturbed) -> None:
+    """Their state may be wrong: the controller that was killed had said so, and had not ended them yet."""
+    with launch(folder, *WORDS, ADOPT, "checkpoint.every=2") as first:
+        first.wait_for_steps(AT)
+        manifests = (folder / "run" / "checkpoints").glob("*/manifest.json")
+        step = min(int(path.parent.name.removeprefix("step_")) for path in manifests)
+        os.kill(first.process.pid, signal.SIGKILL)
+        first.process.wait(PATIENCE_S)
+        assert len(first.processes()) >= 4
+        with (folder / "run" / "events.jsonl").open("a") as events:
+            events.write(json.dumps({"event": "rollback", "time": 1.0, "step": step}) + "\n")
+        go_on(folder)
+        with launch(folder, *_resuming(), mark=first.mark) as run:
+            out, err = run.process.communicate(timeout=PATIENCE_S)
+            assert run.process.returncode == 0, (out, err)
+        assert "are ended" in out and f"going back to step {step}" in out
+        waiting(lambda: not first.processes() and not first.removers())
+    assert not comebacks(folder)
+    assert [event["step"] for event in read_events(folder / "run") if event["event"] == "resume"] == [step]
+    assert Bits.of(folder / "run") == undisturbed(STEPS)
 
 
 def test_a_signal_while_workers_are_taken_over_stops_the_run_with_its_state_saved(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,21 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def killed(shared: Path, request: pytest.FixtureRequest) -> Path:
     """A copy of the killed run."""
     return Path(shutil.copytree(shared / "killed", shared / request.node.name, ignore=shutil.ignore_patterns("*.sock")))
+
+
+def test_a_run_that_was_killed_while_it_went_back_does_so_first(shared: Path, killed: Path) -> None:
+    """Its event says that what came after may be wrong, and nothing of that was removed yet."""
+    step = checkpoints(killed)[-2]
+    lines = [line.step for line in read_metrics(killed)]
+    assert lines[-1] > checkpoints(killed)[-1] > step
+    with (killed / "events.jsonl").open("a") as events:
+        events.write(json.dumps({"event": "rollback", "time": 1.0, "step": step, "given_up": lines[-1]}) + "\n")
+    done = train(shared, f"train.resume={killed.name}")
+    assert done.code == 0, done.err
+    assert f"going back to step {step}" in done.out
+    resumed = event(killed, "resume")
+    assert (resumed["step"], resumed["bad"], resumed["steps_again"]) == (step, [], 0)
+    assert bits(killed) == bits(shared / "undisturbed")
 
 
 def test_killed_twice_and_resumed_on_two_other_meshes(shared: Path, killed: Path) -> None:

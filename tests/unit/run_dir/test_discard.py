@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
-from elaswave_spmd.run_dir.discard import discard_after, still_valid
+from elaswave_spmd.run_dir.discard import discard_after, still_valid, unfinished_rollback
 
 
 def test_all_after_the_step_goes_and_the_rest_stays(tmp_path: Path) -> None:
@@ -33,3 +33,14 @@ def test_events_of_steps_that_were_given_up_do_not_count() -> None:
     assert still_valid(events, "validation") == events[:1]
     events.append(event("validation", 10, "c"))
     assert still_valid(events, "validation") == [events[0], events[-1]]
+
+
+def test_a_rollback_is_over_when_the_next_life_of_the_run_has_begun() -> None:
+    def event(kind: str, step: int = 0) -> dict[str, object]:
+        return {"event": kind, "step": step}
+
+    lives = [event("start"), event("rollback", 8), event("start"), event("resume", 8)]
+    assert unfinished_rollback(lives) is None
+    assert unfinished_rollback([*lives, event("rollback", 4), event("stop")]) == 4
+    assert unfinished_rollback([event("start"), event("rollback", 0)]) == 0, "to the begin of the run"
+    assert unfinished_rollback([]) is None
