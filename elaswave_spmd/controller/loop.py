@@ -76,6 +76,7 @@ from elaswave_spmd.controller.model_checks import ModelChecks, split_of_emulated
 from elaswave_spmd.controller.notices import Notices
 from elaswave_spmd.controller.outcomes import Outcome, RunFinished, RunStopped
 from elaswave_spmd.controller.planning import Planned
+from elaswave_spmd.controller.released import ReleasedWorkers
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.replica_verification import ReplicaVerifier
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
@@ -159,6 +160,7 @@ class Controller:
         self._sum_verifier = SumVerifier(verdicts, draw, self.protocol)
         self._roster = Roster(plan.placement.mesh.members)
         self._packer = Packer()
+        self._released = ReleasedWorkers(settings.timeouts.shutdown)
         self._ready: set[int] = set()  # the workers that have reported Ready
         self._bounds = _bounds_of(plan)
         self._supervision = Supervision(settings.timeouts, now)
@@ -330,6 +332,7 @@ class Controller:
                         actions += self._heard(beat, now, is_relayed=True)
                 return actions
             case WorkerEnded():
+                self._released.ended(event.rank)
                 return self._failures.worker_ended(event)
             case LinkEnded(peer):
                 # No loss by itself: mostly the worker's process ended too, which comes as WorkerEnded. If its
@@ -445,7 +448,9 @@ class Controller:
         lost = self._failures.suspected(suspects, now)
         if standstill is not None and self._done_by is None:
             lost += self._failures.stands_still(standstill)
-        actions: list[Action] = []
+        actions: list[Action] = self._released.overdue(now)
+        if actions:
+            self._checkpoints.worker_lost()  # what they were writing will not come
         if silent := [suspect.rank for suspect in suspects if suspect.is_silent]:
             # First: nobody is to be started in their place on a machine that is given up, or may soon be.
             actions += self._machines.fallen_silent(silent, self._io.machines(), self._ready)
@@ -633,7 +638,9 @@ class Controller:
         self._notices.removed(rank, lost=lost)
         self._worker_states.removed(rank, lost=lost)
         self._roster.remove(rank)
-        if lost:
+        if not lost:
+            self._released.let_go(rank, self._io.now())
+        else:
             self._checkpoints.worker_lost()
             # It may live on: a process that is stopped, or that other machines cannot reach
             self._io.kill(rank)

@@ -38,7 +38,9 @@ _NO_C1 = dict.fromkeys(range(0x80, 0xA0))  # controls of eight bits, which some 
 _LOSES, _CHANGES, _GAINS = "bold red", "bold yellow", "bold green"
 _STYLES = {
     **dict.fromkeys(("fail", "corrupt", "corruption", "device", "skip", "standstill", "stop", "rollback"), _LOSES),
-    **dict.fromkeys(("early_stop", "leave", "link", "notice", "rebalance", "restart", "slow", "signal"), _CHANGES),
+    **dict.fromkeys(
+        ("early_stop", "killed", "leave", "link", "notice", "rebalance", "restart", "slow", "signal"), _CHANGES
+    ),
     **dict.fromkeys(("join", "checkpoint", "recover", "recovered", "resume", "spare"), _GAINS),
 }
 """Kind of event -> style of that word in the line of the event."""

@@ -206,6 +206,7 @@ class SimulatedCluster:
         self._newest = -1  # the worker that was started last
         self._workers: dict[int, Worker] = {}
         self._lost: list[int] = []  # killed, or evicted by the controller
+        self._let_go: set[int] = set()  # they have been told to end, and have ended
         self._absent: list[int] = []  # gone, or stopped
         self._window: list[int] = []  # lost, or with wrong state, since every page had all its mirrors
         self._damaged: set[int] = set()  # workers that have given up state
@@ -234,7 +235,7 @@ class SimulatedCluster:
 
     def _start_controller(self, placement: Placement, checkpoint: KeptCheckpoint | None) -> None:
         """A controller, for a run that begins or goes on from a checkpoint. It starts the workers of the placement."""
-        for table in (self._workers, self._lost, self._absent, self._window, self._notices):
+        for table in (self._workers, self._lost, self._absent, self._let_go, self._window, self._notices):
             table.clear()
         self._damaged.clear()
         self._ended.clear()
@@ -449,6 +450,7 @@ class SimulatedCluster:
             return
         if header in (STOP, stamped(STOP, self._generation)):  # the worker ends
             del self._workers[rank]
+            self._let_go.add(rank)
             return
         message = m.decode(header)
         if isinstance(message, m.OfGeneration):
@@ -936,7 +938,7 @@ class SimulatedCluster:
     def kill_for_certain(self, rank: int) -> None:
         """The controller has removed a worker, and ends its process. A worker that is stopped or silent is not reached,
         as on a machine that is cut off: it goes on, now or later, and must harm nobody."""
-        if rank in self._lost:
+        if rank in self._lost or rank in self._let_go:  # of those it gets no notice of their ends
             return
         self._lost.append(rank)
         self._window.append(rank)

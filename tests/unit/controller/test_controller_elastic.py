@@ -231,6 +231,25 @@ def test_a_worker_that_asks_to_leave_is_let_go(told: Callable[..., Told]) -> Non
     assert not run.story.workers.killed
 
 
+def test_a_worker_that_was_let_go_and_does_not_end_is_killed(told: Callable[..., Told]) -> None:
+    """It hangs over a checkpoint that its disk does not take, say. Its machine would wait for it for ever."""
+
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.workers.say(m.Leaving(1))
+        story.until_epoch(0, {0})
+        story.until(lambda: m.Stop() in story.heard[1])
+        story.dead.add(1)
+        story.until(lambda: story.workers.killed == [1])
+        story.workers.end(Exited(rank=1, pid=71, code=None, signal=9))
+        the_rest(story, layout, 0)
+
+    run = told(tell, timeouts={**PATIENT, "controller": 0.2, "shutdown": 0.5})
+    assert run.error is None and run.kinds.count("killed") == 1 and "fail" not in run.kinds
+    killed = run.event("killed")
+    assert (killed["ranks"], killed["seconds"]) == ([1], 0.5) and "did not end within 0.5 s" in killed["message"]
+
+
 def test_a_worker_without_heartbeats_is_taken_for_lost_and_ended(told: Callable[..., Told]) -> None:
     def tell(story: Story, layout: ModelLayout) -> None:
         one_step(story)
