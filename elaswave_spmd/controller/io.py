@@ -217,7 +217,10 @@ class ControllerIO(Protocol):
         ...
 
     def close(self) -> None:
-        """Close everything but the workers' processes; they are the launcher's to end."""
+        """Close everything but the workers' processes; they are the launcher's to end.
+
+        What is still being written or removed is waited for, for `timeouts.shutdown` at most.
+        """
         ...
 
 
@@ -280,7 +283,14 @@ class ProcessIO:
             self._groups = GroupStore(group_host(settings.runtime, host)) if groups else None
             record = {} if settings.timeouts.adopt is None else adoption_record(settings, scratch)
             self._writer = _ManifestWriter(
-                run_dir, settings.checkpoint, checkpoints, self._mailbox, credentials, record, adoption
+                run_dir,
+                settings.checkpoint,
+                checkpoints,
+                self._mailbox,
+                credentials,
+                record,
+                adoption,
+                settings.timeouts.shutdown,
             )
             undo.callback(self._writer.close)
             table = death_watch.RobustMutexTable(scratch) if death_watch.is_available() else None
@@ -651,6 +661,7 @@ class _ManifestWriter:
     Args:
         record: what the journal says of workers that may be adopted (timeouts.adopt); {}: they may not.
         adoption: the controller goes on with the journal of one that has died.
+        patience_s: how long `close` waits for the thread.
     """
 
     def __init__(
@@ -662,7 +673,10 @@ class _ManifestWriter:
         credentials: Credentials | None,
         record: Mapping[str, object],
         adoption: Adoption | None,
+        patience_s: float,
     ) -> None:
+        self._patience_s = patience_s
+        self._is_left = False  # nobody waits for the thread any more
         self._run_dir = run_dir
         self._settings = settings
         self._mailbox = mailbox
@@ -704,12 +718,20 @@ class _ManifestWriter:
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self) -> None:
-        self.finish()
+        """End the thread, or leave it to the end of the process where a disk keeps it: it removes nothing more then.
+
+        Whatever the run has to know of its checkpoints was waited for before, by `finish`.
+        """
+        if self._thread is not None:
+            self._manifests.put(None)
+            self._thread.join(self._patience_s)
+            self._is_left = self._thread.is_alive()
+            self._thread = None
         self._journal.close()
 
     def _write_all(self) -> None:
         """The thread: one manifest after another, and the removal of old checkpoints after each."""
-        while (due := self._manifests.get()) is not None:
+        while (due := self._manifests.get()) is not None and not self._is_left:
             manifest, trusted, best = due
             error = why_not = ""
             try:
@@ -724,7 +746,8 @@ class _ManifestWriter:
                 continue
             # The new checkpoint is complete, whatever becomes of old ones. Those that stay are read as a whole first.
             try:
-                prune(self._run_dir, self._settings.keep, trusted, best, self._settings.keep_best)
+                keep, keep_best = self._settings.keep, self._settings.keep_best
+                prune(self._run_dir, keep, trusted, best, keep_best, is_over=lambda: self._is_left)
             except (RunError, UserError, OSError) as caught:
                 why_not = str(caught)
             self._tell(OldRemoved(manifest.step, why_not))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -207,7 +207,13 @@ def load_newest_good(run_dir: str | Path, newest: int | None = None) -> tuple[Ch
 
 
 def prune(
-    run_dir: str | Path, keep: int, trusted: int | None = None, best: Sequence[int] = (), keep_best: int = 0
+    run_dir: str | Path,
+    keep: int,
+    trusted: int | None = None,
+    best: Sequence[int] = (),
+    keep_best: int = 0,
+    *,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> list[Path]:
     """Remove all but the newest `keep` good checkpoints, and unfinished or bad ones between and before them.
 
@@ -220,6 +226,7 @@ def prune(
         trusted: the newest good checkpoint of this step or an older one stays as well; None: there is no such step.
         best: steps in the order of their worth.
         keep_best: the good checkpoints of the first so many of `best` that have one stay as well.
+        is_over: asked before each removal; from then on the others stay.
 
     Returns:
         The directories removed.
@@ -244,7 +251,10 @@ def prune(
         elif num_good and is_good is not None and path not in precious:
             removed.append(path)
     errors: list[FilesError] = []
-    for path in removed:
+    for number, path in enumerate(removed):
+        if is_over():
+            removed = removed[:number]
+            break
         try:
             _remove(path)
         except FilesError as error:  # as of a directory of a network file system that somebody reads from

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from elaswave_spmd.conf.schema import RuntimeSettings
+from elaswave_spmd.conf.schema import CheckpointSettings, RuntimeSettings
 from elaswave_spmd.controller import io as module
+from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.events import (
     BeatsReceived,
     ExitsReported,
@@ -20,15 +24,18 @@ from elaswave_spmd.controller.events import (
     Tick,
     WorkerEnded,
 )
-from elaswave_spmd.controller.io import ProcessIO, Spawned, listen_host
+from elaswave_spmd.controller.io import ProcessIO, Spawned, _ManifestWriter, listen_host
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.recovery import admission
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.run_dir.directory import EVENTS, METRICS
+from elaswave_spmd.run_dir.manifest import Manifest
 from elaswave_spmd.runtime.processes.agents import Agents
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError, NotStartedError
 from elaswave_spmd.runtime.transport.links import Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed
 from tests.unit.runtime.test_launcher import FakeForkServer
+from tests.waiting import PATIENCE_S, eventually
 
 HEARTBEAT, FAILED = m.Heartbeat(0, 1, False, ""), m.Failed(0, "a traceback", 3)
 
@@ -144,3 +151,30 @@ def test_links_of_several_machines_do_not_listen_where_no_other_machine_reaches(
     with pytest.raises(ConfigError, match=r"^127\.0\.0\.1 is an address that other machines cannot reach") as caught:
         listen_host(RuntimeSettings(**several, rendezvous="node0:29400"))
     assert caught.value.where == "runtime.host=127.0.0.1"
+
+
+def test_the_end_of_a_run_waits_for_old_checkpoints_no_longer_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that does not answer keeps no controller from ending, and what is left of the removal stays undone."""
+    reads, goes_on, over = threading.Event(), threading.Event(), list[bool]()
+
+    def prune(*_: object, is_over: Callable[[], bool]) -> None:
+        reads.set()
+        assert goes_on.wait(PATIENCE_S)
+        over.append(is_over())
+
+    monkeypatch.setattr(module, "prune", prune)
+    monkeypatch.setattr(module, "write_manifest", lambda *_: None)
+    for name in (METRICS, EVENTS):
+        (tmp_path / name).touch()
+    spec = cast(CheckpointSpec, SimpleNamespace(incarnation=1, run="r", fingerprint={}, layout={}, kinds=(), step=0))
+    writer = _ManifestWriter(tmp_path, CheckpointSettings(), spec, Mailbox(), None, {}, None, 0.05)
+    writer.write(cast(Manifest, SimpleNamespace(step=3)), None, ())
+    assert reads.wait(PATIENCE_S)
+    closing = threading.Thread(target=writer.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE_S / 4)
+    assert not closing.is_alive()
+    goes_on.set()
+    eventually(lambda: over == [True])

@@ -332,6 +332,14 @@ def test_prune_keeps_what_cannot_be_read_now_and_counts_it_as_none(
     assert _names(prune(tmp_path, 2, None, (3, 1), 1)) == [4, 1]
 
 
+def test_prune_removes_no_more_once_it_is_over(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save(tmp_path, step)
+    answers = iter([False, True])
+    assert _names(prune(tmp_path, 1, is_over=lambda: next(answers))) == [4]
+    assert _names(find_checkpoints(tmp_path)) == [5, 3, 2, 1]
+
+
 def test_prune_removes_nothing_without_a_good_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2):
         _cut_shard(save(tmp_path, step)[0])
