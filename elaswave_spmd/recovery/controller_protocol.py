@@ -347,6 +347,7 @@ class ControllerProtocol:
         self._wanted_stages = placement.num_stages
         self._change: _Change | None = None
         self._pending = _Pending()
+        self._behind: set[int] | None = None  # learners that have not caught up; None: not worked out in this epoch
         self._domains: dict[int, Path | None] = {}  # of newcomers
         self._saving = ""  # why the run is about to stop
         self._stop_wanted = ""  # why somebody wants it to stop
@@ -641,8 +642,11 @@ class ControllerProtocol:
             if message.rank in self._change.reports:
                 self._change.late.add(message.rank)
             return []  # the change under way makes replicas of those that have caught up by then
-        learners = {rank for sets in self._replicas().values() for pages in sets for rank in pages.learners}
-        return self._begin(after=self._next_boundary()) if learners <= self._pending.caught_up else []
+        if self._behind is None:  # once: all of a large mesh may be learners, of very many page ranges
+            learners = {rank for sets in self._replicas().values() for pages in sets for rank in pages.learners}
+            self._behind = learners - self._pending.caught_up
+        self._behind.discard(message.rank)
+        return [] if self._behind else self._begin(after=self._next_boundary())
 
     def rebalance(self, goal: Goal) -> list[ProtocolAction]:
         """Micro-batches, layers or workers are to be moved, while training goes on.
@@ -935,6 +939,7 @@ class ControllerProtocol:
         self._saving = saving
         message = self._reconfigure_message(version, recovery)
         self._pending = self._pending.after(leaving)
+        self._behind = None
         return Broadcast(placement.mesh.members, message, self._peers_after(left))
 
     def _peers_after(self, left: Recovery | None) -> Peers | None:

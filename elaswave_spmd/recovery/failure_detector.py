@@ -293,6 +293,9 @@ class BrokenLinks:
 
     def __init__(self) -> None:
         self._heard: dict[frozenset[int], dict[int, _Heard]] = {}  # by ends of a lost link, and end
+        # End -> the ends of its lost links, in the order of their reports. A network that fails between two parts of a
+        # large mesh loses very many links, and each heartbeat looks for those of its sender.
+        self._of: dict[int, dict[frozenset[int], None]] = {}
         self._reported: dict[frozenset[int], set[tuple[int, ...]]] = {}  # and its directions that were reported
         self._linked_again: dict[tuple[int, ...], float] = {}  # direction -> when it was made again
 
@@ -304,12 +307,23 @@ class BrokenLinks:
         """
         assert ends and len(set(ends)) == len(ends) <= 2, ends
         self._heard.setdefault(frozenset(ends), {rank: _Heard() for rank in ends})
+        for rank in ends:
+            self._of.setdefault(rank, {}).setdefault(frozenset(ends))
         self._reported.setdefault(frozenset(ends), set()).update([ends] if was_linked else [])
 
     def forget(self, rank: int) -> None:
         """A worker is lost, or was let go: its links end with it."""
-        for ends in [ends for ends in self._heard if rank in ends]:
-            del self._heard[ends], self._reported[ends]
+        for ends in tuple(self._of.get(rank, ())):
+            self._drop(ends)
+            del self._reported[ends]
+
+    def _drop(self, ends: frozenset[int]) -> None:
+        """Nobody waits for the heartbeats of these two any more."""
+        del self._heard[ends]
+        for rank in ends:
+            del self._of[rank][ends]
+            if not self._of[rank]:
+                del self._of[rank]
 
     def committed(self, now: float) -> None:
         """A step was committed, over links that were made again too."""
@@ -322,16 +336,16 @@ class BrokenLinks:
         Args:
             is_relayed: its agent has sent it on.
         """
-        if not self._heard:
+        if rank not in self._of:
             return []
         found = []
-        for ends, heard in list(self._heard.items()):
-            if rank in heard:
-                heard[rank].direct += not is_relayed
-                heard[rank].relayed += is_relayed
-                if all(end.lives for end in heard.values()):
-                    del self._heard[ends]
-                    found.append(self._judge(ends, now))
+        for ends in tuple(self._of[rank]):
+            heard = self._heard[ends]
+            heard[rank].direct += not is_relayed
+            heard[rank].relayed += is_relayed
+            if all(end.lives for end in heard.values()):
+                self._drop(ends)
+                found.append(self._judge(ends, now))
         return found
 
     def _judge(self, ends: frozenset[int], now: float) -> Verdict:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn, cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +51,28 @@ def test_a_link_that_ends_with_a_process_is_none_that_was_lost() -> None:
     links.closed(2, 1)
     links.forget(1)
     assert beats(links, 0, 1, 2, 0, 1, 2, 0, 1, 2) == []
+
+
+class _NotScanned(dict[frozenset[int], object]):
+    """All lost links of a run: of 10,000 workers there may be a million, and 5,000 heartbeats in a second."""
+
+    def __iter__(self) -> NoReturn:
+        raise AssertionError("a heartbeat looks at the links of its sender alone")
+
+    keys = values = items = __iter__  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+
+
+def test_a_heartbeat_looks_at_the_links_of_its_sender_alone() -> None:
+    links = BrokenLinks()
+    for a in range(10):
+        for b in range(10, 20):
+            links.closed(a, b)
+    links._heard = cast(Any, _NotScanned(links._heard))
+    assert beats(links, 30, 0, 0, 30) == []
+    assert [verdict.ends for verdict in beats(links, 12, 12)] == [frozenset((0, 12))]
+    links.forget(0)
+    assert [verdict.ends for verdict in beats(links, 13, 13, 5, 5)] == [frozenset((5, 12)), frozenset((5, 13))]
+    assert all(0 not in ends for of in links._of.values() for ends in of)
 
 
 def test_both_directions_are_one_loss() -> None:

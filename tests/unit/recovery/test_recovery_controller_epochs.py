@@ -24,7 +24,7 @@ from elaswave_spmd.recovery.messages import (
 )
 from elaswave_spmd.recovery.reconfiguration import Goal
 from elaswave_spmd.sharding.replica_placement import place_replicas
-from elaswave_spmd.sharding.replicas import from_rows
+from elaswave_spmd.sharding.replicas import ReplicaMap, from_rows
 from tests.unit.recovery.controller_cases import (
     LAYOUT,
     STEPS,
@@ -256,6 +256,21 @@ def test_learners_are_promoted_when_all_have_caught_up() -> None:
     assert not any(run.learners for run in replicas_of(protocol)) and not begun(effects).kinds
     assert {3, 4} <= {rank for run in replicas_of(protocol) for rank in run.replicas}
     assert {3, 4} <= {run.primary for run in replicas_of(protocol)}, "and is the primary of its share"
+
+
+def test_learners_are_looked_for_once_in_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of 10,000 workers may be learners, of ten times as many page ranges."""
+    protocol = started()
+    for rank in (3, 4, 5):
+        protocol.ready(Ready(rank, f"at {rank}"))
+    answer(protocol, 1)
+    epoch, learners = protocol.placement.mesh.epoch, sorted(protocol.learners)
+    assert len(learners) >= 3
+    looks: list[ReplicaMap] = []
+    of_now = protocol._replicas
+    monkeypatch.setattr(protocol, "_replicas", lambda: looks.append(found := of_now()) or found)
+    effects = [protocol.caught_up(CaughtUp(rank, epoch)) for rank in learners]
+    assert [bool(prepares(some)) for some in effects] == [False] * (len(learners) - 1) + [True] and len(looks) == 1
 
 
 def test_what_is_learned_while_the_mesh_changes_counts_in_the_next_epoch() -> None:
