@@ -150,6 +150,9 @@ class CountingIO:
             raise _ScriptEnded
         return event
 
+    def next_ends(self) -> list[WorkerEnded]:
+        return []
+
     def send(self, rank: int, message: bytes) -> None:
         self.sent[rank] += len(message)
         if self.is_timed:

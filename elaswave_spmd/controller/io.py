@@ -113,6 +113,10 @@ class ControllerIO(Protocol):
         """
         ...
 
+    def next_ends(self) -> list[WorkerEnded]:
+        """The ends of workers that have been found and are the very next events; they are none any more."""
+        ...
+
     def stop_requested(self, number: int) -> None:
         """A signal asks the run to end: StopRequested is among the next events. Called by the signal's handler."""
         ...
@@ -341,6 +345,13 @@ class ProcessIO:
                 return written
             if (planned := self._planning.next_answer()) is not None:
                 return planned
+
+    def next_ends(self) -> list[WorkerEnded]:
+        found: list[WorkerEnded] = []
+        while self._ready and isinstance(event := self._ready[0], WorkerEnded):
+            found.append(event)
+            self._ready.popleft()
+        return found
 
     def stop_requested(self, number: int) -> None:
         # In the handler of a signal: a deque and a wake-up, nothing else.

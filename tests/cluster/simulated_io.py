@@ -38,6 +38,7 @@ from elaswave_spmd.controller.events import (
     Rejected,
     StopRequested,
     Tick,
+    WorkerEnded,
 )
 from elaswave_spmd.controller.io import Spawned
 from elaswave_spmd.controller.planning import PlanRequest
@@ -252,6 +253,13 @@ class SimulatedIO:
         if isinstance(event, Received) and not isinstance(event.message, m.Heartbeat | m.FinalPages):
             cluster.check(event.message)
         return event
+
+    def next_ends(self) -> list[WorkerEnded]:
+        found: list[WorkerEnded] = []
+        while self.events and isinstance(event := self.events[0], WorkerEnded):
+            found.append(event)
+            self.events.popleft()
+        return found
 
     def stop_requested(self, number: int) -> None:
         self.events.append(StopRequested(signal_name(number)))

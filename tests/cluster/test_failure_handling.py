@@ -11,13 +11,16 @@ from collections.abc import Sequence
 import pytest
 
 from elaswave_spmd.controller.actions import End
+from elaswave_spmd.controller.events import WorkerEnded
 from elaswave_spmd.controller.outcomes import RunFinished, RunStopped
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery.actions import Unrecoverable
+from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.faults import AnyFault, Fault
 from tests.cluster.processes import LostStateError
 from tests.cluster.schedules import Outcome, Schedule, cluster_of, undisturbed
+from tests.cluster.simulated_io import TURN_S
 from tests.cluster.tiny import TinyRun
 
 MESHES = ("dp3", "pp3", "dp2_pp2", "dp3_pp2")
@@ -64,6 +67,32 @@ def test_nothing_happens(mesh: str, zero: int, order: int) -> None:
 def test_a_worker_is_killed(mesh: str, point: str, order: int) -> None:
     cluster = trained(mesh, order, [Fault(2, "kill", 1, point)])
     assert kinds_of(cluster) == {1: "fail"}
+
+
+class _GoneTogether(SimulatedCluster):
+    """A cluster in which worker 1 takes worker 2 along, as where their machine is lost: both ends are seen at once."""
+
+    def _exits_later(self, rank: int) -> None:
+        assert rank == 1 and 2 in self._workers
+        for table in (self._lost, self._window, self._absent):
+            table.append(2)
+        self._kill(2)
+        for gone in (1, 2):
+            exited = Exited(gone, 1000 + gone, None, 9)
+            self._notices.append((self.turn, WorkerEnded(gone, "killed", self.turn * TURN_S, exited)))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("mesh", ["dp4", "dp3_pp2"])
+def test_workers_that_are_lost_at_the_same_moment_are_one_change_of_the_mesh(mesh: str, zero: int, order: int) -> None:
+    faults = (Fault(2, "kill", 1, "forward"),)
+    cluster = cluster_of(Schedule(order, RUN, mesh, zero, mirror_count=2, faults=faults), kind=_GoneTogether)
+    assert Outcome.of(cluster.run()) == undisturbed(RUN)
+    assert kinds_of(cluster) == {1: "fail", 2: "fail"}
+    first = cluster.result.epochs[0]
+    assert first.kinds == {1: "fail", 2: "fail"} and first.placement.mesh.epoch == 2
+    assert cluster.journal[0].epoch == 2, "nobody has heard of the first one"
 
 
 @pytest.mark.parametrize("order", ORDERS)

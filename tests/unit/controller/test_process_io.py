@@ -71,6 +71,17 @@ def test_what_others_have_said_comes_after_an_end_which_may_be_its_cause(io: Pro
     assert isinstance(events[2], WorkerEnded)
 
 
+def test_ends_that_follow_an_end_come_with_it_and_nothing_that_comes_before_them_is_skipped(io: ProcessIO) -> None:
+    cast(FakeForkServer, io._launcher).exits = [Exited(rank, 5 + rank, None, 9) for rank in (0, 1, 2)]
+    io._mailbox.take_all()
+    for rank in (3, 4):
+        io._mailbox.put(Envelope(rank, m.encode(m.Failed(rank, "a traceback"))))
+    assert isinstance(io.next_event(io.now() + 100.0), Received)
+    first = io.next_event(io.now() + 100.0)
+    assert [event.rank for event in (cast(WorkerEnded, first), *io.next_ends())] == [0, 1, 2]
+    assert isinstance(io.next_event(io.now() + 100.0), Received) and io.next_ends() == []
+
+
 def test_nor_does_it_come_after_all_ends_are_reported(io: ProcessIO) -> None:
     io.report_exits()
     events = [io.next_event(io.now() + 100.0) for _ in range(5)]
