@@ -17,7 +17,14 @@ import pytest
 
 from elaswave_spmd.runtime.transport import shared_inbox
 from elaswave_spmd.runtime.transport.frames import Message
-from elaswave_spmd.runtime.transport.links import _MAPPED, _MAPPED_LINK, Links, socket_directory
+from elaswave_spmd.runtime.transport.links import (
+    _BROKEN,
+    _BROKEN_LINK,
+    _MAPPED,
+    _MAPPED_LINK,
+    Links,
+    socket_directory,
+)
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed
 from elaswave_spmd.runtime.transport.rings import MEMORY_BYTES, RING_BYTES
 from elaswave_spmd.runtime.transport.shared_memory import PeerMemory, SharedMemory, why_not_shared
@@ -329,6 +336,44 @@ def test_a_way_that_is_closed_stays_closed() -> None:
         mapped = _MAPPED_LINK.pack(link.number, os.getpid())
         ends[0]._handle_handshake(Message(1, 1, _MAPPED, mapped, ()))
         assert not way_of(ends[0], 1).is_open
+
+
+def breaks_ring(links: Links, peer: int) -> None:
+    """What a process does that writes where it should not: the ring to a peer cannot be read any more."""
+    eventually(lambda: way_of(links, peer).is_open)
+    way_of(links, peer)._ring._words[0] = 1 << 62
+
+
+@pytest.mark.parametrize("is_linked", [True, False])
+def test_the_writer_of_a_ring_that_cannot_be_read_ends_its_link_and_makes_another(is_linked: bool) -> None:
+    """Both ends notice, as with a connection that breaks. A reader without a link itself tells when it has one."""
+    with ExitStack() as stack:
+        ends, boxes = both(stack)
+        breaks_ring(ends[0], 1)
+        if not is_linked:
+            ends[1]._links.pop(0).close()
+        assert boxes[1].get(PATIENCE_S) == PeerClosed(0)
+        if not is_linked:
+            assert ends[0].reaches(1) and ends[0].send(1, b"lost, as nobody has told it yet")
+            ends[1].connect(0, ends[0].address)
+        assert boxes[0].get(PATIENCE_S) == PeerClosed(1)
+        assert not ends[0].reaches(1) and not ends[0].send(1, b"lost"), "its link has ended"
+        ends[0].connect(1, ends[1].address)
+        eventually(lambda: way_of(ends[0], 1).is_open)
+        for sender in (0, 1):
+            exchange(ends, boxes, sender)
+
+
+def test_what_is_told_late_of_an_older_link_ends_no_newer_one() -> None:
+    with ExitStack() as stack:
+        ends, boxes = both(stack)
+        older = ends[0]._links[1].number
+        ends[0].drop(1)
+        ends[0].connect(1, ends[1].address)
+        eventually(lambda: way_of(ends[0], 1).is_open)
+        ends[0]._handle_handshake(Message(1, 1, _BROKEN, _BROKEN_LINK.pack(older), ()))
+        exchange(ends, boxes, sender=0)
+        assert ends[0].reaches(1) and not len(boxes[0])
 
 
 def test_the_memory_of_the_dead_is_let_go_of(pair: Pair) -> None:

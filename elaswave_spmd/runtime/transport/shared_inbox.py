@@ -8,6 +8,7 @@ thread that consumes the mailbox, when it looks for messages: as long as it comp
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,11 +62,14 @@ class SharedInbox:
     Args:
         mailbox: messages are filed here.
         limits: of the messages that are taken.
+        on_broken: called with a peer and the number of its link when nothing more is taken from that link. The peer
+            does not see that, and has to be told: else it would go on sending into it. Any thread; not to call this.
     """
 
-    def __init__(self, mailbox: Mailbox, limits: MessageLimits) -> None:
+    def __init__(self, mailbox: Mailbox, limits: MessageLimits, on_broken: Callable[[int, int], None]) -> None:
         self._mailbox = mailbox
         self._limits = limits
+        self._on_broken = on_broken
         self._lock = threading.Lock()  # guards the rest: the event loop adds what comes over sockets
         self._fence = threading.Lock()  # see rings.py
         self._senders: dict[int, _Sender] = {}
@@ -213,6 +217,7 @@ class SharedInbox:
         if not sender.broken:
             sender.broken, sender.ring = True, None
             sender.early.clear()
+            self._on_broken(sender.rank, sender.link)
             self._mailbox.put(PeerClosed(sender.rank), wake=wake)
 
     def _file(self, sender: _Sender, message: Message, *, wake: bool) -> None:

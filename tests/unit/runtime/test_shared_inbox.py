@@ -60,9 +60,10 @@ def memory() -> SharedMemory:
     return SharedMemory(16 << 20)
 
 
-def opened() -> tuple[SharedInbox, Mailbox]:
+def opened(broken: list[tuple[int, int]] | None = None) -> tuple[SharedInbox, Mailbox]:
     mailbox = Mailbox()
-    inbox = SharedInbox(mailbox, LIMITS)
+    told = [] if broken is None else broken
+    inbox = SharedInbox(mailbox, LIMITS, lambda peer, link: told.append((peer, link)))
     mailbox.attach(inbox)
     return inbox, mailbox
 
@@ -161,12 +162,15 @@ def test_what_no_peer_sends_by_a_ring_is_counted(memory: SharedMemory) -> None:
 
 @pytest.mark.parametrize("tail", [1 << 62, 1 << 20, 3])
 def test_a_ring_that_cannot_be_read_counts_as_a_closed_link(tail: int, memory: SharedMemory) -> None:
-    inbox, mailbox = opened()
+    broken = list[tuple[int, int]]()
+    inbox, mailbox = opened(broken)
     peer = Peer(inbox, 3, 7, memory)
     peer.by_ring(0, b"first")
     peer.ring._words[0] += tail
     assert headers(mailbox) == ([b"first"] if tail == 3 else [])
     assert inbox.take_rejected() == [MALFORMED] and not mailbox.wait(0)
+    inbox.skip(3, 7, 1)
+    assert broken == [(3, 7)], "the peer is told once, and of which link"
 
 
 def test_a_peer_whose_messages_never_come_counts_as_gone(memory: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
