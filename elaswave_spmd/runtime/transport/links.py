@@ -289,6 +289,7 @@ class Links:
         self._mailbox = mailbox
         self._mapped: dict[int, int] = {}  # peer -> number of its newest link whose ring this process has mapped
         self._broken: dict[int, int] = {}  # peer -> number of its newest link that nothing more is taken from
+        self._unmapped: set[int] = set()  # peers of which it was said why their memory is not mapped
         self._links: dict[int, _Link] = {}
         # Peer -> the links to it whose rings it may have mapped, also those that are closed.
         self._with_rings: defaultdict[int, set[int]] = defaultdict(set)
@@ -632,15 +633,30 @@ class Links:
             if link is not None and (link.number,) == form.unpack(message.header):  # else it is of an older link
                 self._end(link)
             return
-        pid, fd, inode, num_bytes, at = form.unpack(message.header)
-        with contextlib.suppress(OSError):  # everything of this peer comes over the socket then
-            try:
-                self._inbox.add_ring(sender, message.link, MemoryLocation(pid, fd, inode, num_bytes), at)
-            except ValueError:
-                raise MessageRejected(MALFORMED) from None
-            with self._edit:
-                self._mapped[sender] = message.link
-            self._report_ring(sender)
+        *location, at = form.unpack(message.header)
+        self._map_memory(sender, message.link, MemoryLocation(*location), at)
+
+    def _map_memory(self, sender: int, number: int, location: MemoryLocation, at: int) -> None:
+        """Map a peer's memory for a link with a ring in it, and report that to the peer. Event-loop thread."""
+        try:
+            self._inbox.add_ring(sender, number, location, at)
+        except ValueError:
+            raise MessageRejected(MALFORMED) from None
+        except OSError as error:  # everything of this peer comes over the socket then
+            if Path(f"/proc/{location.pid}").exists():  # else it has ended
+                self._report_unmapped(sender, error)
+            return
+        with self._edit:  # what is said of an older link may come late
+            self._mapped[sender] = max(number, self._mapped.get(sender, number))
+        self._report_ring(sender)
+
+    def _report_unmapped(self, peer: int, error: OSError) -> None:
+        """Say why the memory of a peer that lives is not mapped, once. Event-loop thread."""
+        if peer not in self._unmapped:
+            self._unmapped.add(peer)
+            text = f"links of {self.me}: all from {peer} comes over a socket, as its memory cannot be mapped ({error})"
+            with contextlib.suppress(OSError):  # in one piece, as others write there at the same moment
+                os.write(2, f"{text}\n".encode())
 
     def _take_back_rings(self, peer: int, number: int) -> None:
         """A peer has mapped the ring of its newest link, and so read those before to their ends: others may get them.

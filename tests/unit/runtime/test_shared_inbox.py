@@ -190,9 +190,7 @@ def is_mapped(inode: int) -> bool:
     return any("/memfd:" in line and line.split()[4] == str(inode) for line in lines)
 
 
-def dead_peer(inbox: SharedInbox) -> tuple[int, int]:
-    """A peer, 3, whose process has ended: the inode of its memory, and the place of a payload of 9 bytes there."""
-    code = """
+OWNER = """
 from elaswave_spmd.runtime.transport.rings import MEMORY_BYTES
 from elaswave_spmd.runtime.transport.shared_memory import SharedMemory
 memory = SharedMemory(1 << 20)
@@ -200,7 +198,11 @@ at = memory.location
 print(at.pid, at.fd, at.inode, memory.reserve(MEMORY_BYTES, 1), memory.place(memoryview(bytes(9)), 1), flush=True)
 input()
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+
+
+def dead_peer(inbox: SharedInbox) -> tuple[int, int]:
+    """A peer, 3, whose process has ended: the inode of its memory, and the place of a payload of 9 bytes there."""
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         pid, fd, inode, at, place = map(int, owner.stdout.readline().split())
         inbox.add_ring(3, 7, MemoryLocation(pid, fd, inode, 1 << 20), at)
@@ -220,6 +222,22 @@ def test_what_is_under_way_when_a_dead_peer_is_forgotten_is_dropped() -> None:
     del item
     gc.collect()
     assert not is_mapped(inode)
+
+
+def test_peers_of_the_past_whose_processes_have_ended_are_not_looked_at() -> None:
+    """The consumer looks hundreds of times in a step, and on a large mesh workers come and go."""
+    inbox, mailbox = opened()
+    for link in range(3):
+        with subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+            assert owner.stdout is not None
+            pid, fd, inode, at, _ = map(int, owner.stdout.readline().split())
+            inbox.add_ring(link, link, MemoryLocation(pid, fd, inode, 1 << 20), at)
+            owner.kill()
+    assert len(inbox._mapping) == 3
+    inbox.forget(0, 2)
+    assert [*inbox._mapping] == [1] and mailbox.take_all() == []
+    inbox.accept(Message(0, 0, NUMBERED, b"late", (), 0))
+    assert headers(mailbox) == [b"late"]
 
 
 def test_what_waits_for_a_message_that_died_with_its_sender_keeps_no_memory() -> None:
