@@ -469,7 +469,11 @@ class Links:
 
     @property
     def rejected(self) -> dict[str, int]:
-        """The connections that were not admitted and the messages that were dropped: reason -> number so far."""
+        """The connections that were not admitted and the messages that were dropped: reason -> number so far.
+
+        Heartbeats ask for it, all the time. So the memory of peers that have ended is let go of here as well.
+        """
+        self._inbox.unmap_dead()
         for reason in self._inbox.take_rejected():
             self.reject(reason)
         with self._edit:

@@ -156,15 +156,18 @@ class SharedInbox:
                 pass
             return not any(ring.has_record() for ring in rings)
 
-    def take_rejected(self) -> list[str]:
-        """The reasons of the records that were rejected since the last call.
+    def unmap_dead(self) -> None:
+        """Let go of the memory of former peers that have ended since `forget`. To be called now and then.
 
-        It is asked for with each heartbeat, and lets go of the memory of peers that have ended since they were none any
-        more: the memory of a process that was killed is there for a while after it is known to be lost.
+        A process that was killed is there for a while after it is known to be lost, and its memory with it.
         """
         with self._lock:
             if any(sender.forgotten for sender in self._mapping.values()):
                 self._unmap()
+
+    def take_rejected(self) -> list[str]:
+        """The reasons of the records that were rejected since the last call."""
+        with self._lock:
             found, self._rejected = self._rejected, []
             return found
 

@@ -190,6 +190,22 @@ def is_mapped(inode: int) -> bool:
     return any("/memfd:" in line and line.split()[4] == str(inode) for line in lines)
 
 
+def test_the_memory_of_who_ends_after_it_was_forgotten_is_let_go_of_later() -> None:
+    inbox, _ = opened()
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        pid, fd, inode, at, _ = map(int, owner.stdout.readline().split())
+        inbox.add_ring(3, 7, MemoryLocation(pid, fd, inode, 1 << 20), at)
+        inbox.forget(3)
+        inbox.unmap_dead()
+        assert is_mapped(inode), "it lives"
+        owner.kill()
+    assert inbox.take_rejected() == [] and is_mapped(inode)
+    inbox.unmap_dead()
+    gc.collect()
+    assert not is_mapped(inode)
+
+
 OWNER = """
 from elaswave_spmd.runtime.transport.rings import MEMORY_BYTES
 from elaswave_spmd.runtime.transport.shared_memory import SharedMemory
