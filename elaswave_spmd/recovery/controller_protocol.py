@@ -359,7 +359,9 @@ class ControllerProtocol:
         # What workers have reported of steps.
         self._first_reports: dict[int, tuple[int, _Results]] = {}  # step -> the first worker that has reported it
         self._applied: dict[int, int] = {}  # rank -> the step that it has applied last
+        # Of the validation under way, in the present epoch: what was reported, and by whom.
         self._validation: dict[int, dict[int, Scores]] = {}  # step -> micro-batch -> loss and metrics
+        self._have_validated: set[int] = set()
         self._losses = dict(validations or {})  # step -> mean loss, of all validations so far
         self._validated = 0  # the newest step whose validation is complete
         self._validated_in = 0  # the mesh epoch in which it was
@@ -934,6 +936,8 @@ class ControllerProtocol:
         self._missed = {ends for ends in self._missed if all(rank in placement.mesh for rank in ends)}
         left = Recovery(ran, plan, self._change.reports, (*self._pending.relinked, *self._missed))
         self.placement = placement
+        self._validation.clear()  # it is run again as a whole, if it is not complete
+        self._have_validated.clear()
         self._entered_at = version
         self._change = None
         self._saving = saving
@@ -1050,9 +1054,15 @@ class ControllerProtocol:
     def validation(self, message: ValidationLoss) -> list[ProtocolAction]:
         """Collect the losses of a validation. With those of all micro-batches it is complete, and training goes on.
 
+        Where replicas are compared, all members have reported then: so each has found its state to be as it had written
+        it after it had sent its last activation (H5). What was computed in an older epoch counts for nothing, as it may
+        come of damage that was found since.
+
         The sum is exactly rounded (math.fsum), so it does not depend on which worker reports first. It is decided here,
         before any member may begin another step, whether the run ends by it.
         """
+        if message.epoch != self.placement.mesh.epoch:
+            return []
         if message.step <= self._validated:
             # Usually late. But if all members are lost that had applied the step, the others apply it in a later epoch,
             # and validate it again: they wait for this answer.
@@ -1060,9 +1070,13 @@ class ControllerProtocol:
             return [self._validated_message(message.step)] if is_again else []
         found = self._validation.setdefault(message.step, {})
         found.update(scores_of(message))
+        self._have_validated.add(message.rank)
         if len(found) < self._spec.num_validation_microbatches:
             return []
-        del self._validation[message.step]
+        if self._policy.compares_at(0) and not self._have_validated.issuperset(self.placement.mesh.members):
+            return []
+        self._validation.clear()
+        self._have_validated.clear()
         self._validated, self._validated_in = message.step, self.placement.mesh.epoch
         done = validation_done(message.step, found)
         self._losses[message.step] = self._spec.mean_loss(done)

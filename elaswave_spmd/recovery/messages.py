@@ -152,7 +152,8 @@ class Activation(Message, frozen=True):
 
     Args:
         shape: of the payload.
-        validation: it is of a validation micro-batch, at version `step`, and not kept.
+        validation: it is of a validation micro-batch, at version `step`, and not kept. Its `attempt` is the mesh epoch
+            of the sender.
         forms: of the tensors of a tuple, whose bytes are the payload; () for one tensor.
         names: of its fields, if it is a named tuple.
     """
@@ -891,7 +892,10 @@ class Measured(Message, frozen=True):
 class ValidationLoss(Message, frozen=True):
     """Worker of the last stage -> controller: losses of its validation micro-batches at version `step`, each a sum.
 
+    Where replicas are compared, workers of all stages report, those without losses as well (H5).
+
     Args:
+        epoch: the mesh epoch in which they were computed: a change of the mesh begins the validation anew.
         weights: of the losses; () if the model's loss has no weight.
         metrics: (name, sum of each micro-batch, weight of each, or ()) of each metric of the model.
     """
@@ -899,6 +903,7 @@ class ValidationLoss(Message, frozen=True):
     NUM_OPTIONS = 2
 
     step: int
+    epoch: int
     rank: int
     microbatches: tuple[int, ...]
     losses: tuple[float, ...]

@@ -125,17 +125,17 @@ class Placement:
             stages: the stages that are wanted; None: all.
         """
         if self.replicas is None:
-            return self.state_sharding().without_mirrors(layout, stages, least_joined=self._least_joined(layout))
+            return self.state_sharding().without_mirrors(layout, stages, least_joined=self.least_joined(layout))
         wanted = range(self.num_stages) if stages is None else stages
         return {layer: self.replicas[layer] for stage in wanted for layer in self.layers_of_stage(stage)}
 
     def with_new_replicas(self, layout: ModelLayout, mirror_count: int, scatter: int) -> Placement:
         """This placement with the replicas of a new mesh, as a run begins with them."""
-        sharding, joined = self.state_sharding(mirror_count, scatter), self._least_joined(layout)
+        sharding, joined = self.state_sharding(mirror_count, scatter), self.least_joined(layout)
         replicas = place_replicas(layout, sharding, least_pages=least_pages(layout), least_joined=joined)
         return replace(self, replicas=replicas)
 
-    def _least_joined(self, layout: ModelLayout) -> int:
+    def least_joined(self, layout: ModelLayout) -> int:
         """The pages for each worker of a stage below which layers are cut together with their neighbours; 0: none are.
 
         That saves messages. Through a process group nothing is sent range by range, and the parameters of a layer are

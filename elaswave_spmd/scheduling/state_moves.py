@@ -101,13 +101,15 @@ class StateMoves:
         before: the mesh and specs before the event.
         layout: the pages of the model.
         costs: the bytes of each layer's state, and the links.
-        replicas: the replicas before the event; None: those of a new mesh that cuts each layer by itself.
+        replicas: the replicas before the event; None: those of a new mesh.
+        least_joined: with which a new mesh cuts small layers together (`Placement.least_joined`); 0: each by itself.
     """
 
     before: StateSharding
     layout: ModelLayout
     costs: CostModel
     replicas: ReplicaMap | None = None
+    least_joined: int = 0
 
     def at_once(self, stages: Stages, cuts: Cuts) -> Move:
         """The figures of the plan right after the event, which makes lost replicas again where their layers are now."""
@@ -133,13 +135,18 @@ class StateMoves:
         plan = plan_reshard(self.layout, replicas, lost=lost, to=target)
         if not plan.lost:
             return plan, False
-        return plan_reshard(self.layout, _checkpoint_of(self.layout), to=place_replicas(self.layout, target)), True
+        return plan_reshard(self.layout, _checkpoint_of(self.layout), to=self._new_replicas(target)), True
 
     @cached_property
     def _replicas(self) -> ReplicaMap:
         if self.replicas is not None:
             return self.replicas
-        return place_replicas(self.layout, self.before, least_pages=least_pages(self.layout))
+        return self._new_replicas(self.before)
+
+    def _new_replicas(self, sharding: StateSharding) -> ReplicaMap:
+        """The replicas with which a run begins on a mesh."""
+        least = least_pages(self.layout)
+        return place_replicas(self.layout, sharding, least_pages=least, least_joined=self.least_joined)
 
     def _sharding(self, stages: Stages, cuts: Cuts) -> StateSharding:
         return replace(self.before, mesh=self.before.mesh.with_stages(stages), layer_cuts=tuple(cuts))
@@ -212,7 +219,8 @@ class StateMoves:
     def _replicas_at(self, ranks: frozenset[int]) -> ReplicaMap:
         """The page ranges that have one of these workers as a replica, before the event."""
         if self.replicas is None:
-            return replicas_at(self.layout, self.before, ranks, least_pages=least_pages(self.layout))
+            least = least_pages(self.layout)
+            return replicas_at(self.layout, self.before, ranks, least_pages=least, least_joined=self.least_joined)
         return {
             layer: tuple(it for it in of_layer if not it.replicas.isdisjoint(ranks))
             for layer, of_layer in self.replicas.items()

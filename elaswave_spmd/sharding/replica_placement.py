@@ -66,7 +66,12 @@ def place_replicas(
 
 
 def replicas_at(
-    layout: ModelLayout, sharding: StateSharding, ranks: Collection[int], *, least_pages: int = 1
+    layout: ModelLayout,
+    sharding: StateSharding,
+    ranks: Collection[int],
+    *,
+    least_pages: int = 1,
+    least_joined: int = 0,
 ) -> ReplicaMap:
     """The page ranges of `place_replicas`, layer by layer, that have one of these workers as a replica.
 
@@ -75,14 +80,15 @@ def replicas_at(
     choice, wanted = MirrorChoice(sharding), frozenset(ranks)
     if any(len(members) <= choice.count for members in sharding.stages):
         # Mirrors in other stages are chosen by the loads that all page ranges make.
-        whole = place_replicas(layout, sharding, least_pages=least_pages)
+        whole = place_replicas(layout, sharding, least_pages=least_pages, least_joined=least_joined)
         return {layer: tuple(it for it in of_layer if it.replicas & wanted) for layer, of_layer in whole.items()}
     found: dict[int, list[ReplicaSet]] = {layer: [] for layer in range(sharding.layer_cuts[-1])}
     for stage, members in enumerate(sharding.stages):
         if wanted.isdisjoint(members):
             continue
         sets = _replica_sets(sharding, stage, choice, wanted)
-        for pages in _in_pieces(sharding.primary_ranges(layout, stage, sets.keys()), sets, least_pages, wanted):
+        ranges = sharding.primary_ranges(layout, stage, sets.keys(), least_joined=least_joined)
+        for pages in _in_pieces(ranges, sets, least_pages, wanted):
             found[pages.layer].append(pages)
     return {layer: LayerReplicas(of_layer) for layer, of_layer in found.items()}
 

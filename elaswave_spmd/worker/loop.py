@@ -319,9 +319,9 @@ class Executor:
         if another:
             self._steps.forget_beyond(configuration.version)
         repairs = configuration.repair > self._attempts.repair
-        came: list[Incoming] = []
         if another:
-            came = self._attempts.begin(configuration.attempt, configuration.version, configuration.repair)
+            self._attempts.begin(configuration.attempt, configuration.version, configuration.repair)
+        came = self._attempts.enter_epoch(configuration.epoch)
         self.configuration = configuration
         if self._prepare is not None and self._prepare.epoch <= configuration.epoch:
             self._prepare = None  # this configuration is its outcome, or a later one
@@ -349,7 +349,7 @@ class Executor:
             self.replica.repair()
         self._steps.resume(configuration)
         self.commit.resume()
-        for incoming in came:  # of this attempt, from members that have entered it first
+        for incoming in came:  # of this attempt, from members that have entered it first; or of one still to come
             self._handle(incoming)
         requests, self._check_requests = self._check_requests, []
         for request in requests:

@@ -495,7 +495,9 @@ class WorkerProcess:
             if peer != self._rank:
                 try:
                     self._links.connect(peer, address)
-                except RunError:  # no address, of a process that has gone wrong; or no descriptor is left here
+                except RunError as error:  # no address, of a process that has gone wrong; or no descriptor is left
+                    with contextlib.suppress(OSError):  # the controller learns that the link is lost, and not why
+                        os.write(2, f"worker {self._rank}: {error}\n".encode())
                     self._mailbox.put(PeerClosed(peer))
 
 

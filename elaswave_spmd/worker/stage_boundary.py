@@ -139,6 +139,14 @@ class Boundaries:
         self._received |= self._used or {}
         self._used = None
 
+    def forget_validations(self) -> None:
+        """Drop the tensors of validations: a mesh epoch is entered, in which a validation is run again as a whole.
+
+        They are of its attempt in an older epoch. One of them may come of parameters that were damaged (H5).
+        """
+        for key in [key for key in self._received if key.kind == VALIDATION]:
+            del self._received[key]
+
     def drop_all(self) -> None:
         """Drop all tensors: those received and those kept."""
         self._received.clear()

@@ -451,6 +451,9 @@ class StepRunner:
         """Run this worker's share of a validation, a read-only pass at a version, and wait until all losses are known.
 
         Micro-batches are assigned in turn to each stage's workers. The last stage sends the losses to the controller.
+        Where replicas are compared, everybody reports that it has done its share with parameters as they were written,
+        be it without losses: else a validation could be complete before a worker has found that what it had sent to the
+        next stage came of damaged ones (H5).
         """
         yield from self._until_compared(version)
         members, microbatches, scores = self._placement.mesh.stages[self._stage], [], []
@@ -465,9 +468,10 @@ class StepRunner:
         finally:
             self._microbatches.programs.set_training(True)
         yield from self._until_sound(version)
-        if microbatches:
+        if microbatches or self._context.job.compares_at(0):
+            epoch, rank = self._placement.mesh.epoch, self._context.rank
             form = self._microbatches.programs.scored
-            self._context.channel.send(CONTROLLER, _validation(version, self._context.rank, microbatches, scores, form))
+            self._context.channel.send(CONTROLLER, _validation(version, epoch, rank, microbatches, scores, form))
         # The next step changes the parameters: a loss that went down with its worker could not be computed again.
         yield from self._waiting.until(lambda: self._validated >= version, "the end of validation", version)
 
@@ -535,6 +539,7 @@ class StepRunner:
         self._is_last = self._stage == placement.num_stages - 1
         self._layers = placement.layers_of_stage(self._stage)
         self._boundaries.restore_used()
+        self._boundaries.forget_validations()
         moved = self._microbatches.enter_epoch(placement, self._stage, self._keep_to(configuration))
         if moved or configuration.recovery_plan is None:
             # What it did of the step went through other layers, and is of no use here. Or no member had anything of the
@@ -602,7 +607,12 @@ class StepRunner:
 
 
 def _validation(
-    version: int, rank: int, microbatches: Sequence[int], scores: Sequence[Sequence[float]], form: ScoreForm | None
+    version: int,
+    epoch: int,
+    rank: int,
+    microbatches: Sequence[int],
+    scores: Sequence[Sequence[float]],
+    form: ScoreForm | None,
 ) -> m.ValidationLoss:
     """The report of a worker's share of a validation.
 
@@ -610,12 +620,12 @@ def _validation(
         scores: of each micro-batch what a validation makes of it.
         form: of these; None: each is a loss alone.
     """
-    if form is None:
-        return m.ValidationLoss(version, rank, tuple(microbatches), tuple(loss for loss, *_ in scores))
+    if form is None or not microbatches:
+        return m.ValidationLoss(version, epoch, rank, tuple(microbatches), tuple(loss for loss, *_ in scores))
     columns = []  # of the loss and of each metric: sums and weights by micro-batch
     for rows in zip(*map(form.rows, scores), strict=True):
         weights = tuple(weight for _, weight in rows if weight is not None)
         columns.append((tuple(total for total, _ in rows), weights))
     (losses, weights), *others = columns
     metrics = tuple((name, *column) for name, column in zip(form.names, others, strict=True))
-    return m.ValidationLoss(version, rank, tuple(microbatches), losses, weights, metrics)
+    return m.ValidationLoss(version, epoch, rank, tuple(microbatches), losses, weights, metrics)

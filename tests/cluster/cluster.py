@@ -216,6 +216,7 @@ class SimulatedCluster:
         self._notices: list[tuple[int, Event | MoveDue]] = []  # (turn, what the controller then hears)
         self._validation_losses: defaultdict[int, dict[int, float]] = defaultdict(dict)
         self._validation_weights: defaultdict[int, dict[int, float]] = defaultdict(dict)
+        self._validated_in: defaultdict[int, int] = defaultdict(int)  # step -> the mesh epoch of these losses
         self._end: LostStateError | None = None  # why the run cannot go on
         self._idle_since = 0
         self.turn = 0
@@ -246,6 +247,8 @@ class SimulatedCluster:
             self._applied,
             self._leaving,
             self._validation_losses,
+            self._validation_weights,
+            self._validated_in,
             self.broken_links,
             self._closed_links,
             self._found_behind,
@@ -646,7 +649,11 @@ class SimulatedCluster:
             before = self._applied.setdefault(message.rank, message.step - 1)
             assert message.step == before + 1, f"worker {message.rank} applied {message.step} after {before}"
             self._applied[message.rank] = message.step
-        if isinstance(message, m.ValidationLoss):
+        if isinstance(message, m.ValidationLoss) and message.epoch >= self._validated_in[message.step]:
+            if message.epoch > self._validated_in[message.step]:  # it is run again
+                self._validated_in[message.step] = message.epoch
+                self._validation_losses[message.step].clear()
+                self._validation_weights[message.step].clear()
             self._validation_losses[message.step].update(zip(message.microbatches, message.losses, strict=True))
             self._validation_weights[message.step].update(zip(message.microbatches, message.weights, strict=False))
 

@@ -17,7 +17,15 @@ import pytest
 
 from elaswave_spmd.runtime.transport import shared_inbox
 from elaswave_spmd.runtime.transport.frames import Message
-from elaswave_spmd.runtime.transport.links import _MAPPED, _MAPPED_LINK, Links, socket_directory
+from elaswave_spmd.runtime.transport.links import (
+    _BROKEN,
+    _BROKEN_LINK,
+    _MAPPED,
+    _MAPPED_LINK,
+    _SHARE,
+    Links,
+    socket_directory,
+)
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed
 from elaswave_spmd.runtime.transport.rings import MEMORY_BYTES, RING_BYTES
 from elaswave_spmd.runtime.transport.shared_memory import PeerMemory, SharedMemory, why_not_shared
@@ -229,13 +237,68 @@ def test_what_a_killed_sender_has_sent_arrives(pair: Pair) -> None:
     assert pair.links.send(1, b"to the dead", [bytes(50_000)]) is False
 
 
-def test_a_receiver_that_cannot_map_gets_everything_over_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_that_cannot_map_gets_everything_over_the_socket_and_says_why_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     def refuse(location: object) -> PeerMemory:
         raise PermissionError(1, "refused", str(location))
 
     monkeypatch.setattr(shared_inbox, "PeerMemory", refuse)
     with ExitStack() as stack:
-        exchange(*both(stack), sender=0)
+        ends, boxes = both(stack)
+        exchange(ends, boxes, sender=0)
+        ends[0].drop(1)
+        ends[0].connect(1, ends[1].address)
+        exchange(ends, boxes, sender=0)
+    said = [line for line in capfd.readouterr().err.splitlines() if "cannot be mapped" in line]
+    assert len([line for line in said if line.startswith("links of 1: all from 0 comes over a socket")]) == 1, said
+    assert all("refused" in line for line in said)
+
+
+def test_a_ring_is_used_again_when_a_receiver_has_ended_that_had_not_said_that_it_maps_it() -> None:
+    """A newcomer that is stopped before it has come to that, and is lost."""
+    code = """
+import os, sys, zmq
+pull = zmq.Context().socket(zmq.PULL)
+address = f"ipc://{sys.argv[1]}/2-{os.getpid()}"
+pull.bind(address)
+print(address, flush=True)
+input()
+"""
+    with ExitStack() as stack:
+        ends, _ = both(stack)
+        directory = os.path.dirname(ends[0].address.removeprefix("ipc://"))
+        rings = []
+        for _ in range(2):
+            words = [sys.executable, "-c", code, directory]
+            with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+                assert child.stdout is not None
+                address = child.stdout.readline().strip()
+                ends[0].connect(2, address)
+                rings.append(way_of(ends[0], 2)._ring_at)
+                ends[0].drop(2)
+                ends[0].connect(2, address)
+                rings.append(way_of(ends[0], 2)._ring_at)
+                ends[0].drop(2)
+                child.kill()
+            Path(address.removeprefix("ipc://")).unlink()
+        assert rings[0] != rings[1] and rings[:2] == rings[2:], "while it lives it may map both"
+
+
+def test_what_is_told_late_of_a_mapped_ring_of_an_older_link_changes_nothing() -> None:
+    """The reader has a link only after that: what it then reports is of the newest one."""
+    with ExitStack() as stack:
+        ends, boxes = both(stack)
+        eventually(lambda: way_of(ends[0], 1).is_open)
+        first, location = ends[0]._links[1].number, way_of(ends[0], 1).location()
+        ends[1]._links.pop(0).close()
+        ends[0].drop(1)
+        ends[0].connect(1, ends[1].address)
+        eventually(lambda: ends[1]._mapped[0] > first)
+        ends[1]._handle_handshake(Message(0, first, _SHARE, location, ()))
+        ends[1].connect(0, ends[0].address)
+        eventually(lambda: way_of(ends[0], 1).is_open)
+        exchange(ends, boxes, sender=0)
 
 
 def test_the_killed_leave_nothing_in_memory(pair: Pair) -> None:
@@ -329,6 +392,44 @@ def test_a_way_that_is_closed_stays_closed() -> None:
         mapped = _MAPPED_LINK.pack(link.number, os.getpid())
         ends[0]._handle_handshake(Message(1, 1, _MAPPED, mapped, ()))
         assert not way_of(ends[0], 1).is_open
+
+
+def breaks_ring(links: Links, peer: int) -> None:
+    """What a process does that writes where it should not: the ring to a peer cannot be read any more."""
+    eventually(lambda: way_of(links, peer).is_open)
+    way_of(links, peer)._ring._words[0] = 1 << 62
+
+
+@pytest.mark.parametrize("is_linked", [True, False])
+def test_the_writer_of_a_ring_that_cannot_be_read_ends_its_link_and_makes_another(is_linked: bool) -> None:
+    """Both ends notice, as with a connection that breaks. A reader without a link itself tells when it has one."""
+    with ExitStack() as stack:
+        ends, boxes = both(stack)
+        breaks_ring(ends[0], 1)
+        if not is_linked:
+            ends[1]._links.pop(0).close()
+        assert boxes[1].get(PATIENCE_S) == PeerClosed(0)
+        if not is_linked:
+            assert ends[0].reaches(1) and ends[0].send(1, b"lost, as nobody has told it yet")
+            ends[1].connect(0, ends[0].address)
+        assert boxes[0].get(PATIENCE_S) == PeerClosed(1)
+        assert not ends[0].reaches(1) and not ends[0].send(1, b"lost"), "its link has ended"
+        ends[0].connect(1, ends[1].address)
+        eventually(lambda: way_of(ends[0], 1).is_open)
+        for sender in (0, 1):
+            exchange(ends, boxes, sender)
+
+
+def test_what_is_told_late_of_an_older_link_ends_no_newer_one() -> None:
+    with ExitStack() as stack:
+        ends, boxes = both(stack)
+        older = ends[0]._links[1].number
+        ends[0].drop(1)
+        ends[0].connect(1, ends[1].address)
+        eventually(lambda: way_of(ends[0], 1).is_open)
+        ends[0]._handle_handshake(Message(1, 1, _BROKEN, _BROKEN_LINK.pack(older), ()))
+        exchange(ends, boxes, sender=0)
+        assert ends[0].reaches(1) and not len(boxes[0])
 
 
 def test_the_memory_of_the_dead_is_let_go_of(pair: Pair) -> None:

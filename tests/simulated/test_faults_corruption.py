@@ -175,6 +175,23 @@ def test_where_the_only_other_replica_is_lost_the_run_says_so(moment: str, kind:
     assert outcome(cluster.run()) == expected(run) and cluster.result.restarts == [2]
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(
+    "flip",
+    [
+        *(MessageFault(PARAMETERS, "ReplicasAgree", RECEIVER, True, count) for count in (13, 16)),
+        *(MessageFault(PARAMETERS, "Activation", SENDER, False, count) for count in (34, 35)),
+    ],
+    ids=lambda flip: f"{flip.message} {flip.count}",
+)
+@one_thread()
+def test_no_validation_counts_that_was_computed_from_damaged_parameters(zero: int, flip: MessageFault) -> None:
+    """A worker of the first stage looks at its state after the last stage has had its activations, and reported."""
+    cluster = MirroredCluster(run_of(), "dp2_pp2", zero, faults=[flip], verify_every=1, seed=flip.count)
+    assert outcome(cluster.run()) == expected(run_of()) and cluster.plan.num_injected == 1
+    assert len(damage_of(cluster)) == 1
+
+
 @one_thread()
 def test_who_is_lost_may_have_computed_from_damaged_parameters() -> None:
     """Its memory fails, and then it does, before it has told: what it has sent of the step is given up."""

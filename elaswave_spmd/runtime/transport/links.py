@@ -86,10 +86,11 @@ REJECTED_CONNECTIONS: Mapping[int, str] = {
 HANDSHAKE_MS = 10_000
 """How long a connection may take to show its credentials, from when it is accepted."""
 
-# Kinds of messages, beside NUMBERED. The last two are of the handshake by which memory is shared: the sender says where
-# its memory is, and the receiver that it has mapped it.
-_MESSAGE, _SHARE, _MAPPED = 0, 0x81, 0x82
+# Kinds of messages, beside NUMBERED. The last three are of the handshake by which memory is shared: the sender says
+# where its memory is, and the receiver that it has mapped it, or that it takes nothing more from that link.
+_MESSAGE, _SHARE, _MAPPED, _BROKEN = 0, 0x81, 0x82, 0x83
 _MAPPED_LINK = struct.Struct("<Ii")  # number of the link, pid of the receiver
+_BROKEN_LINK = struct.Struct("<I")  # number of the link
 _LOOKS = 10  # in the time after which a silent link is closed
 # Addresses that peers report. Names of hosts are none: libzmq's thread would wait for a name server, and all links too.
 _IPC_ADDRESS = re.compile(r"ipc:///[^\0]+")
@@ -287,6 +288,8 @@ class Links:
         self._rejected: Counter[str] = Counter()
         self._mailbox = mailbox
         self._mapped: dict[int, int] = {}  # peer -> number of its newest link whose ring this process has mapped
+        self._broken: dict[int, int] = {}  # peer -> number of its newest link that nothing more is taken from
+        self._unmapped: set[int] = set()  # peers of which it was said why their memory is not mapped
         self._links: dict[int, _Link] = {}
         # Peer -> the links to it whose rings it may have mapped, also those that are closed.
         self._with_rings: defaultdict[int, set[int]] = defaultdict(set)
@@ -312,7 +315,7 @@ class Links:
         # The controller's messages are few, and it waits for other things than its mailbox.
         self._takes_numbered = transport == "shm" and me != CONTROLLER
         self.why_not_shared = self._share_memory() if self._takes_numbered else ""
-        self._inbox = SharedInbox(mailbox, limits)
+        self._inbox = SharedInbox(mailbox, limits, self._on_broken)
         if self._memory is not None:
             mailbox.attach(self._inbox)
         reader = MessageReader(self._pull, limits, self._frame_bytes)
@@ -360,7 +363,7 @@ class Links:
                 raise RunError(f"links of {self.me}: {address!r} is no address of {peer}: {error}") from error
         if link.shared is not None:
             link.send_handshake(_SHARE, link.shared.location())
-        self._report_mapped(peer)
+        self._report_ring(peer)
 
     def wait_connected(self, peers: Iterable[int], timeout: float) -> list[int]:
         """Wait until the link to each of `peers` is up; returns those closed or not up after `timeout` seconds."""
@@ -466,7 +469,11 @@ class Links:
 
     @property
     def rejected(self) -> dict[str, int]:
-        """The connections that were not admitted and the messages that were dropped: reason -> number so far."""
+        """The connections that were not admitted and the messages that were dropped: reason -> number so far.
+
+        Heartbeats ask for it, all the time. So the memory of peers that have ended is let go of here as well.
+        """
+        self._inbox.unmap_dead()
         for reason in self._inbox.take_rejected():
             self.reject(reason)
         with self._edit:
@@ -611,9 +618,9 @@ class Links:
             self._handle_handshake(message)
 
     def _handle_handshake(self, message: Message) -> None:
-        """Map a peer's memory, or begin to use the way to a peer that has mapped this process's. Event-loop thread."""
+        """Map a peer's memory, or begin or end to use the link to a peer that maps this one's. Event-loop thread."""
         sender, kind = message.sender, message.kind
-        form = {_SHARE: SHARED_RING, _MAPPED: _MAPPED_LINK}.get(kind)
+        form = {_SHARE: SHARED_RING, _MAPPED: _MAPPED_LINK, _BROKEN: _BROKEN_LINK}.get(kind)
         if form is None or message.payloads or len(message.header) != form.size:
             raise MessageRejected(MALFORMED)
         if kind == _MAPPED:
@@ -625,15 +632,35 @@ class Links:
                         link.shared.open(pid)
                 self._take_back_rings(sender, number)
             return
-        pid, fd, inode, num_bytes, at = form.unpack(message.header)
-        with contextlib.suppress(OSError):  # everything of this peer comes over the socket then
-            try:
-                self._inbox.add_ring(sender, message.link, MemoryLocation(pid, fd, inode, num_bytes), at)
-            except ValueError:
-                raise MessageRejected(MALFORMED) from None
-            with self._edit:
-                self._mapped[sender] = message.link
-            self._report_mapped(sender)
+        if kind == _BROKEN:
+            link = self._links.get(sender)
+            if link is not None and (link.number,) == form.unpack(message.header):  # else it is of an older link
+                self._end(link)
+            return
+        *location, at = form.unpack(message.header)
+        self._map_memory(sender, message.link, MemoryLocation(*location), at)
+
+    def _map_memory(self, sender: int, number: int, location: MemoryLocation, at: int) -> None:
+        """Map a peer's memory for a link with a ring in it, and report that to the peer. Event-loop thread."""
+        try:
+            self._inbox.add_ring(sender, number, location, at)
+        except ValueError:
+            raise MessageRejected(MALFORMED) from None
+        except OSError as error:  # everything of this peer comes over the socket then
+            if Path(f"/proc/{location.pid}").exists():  # else it has ended
+                self._report_unmapped(sender, error)
+            return
+        with self._edit:  # what is said of an older link may come late
+            self._mapped[sender] = max(number, self._mapped.get(sender, number))
+        self._report_ring(sender)
+
+    def _report_unmapped(self, peer: int, error: OSError) -> None:
+        """Say why the memory of a peer that lives is not mapped, once. Event-loop thread."""
+        if peer not in self._unmapped:
+            self._unmapped.add(peer)
+            text = f"links of {self.me}: all from {peer} comes over a socket, as its memory cannot be mapped ({error})"
+            with contextlib.suppress(OSError):  # in one piece, as others write there at the same moment
+                os.write(2, f"{text}\n".encode())
 
     def _take_back_rings(self, peer: int, number: int) -> None:
         """A peer has mapped the ring of its newest link, and so read those before to their ends: others may get them.
@@ -646,12 +673,23 @@ class Links:
             self._with_rings[peer] -= older
         self._memory.replace_links(older)
 
-    def _report_mapped(self, peer: int) -> None:
-        """Report to a peer that its memory is mapped; called when either of the two is new: link or ring."""
+    def _on_broken(self, peer: int, number: int) -> None:
+        """Nothing more is taken from a peer's link, which the peer does not see. Any thread; the inbox is locked."""
         with self._edit:
-            link, number = self._links.get(peer), self._mapped.get(peer)
-        if link is not None and number is not None:
-            link.send_handshake(_MAPPED, _MAPPED_LINK.pack(number, os.getpid()))
+            self._broken[peer] = number
+        self._report_ring(peer)
+
+    def _report_ring(self, peer: int) -> None:
+        """Report to a peer what became of its ring; called when something is new: the link to it, the ring or its end.
+
+        A peer ignores what is said of an older link than its present one.
+        """
+        with self._edit:
+            link, mapped, broken = self._links.get(peer), self._mapped.get(peer), self._broken.get(peer)
+        if link is not None and mapped is not None:
+            link.send_handshake(_MAPPED, _MAPPED_LINK.pack(mapped, os.getpid()))
+        if link is not None and broken is not None:
+            link.send_handshake(_BROKEN, _BROKEN_LINK.pack(broken))
 
     def _link_event(self, link: _Link, event: int, value: int) -> None:
         """Handle an event of a link's monitor. Event-loop thread."""

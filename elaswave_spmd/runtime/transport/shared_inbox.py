@@ -8,6 +8,7 @@ thread that consumes the mailbox, when it looks for messages: as long as it comp
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,14 +62,18 @@ class SharedInbox:
     Args:
         mailbox: messages are filed here.
         limits: of the messages that are taken.
+        on_broken: called with a peer and the number of its link when nothing more is taken from that link. The peer
+            does not see that, and has to be told: else it would go on sending into it. Any thread; not to call this.
     """
 
-    def __init__(self, mailbox: Mailbox, limits: MessageLimits) -> None:
+    def __init__(self, mailbox: Mailbox, limits: MessageLimits, on_broken: Callable[[int, int], None]) -> None:
         self._mailbox = mailbox
         self._limits = limits
+        self._on_broken = on_broken
         self._lock = threading.Lock()  # guards the rest: the event loop adds what comes over sockets
         self._fence = threading.Lock()  # see rings.py
-        self._senders: dict[int, _Sender] = {}
+        self._senders: dict[int, _Sender] = {}  # also of the past: what was under way comes late
+        self._mapping: dict[int, _Sender] = {}  # those whose memory is mapped: nobody else has a ring to look at
         self._memories: dict[MemoryLocation, PeerMemory] = {}
         self._rejected: list[str] = []
         self._asked = False  # to be woken, by some ring, since the consumer has looked last
@@ -87,6 +92,7 @@ class SharedInbox:
             if (found := self._sender(sender, link)) is not None:
                 self._memories[location] = memory
                 found.memory, found.pid = memory, location.pid
+                self._mapping[sender] = found
                 found.ring = RingReader(memory.view[at : at + MEMORY_BYTES])
                 self._asked = True
                 found.ring.wait()  # the consumer may sleep already, and has not asked this one to wake it
@@ -123,15 +129,15 @@ class SharedInbox:
     def close(self) -> None:
         """Let go of all memory of peers; payloads that were delivered stay valid."""
         with self._lock:
-            for sender in self._senders.values():
-                _let_go_of_memory(sender)
+            for sender in list(self._mapping.values()):
+                self._let_go_of_memory(sender)
             self._memories = {}
 
     def drain(self) -> None:
         """File everything that is there. For the thread that consumes the mailbox."""
         with self._lock:
             # Between two layers nothing has come, mostly: this is called hundreds of times in a step.
-            for sender in self._senders.values():
+            for sender in self._mapping.values():
                 if (ring := sender.ring) is not None:
                     if self._asked:
                         ring.is_awake()
@@ -143,22 +149,25 @@ class SharedInbox:
         """Have the consumer woken by the next record. Returns False if there is one already."""
         with self._lock:
             self._asked = True
-            rings = [sender.ring for sender in self._senders.values() if sender.ring is not None]
+            rings = [sender.ring for sender in self._mapping.values() if sender.ring is not None]
             for ring in rings:
                 ring.wait()
             with self._fence:
                 pass
             return not any(ring.has_record() for ring in rings)
 
-    def take_rejected(self) -> list[str]:
-        """The reasons of the records that were rejected since the last call.
+    def unmap_dead(self) -> None:
+        """Let go of the memory of former peers that have ended since `forget`. To be called now and then.
 
-        It is asked for with each heartbeat, and lets go of the memory of peers that have ended since they were none any
-        more: the memory of a process that was killed is there for a while after it is known to be lost.
+        A process that was killed is there for a while after it is known to be lost, and its memory with it.
         """
         with self._lock:
-            if any(sender.forgotten and sender.memory is not None for sender in self._senders.values()):
+            if any(sender.forgotten for sender in self._mapping.values()):
                 self._unmap()
+
+    def take_rejected(self) -> list[str]:
+        """The reasons of the records that were rejected since the last call."""
+        with self._lock:
             found, self._rejected = self._rejected, []
             return found
 
@@ -170,22 +179,28 @@ class SharedInbox:
         if found is None or found.link < link:
             if found is not None:
                 self._drain(found, wake=True)
-                _let_go_of_memory(found)
+                self._let_go_of_memory(found)
             found = self._senders[rank] = _Sender(rank, link)
         return found
 
     def _unmap(self) -> None:
         """Let go of the memory of former peers that have ended."""
-        for sender in self._senders.values():
-            if sender.forgotten and sender.memory is not None and not Path(f"/proc/{sender.pid}").exists():
+        for sender in list(self._mapping.values()):
+            if sender.forgotten and not Path(f"/proc/{sender.pid}").exists():
                 self._drain(sender, wake=True)
                 sender.early.clear()  # what they wait for was lost with the process, and payloads keep its memory
-                _let_go_of_memory(sender)
-        used = {sender.memory for sender in self._senders.values()}
+                self._let_go_of_memory(sender)
+        used = {sender.memory for sender in self._mapping.values()}
         # That of a process that lives is kept: blocks are let go of through it.
         self._memories = {
             at: memory for at, memory in self._memories.items() if memory in used or Path(f"/proc/{at.pid}").exists()
         }
+
+    def _let_go_of_memory(self, sender: _Sender) -> None:
+        if sender.ring is not None:
+            sender.ring.close()
+        sender.ring = sender.memory = None
+        self._mapping.pop(sender.rank, None)
 
     def _drain(self, sender: _Sender, *, wake: bool) -> None:
         """File what is in a peer's ring, but no more than a ring holds: what comes meanwhile is for the next time."""
@@ -213,6 +228,7 @@ class SharedInbox:
         if not sender.broken:
             sender.broken, sender.ring = True, None
             sender.early.clear()
+            self._on_broken(sender.rank, sender.link)
             self._mailbox.put(PeerClosed(sender.rank), wake=wake)
 
     def _file(self, sender: _Sender, message: Message, *, wake: bool) -> None:
@@ -243,12 +259,6 @@ class SharedInbox:
             if (found := sender.early.pop(sender.next_number)) is not None:
                 self._mailbox.put(found, wake=wake)
             sender.next_number += 1
-
-
-def _let_go_of_memory(sender: _Sender) -> None:
-    if sender.ring is not None:
-        sender.ring.close()
-    sender.ring = sender.memory = None
 
 
 def _payload(sender: _Sender, place: int, size: int) -> memoryview:

@@ -7,6 +7,7 @@ lie (shared_memory.py). What finds no room there is left to the link's socket; n
 from __future__ import annotations
 
 import contextlib
+import re
 import struct
 from collections.abc import Sequence
 
@@ -22,6 +23,9 @@ INLINE_BYTES = 4096
 SHARED_RING = struct.Struct("<iiQQQ")
 """Where a link's ring is: pid, descriptor, inode and bytes of the memory, and the offset of the ring in it."""
 
+_OWNER = re.compile(r"-(\d+)$")
+"""How the address of a process on this host ends: with its process id."""
+
 BELL = ".bell"
 """How the name of the bell of a process ends, which begins as that of its Unix socket."""
 
@@ -35,7 +39,7 @@ class SharedWay:
         memory: of this process.
         ring_at: offset of the link's ring.
         number: of the link.
-        address: of the receiver.
+        address: of the receiver, which ends with its process id.
     """
 
     def __init__(self, memory: SharedMemory, ring_at: int, number: int, address: str) -> None:
@@ -44,7 +48,9 @@ class SharedWay:
         self._number = number
         self._bell_path = address.removeprefix("ipc://") + BELL
         self._ring = RingWriter(memory.view[ring_at : ring_at + MEMORY_BYTES])
-        self._receiver: int | None = None
+        # It may map the memory without a word of it, as one does that is stopped meanwhile.
+        owner = _OWNER.search(address)
+        self._receiver = int(owner[1]) if owner else None
         self._rope: BellRope | None = None
         self._next_number = 0
         self.is_open = False
@@ -92,7 +98,7 @@ class SharedWay:
         """The link is closed. It cannot be used after that."""
         self.is_open = False
         self._ring.close()
-        if self._receiver is not None:  # else it may have mapped the memory all the same: nobody else gets the ring
+        if self._receiver is not None:  # else it may live and have mapped the memory: nobody else gets the ring
             self._memory.close_link(self._number, self._receiver)
         if self._rope is not None:
             self._rope.close()

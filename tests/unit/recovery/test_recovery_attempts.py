@@ -88,7 +88,8 @@ def incoming(step: int, attempt: int) -> Incoming:
 def test_of_an_older_attempt_only_what_is_decided_is_taken() -> None:
     attempts = Attempts()
     assert attempts.admits(incoming(8, 0)) and attempts.admits(incoming(9, 0))
-    assert attempts.begin(3, version=8) == []
+    attempts.begin(3, version=8)
+    assert attempts.enter_epoch(3) == []
     assert [attempts.admits(incoming(step, 0)) for step in (8, 9, 10)] == [True, False, False]
     assert [attempts.admits(incoming(step, 3)) for step in (8, 9, 10)] == [True, True, True]
 
@@ -96,8 +97,30 @@ def test_of_an_older_attempt_only_what_is_decided_is_taken() -> None:
 def test_of_a_later_attempt_it_is_kept_once_until_that_begins() -> None:
     attempts, early = Attempts(), incoming(9, 3)
     assert not attempts.admits(early) and not attempts.admits(incoming(9, 3))
-    (found,) = attempts.begin(3, version=8)
-    assert found.message == early.message and attempts.begin(5, version=8) == []
+    attempts.begin(3, version=8)
+    (found,) = attempts.enter_epoch(3)
+    attempts.begin(5, version=8)
+    assert found.message == early.message and attempts.enter_epoch(5) == []
+
+
+def of_validation(epoch: int, microbatch: int = 1) -> Incoming:
+    return Incoming(2, m.Activation(8, microbatch, 1, (1,), True, epoch), torch.zeros(1))
+
+
+def test_every_mesh_epoch_begins_another_attempt_of_a_validation() -> None:
+    """Also in an attempt of steps that began at the version which is validated, where what is decided is right."""
+    attempts, port = Attempts(), Port()
+    channel: Any = AttemptChannel(port, attempts)  # type: ignore[arg-type]
+    attempts.begin(3, version=8)
+    attempts.enter_epoch(3)
+    assert attempts.admits(of_validation(3)) and not attempts.admits(of_validation(2))
+    early = of_validation(5)
+    assert not attempts.admits(early) and not attempts.admits(of_validation(4, microbatch=2))
+    found = attempts.enter_epoch(5)
+    assert [attempts.admits(one) for one in found] == [True, False] and found[0] is early
+    channel.send(1, m.Activation(8, 1, 1, (1,), True))
+    channel.send(1, m.Activation(9, 1, 1, (1,)))
+    assert [message.attempt for message in port.sent] == [5, 3]
 
 
 def test_a_peer_cannot_fill_a_worker_with_messages_of_attempts_to_come() -> None:
@@ -110,7 +133,8 @@ def test_a_peer_cannot_fill_a_worker_with_messages_of_attempts_to_come() -> None
             m.Activation(9, 1, 1, (number, 2), attempt=number),
         )
         assert not any(attempts.admits(Incoming(2, message)) for message in sent)
-    assert tuple(incoming.message for incoming in attempts.begin(199, version=8)) == sent
+    attempts.begin(199, version=8)
+    assert tuple(incoming.message for incoming in attempts.enter_epoch(199)) == sent
 
 
 def test_messages_that_are_not_computed_have_no_attempt() -> None:
@@ -125,7 +149,8 @@ def test_what_came_of_a_wrong_replica_is_dropped_and_what_comes_early_of_the_nex
     kinds = m.Publish(8, 0, 0, 1), m.PageState(8, 0, 0, 1, b""), m.Need(8, 0, 0, 1)
     later = [msgspec.structs.replace(message, attempt=3) for message in kinds]
     assert not any(attempts.admits(Incoming(2, message)) for message in later)
-    assert [found.message for found in attempts.begin(3, version=8, repair=3)] == later
+    attempts.begin(3, version=8, repair=3)
+    assert [found.message for found in attempts.enter_epoch(3)] == later
     assert not any(attempts.admits(Incoming(2, message)) for message in kinds)
     assert all(attempts.admits(Incoming(2, message)) for message in later)
     attempts.begin(5, version=9, repair=3)

@@ -315,7 +315,7 @@ def test_mirrors_are_made_again_after_a_loss() -> None:
 def test_a_validation_that_was_not_complete_is_run_again(reported: tuple[int, ...], again: int | None) -> None:
     protocol = started(num_validation_microbatches=2, validates_at=lambda step: step % 2 == 0)
     commit(protocol, 2)
-    protocol.validation(ValidationLoss(2, 2, reported, (1.0,) * len(reported)))
+    protocol.validation(ValidationLoss(2, 0, 2, reported, (1.0,) * len(reported)))
     protocol.lost(1, "killed")
     assert reconfigures(answer(protocol, 2))[0].validate == again
 

@@ -138,7 +138,7 @@ def test_a_validation_is_the_exactly_rounded_sum_in_any_order() -> None:
     losses = [1e16, 1.0, 1.0, -1e16, 0.25]
     for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1]):
         protocol = started(num_validation_microbatches=5)
-        results = [protocol.validation(ValidationLoss(7, 2, (u,), (losses[u],))) for u in order]
+        results = [protocol.validation(ValidationLoss(7, 0, 2, (u,), (losses[u],))) for u in order]
         assert results[:4] == [[]] * 4 and totals(results[4]) == [(7, 2.25)]
         assert results[4][1:] == [Broadcast((0, 1, 2), Validated(7))], "training may go on"
 
@@ -146,21 +146,21 @@ def test_a_validation_is_the_exactly_rounded_sum_in_any_order() -> None:
 def test_validations_of_two_steps_do_not_mix() -> None:
     """Validation t + 1 is begun only after t is complete: late losses of an older one are void."""
     protocol = started(num_validation_microbatches=2)
-    assert protocol.validation(ValidationLoss(1, 1, (0,), (1.0,))) == []
-    assert protocol.validation(ValidationLoss(1, 1, (0,), (1.0,))) == [], (
+    assert protocol.validation(ValidationLoss(1, 0, 1, (0,), (1.0,))) == []
+    assert protocol.validation(ValidationLoss(1, 0, 1, (0,), (1.0,))) == [], (
         "the same micro-batch twice is one micro-batch"
     )
-    assert totals(protocol.validation(ValidationLoss(1, 2, (1,), (2.0,)))) == [(1, 3.0)]
-    assert protocol.validation(ValidationLoss(2, 1, (0,), (8.0,))) == []
-    assert protocol.validation(ValidationLoss(1, 1, (0, 1), (1.0, 2.0))) == [], "run again by those that came later"
-    assert totals(protocol.validation(ValidationLoss(2, 2, (1,), (4.0,)))) == [(2, 12.0)]
+    assert totals(protocol.validation(ValidationLoss(1, 0, 2, (1,), (2.0,)))) == [(1, 3.0)]
+    assert protocol.validation(ValidationLoss(2, 0, 1, (0,), (8.0,))) == []
+    assert protocol.validation(ValidationLoss(1, 0, 1, (0, 1), (1.0, 2.0))) == [], "run again by those that came later"
+    assert totals(protocol.validation(ValidationLoss(2, 0, 2, (1,), (4.0,)))) == [(2, 12.0)]
     assert not protocol._validation
 
 
 def test_a_microbatch_that_is_validated_again_after_a_loss_counts_once() -> None:
     protocol = started(num_validation_microbatches=2)
-    protocol.validation(ValidationLoss(1, 0, (0,), (1.0,)))
-    assert totals(protocol.validation(ValidationLoss(1, 1, (0, 1), (1.0, 2.0)))) == [(1, 3.0)]
+    protocol.validation(ValidationLoss(1, 0, 0, (0,), (1.0,)))
+    assert totals(protocol.validation(ValidationLoss(1, 0, 1, (0, 1), (1.0, 2.0)))) == [(1, 3.0)]
 
 
 EACH_STEP = {"num_validation_microbatches": 1, "validates_at": lambda step: True}
@@ -169,10 +169,10 @@ EACH_STEP = {"num_validation_microbatches": 1, "validates_at": lambda step: True
 def test_a_validation_that_ends_the_run_says_so_and_so_does_every_later_epoch() -> None:
     protocol = started(policy=Policy(early_stop=EarlyStop(1)), **EACH_STEP)
     protocol.applied(applied(0, 1))
-    assert protocol.validation(ValidationLoss(1, 2, (0,), (1.5,)))[1:] == [Broadcast((0, 1, 2), Validated(1))]
+    assert protocol.validation(ValidationLoss(1, 0, 2, (0,), (1.5,)))[1:] == [Broadcast((0, 1, 2), Validated(1))]
     for rank in (0, 1, 2):
         protocol.applied(applied(rank, 2))
-    effects = protocol.validation(ValidationLoss(2, 2, (0,), (2.5,)))
+    effects = protocol.validation(ValidationLoss(2, 0, 2, (0,), (2.5,)))
     assert effects == [ValidationDone(2, 2.5, True), Broadcast((0, 1, 2), Validated(2, True))]
     assert protocol.steps == 2
     assert protocol.stop("SIGTERM") == [], "after the last step nothing is stopped"
@@ -183,7 +183,7 @@ def test_a_validation_that_ends_the_run_says_so_and_so_does_every_later_epoch() 
 
 
 def ends_after(protocol: ControllerProtocol, step: int, loss: float) -> bool:
-    (done, _) = protocol.validation(ValidationLoss(step, 2, (0,), (loss,)))
+    (done, _) = protocol.validation(ValidationLoss(step, 0, 2, (0,), (loss,)))
     assert isinstance(done, ValidationDone)
     return done.is_last
 
@@ -213,11 +213,38 @@ def test_the_last_step_is_no_early_end() -> None:
 def test_members_that_validate_a_step_again_since_nobody_is_left_who_had_are_answered() -> None:
     protocol = started(num_validation_microbatches=1, policy=Policy(mirror_count=1))
     protocol.applied(applied(1, 1))
-    protocol.validation(ValidationLoss(1, 2, (0,), (1.0,)))
-    assert protocol.validation(ValidationLoss(1, 2, (0,), (1.0,))) == [], "late"
+    protocol.validation(ValidationLoss(1, 0, 2, (0,), (1.0,)))
+    assert protocol.validation(ValidationLoss(1, 0, 2, (0,), (1.0,))) == [], "late"
     protocol.lost(1, "killed")
     assert reconfigures(([protocol.report_received(StepReport(1, rank, 0, ())) for rank in (0, 2)])[-1])
-    assert protocol.validation(ValidationLoss(1, 2, (0,), (1.0,))) == [Broadcast((0, 2), Validated(1))]
+    assert protocol.validation(ValidationLoss(1, 0, 2, (0,), (1.0,))) == [], "late: it has entered no newer epoch"
+    assert protocol.validation(ValidationLoss(1, 1, 2, (0,), (1.0,))) == [Broadcast((0, 2), Validated(1))]
+
+
+def test_a_validation_that_is_run_again_uses_nothing_of_the_attempt_before() -> None:
+    """A worker may have computed that one from damaged parameters, which it has found since."""
+    protocol = started(num_validation_microbatches=2, policy=Policy(mirror_count=1))
+    protocol.applied(applied(0, 1))
+    assert protocol.validation(ValidationLoss(1, 0, 2, (0,), (99.0,))) == []
+    protocol.lost(1, "killed")
+    assert reconfigures(([protocol.report_received(StepReport(1, rank, 1, ())) for rank in (0, 2)])[-1])
+    assert protocol.validation(ValidationLoss(1, 1, 2, (1,), (2.0,))) == [], "micro-batch 0 is to come"
+    assert protocol.validation(ValidationLoss(1, 0, 2, (0,), (99.0,))) == [], "late"
+    assert totals(protocol.validation(ValidationLoss(1, 1, 2, (0,), (1.0,)))) == [(1, 3.0)]
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_where_replicas_are_compared_all_members_have_looked_at_their_state_when_a_validation_is_complete(
+    compares: bool,
+) -> None:
+    policy = Policy(mirror_count=1, compares_at=lambda version: compares)
+    protocol = started(num_validation_microbatches=1, policy=policy)
+    protocol.applied(applied(0, 1))
+    done = protocol.validation(ValidationLoss(1, 0, 2, (0,), (1.0,)))
+    if compares:
+        assert done == protocol.validation(ValidationLoss(1, 0, 0, (), ())) == [], "worker 1 may have damaged state"
+        done = protocol.validation(ValidationLoss(1, 0, 1, (), ()))
+    assert totals(done) == [(1, 1.0)]
 
 
 # ---- the end

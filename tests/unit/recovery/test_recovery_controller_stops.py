@@ -203,7 +203,7 @@ def test_a_planned_change_is_owed_after_its_step_and_its_validation() -> None:
     assert protocol.unanswered == (1, ())
     commit(protocol, 5)
     assert protocol.unanswered == (1, ()), "the validation is under way"
-    protocol.validation(ValidationLoss(5, 0, (0, 1), (1.0, 1.0)))
+    protocol.validation(ValidationLoss(5, 0, 0, (0, 1), (1.0, 1.0)))
     assert protocol.unanswered == (1, (0,)), "the other one has not said that it has applied the step"
     protocol.applied(Applied(5, 0, 1, 1.0, 1.0, True))
     assert protocol.unanswered == (1, (0, 1))

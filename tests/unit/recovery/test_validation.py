@@ -14,7 +14,7 @@ from elaswave_spmd.recovery.validation import scores_of, validation_done
 def report(*microbatches: int, weights: tuple[float, ...] = (), metrics: tuple[str, ...] = ()) -> ValidationLoss:
     losses = tuple(0.1 * microbatch for microbatch in microbatches)
     rows = tuple((name, tuple(1.0 for _ in microbatches), ()) for name in metrics)
-    return ValidationLoss(6, 0, microbatches, losses, weights, rows)
+    return ValidationLoss(6, 0, 0, microbatches, losses, weights, rows)
 
 
 def test_sums_are_exactly_rounded_whoever_reports_first() -> None:

@@ -60,9 +60,10 @@ def memory() -> SharedMemory:
     return SharedMemory(16 << 20)
 
 
-def opened() -> tuple[SharedInbox, Mailbox]:
+def opened(broken: list[tuple[int, int]] | None = None) -> tuple[SharedInbox, Mailbox]:
     mailbox = Mailbox()
-    inbox = SharedInbox(mailbox, LIMITS)
+    told = [] if broken is None else broken
+    inbox = SharedInbox(mailbox, LIMITS, lambda peer, link: told.append((peer, link)))
     mailbox.attach(inbox)
     return inbox, mailbox
 
@@ -161,12 +162,15 @@ def test_what_no_peer_sends_by_a_ring_is_counted(memory: SharedMemory) -> None:
 
 @pytest.mark.parametrize("tail", [1 << 62, 1 << 20, 3])
 def test_a_ring_that_cannot_be_read_counts_as_a_closed_link(tail: int, memory: SharedMemory) -> None:
-    inbox, mailbox = opened()
+    broken = list[tuple[int, int]]()
+    inbox, mailbox = opened(broken)
     peer = Peer(inbox, 3, 7, memory)
     peer.by_ring(0, b"first")
     peer.ring._words[0] += tail
     assert headers(mailbox) == ([b"first"] if tail == 3 else [])
     assert inbox.take_rejected() == [MALFORMED] and not mailbox.wait(0)
+    inbox.skip(3, 7, 1)
+    assert broken == [(3, 7)], "the peer is told once, and of which link"
 
 
 def test_a_peer_whose_messages_never_come_counts_as_gone(memory: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,9 +190,23 @@ def is_mapped(inode: int) -> bool:
     return any("/memfd:" in line and line.split()[4] == str(inode) for line in lines)
 
 
-def dead_peer(inbox: SharedInbox) -> tuple[int, int]:
-    """A peer, 3, whose process has ended: the inode of its memory, and the place of a payload of 9 bytes there."""
-    code = """
+def test_the_memory_of_who_ends_after_it_was_forgotten_is_let_go_of_later() -> None:
+    inbox, _ = opened()
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        pid, fd, inode, at, _ = map(int, owner.stdout.readline().split())
+        inbox.add_ring(3, 7, MemoryLocation(pid, fd, inode, 1 << 20), at)
+        inbox.forget(3)
+        inbox.unmap_dead()
+        assert is_mapped(inode), "it lives"
+        owner.kill()
+    assert inbox.take_rejected() == [] and is_mapped(inode)
+    inbox.unmap_dead()
+    gc.collect()
+    assert not is_mapped(inode)
+
+
+OWNER = """
 from elaswave_spmd.runtime.transport.rings import MEMORY_BYTES
 from elaswave_spmd.runtime.transport.shared_memory import SharedMemory
 memory = SharedMemory(1 << 20)
@@ -196,7 +214,11 @@ at = memory.location
 print(at.pid, at.fd, at.inode, memory.reserve(MEMORY_BYTES, 1), memory.place(memoryview(bytes(9)), 1), flush=True)
 input()
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+
+
+def dead_peer(inbox: SharedInbox) -> tuple[int, int]:
+    """A peer, 3, whose process has ended: the inode of its memory, and the place of a payload of 9 bytes there."""
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         pid, fd, inode, at, place = map(int, owner.stdout.readline().split())
         inbox.add_ring(3, 7, MemoryLocation(pid, fd, inode, 1 << 20), at)
@@ -216,6 +238,22 @@ def test_what_is_under_way_when_a_dead_peer_is_forgotten_is_dropped() -> None:
     del item
     gc.collect()
     assert not is_mapped(inode)
+
+
+def test_peers_of_the_past_whose_processes_have_ended_are_not_looked_at() -> None:
+    """The consumer looks hundreds of times in a step, and on a large mesh workers come and go."""
+    inbox, mailbox = opened()
+    for link in range(3):
+        with subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+            assert owner.stdout is not None
+            pid, fd, inode, at, _ = map(int, owner.stdout.readline().split())
+            inbox.add_ring(link, link, MemoryLocation(pid, fd, inode, 1 << 20), at)
+            owner.kill()
+    assert len(inbox._mapping) == 3
+    inbox.forget(0, 2)
+    assert [*inbox._mapping] == [1] and mailbox.take_all() == []
+    inbox.accept(Message(0, 0, NUMBERED, b"late", (), 0))
+    assert headers(mailbox) == [b"late"]
 
 
 def test_what_waits_for_a_message_that_died_with_its_sender_keeps_no_memory() -> None:

@@ -130,9 +130,12 @@ def test_layers_move_where_the_gain_pays():
 
 @pytest.mark.parametrize("size", [2, 20])
 def test_fewer_bytes_are_moved_where_that_is_nearly_as_good(size):
-    """The second layer to leave the slow stage gains much less than the first, and takes as long to move."""
+    """The second layer to leave the slow stage gains much less than the first, and takes as long to move.
+
+    Layers are large enough for each to be cut over all workers of its stage: 1,024 pages of 64 elements for each.
+    """
     placement = placed([size, size], 32 * size, 40)
-    costs = costs_of([1.0] * 40, bandwidth=20.0 * UNIT / size, state_bytes=1000 * UNIT)
+    costs = costs_of([1.0] * 40, bandwidth=20.48 * UNIT, state_bytes=1024 * size * UNIT)
     costs = costs.with_speeds(dict.fromkeys(placement.mesh.stages[1], 0.85))
     layout = layout_of_costs(costs, 64)
     few = plan_change(placement, costs, 2, PlanSettings(layout=layout, stage_counts=()))

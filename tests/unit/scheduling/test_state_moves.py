@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling import state_moves
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.rebalance import PlanSettings, plan_change
 from elaswave_spmd.scheduling.stage_search import MoveEstimates, old_stages_of
 from elaswave_spmd.scheduling.state_moves import NO_MOVE, StateMoves, layout_of_costs
 from elaswave_spmd.sharding import P, Shardings, StateSharding
-from tests.unit.scheduling.planning_cases import costs_of, even_cuts
+from tests.unit.scheduling.planning_cases import costs_of, even_cuts, placed
 
 PAGE_BYTES = 64 * 12
 """Layouts here have pages of 64 elements."""
@@ -108,6 +109,22 @@ def test_lost_replicas_are_made_again_and_nothing_else_moves():
     assert f"{found.bytes:,.0f} B move (at least" in str(found)
     assert "promote" in found.text() and "copy 0 -> 2" in found.text() and NO_MOVE.text() == ""
     assert moves.at_once(mesh.stages, (0, 1, 2)) == NO_MOVE
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("by_groups", [False, True])
+def test_a_plan_without_replicas_counts_what_moves_in_a_run_that_has_begun_so(by_groups, is_large, monkeypatch):
+    """Neighbouring layers that are too small for each worker of the stage are cut together, without groups."""
+    if is_large:
+        monkeypatch.setattr(state_moves, "_MOST_PLANNED", 0)
+    costs = costs_of([1.0] * 6, state_bytes=12 * 4096 * 20)
+    for mirrors in (0, 1):
+        placement = replace(placed((3, 3), 6, 6), by_groups=by_groups)
+        begun = placement.with_new_replicas(layout_of_costs(costs), mirrors, 0)
+        for stages in (((0, 1), (3, 4, 5)), ((0, 1, 2, 6), (3, 4, 5)), ((0, 1, 2), (3, 4, 5, 6))):
+            settings_ = PlanSettings(mirror_count=mirrors)
+            alone, in_run = (plan_change(it, costs, 0, settings_, stages=stages).now for it in (placement, begun))
+            assert alone.move == in_run.move and alone.move.bytes, (mirrors, stages)
 
 
 def test_a_layer_moves_from_where_the_plan_before_it_ends():

@@ -224,13 +224,16 @@ def test_placed_mirrors_are_even_and_on_few_peers(case: Case):
             assert replica_set.replicas <= set(case.members_of(replica_set.layer)), "mirrors stay in the stage"
 
 
-@given(cases(max_workers=9, max_pages=40), st.sampled_from([1, 4]), st.data())
+@given(cases(max_workers=9, max_pages=40), st.sampled_from([1, 4]), st.sampled_from([0, 4]), st.data())
 @settings(deadline=None, max_examples=150)
-def test_the_page_ranges_at_some_workers_are_those_of_the_whole_map(case: Case, least_pages: int, data):
+def test_the_page_ranges_at_some_workers_are_those_of_the_whole_map(
+    case: Case, least_pages: int, least_joined: int, data
+):
     ranks = data.draw(st.sets(st.sampled_from(case.workers)))
-    whole = case.place(least_pages)
+    least = {"least_pages": least_pages, "least_joined": least_joined}
+    whole = place_replicas(case.layout, case.sharding, **least)
     wanted = {layer: tuple(it for it in ranges if it.replicas & ranks) for layer, ranges in whole.items()}
-    assert replicas_at(case.layout, case.sharding, ranks, least_pages=least_pages) == wanted
+    assert replicas_at(case.layout, case.sharding, ranks, **least) == wanted
 
 
 def test_placed_mirrors_per_layer_and_in_turn():

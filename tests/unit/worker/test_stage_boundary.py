@@ -147,6 +147,21 @@ def test_validation_and_training_do_not_mix() -> None:
     assert key(VALIDATION, 0, 1) in boundaries and key(ACTIVATION, 0, 1) not in boundaries
 
 
+def test_tensors_of_a_validation_are_not_used_in_another_mesh_epoch() -> None:
+    """Nor those that were used since a StepReport: it is run again as a whole."""
+    boundaries, _ = make()
+    boundaries.keep_all()
+    for microbatch in (0, 1):
+        boundaries.receive(activation(microbatch, validation=True), tensor(1).reshape(-1))
+        boundaries.receive(activation(microbatch), tensor(1).reshape(-1))
+    boundaries.pop(key(VALIDATION, 0, 1))
+    boundaries.pop(key(ACTIVATION, 0, 1))
+    boundaries.restore_used()
+    boundaries.forget_validations()
+    assert not any(key(VALIDATION, microbatch, 1) in boundaries for microbatch in (0, 1))
+    assert all(key(ACTIVATION, microbatch, 1) in boundaries for microbatch in (0, 1))
+
+
 def test_kept_tensors_go_again_to_whoever_the_plan_names() -> None:
     boundaries, sent = make()
     boundaries.send(0, gradient(0), tensor(10))
