@@ -137,7 +137,8 @@ def microbatch_leaves(model: LayeredModel, data: Any, s: Settings, step: int, mi
     for x, y in reversed(ends):
         if outputs := [one for one in _parts(y) if one.requires_grad]:
             torch.autograd.backward(outputs, grads)  # layers before the first trained parameter have nothing to do
-        grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in _parts(x) if one.requires_grad]
+        graded = [one for one in _parts(x) if one.requires_grad]
+        grads = [torch.zeros_like(one) if one.grad is None else _plain(one.grad) for one in graded]
     leaves = []
     for p in model.parameters():
         leaves.append(torch.zeros(p.shape) if p.grad is None else 0.0 + p.grad.float())  # + settles -0.0
@@ -149,12 +150,17 @@ def _parts(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (value,) if isinstance(value, Tensor) else value
 
 
+def _plain(value: Tensor) -> Tensor:
+    """Contiguous, and with the strides of its shape: `contiguous` leaves those of dims of size 1 as they are."""
+    return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+
+
 def begin(x: Tensor | tuple[Tensor, ...], dtype: torch.dtype, *, graded: bool) -> Any:
     """A layer's input: of a tuple what the layer before has made with a gradient gets one."""
     if isinstance(x, Tensor):
-        return x.detach().contiguous().requires_grad_(graded)
+        return _plain(x).requires_grad_(graded)
     made = [(one.to(dtype) if one.is_floating_point() else one) for one in x]
-    leaves = [one.detach().contiguous().requires_grad_(one.requires_grad) for one in made]
+    leaves = [_plain(one).requires_grad_(one.requires_grad) for one in made]
     return type(x)(*leaves) if hasattr(x, "_fields") else tuple(leaves)  # pyright: ignore[reportArgumentType]
 
 

@@ -166,6 +166,51 @@ class Mixture(LayeredModel):
         return super().init(name, shape)
 
 
+class Pack(nn.Module):
+    """Hands on the tokens that are no padding: how many these are differs from micro-batch to micro-batch."""
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        kept = tokens % 3 != 0
+        return tokens[kept], kept
+
+
+class PackedEmbedding(nn.Embedding):
+    def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        tokens, kept = given
+        return super().forward(tokens), kept
+
+
+class OfEach(nn.Module):
+    """A layer of tokens by themselves, [N, D]."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(d_model, d_model)
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, kept = given
+        return x + torch.tanh(self.linear(x)), kept
+
+
+class Unpack(nn.Linear):
+    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, kept = given
+        y = super().forward(x)
+        return y.new_zeros(*kept.shape, y.shape[-1]).masked_scatter(kept[..., None], y)
+
+
+class Packed(LayeredModel):
+    """Computes nothing for padding: between its layers micro-batches of tokens have other shapes."""
+
+    def __init__(self, vocab_size: int, layers: int, d_model: int, **others: object) -> None:
+        middle = {f"each{i}": OfEach(d_model) for i in range(layers)}
+        embed, head = PackedEmbedding(vocab_size, d_model), Unpack(d_model, vocab_size)
+        super().__init__({"pack": Pack(), "embed": embed, **middle, "head": head})
+
+    def init(self, name: str, shape: tuple[int, ...]) -> Init:
+        return super().init(name, shape)
+
+
 class AnySizes(MLP):
     """An MLP for words that name other sizes as well."""
 

@@ -20,6 +20,8 @@ from elaswave_spmd.errors import ModelError
 # A module that is called twice within one layer call needs two masks. Its key therefore contains the number of earlier
 # uses, above the bits of the site: `site + (use << USE_SHIFT)`.
 USE_SHIFT = 16
+# The bits above are those of the purpose, DROPOUT: a further use would have the masks of the first one.
+MOST_USES = DROPOUT // 2**USE_SHIFT
 _BF16_ONE = 0x3F80  # the bits of 1.0 in bfloat16, which numpy has no type for
 
 
@@ -36,12 +38,19 @@ def keyed_dropout(x_B___: Tensor, p: float, keys: Keys, site: int) -> Tensor:
         A tensor of the shape and dtype of `x_B___`.
 
     Raises:
-        ModelError: p outside [0, 1).
+        ModelError: p outside [0, 1), or the site is used more than `MOST_USES` times within the layer call.
     """
     check_probability(p)
     if p == 0:
         return x_B___
-    word = site + (keys.count(site) << USE_SHIFT)
+    use = keys.count(site)
+    if use >= MOST_USES:
+        raise ModelError(
+            f"dropout {site} of a layer is used for time {use + 1:,} within one call of the layer",
+            rule=f"within one call a KeyedDropout has {MOST_USES:,} masks; then they would repeat",
+            fix="call it once for all steps of a loop, on their stacked inputs, or use several KeyedDropouts in turn",
+        )
+    word = site + (use << USE_SHIFT)
     scale = 1.0 / (1.0 - p)
     # All branches have the same bits: multiplying by a mask of 0 and 1 is exact, and multiplying by the scale rounds
     # once. For fp32 and bf16 autograd keeps a mask in the dtype of x, as F.dropout does. A mask of one byte per element

@@ -368,6 +368,14 @@ def _check_ties(model: LayeredModel) -> None:
                 rule="a reader has one owner, and an owner is not a reader itself",
                 fix="tie every reader to the first owner",
             )
+        layer = tie.reader.partition(".")[0]
+        once = next(t for t in model.ties if (t.owner, t.reader.partition(".")[0]) == (tie.owner, layer))
+        if once is not tie:
+            raise ModelError(
+                f"{once} and {tie} join two parameters of layer {layer} to one owner",
+                rule="a layer reads the parameter of another layer through one tie: it has one gradient of it",
+                fix=f"leave out {tie.reader}, and use {once.reader} twice within layer {layer}",
+            )
 
 
 def _number_dropouts(model: LayeredModel) -> None:

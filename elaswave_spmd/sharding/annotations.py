@@ -142,6 +142,8 @@ def specs_of(module: Any) -> dict[str, P]:
 class Tie:
     """Parameter `reader` is parameter `owner`: one array, used by two layers; names are `<layer>.<path>`.
 
+    Several layers may read one owner, each through one tie: what a layer uses in two places is one parameter there.
+
     Raises:
         SpecError: a name without layer and path, or one name twice.
     """

@@ -346,8 +346,8 @@ def lay_out(uses: Sequence[LayerUse], *, page_size: int = 4096) -> ModelLayout:
     blocks of their own, behind the trained ones. A reader is frozen if its owner is.
 
     Raises:
-        LayoutError: a page size that is not a multiple of 64; a tie to a parameter that no layer owns, or to one of
-            another shape; a parameter without elements.
+        LayoutError: a page size that is not a multiple of 64; a tie to a parameter that no layer owns, or two ties of a
+            layer to one parameter; a parameter without elements.
     """
     if page_size <= 0 or page_size % ALIGNMENT:
         raise LayoutError(
@@ -366,14 +366,7 @@ def lay_out(uses: Sequence[LayerUse], *, page_size: int = 4096) -> ModelLayout:
                 fix="leave it out where one of its sizes is 0",
             )
     for use in uses:
-        for reader, owner in use.reads:
-            if owner not in shapes:
-                owners = ", ".join(sorted(shapes))
-                raise LayoutError(
-                    f"{reader} is tied to {owner}, which no layer has",
-                    rule="a tied parameter is owned by a layer",
-                    exists=owners,
-                )
+        _check_reads(use, shapes)
     tied = {owner for use in uses for _, owner in use.reads}
     home: dict[str, tuple[int, int]] = {}
     layers = [_lay_out_state(i, use, tied, page_size, home) for i, use in enumerate(uses)]
@@ -382,6 +375,33 @@ def lay_out(uses: Sequence[LayerUse], *, page_size: int = 4096) -> ModelLayout:
         for layer, use in zip(layers, uses, strict=True)
     )
     return ModelLayout(tuple(viewed), page_size)
+
+
+def _check_reads(use: LayerUse, owned: Mapping[str, ParameterInfo]) -> None:
+    """Refuse ties of a layer to a parameter that no layer owns, and two ties to one parameter.
+
+    Gradients of a tied parameter are added up by the layer that they come from (`ModelLayout.uses_of`), so a layer has
+    one of them: of two readers in a layer one would be left out.
+
+    Args:
+        owned: the parameters of all layers, by name.
+    """
+    reader_of: dict[str, str] = {}
+    for reader, owner in use.reads:
+        if owner not in owned:
+            raise LayoutError(
+                f"{reader} is tied to {owner}, which no layer has",
+                rule="a tied parameter is owned by a layer",
+                exists=", ".join(sorted(owned)),
+            )
+        if other := reader_of.get(owner):
+            raise LayoutError(
+                f"{other} and {reader} of layer {use.name} are both tied to {owner}",
+                rule="a layer reads the parameter of another layer through one tie: it has one gradient of it",
+                where=reader,
+                fix=f"leave out {reader}, and use {other} twice within the layer",
+            )
+        reader_of[owner] = reader
 
 
 def _lay_out_state(

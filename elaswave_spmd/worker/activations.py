@@ -1,6 +1,7 @@
 """Activations: what one layer hands to the next, a tensor or a flat tuple of tensors, and the gradient of it.
 
-Floating-point tensors are in the compute dtype, others are as the layer made them; all are contiguous. Of a tuple some
+Floating-point tensors are in the compute dtype, others are as the layer made them; all are contiguous, with the strides
+that follow from their shapes (`in_plain_strides`), and so are their gradients. Of a tuple some
 tensors may be without gradient: integers, and what depends on no parameter and no input with a gradient, such as a
 mask. `requires_grad` marks the others; the gradient of an activation has a tensor for each of these. A named tuple
 arrives at the next layer as one with the same fields.
@@ -11,9 +12,11 @@ message.
 
 from __future__ import annotations
 
+import operator
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -87,13 +90,13 @@ def checked_output(y: object, dtype: torch.dtype, name: str) -> Activation:
         name: of the layer.
 
     Returns:
-        The output; each tensor is contiguous, and floating-point ones are in the compute dtype.
+        The output; each tensor is in plain strides, and floating-point ones are in the compute dtype.
 
     Raises:
         ModelError: the output is neither a floating-point tensor nor a flat tuple of tensors.
     """
     if isinstance(y, Tensor) and y.is_floating_point():
-        return y if y.dtype is dtype and y.is_contiguous() else y.to(dtype).contiguous()
+        return in_plain_strides(y if y.dtype is dtype and y.is_contiguous() else y.to(dtype).contiguous())
     if isinstance(y, tuple) and (converted := in_compute_dtype(y, dtype)) is not None:
         return converted
     fix = "return (hidden, mask) or the like; integers only beside others, and numbers as tensors"
@@ -113,7 +116,7 @@ def checked_output(y: object, dtype: torch.dtype, name: str) -> Activation:
 def in_compute_dtype(value: object, dtype: torch.dtype) -> Activation | None:
     """A tensor, or a flat tuple of tensors, in the form of an activation; None if it is neither.
 
-    Each tensor is contiguous; floating-point ones are in the compute dtype, others as they are.
+    Each tensor is in plain strides; floating-point ones are in the compute dtype, others as they are.
     """
     if isinstance(value, Tensor):
         return _converted(value, dtype) if value.dtype in _NAMES else None
@@ -138,7 +141,25 @@ def described(value: object) -> str:
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
+    return in_plain_strides((tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous())
+
+
+def in_plain_strides(tensor: Tensor) -> Tensor:
+    """A contiguous tensor with the strides that follow from its shape, as it arrives in another stage.
+
+    A dim of size 1 may have any stride in a contiguous tensor, and kernels are chosen by it: of [8, 64, 1, 1] in the
+    strides of channels_last a group norm, or a convolution of 3 x 3, has other bits on CPUs.
+    """
+    shape = tensor.shape
+    if 1 not in shape or tensor.stride() == (strides := _plain_strides(shape)):
+        return tensor
+    return tensor.as_strided(shape, strides)  # `view` goes on with the strides that it finds
+
+
+@lru_cache(maxsize=1024)
+def _plain_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = accumulate((max(size, 1) for size in reversed(shape[1:])), operator.mul, initial=1)
+    return tuple(strides)[::-1]
 
 
 def handed_on(y: Activation) -> Activation:
@@ -178,7 +199,7 @@ def gradient_of(x: Activation) -> Activation | None:
 
     It is zero for a tensor that the layer ignores: the layer before expects a gradient.
     """
-    made = [torch.zeros_like(t, requires_grad=False) if t.grad is None else t.grad for t in graded(x)]
+    made = [torch.zeros_like(t, requires_grad=False) if t.grad is None else in_plain_strides(t.grad) for t in graded(x)]
     if isinstance(x, Tensor):
         return made[0] if made else None
     return tuple(made) or None

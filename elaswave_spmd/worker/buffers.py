@@ -99,6 +99,10 @@ class ValueBuffer:
         self._num_bytes = self.flat.untyped_storage().nbytes()
         self.dropped_at: int | None = None
         """The version that all pages were at when the buffer was dropped, unless it was asked for again since."""
+        self.times_marked = 0
+        """Increases whenever pages are marked as having the values of a version. What is made of the values, such as a
+        copy on another device, holds as long as this stays the same. A version would not tell: after a repair the same
+        one comes with other values (docs/protocol.md, H3)."""
 
     def pages(self, first: int, stop: int) -> Tensor:
         """The values of pages [first, stop): a view [elements] in the compute dtype."""
@@ -155,6 +159,7 @@ class ValueBuffer:
     def mark(self, first: int, stop: int, version: int) -> None:
         """Marks pages [first, stop) as being at `version`. The version of a page never decreases."""
         assert (self._versions[first:stop] <= version).all(), (self.layout.name, first, stop, version)
+        self.times_marked += 1
         self._versions[first:stop] = version
         # The common version is asked for before every action and changes a few times a step, so it is computed here.
         self._common_version = version if (self._versions == version).all() else None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.devices import Device, Remedy
 from elaswave_spmd.sharding.replicas import PageRange
+from elaswave_spmd.worker.model_layout import has_constants
 from elaswave_spmd.worker.state import LEARNING
 from elaswave_spmd.worker.state_replica import StateReplica
 
@@ -84,4 +85,4 @@ class DeviceRecovery:
 
 def _has_constants(executor: Executor) -> bool:
     """True if layers have tensors besides parameters: no mirror has a copy of those."""
-    return any(True for values in executor.values.values() for _ in values.module.buffers())
+    return any(has_constants(values.module) for values in executor.values.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,7 @@ class MicrobatchRunner:
         self._is_first: bool
         self._is_last: bool
         self._layers: range
+        self._seed: Tensor
         self._layer_numbers: dict[int, Tensor]
         self.values = values
         self.programs = context.model.programs
@@ -83,12 +84,16 @@ class MicrobatchRunner:
         self._batches: dict[int, Any] = {}
         self._order = SampleOrder(context.job, len(context.data.train))
         self._samples: dict[int, np.ndarray] = {}
-        self._seed = self._number(context.job.seed)
         self._step_number = self._number(0)
         self._words = WordSource()
 
     def _number(self, value: int) -> Tensor:
         return torch.tensor(value, device=self._place)
+
+    def _make_numbers(self, layers: Iterable[int]) -> None:
+        """Make the numbers on the device that keys consist of, but for the step's, which `begin_step` makes."""
+        self._seed = self._number(self._job.seed)
+        self._layer_numbers = {layer: self._number(layer) for layer in layers}
 
     def enter_epoch(self, placement: Placement, stage: int, split_layers: Collection[int]) -> bool:
         """Make buffers and programs of exactly the stage's layers. Returns True if they are others than before.
@@ -121,7 +126,7 @@ class MicrobatchRunner:
         self.values.update((layer, kept[layer] if layer in kept else made[layer]) for layer in layers)
         self._layers = layers
         self.programs.bind({layer: self.values[layer].module for layer in layers}, self.values)
-        self._layer_numbers = {layer: self._number(layer) for layer in layers}
+        self._make_numbers(layers)
         self._batches.clear()
         return True
 
@@ -479,9 +484,10 @@ class MicrobatchRunner:
         return self._times.pop_rows()
 
     def drop_undecided(self) -> None:
-        """Give up every micro-batch that is under way."""
+        """Give up every micro-batch that is under way, and what their keys were made of: its memory may be bad."""
         self.backward_of = -1
         self.programs.discard_all()
+        self._make_numbers(self._layers)
 
     # ---- waiting
 

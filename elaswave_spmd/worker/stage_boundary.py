@@ -44,12 +44,9 @@ class Boundaries:
         send: to the other workers.
         device: where the tensors lie, received ones too.
         first_trained: the first layer that has a backward; those before it have frozen parameters.
-        one_shape: all micro-batches have one shape, as those of tokens have.
     """
 
-    def __init__(
-        self, rank: int, send: Send, device: Device, first_trained: int = 0, *, one_shape: bool = True
-    ) -> None:
+    def __init__(self, rank: int, send: Send, device: Device, first_trained: int = 0) -> None:
         self._rank = rank
         self._send = send
         self._device = device
@@ -57,8 +54,7 @@ class Boundaries:
         self._received: dict[BoundaryKey, Activation] = {}
         self._kept: dict[BoundaryKey, Activation] = {}
         self._used: dict[BoundaryKey, Activation] | None = None  # used since a StepReport; None: no change is under way
-        self._one_shape = one_shape
-        self._shapes: dict[tuple[int, ...], _Shapes] = {}  # place of a boundary (`_place`) -> of what crosses it
+        self._shapes: dict[_Crossed, _Shapes] = {}
 
     def send(self, peer: int | None, message: Crossing, value: Activation) -> None:
         """Send an activation, or its gradient, to the micro-batch's worker on the other stage, and keep it.
@@ -71,28 +67,24 @@ class Boundaries:
         if key.kind != VALIDATION:  # a validation that is broken off is run again as a whole
             self._kept[key] = value
             if not self._stands_in(key):
-                self._shapes[self._place(key)] = _shapes(message)
+                self._shapes[_crossed(key)] = _shapes(message)
         if peer == self._rank:  # it has changed its stage, and now needs what it had sent
             self._received[key] = value
         elif peer is not None:
             self._send(peer, message, packed(value))
 
     def has_other_shape(self, message: Crossing) -> bool:
-        """True if a tensor cannot be right, since what this worker has computed has another shape at its boundary.
+        """True if a tensor cannot be right, since what this worker has sent of the micro-batch has another shape.
 
-        Micro-batches have one shape. It is known from the first tensor on that this worker has sent over the boundary:
-        the activations, or the gradients, of all others are like it. Where shapes vary, the gradient of a micro-batch
-        is held to the activation that this worker has sent of the same one. Those of a validation are not compared: who
-        gets them sends none back.
+        The gradient of a micro-batch is like the activation that this worker has sent of it. Other micro-batches tell
+        nothing: their samples may differ in shape, and where they do not a layer may still pack what is no padding. So
+        an activation is held to nothing but the number of its elements (`recovery.admission`). Those of a validation
+        are not compared: who gets them sends none back.
         """
         key = _key(message)
         if self._stands_in(key):
             return message.shape != (1,)
-        return key.kind != VALIDATION and self._shapes.get(self._place(key), _shapes(message)) != _shapes(message)
-
-    def _place(self, key: BoundaryKey) -> tuple[int, ...]:
-        """The boundary that a tensor crosses; where shapes vary, with the step and the micro-batch."""
-        return (_boundary(key),) if self._one_shape else (_boundary(key), key.step, key.microbatch)
+        return key.kind != VALIDATION and self._shapes.get(_crossed(key), _shapes(message)) != _shapes(message)
 
     def _stands_in(self, key: BoundaryKey) -> bool:
         """True for a gradient that no layer before the boundary needs: one zero crosses it (`eager.no_gradient`)."""
@@ -200,9 +192,11 @@ class Boundaries:
         self._forget_shapes(lambda other: other <= step)
 
     def _forget_shapes(self, is_over: Callable[[int], bool]) -> None:
-        if not self._one_shape:
-            self._shapes = {place: shapes for place, shapes in self._shapes.items() if not is_over(place[1])}
+        self._shapes = {crossed: shapes for crossed, shapes in self._shapes.items() if not is_over(crossed[0])}
 
+
+_Crossed = tuple[int, int, int]
+"""(step, micro-batch, boundary): what crosses it in both directions."""
 
 _Shapes = tuple[tuple[int, ...], ...]
 """The shapes of the tensors that have a gradient."""
@@ -230,6 +224,10 @@ def _key(message: Crossing) -> BoundaryKey:
         return BoundaryKey(GRADIENT, message.step, message.microbatch, message.layer)
     kind = VALIDATION if message.validation else ACTIVATION
     return BoundaryKey(kind, message.step, message.microbatch, message.layer)
+
+
+def _crossed(key: BoundaryKey) -> _Crossed:
+    return key.step, key.microbatch, _boundary(key)
 
 
 def _boundary(key: BoundaryKey) -> int:

@@ -107,9 +107,7 @@ class StepRunner:
         self._values = values
         self._waiting = waiting
         first_trained = context.model.layout.first_trained
-        self._boundaries = Boundaries(
-            context.rank, context.channel.send, context.device, first_trained, one_shape=context.job.is_tokens
-        )
+        self._boundaries = Boundaries(context.rank, context.channel.send, context.device, first_trained)
         self._microbatches = MicrobatchRunner(context, values, self._replica.reducer, self._boundaries, waiting)
         draw = CheckDraw(context.job.seed, context.job.verify_rate)
         self.checks = StepChecks(context.rank, draw, Digester(context.device), context.channel.send)

@@ -460,13 +460,12 @@ def test_a_shard_is_a_file_of_the_checkpoint(name: str) -> None:
 
 
 class Reshaping(SimulatedCluster):
-    """A cluster in which each boundary tensor follows another one of its name and size, which has another shape."""
+    """A cluster in which each gradient of a boundary tensor follows one of its name and size that has another shape."""
 
     num_reshaped = 0
 
     def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
-        is_crossing = isinstance(message, m.Activation | m.ActivationGradient)
-        if is_crossing and message.step > 2 and not getattr(message, "validation", False) and payload is not None:
+        if isinstance(message, m.ActivationGradient) and payload is not None:
             other = msgspec.structs.replace(message, shape=message.shape[::-1])
             self._wires.put(sender, peer, other, payload.clone())
             self.num_reshaped += 1
@@ -475,8 +474,8 @@ class Reshaping(SimulatedCluster):
 
 @pytest.mark.parametrize("order", range(3))
 @pytest.mark.parametrize("mesh", ["pp2", "dp2_pp2"])
-def test_boundary_tensors_of_another_shape_change_no_bit_and_are_counted(mesh: str, order: int) -> None:
-    """From the first micro-batch on a worker knows what crosses its boundaries."""
+def test_gradients_of_another_shape_change_no_bit_and_are_counted(mesh: str, order: int) -> None:
+    """A worker knows the shape of what it has sent of the micro-batch."""
     cluster = cluster_of(Schedule(order, RUN, mesh, 1), kind=Reshaping)
     assert isinstance(cluster, Reshaping)
     assert Outcome.of(cluster.run()) == undisturbed(RUN)

@@ -46,6 +46,16 @@ def test_weight_gradients_are_put_off_and_change_no_bit(tmp_path: Path) -> None:
     assert any(action.get("cat") == "weights" for action in actions)
 
 
+def test_a_step_that_begins_anew_after_a_repair_computes_with_the_repaired_parameters(tmp_path: Path) -> None:
+    """A parameter flips before it is used, is found before the vote, and comes from the other replica: same version."""
+    # chaos.seed=1 draws the parameters of a page range, not its optimizer state.
+    damage = "chaos.seed=1", "chaos.events=[{step: 3, kind: corrupt, rank: 1, point: forward}]"
+    found = bits(tmp_path / "found", "mesh=dp2", "mirror.verify_every=1", *damage)
+    events = read_events(tmp_path / "found" / "run")
+    assert [(e["ranks"], e["step"]) for e in events if e["event"] == "corruption"] == [([1], 3)]
+    assert found == bits(tmp_path / "single", "mesh=single")
+
+
 def test_a_worker_that_validates_for_long_is_not_taken_to_hang(tmp_path: Path) -> None:
     """Its share takes longer than an action may, and than an answer to a loss. Worker 1 dies as it begins.
 

@@ -53,6 +53,13 @@ def test_a_wrong_result_is_found(single: Bits, tmp_path: Path) -> None:
     assert [event["ranks"] for event in read_events(tmp_path / "wrong" / "run") if event["event"] == "corrupt"] == [[1]]
 
 
+def test_layers_that_pack_tokens_have_equal_bits(tmp_path: Path) -> None:
+    """Micro-batches have other shapes between layers, also where they are computed again after a kill, and checked."""
+    packed = "model.target=tuple_models.Packed"
+    single = run(tmp_path / "single", "mesh=single", packed)
+    assert run(tmp_path / "meshed", "mesh=dp2_pp2", packed, "sharding=zero2", "verify.rate=1", KILL) == single
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: torch.compile needs a C++ compiler")
 def test_compiled_meshes_have_the_bits_of_one_compiled_worker(tmp_path: Path) -> None:

@@ -144,6 +144,11 @@ def meta_model(name: str) -> LayeredModel:
         return MODELS[name]()
 
 
+def maker_of(run: Run) -> Callable[[], LayeredModel]:
+    """Makes the model without memory, unless it has constants, whose values constructors make."""
+    return MODELS[run.model] if has_constants(meta_model(run.model)) else lambda: meta_model(run.model)
+
+
 @cache
 def description_of(run: Run) -> ModelDescription:
     return describe(meta_model(run.model), page_size=run.page_size, groups=run.groups)
@@ -199,7 +204,7 @@ class MirroredCluster(SimulatedCluster):
             replace(run.job(), verify_every=verify_every, verify_rate=verify_rate),
             mirrored_placement(run, mesh, zero, policy.mirror_count, hosts),
             description_of(run),
-            lambda: meta_model(run.model),
+            maker_of(run),
             TRAIN,
             VALIDATION,
             seed=seed,
@@ -215,8 +220,8 @@ class MirroredCluster(SimulatedCluster):
 @one_thread()
 def simulate(run: Run, placement: Placement, *, order: int = 0) -> Trained:
     """The product on a mesh; `order` draws the order of workers and messages."""
-    make = MODELS[run.model] if has_constants(meta_model(run.model)) else lambda: meta_model(run.model)
-    return SimulatedCluster(run.job(), placement, description_of(run), make, TRAIN, VALIDATION, seed=order).run()
+    given = description_of(run), maker_of(run), TRAIN, VALIDATION
+    return SimulatedCluster(run.job(), placement, *given, seed=order).run()
 
 
 def outcome(trained: Trained) -> Outcome:

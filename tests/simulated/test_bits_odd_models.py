@@ -13,7 +13,7 @@ from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.sharding import tie
 from tests.simulated import bits_cases
 from tests.simulated.bits_cases import TOKENS, VOCAB, Run, assert_as_reference, placement_of
-from tests.tuple_models import FeaturesFirst, Mixture, Skips
+from tests.tuple_models import FeaturesFirst, Mixture, Packed, Skips
 
 WIDTH = 8
 
@@ -94,6 +94,31 @@ class Scaled(nn.Module):
         return x + self.drop(self.second(self.drop(torch.relu(self.first(x)), keys)), keys) * self.scale
 
 
+class Pooled(nn.Module):
+    """Gives [B, C, 1, 1] in the strides of channels_last, which is contiguous in both ways."""
+
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        return x.mean(1)[:, None, None].permute(0, 3, 1, 2)
+
+
+class Convolved(nn.Module):
+    """Runs other kernels for other strides, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.convolution = nn.GroupNorm(2, WIDTH), nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        return x + torch.tanh(self.convolution(self.norm(x)))
+
+
+class Spread(nn.Module):
+    """Gives each token what was pooled of all."""
+
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        return x[:, None, :, 0, 0].expand(-1, TOKENS, -1)
+
+
 class Buffered(Mix):
     """Has a constant that is registered as a buffer."""
 
@@ -152,6 +177,7 @@ CASES: dict[str, Callable[[], LayeredModel]] = {
     "no middle, tied": model(tied=True),
     "one layer": lambda: Drawn({"all": Bigram()}),
     "not contiguous": model(Mix, Transposed, Mix),
+    "channels last": model(Pooled, Convolved, Convolved, Spread),
     "no parameters": model(Nothing, Mix, Nothing),
     "its input": model(Same, Same, tied=True),
     "odd parameters": model(Scaled, Scaled),
@@ -161,6 +187,7 @@ CASES: dict[str, Callable[[], LayeredModel]] = {
     "tuples": lambda: Skips(VOCAB, 2, WIDTH, dropout=0.2),
     "terms of the loss": lambda: Mixture(VOCAB, 2, WIDTH),
     "features": lambda: FeaturesFirst(VOCAB, WIDTH),
+    "packed": lambda: Packed(VOCAB, 2, WIDTH),
 }
 
 MESHES = {"single": 1, "dp2": 1, "pp2": 2, "stages1-2": 2, "pp3": 3}  # and their stages

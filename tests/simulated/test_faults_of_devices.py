@@ -12,7 +12,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
+from elaswave_spmd.determinism import Init
+from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.devices import Device, Remedy
 from elaswave_spmd.worker.context import WorkerContext
@@ -25,7 +28,9 @@ from tests.cluster.failing_device import DEVICE_FAULT, FailingDevice
 from tests.cluster.faults import AnyFault, Fault
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.processes import Killed, LostStateError, Worker
+from tests.simulated import bits_cases
 from tests.simulated.bits_cases import (
+    VOCAB,
     MirroredCluster,
     Run,
     expected,
@@ -169,6 +174,63 @@ def test_a_device_that_stays_broken_ends_its_worker(point: str, fail_devices: Ca
     fail_devices({(1, 3, point): None if point == "forward" else Remedy.REDO})
     with pytest.raises(RuntimeError, match="UCE ERROR"):
         train(Run(microbatches=5, steps=6), "dp2", 1)
+
+
+class Ramped(nn.Linear):
+    """A constant of its own lies on the device, as a buffer or as an attribute."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(8, VOCAB)
+        ramp = torch.linspace(0.0, 1.0, VOCAB)
+        self.ramp: torch.Tensor
+        if kind == "buffer":
+            self.register_buffer("ramp", ramp)
+        else:
+            self.ramp = ramp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x) + self.ramp
+
+
+class OwnRules(LayeredModel):
+    def init(self, name: str, shape: tuple[int, ...]) -> Init:
+        return super().init(name, shape)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute"])
+@one_thread()
+def test_bad_memory_that_may_be_a_constants_ends_the_worker(
+    kind: str, fail_devices: Callable[[Hits], list[Executor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No mirror has a copy of it."""
+
+    def make() -> LayeredModel:
+        return OwnRules({"embed": nn.Embedding(VOCAB, 8), "head": Ramped(kind)})
+
+    monkeypatch.setitem(bits_cases.MODELS, f"constant {kind}", make)
+    fail_devices({(1, 3, "forward"): Remedy.RELOAD})
+    with pytest.raises(RuntimeError, match="UCE ERROR"):
+        train(Run(model=f"constant {kind}", microbatches=5, steps=6), "dp2", 1)
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "pp2"])
+@one_thread()
+def test_keys_are_made_of_new_numbers_after_bad_memory(
+    mesh: str, fail_devices: Callable[[Hits], list[Executor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers of the run and of its layers lie on the device all the time: dropout would draw other masks."""
+    executors, recover = fail_devices({(1, 3, "forward"): Remedy.RELOAD}), FailingDevice.recover
+
+    def spoil(device: FailingDevice, error: BaseException) -> Remedy | None:
+        (failed,) = [executor for executor in executors if executor._context.rank == 1]
+        runner = failed._steps._microbatches
+        for number in (runner._seed, *runner._layer_numbers.values()):
+            number += 1000
+        return recover(device, error)
+
+    monkeypatch.setattr(FailingDevice, "recover", spoil)
+    run = Run(microbatches=5, steps=4)
+    assert train(run, mesh, 1)[0] == expected(run)
 
 
 class GroupedMachines(GroupedCluster, MadeUpMachines):

@@ -129,6 +129,17 @@ def test_a_stage_that_is_lost_goes_to_the_other(undisturbed: XlaRun, tmp_path: P
     found.assert_nothing_compiled_in_training(2)
 
 
+def test_a_step_that_begins_anew_after_a_repair_computes_with_the_repaired_parameters(
+    undisturbed: XlaRun, tmp_path: Path
+) -> None:
+    """A parameter flips before it is sent to the island, and comes from the other replica at the same version."""
+    # chaos.seed=1 draws the parameters of a page range, not its optimizer state.
+    damage = "chaos.seed=1", chaos("step: 3, kind: corrupt, rank: 1, point: forward")
+    found = run(tmp_path, "mesh=dp2", "mesh.tp=2", "mirror.verify_every=1", *damage)
+    assert [(e["ranks"], e["step"]) for e in found.events if e["event"] == "corruption"] == [([1], 3)]
+    assert found.bits == undisturbed.bits
+
+
 def test_a_drained_worker_changes_no_bit(undisturbed: XlaRun, tmp_path: Path) -> None:
     found = run(tmp_path, "mesh=dp2", "mesh.tp=2", chaos("step: 6, kind: term, rank: 0"))
     assert found.changes.ranks("leave") == [[0]] and found.bits == undisturbed.bits

@@ -104,8 +104,8 @@ class EmulatedPrograms(StagePrograms):
         )
         self._device = device
         self._in_parts: frozenset[int] = frozenset()
-        # Layer -> (buffer, version of its parameters, their hash).
-        self._hashes: dict[int, tuple[ValueBuffer, int | None, bytes]] = {}
+        # Layer -> (its buffer, the buffer's `times_marked`, hash of its parameters).
+        self._hashes: dict[int, tuple[ValueBuffer, int, bytes]] = {}
         # (layer, shapes of the input) -> the real layer's output for the first such input.
         self._forms: dict[tuple[int, tuple[tuple[int, ...], ...]], Activation] = {}
 
@@ -219,10 +219,11 @@ class EmulatedPrograms(StagePrograms):
         return map_tensors(lambda one: _number_like(one, draw), form)
 
     def _hash_of(self, layer: int) -> bytes:
-        """A hash of the layer's parameters, computed once for each version of them."""
+        """A hash of the layer's parameters, computed once after they were written."""
         values = self._values[layer]
-        if values.version is None or self._hashes.get(layer, (None, -1, b""))[:2] != (values, values.version):
-            self._hashes[layer] = values, values.version, _digest(values.flat)
+        now = values, values.times_marked
+        if values.version is None or self._hashes.get(layer, ())[:2] != now:
+            self._hashes[layer] = *now, _digest(values.flat)
         return self._hashes[layer][2]
 
     def _form(self, layer: int, x: Activation, keys: Keys, batch: Any) -> Activation:

@@ -127,7 +127,8 @@ class XlaPrograms(PairPrograms):
         self._island = island
         self._specs = specs
         self._programs: dict[int, LayerPrograms] = {}
-        self._placed: dict[int, tuple[object, list[Tensor]]] = {}  # layer -> (version, parameters on the island)
+        # Layer -> (its buffer, the buffer's `times_marked`, parameters on the island).
+        self._placed: dict[int, tuple[ValueBuffer, int, list[Tensor]]] = {}
         # (layer, micro-batch) -> its forward. `_saved` of the base class has the same keys.
         self._kept: dict[tuple[int, int], IslandForward] = {}
 
@@ -411,12 +412,12 @@ class XlaPrograms(PairPrograms):
         return [*self._parameters(layer), *there, *self._island.put(host, [WHOLE] * len(host))]
 
     def _parameters(self, layer: int) -> list[Tensor]:
-        """The layer's parameters on the island. They are sent there once for each version."""
+        """The layer's parameters on the island. They are sent there once after they were written."""
         values = self._values[layer]
-        version = values.version
-        if version is None or self._placed.get(layer, (None,))[0] != version:
-            self._placed[layer] = version, self._island.put(values.parameters, self._specs_of(values.layout))
-        return self._placed[layer][1]
+        now = values, values.times_marked
+        if values.version is None or self._placed.get(layer, ())[:2] != now:
+            self._placed[layer] = *now, self._island.put(values.parameters, self._specs_of(values.layout))
+        return self._placed[layer][2]
 
     def dropped(self, layer: int) -> None:
         self._placed.pop(layer, None)

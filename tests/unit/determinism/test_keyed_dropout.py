@@ -109,6 +109,16 @@ def test_uses_of_one_module_within_a_call_differ_and_a_second_call_repeats_them(
     assert not torch.equal(module(x, keys.at(1)), first)
 
 
+def test_masks_of_one_call_do_not_repeat() -> None:
+    """A use has 12 bits of the key: with one more it would be that of the first use."""
+    drop, keys, x = KeyedDropout(0.5), Keys.make(1, 2, [3], 4), torch.ones(1, 256)
+    masks = {bits(drop(x, keys)) for _ in range(4096)}
+    assert len(masks) == 4096
+    with pytest.raises(ModelError, match=r"(?s)dropout 0 .* time 4,097 .*has 4,096 masks.*several KeyedDropouts"):
+        drop(x, keys)
+    assert bits(drop(x, keys.again())) in masks, "another call begins anew"
+
+
 @pytest.mark.parametrize("p", [-0.1, 1.0, 1.5, float("nan")])
 def test_a_probability_outside_its_range_is_refused(p: float) -> None:
     with pytest.raises(ModelError, match=r"\[0, 1\)"):

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from elaswave_spmd.determinism import Constant, KeyedDropout, Keys, Normal
-from elaswave_spmd.errors import ModelError, SpecError
+from elaswave_spmd.errors import LayoutError, ModelError, SpecError
 from elaswave_spmd.models import Batch, LayeredModel, takes_keys
 from elaswave_spmd.sharding import P, Shardings, Tie, shard, specs_of, tie
+from elaswave_spmd.worker.model_layout import describe
 
 
 class Plain(nn.Module):
@@ -244,6 +245,18 @@ def test_ties_neither_chain_nor_repeat() -> None:
         with pytest.raises(ModelError, match="one owner"):
             stack(Plain(), Plain(), Plain(), ties=(first, second))
     stack(Plain(), Plain(), Plain(), ties=(first, tie("layer2.weight", "layer0.weight")))
+
+
+def test_a_layer_reads_an_owner_through_one_tie() -> None:
+    """It has one gradient of the owner: that of the second reader would be left out of the sum, without a word."""
+    ties = (tie("layer1.weight", "layer0.weight"), tie("layer1.inner.0.weight", "layer0.weight"))
+    told = r"(?s)layer1.weight = layer0.weight and layer1.inner.0.weight = .* leave out layer1.inner.0.weight, and use"
+    with pytest.raises(ModelError, match=told):
+        stack(Plain(), Plain(nn.Linear(4, 4, bias=False)), ties=ties)
+    model = stack(Plain(), Plain(nn.Linear(4, 4, bias=False)), ties=ties[:1])
+    model.ties = ties  # after the constructor
+    with pytest.raises(LayoutError, match=r"(?s)both tied to layer0.weight.*leave out layer1.inner.0.weight, and use"):
+        describe(model)
 
 
 def test_a_tie_to_itself_or_to_no_layer_is_refused() -> None:

@@ -56,6 +56,20 @@ def test_what_is_packed_is_unpacked_bit_for_bit(given_: tuple[Tensor, ...], name
         assert torch.equal(*raw)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (3, 1), (1, 4, 1), (3, 0, 1), (8, 64, 1, 1), (2, 3, 4)])
+def test_what_the_next_layer_is_given_has_the_strides_of_its_shape(shape: tuple[int, ...]) -> None:
+    """As it would arrive in another stage. A dim of size 1 has any stride, and kernels are chosen by it."""
+    x, wanted = torch.randn(shape), torch.empty(shape).stride()
+    odd = x.as_strided(shape, [7 if size == 1 else stride for size, stride in zip(shape, wanted, strict=True)])
+    assert odd.is_contiguous() and (1 not in shape or odd.stride() != wanted)
+    for found in (a.checked_output(odd, torch.float32, "l"), *a.checked_output((odd,), torch.float32, "l")):
+        assert isinstance(found, Tensor) and found.stride() == wanted and torch.equal(found, x)
+    leaf = x.clone().requires_grad_()
+    leaf.grad = odd
+    found = a.gradient_of(leaf)
+    assert isinstance(found, Tensor) and found.stride() == wanted and torch.equal(found, x)
+
+
 def test_a_tensor_is_sent_as_it_is() -> None:
     tensor = torch.randn(2, 3)
     assert a.packed(tensor) is tensor and a.forms_sent(tensor) == ((), ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -57,6 +58,29 @@ def through(made: EmulatedPrograms, microbatch: int, tokens: Tensor = TOKENS) ->
 
 def test_the_same_microbatch_gives_the_same_bits() -> None:
     assert all(map(torch.equal, through(programs(), 3), through(programs(), 3)))
+
+
+@pytest.mark.parametrize("forget", [lambda v: v.keep_only(()), lambda v: v.forget_beyond(6), ValueBuffer.drop])
+def test_other_parameters_of_the_same_version_are_computed_with(forget: Callable[[ValueBuffer], None]) -> None:
+    """As after a repair: a damaged copy is given up, and other values come at its version."""
+    layer = LAYOUT.layers[0]
+    values = ValueBuffer(layer, Rows(), torch.float32, HOST)
+    made = EmulatedPrograms(2, loss=lambda y, _: y.sum(), loss_scale=1.0, checkpointing=False, device=AT_ONCE)
+    made.bind({0: values.module}, {0: values})
+
+    def computed_with(value: float) -> Tensor:
+        values.install(0, layer.num_value_pages, torch.full((layer.num_value_elements,), value), 7)
+        assert values.is_at(7)
+        y = made.forward(0, 0, TOKENS, KEYS, None)
+        assert isinstance(y, Tensor)
+        return y
+
+    damaged = computed_with(2.0)
+    forget(values)
+    values.expect()
+    right = computed_with(1.0)
+    assert not torch.equal(right, damaged)
+    assert torch.equal(right, computed_with(2.0)), "pages that are at the version stay as they are"
 
 
 def test_a_backward_in_two_parts_gives_the_same_bits() -> None:

@@ -33,7 +33,7 @@ from elaswave_spmd.worker.programs.split_backward import WeightProducts
 from elaswave_spmd.worker.spec import Job
 from tests import mistaken_model
 from tests.mistaken_model import BLOCKS, BUILT, REFUSED, RIGHT, Mistaken
-from tests.tuple_models import Experts, FeaturesFirst, Mixture, Routed, Skips
+from tests.tuple_models import Experts, FeaturesFirst, Mixture, Packed, Routed, Skips
 
 VOCABULARY, TIME, WIDTH = 11, 6, 8
 CPU = torch.device("cpu")
@@ -721,8 +721,9 @@ class MeanMixture(Mixture):
         lambda: Skips(VOCABULARY, 2, WIDTH, 0.1),
         lambda: FeaturesFirst(VOCABULARY, WIDTH),
         lambda: Mixture(VOCABULARY, 2, WIDTH),
+        lambda: Packed(VOCABULARY, 2, WIDTH),
     ],
-    ids=["skips", "features", "terms"],
+    ids=["skips", "features", "terms", "packed"],
 )
 def test_layers_that_hand_on_tuples_pass(make: Callable[[], LayeredModel], dtype: str, microbatch_size: int) -> None:
     sizes = {"dtype": dtype, "microbatch_size": microbatch_size}

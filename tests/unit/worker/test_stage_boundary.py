@@ -228,21 +228,41 @@ def test_a_decided_step_is_forgotten_and_the_next_is_not() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 2), (6,), (1, 2, 3), (2, 4)])
-def test_a_shape_that_is_not_that_of_the_boundary_is_known_from_what_was_sent_over_it(shape: tuple[int, ...]) -> None:
+def test_a_gradient_has_the_shape_of_the_activation_that_was_sent(shape: tuple[int, ...]) -> None:
     boundaries, _ = make()
-    wrong = m.ActivationGradient(STEP, 4, 0, shape), m.Activation(STEP, 4, 1, shape)
-    assert not any(map(boundaries.has_other_shape, wrong)), "nothing is known yet"
+    wrong = m.ActivationGradient(STEP, 3, 0, shape)
+    assert not boundaries.has_other_shape(wrong), "nothing is known yet"
     boundaries.send(OTHER, activation(3), tensor(1.0))
-    assert all(map(boundaries.has_other_shape, wrong))
-    assert not any(map(boundaries.has_other_shape, (activation(4), gradient(4, step=STEP + 1))))
-    elsewhere = m.Activation(STEP, 4, 2, shape), m.ActivationGradient(STEP, 4, 1, shape)
+    assert boundaries.has_other_shape(wrong) and not boundaries.has_other_shape(gradient(3))
+    elsewhere = m.Activation(STEP, 3, 2, shape), m.ActivationGradient(STEP, 3, 1, shape)
     assert not any(map(boundaries.has_other_shape, elsewhere)), "another boundary has another shape"
-    assert not boundaries.has_other_shape(m.Activation(STEP, 4, 1, shape, True)), "a validation is not compared"
+    assert not boundaries.has_other_shape(m.Activation(STEP, 3, 1, shape, True)), "a validation is not compared"
+
+
+def test_other_micro_batches_may_have_other_shapes() -> None:
+    """As where a layer packs what is no padding."""
+    boundaries, _ = make()
+    boundaries.send(OTHER, activation(3), tensor(1.0))
+    longer = torch.zeros(4, 3)
+    boundaries.send(OTHER, message_of(key(ACTIVATION, 4, 1), longer), longer)
+    assert not boundaries.has_other_shape(gradient(3)) and boundaries.has_other_shape(gradient(4))
+    others = m.ActivationGradient(STEP, 4, 0, (4, 3)), m.Activation(STEP, 5, 1, (9, 3))
+    assert not any(map(boundaries.has_other_shape, others))
 
 
 def test_what_crosses_a_boundary_is_known_by_the_gradient_that_is_sent_back() -> None:
     boundaries, _ = make()
     boundaries.send(OTHER, gradient(3), tensor(1.0))
-    assert boundaries.has_other_shape(m.Activation(STEP, 4, 1, (3, 2))) and not boundaries.has_other_shape(
-        activation(4)
-    )
+    assert boundaries.has_other_shape(m.Activation(STEP, 3, 1, (3, 2)))
+    assert not boundaries.has_other_shape(activation(3))
+
+
+def test_shapes_of_decided_steps_are_forgotten() -> None:
+    boundaries, _ = make()
+    wrong = [m.ActivationGradient(step, 3, 0, (3, 2)) for step in (STEP, STEP + 1)]
+    for step in (STEP, STEP + 1):
+        boundaries.send(OTHER, activation(3, step=step), tensor(1.0))
+    boundaries.drop_decided(STEP)
+    assert [boundaries.has_other_shape(one) for one in wrong] == [False, True]
+    boundaries.forget_beyond(STEP)
+    assert not any(map(boundaries.has_other_shape, wrong))
