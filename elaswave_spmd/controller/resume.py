@@ -17,7 +17,7 @@ from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.schema import MeshSettings, Settings
 from elaswave_spmd.controller.changed_schedule import ScheduleChange, check_schedule_change
 from elaswave_spmd.controller.model_checks import MODEL_CHECK
-from elaswave_spmd.controller.run_fingerprint import identity_of, without_average
+from elaswave_spmd.controller.run_fingerprint import as_far_as_saved, identity_of, without_average
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import CheckpointError, ConfigError, DataError, FilesError
 from elaswave_spmd.recovery.messages import Prepare
@@ -314,6 +314,7 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
         checkpoint, bad = load_newest_good(path, settings.train.resume_at)
         step, lines = checkpoint.step, _lines(path, checkpoint.step)
         saved = without_average(checkpoint.manifest.identity, identity)
+        identity = as_far_as_saved(identity, saved)
         found = check_schedule_change(saved, identity, settings, lines, step, where=where)
         check_identity(checkpoint.manifest.layout, layout_fingerprint(plan.description.layout), where=where)
         until = found.same_until
