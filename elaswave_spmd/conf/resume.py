@@ -122,7 +122,7 @@ def _put(target: dict[str, Any], composed: Mapping[str, Any], path: list[str]) -
 
 def _inside_a_run(path: Path, where: str) -> ConfigError | None:
     """The refusal of a path in the directory of a run, such as that of a checkpoint; None: it lies in no run."""
-    run = next((folder for folder in path.parents if (folder / CONFIG).is_file()), None)
+    run = next((folder for folder in path.parents if os.path.isfile(folder / CONFIG)), None)
     if run is None:
         return None
     resume = checks.override("train.resume", run)
