@@ -174,6 +174,22 @@ def test_discard_removes_what_was_made_and_no_more(tmp_path: Path) -> None:
     assert _tree(tmp_path) == ["runs"]
 
 
+@pytest.mark.parametrize("name", ["trace.json", "trace-12.jsonl"])
+def test_a_directory_with_the_timeline_of_another_run_is_refused_and_keeps_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("[]")
+    with pytest.raises(ConfigError, match="holds another run") as caught:
+        _create(tmp_path)
+    assert caught.value.exists == name and _tree(tmp_path) == [name]
+
+
+def test_files_of_the_user_that_are_no_timeline_of_ours_stay(tmp_path: Path) -> None:
+    names = ["trace-.jsonl", "trace-1a.jsonl", "trace-gpu.jsonl"]
+    for name in names:
+        (tmp_path / name).touch()
+    _create(tmp_path).discard()
+    assert _tree(tmp_path) == names
+
+
 def test_a_failed_summary_keeps_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = _create(tmp_path / "run")
     run_dir.write_summary({"steps": 1})
