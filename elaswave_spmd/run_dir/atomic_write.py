@@ -117,6 +117,11 @@ def sync_directory(path: Path) -> None:
     _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
+def sync_file(path: Path) -> None:
+    """Flush a file that is there to the disk: what any process has written to it survives a crash of the machine."""
+    _sync(path, os.O_RDONLY)
+
+
 def write_all(file: FileIO, data: bytes | memoryview) -> None:
     """Write all data to an unbuffered file; one system call may write less than it is given."""
     left = memoryview(data)

@@ -139,6 +139,17 @@ def test_without_a_controller_the_workers_save_what_they_have(shared: Path) -> N
     folder = shared / "orphaned"
     assert not checkpoints(folder), "the workers write no manifest"
     known = bits(folder)
+    saved = max(folder.glob("checkpoints/step_*"))
+    shard = min(saved.glob("shard_*"))
+    shard.rename(shared / shard.name)
+    shard.mkdir()  # it cannot be read now
+    done = train(shared, "train.resume=orphaned", "mesh=dp3")
+    assert done.code == 2 and f"remove orphaned/checkpoints/{saved.name}" in done.err and bits(folder) == known
+    shard.rmdir()
+    (shared / shard.name).rename(shard)
+    done = train(shared, "train.resume=orphaned", "mesh=dp3", "train.global_batch=4")
+    assert done.code == 2 and "train.global_batch: saved 8, now 4" in done.err
+    assert len({line.tokens for line in read_metrics(folder)}) == 1, "of a resume that was refused none came in"
     done = train(shared, "train.resume=orphaned", "mesh=dp3")
     assert done.code == 0, done.err
     assert event(folder, "resume")["step"] >= len(known)

@@ -198,7 +198,7 @@ def test_find_shards_separates_good_from_torn_and_ignores_unfinished(tmp_path: P
     found, bad = find_shards(good.parent)
     assert [(info.rank, info.pages) for info in found] == [(1, tuple(RUNS))]
     assert [path for path, _ in bad] == [torn, flipped]
-    assert bad[1][1] == f"{flipped.name} does not match its sha256"
+    assert bad[1][1].what == f"{flipped.name} does not match its sha256"
 
 
 def test_checkpoints_need_no_torch() -> None:
