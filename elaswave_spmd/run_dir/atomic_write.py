@@ -77,8 +77,11 @@ def replacing(path: Path, *, durable: bool) -> Iterator[Path]:
     """
     scratch = path.with_name(f".{path.name}.tmp")
     with writing(path):
+        # Always the same name, so that what a process that was killed has left is gone with the next version. Never
+        # opened as it lies there: in a directory of many users it may be a link to a file of this one.
+        scratch.unlink(missing_ok=True)
+        os.close(open_private(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW))
         try:
-            os.close(open_private(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
             yield scratch
             scratch.chmod(FILE_MODE)  # a library may have made the file anew
             if durable:
