@@ -115,12 +115,17 @@ class RunDir:
     def reopen(cls, path: Path) -> RunDir:
         """Open the directory of a run that is resumed. Only the process that has locked it (lock.py) may do so.
 
+        Weights beside which there is no summary are removed: a run that ended while it wrote its result has left them,
+        which this one writes anew.
+
         Raises:
             ConfigError: it cannot be written, or a file of it is a pipe, a device or a directory.
         """
         with _directory_errors(path):
             _check_writable(path)
             _refuse_other_kinds(path)
+            if not os.path.lexists(path / SUMMARY):
+                _remove_files(path, (WEIGHTS, WEIGHTS_EMA))
             return cls(path.absolute(), is_new=False)
 
     @property
@@ -195,6 +200,11 @@ class RunDir:
         for folder in reversed(self._made_folders):
             _remove_if_empty(folder)
         return True
+
+
+def has_result(folder: Path) -> bool:
+    """True for the directory of a run that has finished and has its weights. Those without a summary are no result."""
+    return os.path.exists(folder / SUMMARY) and os.path.exists(folder / WEIGHTS)
 
 
 def read_metrics(path: str | Path) -> list[MetricsLine]:

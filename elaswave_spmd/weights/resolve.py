@@ -11,7 +11,7 @@ from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.run_dir.checkpoints import load_newest_good, open_checkpoint
-from elaswave_spmd.run_dir.directory import WEIGHTS
+from elaswave_spmd.run_dir.directory import WEIGHTS, has_result
 from elaswave_spmd.run_dir.manifest import MANIFEST
 
 SETTING = "model.init_from"
@@ -38,7 +38,7 @@ def resolved(settings: Settings) -> Settings:
     if os.path.exists(path / MANIFEST):
         open_checkpoint(path, verify=True)
     elif os.path.exists(path / CONFIG):
-        found = path / WEIGHTS if os.path.exists(path / WEIGHTS) else load_newest_good(path)[0].path
+        found = path / WEIGHTS if has_result(path) else load_newest_good(path)[0].path
     return settings if found == path else replace(settings, model=replace(settings.model, init_from=str(found)))
 
 

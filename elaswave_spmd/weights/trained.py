@@ -20,7 +20,7 @@ from elaswave_spmd.models import LayeredModel, build_model, import_model
 from elaswave_spmd.regular_files import read_regular
 from elaswave_spmd.run_dir.best import best_path
 from elaswave_spmd.run_dir.checkpoints import load_newest_good, open_checkpoint
-from elaswave_spmd.run_dir.directory import SUMMARY, WEIGHTS, WEIGHTS_EMA, read_summary
+from elaswave_spmd.run_dir.directory import SUMMARY, WEIGHTS, WEIGHTS_EMA, has_result, read_summary
 from elaswave_spmd.run_dir.manifest import MANIFEST
 from elaswave_spmd.weights.given import owned_parameters
 from elaswave_spmd.weights.intact import check_intact
@@ -244,7 +244,7 @@ def open_source(given: Path, *, is_checkpoint: bool = False, average: bool = Fal
     if is_checkpoint:
         open_checkpoint(given, verify=True)
         return given, SavedState(given, average=average)
-    if os.path.exists(given / WEIGHTS):
+    if has_result(given):
         file = given / (WEIGHTS_EMA if average else WEIGHTS)
         if not os.path.exists(file):
             raise no_average(given)
