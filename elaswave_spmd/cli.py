@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and the ends of lines
+_TRAINING = ("agent", "demo")  # of the commands but `train`
 FIRST_LINE = "elaswave_spmd: preparing ..."
 _USAGE = """usage: {program} train [name=value ...]     train a model; {program} train --help shows the settings
 
@@ -124,7 +125,29 @@ def _command(command: str, program: str) -> int:
         if command not in commands:
             raise _unknown(command, ["train", *commands], program)
         del sys.argv[1]
-        return commands[command](program)
+        with _files_of_others(command) if command not in _TRAINING else contextlib.nullcontext():
+            return commands[command](program)
+
+
+@contextlib.contextmanager
+def _files_of_others(command: str) -> Iterator[None]:
+    """A `with` for a command that only reads what it is given, and may write a file of its own.
+
+    An OSError that nothing in it has an answer to is about such a file: of another user, on a disk that is full or a
+    mount that is stale. In a run that trains it would be a mistake of ours, whose traceback is needed.
+    """
+    try:
+        yield
+    except BrokenPipeError:  # the reader has left
+        raise
+    except OSError as error:
+        name = "" if error.filename is None else f"{error.filename}: "
+        raise ConfigError(
+            f"{command} has failed: {name}{error.strerror or error}",
+            rule="what a command reads and writes is there, and this user may read and write it",
+            where=command,
+            fix="another path, or what the message says",
+        ) from error
 
 
 def _unknown(command: str, commands: Sequence[str], program: str) -> ConfigError:

@@ -60,12 +60,15 @@ def settings_from(words: Sequence[str]) -> Settings:
     """
     own = any("hydra.searchpath" in word for word in words)
     overrides = [_parsed(word, own) for word in words]
-    composed = _compose(words)
+    composed, saved = _compose(words), dict[str, Any]()
     if (run := composed["train"].get("resume")) is not None:
         named = [override.key_or_group for override in overrides]
         run = _resolved({"resume": run})["resume"] if "\\${" in str(run) else run  # as words_resuming writes it
-        composed = resume.merge(resume.literal(resume.saved(str(run))), composed, named)
+        saved = resume.saved(str(run))
+        composed = resume.merge(resume.literal(saved), composed, named)
     settings = Settings.from_dict(_resolved(composed))
+    begun_from = resume.begun_from(settings.model.init_from, saved)
+    settings = replace(settings, model=replace(settings.model, init_from=begun_from))
     given = [override.key_or_group for override in overrides if not override.is_delete()]
     settings.optim.check_read(_given_of(settings.optim, given, whole=run is None or "optim" in given))
     settings.check_named(given)

@@ -33,6 +33,9 @@ _REFERENCE = re.compile(r"(\\*)\$\{")
 _STEP = re.compile(r"step_0*([0-9]+)")
 """The directory of a checkpoint, below that of its run."""
 
+_WEIGHTS_OF_A_RUN = re.compile(r"weights\.safetensors|checkpoints/step_[0-9]+")
+"""The part of a run that `model.init_from=RUN` was found to mean, below the directory of that run."""
+
 
 def merge(saved: Mapping[str, Any], composed: Mapping[str, Any], named: Iterable[str]) -> dict[str, Any]:
     """The saved settings, with those that were named as they were composed.
@@ -69,6 +72,26 @@ def literal(value: Any) -> Any:
     return [literal(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def begun_from(named: str | None, saved: Mapping[str, Any]) -> str | None:
+    """The `model.init_from` of a run that is resumed: the saved one, also where its own command is repeated.
+
+    The first command named a run and saved which file or checkpoint of it was read. Its words, given again, name the
+    run: they mean what was found then, whatever that run has written since. No other settings must come of them, as
+    weights with which a run has begun are part of its identity, and workers are adopted by equal settings only.
+
+    Args:
+        named: the setting as it is after `merge`.
+        saved: settings of the run that is resumed; empty: none is.
+    """
+    model = saved.get("model", {})
+    found = model.get("init_from") if isinstance(model, Mapping) else None
+    if named is None or not isinstance(found, str):
+        return named
+    folder, file = (Path(os.path.abspath(os.path.expanduser(path))) for path in (named, found))
+    is_part = file.is_relative_to(folder) and _WEIGHTS_OF_A_RUN.fullmatch(file.relative_to(folder).as_posix())
+    return found if is_part or file == folder else named
+
+
 def words_resuming(words: Iterable[str], run_dir: str) -> list[str]:
     """The words of the command that goes on with a run, whose command was given `words` and has died.
 
@@ -99,7 +122,7 @@ def _put(target: dict[str, Any], composed: Mapping[str, Any], path: list[str]) -
 
 def _inside_a_run(path: Path, where: str) -> ConfigError | None:
     """The refusal of a path in the directory of a run, such as that of a checkpoint; None: it lies in no run."""
-    run = next((folder for folder in path.parents if (folder / CONFIG).is_file()), None)
+    run = next((folder for folder in path.parents if os.path.isfile(folder / CONFIG)), None)
     if run is None:
         return None
     resume = checks.override("train.resume", run)

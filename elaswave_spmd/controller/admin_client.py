@@ -12,6 +12,7 @@ import json
 import math
 import os
 import socket
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,13 @@ def ask(run: str, request: Mapping[str, object], timeout_s: float = ANSWER_S) ->
         RunError: the run does not answer.
     """
     folder = Path(os.path.expanduser(run))
-    if not (folder / CONFIG).is_file():
+    try:
+        is_run = stat.S_ISREG(os.stat(folder / CONFIG).st_mode)
+    except PermissionError as error:  # runs keep their directories from others
+        raise _belongs_to_another(run) from error
+    except OSError:
+        is_run = False
+    if not is_run:
         raise ControlError(
             f"{run} is no run directory",
             rule="a run is named by its directory",
@@ -90,9 +97,7 @@ def ask(run: str, request: Mapping[str, object], timeout_s: float = ANSWER_S) ->
             with link.makefile("rb") as lines:
                 line = lines.readline()
         except PermissionError as error:
-            raise ControlError(
-                f"the run in {run} belongs to another user", rule="only the user of a run may ask it"
-            ) from error
+            raise _belongs_to_another(run) from error
         except TimeoutError as error:
             raise RunError(f"the run in {run} does not answer; is its process stopped?") from error
         except OSError:
@@ -103,6 +108,10 @@ def ask(run: str, request: Mapping[str, object], timeout_s: float = ANSWER_S) ->
     if "error" in answer:
         raise ControlError(**answer["error"])
     return answer
+
+
+def _belongs_to_another(run: str) -> ControlError:
+    return ControlError(f"the run in {run} belongs to another user", rule="only the user of a run may ask it")
 
 
 @contextlib.contextmanager

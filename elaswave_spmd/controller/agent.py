@@ -42,7 +42,10 @@ _DEADLINE_LOOK_S = 0.1
 _LOOK_S = 5.0  # between two looks at what the links have refused
 _FORK_SERVER_S = 60.0  # that an order to the fork server is waited for; then the others here go on without it
 # The fields that identify the data; the others are paths and names of this machine.
-_SAME_DATA = ("corpus", "sha256", "num_tokens", "vocab_size", "seq_len", "num_train_samples", "num_validation_samples")
+_SAME_DATA = (
+    *("corpus", "sha256", "tokens_sha256", "num_tokens", "vocab_size"),
+    *("seq_len", "num_train_samples", "num_validation_samples"),
+)
 
 
 class Agent:
@@ -461,7 +464,8 @@ def check_same_data(ours: PreparedData, theirs: PreparedData) -> None:
         rule="all machines have the same data",
         where=f"data {ours.corpus}",
         exists=", ".join(f"{name} {getattr(theirs, name)}" for name in names) + " on the controller's machine",
-        fix="the same files on all machines; data=stdlib also needs the same version of Python",
+        fix="the same files on all machines, and with data.tokenizer the same version of tokenizers; data=stdlib also "
+        "needs the same version of Python",
     )
 
 

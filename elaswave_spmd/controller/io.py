@@ -6,7 +6,6 @@ The simulated cluster (tests/cluster) passes its own `ControllerIO` to the same 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import signal
 import threading
@@ -56,6 +55,7 @@ from elaswave_spmd.mesh.topology import Path as DomainPath
 from elaswave_spmd.ready import is_any_ready
 from elaswave_spmd.recovery.admission import DIRECTION, UNREADABLE, refused_heartbeat
 from elaswave_spmd.recovery.messages import Adopt, Heartbeat, Prepare, decode, encode
+from elaswave_spmd.run_dir.atomic_write import sync_file
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path
 from elaswave_spmd.run_dir.checkpoints import load_newest_good, prune, unfinished_shards, write_manifest
 from elaswave_spmd.run_dir.directory import EVENTS, METRICS
@@ -747,8 +747,8 @@ class _ManifestWriter:
             error = why_not = ""
             try:
                 # The lines and validations up to this step are part of what a resumed run begins with.
-                _flush(self._run_dir / METRICS)
-                _flush(self._run_dir / EVENTS)
+                sync_file(self._run_dir / METRICS)
+                sync_file(self._run_dir / EVENTS)
                 write_manifest(checkpoint_path(self._run_dir, manifest.step), manifest)
             except (RunError, UserError, OSError) as caught:
                 error = str(caught)
@@ -766,11 +766,3 @@ class _ManifestWriter:
     def _tell(self, result: ManifestWritten | OldRemoved) -> None:
         self._results.append(result)
         self._mailbox.interrupt("a manifest is written, or old checkpoints are removed")
-
-
-def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -17,16 +17,17 @@ from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.schema import MeshSettings, Settings
 from elaswave_spmd.controller.changed_schedule import ScheduleChange, check_schedule_change
 from elaswave_spmd.controller.model_checks import MODEL_CHECK
-from elaswave_spmd.controller.run_fingerprint import identity_of, without_average
+from elaswave_spmd.controller.run_fingerprint import as_far_as_saved, identity_of, without_average
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import CheckpointError, ConfigError, DataError, FilesError
 from elaswave_spmd.recovery.messages import Prepare
 from elaswave_spmd.run_dir import MetricsLine, RunDir, RunInfo, RunObserver, read_events, read_metrics
-from elaswave_spmd.run_dir.atomic_write import READ_ONLY
-from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, find_shards
+from elaswave_spmd.run_dir.atomic_write import READ_ONLY, sync_file, writing
+from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, UnreadableError, find_shards
 from elaswave_spmd.run_dir.checkpoints import (
     Checkpoint,
     find_checkpoints,
+    has_manifest,
     load_newest_good,
     remove_unfinished,
     step_of,
@@ -37,7 +38,7 @@ from elaswave_spmd.run_dir.discard import discard_after, still_valid, unfinished
 from elaswave_spmd.run_dir.display import TOKENS
 from elaswave_spmd.run_dir.journal import ORPHAN_GRACE, next_incarnation, read_journal
 from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, wait_for_workers
-from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, layout_fingerprint, sets_of_shards
+from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint, sets_of_shards
 from elaswave_spmd.run_dir.run_identity import check_identity
 from elaswave_spmd.runtime.transport.credentials import Credentials
 from elaswave_spmd.sharding.replicas import unsurvived_text
@@ -311,10 +312,13 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
                 fix="run.dir=DIR",
             )
         _finish_rollback(path)  # first: nothing of what may be wrong is completed
-        complete(path, plan)  # then: the newest checkpoint may be one that the workers wrote on their own
+        # Then: the newest checkpoint may be one that the workers wrote on their own. For another one it may be unread.
+        with contextlib.suppress(*(() if settings.train.resume_at is None else (UnreadableError,))):
+            complete(path)
         checkpoint, bad = load_newest_good(path, settings.train.resume_at)
         step, lines = checkpoint.step, _lines(path, checkpoint.step)
         saved = without_average(checkpoint.manifest.identity, identity)
+        identity = as_far_as_saved(identity, saved)
         found = check_schedule_change(saved, identity, settings, lines, step, where=where)
         check_identity(checkpoint.manifest.layout, layout_fingerprint(plan.description.layout), where=where)
         until = found.same_until
@@ -492,50 +496,68 @@ def _new_id() -> str:
 
 
 # Checkpoints that workers wrote when their controller was gone: the next controller completes those that are whole.
-def complete(run_dir: Path, plan: RunPlan) -> Path | None:
+def complete(run_dir: Path) -> Path | None:
     """Writes the manifest of the newest checkpoint that lacks one and whose shards hold everything.
 
-    The lines of metrics.jsonl that its controller did not live to write come from the workers' own reports. Only the
-    holder of the run's lock may call this.
-
-    Args:
-        plan: of the run that is to go on, for the tokens of a step. That it has the same bits is checked afterwards,
-            against the identity in the dead controller's journal.
+    The lines of metrics.jsonl that its controller did not live to write come from the workers' own reports, and what is
+    in them of settings from the identity in the dead controller's journal: whether the run that is to go on has the
+    same bits is checked afterwards. Only the holder of the run's lock may call this.
 
     Returns:
         The checkpoint's directory; None where there is nothing to complete.
 
     Raises:
+        UnreadableError: a checkpoint that may be completed cannot be read now. Who goes on all the same removes it.
+        CheckpointError: the records of the run are missing or damaged.
         FilesError: the disk is full.
     """
     for path in find_checkpoints(run_dir):
-        if (path / MANIFEST).exists():
+        if has_manifest(path):
             return None
-        shards, _ = find_shards(path)
-        if not shards:
-            continue  # every worker was killed before it had written its own
-        # Shards of an earlier incarnation may be of another attempt at the same step, which wrote other pages.
-        newest = max(shard.ballot.incarnation for shard in shards)
-        shards = [shard for shard in shards if shard.ballot.incarnation == newest]
-        manifest = _manifest(run_dir, shards)
-        if manifest is None:
-            continue
-        lines = _missing_lines(run_dir, path, manifest, plan)
-        if lines is None:
-            continue
-        # Metrics before the manifest: a checkpoint whose step has no line could not be resumed from.
-        reopened = RunDir.reopen(run_dir)
-        try:
-            for line in lines:
-                reopened.write_metrics(line)
-        finally:
-            reopened.close()
-        try:
-            write_manifest(path, manifest)
-        except CheckpointError:
-            continue  # a shard is damaged: an older checkpoint will do
-        return path
+        shards, bad = find_shards(path)
+        if shards and _complete_one(run_dir, path, shards):  # there are none if no worker lived to write its own
+            return path
+        if unread := [error.what for _, error in bad if isinstance(error, UnreadableError)]:
+            raise UnreadableError(
+                f"{path} has the state after step {step_of(path)}, or a part of it: {unread[0]}",
+                rule="what workers have saved when their controller was gone is not given up because it cannot be read "
+                "for a moment",
+                where=str(path),
+                fix=f"the same command when it can be read; or remove {path}: the run goes on from an earlier one then",
+            )
     return None
+
+
+def _complete_one(run_dir: Path, path: Path, shards: list[ShardInfo]) -> bool:
+    """Complete the checkpoint in `path`, if its good shards hold everything. Returns whether they do.
+
+    Raises:
+        UnreadableError, CheckpointError, FilesError: as for `complete`.
+    """
+    # Shards of an earlier incarnation may be of another attempt at the same step, which wrote other pages.
+    newest = max(shard.ballot.incarnation for shard in shards)
+    manifest = _manifest(run_dir, [shard for shard in shards if shard.ballot.incarnation == newest])
+    lines = None if manifest is None else _missing_lines(run_dir, path, manifest)
+    if manifest is None or lines is None:
+        return False
+    # Metrics before the manifest: a checkpoint whose step has no line could not be resumed from.
+    reopened = RunDir.reopen(run_dir)
+    try:
+        for line in lines:
+            reopened.write_metrics(line)
+    finally:
+        reopened.close()
+    # And on the disk before it, as it is: the lines of a controller that was killed were only with the system.
+    for name in (METRICS, EVENTS):
+        with writing(run_dir / name):
+            sync_file(run_dir / name)
+    try:
+        write_manifest(path, manifest)
+    except UnreadableError:
+        raise
+    except CheckpointError:
+        return False  # a shard is damaged: an older checkpoint will do
+    return True
 
 
 def _manifest(run_dir: Path, shards: list[ShardInfo]) -> Manifest | None:
@@ -557,11 +579,12 @@ def _manifest(run_dir: Path, shards: list[ShardInfo]) -> Manifest | None:
     return None
 
 
-def _missing_lines(run_dir: Path, path: Path, manifest: Manifest, plan: RunPlan) -> list[MetricsLine] | None:
+def _missing_lines(run_dir: Path, path: Path, manifest: Manifest) -> list[MetricsLine] | None:
     """The lines up to the checkpoint's step that metrics.jsonl lacks; None: one is not known."""
     step = manifest.step
     try:
         rate = LearningRate.of_identity(manifest.identity)  # of the dead controller's run
+        tokens = _tokens_per_step(manifest.identity)
     except (LookupError, TypeError, AttributeError):
         return None  # its journal was changed
     last = max((line.step for line in _read(read_metrics, run_dir)), default=0)
@@ -575,10 +598,16 @@ def _missing_lines(run_dir: Path, path: Path, manifest: Manifest, plan: RunPlan)
             loss=reports[number].loss,
             grad_norm=reports[number].grad_norm,
             lr=rate.at(number),
-            tokens=plan.job.tokens_per_step,
+            tokens=tokens,
             seconds=0.0,
             workers=reports[number].workers,
             weight=reports[number].weight,
         )
         for number in range(last + 1, step + 1)
     ]
+
+
+def _tokens_per_step(identity: Mapping[str, Any]) -> int:
+    """`Job.tokens_per_step` of a run, from its identity."""
+    train = identity["train"]
+    return train["global_batch"] * (train["seq_len"] if identity["data"]["vocab_size"] else 1)

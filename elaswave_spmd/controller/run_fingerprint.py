@@ -84,6 +84,7 @@ def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
         "runtime": numbers,
         "data": {
             "sha256": data.sha256,
+            **({"tokens_sha256": data.tokens_sha256} if data.tokens_sha256 else {}),
             "tokenizer": data.tokenizer,
             "vocab_size": data.vocab_size,
             "train_samples": data.num_train_samples,
@@ -104,3 +105,10 @@ def without_average(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dic
     if "ema" in present["optim"] or "ema" not in saved.get("optim", {}):
         return dict(saved)
     return {**saved, "optim": {name: value for name, value in saved["optim"].items() if name != "ema"}}
+
+
+def as_far_as_saved(present: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity without the hash of its tokens, if the saved one is of a version that did not know it."""
+    if "tokens_sha256" in saved.get("data", {}):
+        return dict(present)
+    return {**present, "data": {name: value for name, value in present["data"].items() if name != "tokens_sha256"}}

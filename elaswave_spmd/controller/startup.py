@@ -469,7 +469,7 @@ class _Lives:
                     # Its last lines name the newest checkpoint: also one whose last report had not come yet. What
                     # cannot be completed now is said by whoever resumes the run, and hides no other error here.
                     with contextlib.suppress(OSError, RunError, UserError):
-                        complete(run_dir.path, plan)
+                        complete(run_dir.path)
         return outcome
 
     def _let_save(self, launcher: Launcher, members: Iterable[int], seconds: float) -> None:

@@ -148,6 +148,7 @@ def make_summary(
             "sha256": data.sha256,
             "bytes": data.num_bytes,
             "tokenizer": data.tokenizer,
+            **({"tokens_sha256": data.tokens_sha256} if data.tokens_sha256 else {}),
             "vocab_size": data.vocab_size,
             **({"attributes": dict(data.attributes)} if data.attributes else {}),
             "train_samples": data.num_train_samples,

@@ -13,28 +13,34 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from elaswave_spmd.data.columns import TokenColumn
-from elaswave_spmd.data.corpus import Documents
-from elaswave_spmd.data.tokenizer import Tokenizer
+from elaswave_spmd.data.corpus import READ_BYTES, Documents
+from elaswave_spmd.data.tokenizer import ByteTokenizer, Tokenizer
 from elaswave_spmd.errors import ConfigError, DataError
-from elaswave_spmd.regular_files import read_regular
+from elaswave_spmd.regular_files import open_regular, read_regular
 
 FORMAT = 1
+_META = "meta.json"
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Tokens of a whole corpus. `path` is absolute, `dtype` one of uint8, uint16, uint32 (stored little-endian)."""
+    """Tokens of a whole corpus. `path` is absolute, `dtype` one of uint8, uint16, uint32 (stored little-endian).
+
+    `tokens_sha256` is the hash of the file; empty where the tokens are known by the hash of what they were made of:
+    bytes, and columns of token ids.
+    """
 
     path: str
     dtype: str
     num_tokens: int
     vocab_size: int
+    tokens_sha256: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -87,7 +93,8 @@ def tokenize_once(
     def write(scratch: Path) -> TokenFile:
         return _write_entry(scratch, corpus, tokenizer, progress)
 
-    return _find_or_make(cache, _cache_key(corpus, tokenizer), write, accept)
+    found = _find_or_make(cache, _cache_key(corpus, tokenizer), write, accept)
+    return found if found.tokens_sha256 or isinstance(tokenizer, ByteTokenizer) else _with_hash(found)
 
 
 def store_once(column: TokenColumn, vocab_size: int, cache: Path) -> TokenFile:
@@ -150,17 +157,37 @@ def _read_entry(entry: Path) -> TokenFile | None:
     """The entry if it exists and is whole, else None: a damaged one is made anew."""
     tokens = entry / "tokens.bin"
     try:
-        meta = json.loads(read_regular(entry / "meta.json"))
-        found = TokenFile(str(tokens), meta["dtype"], int(meta["num_tokens"]), int(meta["vocab_size"]))
+        meta = json.loads(read_regular(entry / _META))
+        numbers = int(meta["num_tokens"]), int(meta["vocab_size"])
+        found = TokenFile(str(tokens), meta["dtype"], *numbers, str(meta.get("tokens_sha256", "")))
         return found if tokens.stat().st_size == found.num_bytes else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
+def _with_hash(found: TokenFile) -> TokenFile:
+    """The token file with its hash, of an entry that was made when there was none; its meta.json has it from now on."""
+    path, digest = Path(found.path), hashlib.sha256()
+    with _cache_errors(path.parent.parent), open_regular(path) as file:
+        while block := file.read(READ_BYTES):
+            digest.update(block)
+    hashed = replace(found, tokens_sha256=digest.hexdigest())
+    scratch = path.with_name(f".meta.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with contextlib.suppress(OSError, ValueError, TypeError):  # a cache that is filled need not be writable
+            about = {**json.loads(read_regular(path.with_name(_META))), "tokens_sha256": hashed.tokens_sha256}
+            scratch.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+            os.replace(scratch, path.with_name(_META))
+    finally:
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
+    return hashed
+
+
 def _write_entry(scratch: Path, corpus: Documents, tokenizer: Tokenizer, progress: bool) -> TokenFile:
     path = scratch / "tokens.bin"
     dtype = np.dtype(token_dtype(tokenizer.vocab_size))
-    content, num_tokens = hashlib.sha256(), 0
+    content, written, num_tokens = hashlib.sha256(), hashlib.sha256(), 0
     with open(path, "wb") as out, _progress_bar(corpus, progress) as advance:
 
         def count(blocks: Iterator[bytes]) -> Iterator[bytes]:
@@ -172,7 +199,9 @@ def _write_entry(scratch: Path, corpus: Documents, tokenizer: Tokenizer, progres
         for document, blocks in corpus.documents():
             try:
                 for tokens in tokenizer.encode(count(blocks)):
-                    out.write(tokens.astype(dtype.newbyteorder("<"), copy=False).data)
+                    stored = tokens.astype(dtype.newbyteorder("<"), copy=False).data
+                    out.write(stored)
+                    written.update(stored)
                     num_tokens += tokens.size
             except UnicodeDecodeError as error:
                 raise DataError(
@@ -184,7 +213,7 @@ def _write_entry(scratch: Path, corpus: Documents, tokenizer: Tokenizer, progres
     # The corpus was hashed when it was found and is read a second time here; the key of the entry is the first hash.
     if content.hexdigest() != corpus.sha256:
         raise _changed(corpus.name)
-    made = TokenFile(str(path), dtype.name, num_tokens, tokenizer.vocab_size)
+    made = TokenFile(str(path), dtype.name, num_tokens, tokenizer.vocab_size, written.hexdigest())
     about = {"corpus": corpus.name, "sha256": corpus.sha256, "bytes": corpus.num_bytes, "tokenizer": tokenizer.name}
     _write_meta(scratch, made, about)
     return made
@@ -218,9 +247,9 @@ def _changed(name: str) -> DataError:
 
 def _write_meta(scratch: Path, made: TokenFile, about: Mapping[str, object]) -> None:
     """Write meta.json of an entry: what it takes to read the tokens, and for people, where they come from."""
-    fields = {name: value for name, value in asdict(made).items() if name != "path"}
+    fields = {name: value for name, value in asdict(made).items() if name != "path" and value != ""}
     written = json.dumps({"format": FORMAT, **fields, **about}, indent=1)
-    (scratch / "meta.json").write_text(written + "\n", encoding="utf-8")
+    (scratch / _META).write_text(written + "\n", encoding="utf-8")
 
 
 def _publish(scratch: Path, entry: Path) -> None:

@@ -19,7 +19,7 @@ from elaswave_spmd.data.corpus import Corpus, stdlib_corpus, text_corpus
 from elaswave_spmd.data.custom import choose_kwargs, has_tokens, length_of, make_dataset, read_sample
 from elaswave_spmd.data.spec import BYTES, DataSpec, PreparedData, check_seq_len
 from elaswave_spmd.data.tables import ARROW, TABLES, Table, find_tables
-from elaswave_spmd.data.tokenizer import ByteTokenizer, load_tokenizer
+from elaswave_spmd.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from elaswave_spmd.errors import ConfigError, DataError, place_in_user_code
 
 
@@ -83,6 +83,7 @@ def _prepare_tokens(spec: DataSpec, seq_len: int, progress: bool) -> PreparedDat
         token_file=tokens.path,
         dtype=tokens.dtype,
         num_tokens=tokens.num_tokens,
+        tokens_sha256=_hash_of_tokens(tokenizer, [tokens]),
     )
 
 
@@ -119,6 +120,11 @@ def _prepare_bin(spec: DataSpec, seq_len: int) -> PreparedData:
 def _hash_of_all(hashes: Sequence[str]) -> str:
     """One hash of a corpus: its own, or where validation has a corpus of its own, the hash of both."""
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def _hash_of_tokens(tokenizer: Tokenizer, files: Sequence[TokenFile]) -> str:
+    """The hash of the tokens that a tokenizer has made of text; empty for bytes, whose hash is the text's own."""
+    return "" if isinstance(tokenizer, ByteTokenizer) else _hash_of_all([file.tokens_sha256 for file in files])
 
 
 def _num_samples(path: str, num_tokens: int, seq_len: int) -> int:
@@ -165,6 +171,7 @@ def _prepare_text_column(spec: DataSpec, seq_len: int, tables: Sequence[Table], 
         seq_len=seq_len,
         num_train_samples=train,
         num_validation_samples=validation,
+        tokens_sha256=_hash_of_tokens(tokenizer, files),
         **_token_files(files),
     )
 

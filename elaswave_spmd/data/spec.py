@@ -132,7 +132,7 @@ class PreparedData:
     Attributes:
         corpus: `stdlib`, `text`, `bin`, `arrow`, `parquet`, or the target of a custom dataset.
         sha256: of the corpus' bytes in order, or of a column's content (of both hashes, where validation has its own);
-            equal bits of a run are claimed for equal values. Empty for custom.
+            equal bits of a run are claimed for equal values, with those of `tokens_sha256`. Empty for custom.
         num_bytes: size of the corpus in bytes; 0 for custom.
         tokenizer: `bytes`, or the file's name and the first digits of its sha256; empty for custom.
         vocab_size: every token lies in [0, vocab_size); 0 for a dataset whose samples are no tokens.
@@ -146,6 +146,9 @@ class PreparedData:
         column: name of the column of `arrow_files` (and `arrow_validation_files`, like `validation_file`), files of
             token ids that are read in place and take the place of `token_file`; else empty.
         target, kwargs: class of a custom dataset and its keyword arguments, without `split`.
+        tokens_sha256: of the token file (of both hashes, where validation has its own), if a tokenizer has made it of
+            text: other tokens may come of the same text that is divided otherwise, or of another version of the
+            package; empty for all other data.
         attributes: of a dataset without tokens: its plain integers and tuples of integers, such as `num_classes`, for
             the constructor of a model.
     """
@@ -168,6 +171,7 @@ class PreparedData:
     column: str = ""
     arrow_files: tuple[str, ...] = ()
     arrow_validation_files: tuple[str, ...] = ()
+    tokens_sha256: str = ""
     attributes: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -215,10 +219,14 @@ class PreparedData:
         return names_tokenizer(self.tokenizer)
 
     def to_dict(self) -> dict[str, object]:
-        """The fields in JSON's own types; `from_dict` inverts it. Attributes are left out where there are none."""
+        """The fields in JSON's own types; `from_dict` inverts it.
+
+        Attributes and the hash of tokens are left out where there are none.
+        """
         fields = dataclasses.asdict(self)
-        if not self.attributes:
-            del fields["attributes"]
+        for name in ("attributes", "tokens_sha256"):
+            if not fields[name]:
+                del fields[name]
         return fields
 
     @classmethod

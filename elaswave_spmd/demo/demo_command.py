@@ -40,7 +40,7 @@ def main(arguments: Sequence[str], program: str) -> int:
             f"{given} is too few", rule="a worker is killed in the middle of the run", where=given, fix=fix
         )
     folder = Path(options.out) if options.out else Path("runs", time.strftime("demo-%Y%m%d_%H%M%S"))
-    if folder.exists():
+    if os.path.exists(folder):  # not folder.exists(), which raises for a name that is too long
         raise ConfigError(
             f"{folder} exists", rule="--out names a new directory", where=f"--out {folder}", fix="another"
         )

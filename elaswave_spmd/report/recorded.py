@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +87,7 @@ class RunReader:
     """
 
     def __init__(self, path: Path) -> None:
-        if not (path / CONFIG).is_file():
+        if not _is_file(path / CONFIG):
             raise DataError(
                 f"{path} is no run directory",
                 rule="a run is named by its directory",
@@ -123,8 +125,26 @@ class RunReader:
         return self._run
 
 
+def _is_file(path: Path) -> bool:
+    """True for a regular file.
+
+    Raises:
+        DataError: whether it is one cannot be told, as a directory on the way to it may not be entered.
+    """
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except PermissionError as error:
+        raise DataError(
+            f"cannot read {path} ({error.strerror or error})",
+            rule="the files of a run are read by the user that it belongs to",
+            fix="a copy of the run that you may read",
+        ) from error
+    except OSError:  # it is not there; also of a name that is too long
+        return False
+
+
 def _read_summary(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
+    if not os.path.exists(path):
         return None
     try:
         summary = read_json(_text_of(path))

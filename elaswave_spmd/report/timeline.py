@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ def read_timeline(folder: Path, around_s: float | None, step_s: float) -> Timeli
         step_s: what a step usually takes.
     """
     path = folder / TRACE
-    if not path.is_file():
+    if not os.path.isfile(path):
         return Timeline((), "The run was not traced, or has not ended yet; run.trace=true records a timeline.")
     if path.stat().st_size > LARGEST_BYTES:
         return Timeline((), f"{TRACE} is too large to be shown here; ui.perfetto.dev opens it.")

@@ -77,8 +77,11 @@ def replacing(path: Path, *, durable: bool) -> Iterator[Path]:
     """
     scratch = path.with_name(f".{path.name}.tmp")
     with writing(path):
+        # Always the same name, so that what a process that was killed has left is gone with the next version. Never
+        # opened as it lies there: in a directory of many users it may be a link to a file of this one.
+        scratch.unlink(missing_ok=True)
+        os.close(open_private(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW))
         try:
-            os.close(open_private(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
             yield scratch
             scratch.chmod(FILE_MODE)  # a library may have made the file anew
             if durable:
@@ -115,6 +118,11 @@ def append_whole(file: FileIO, data: bytes, *, durable: bool) -> None:
 def sync_directory(path: Path) -> None:
     """Flush a directory to the disk: files made, renamed or removed in it survive a crash of the machine."""
     _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def sync_file(path: Path) -> None:
+    """Flush a file that is there to the disk: what any process has written to it survives a crash of the machine."""
+    _sync(path, os.O_RDONLY)
 
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -248,20 +249,28 @@ def read_shard(path: Path) -> Shard:
     return Shard(path, info, arrays)
 
 
-def find_shards(directory: Path) -> tuple[list[ShardInfo], list[tuple[Path, str]]]:
-    """All good shards in a checkpoint's directory, with verified hashes, and (path, reason) of the others.
+def find_shards(directory: Path) -> tuple[list[ShardInfo], list[tuple[Path, CheckpointError]]]:
+    """All good shards in a checkpoint's directory, with verified hashes, and the others with what is wrong with them.
 
-    Called by a controller that completes a checkpoint whose own controller died before it wrote the manifest.
+    Called by a controller that completes a checkpoint whose own controller died before it wrote the manifest. One that
+    cannot be read now, with an UnreadableError, may be good.
+
+    Raises:
+        UnreadableError: the directory cannot be listed now.
     """
     good: list[ShardInfo] = []
-    bad: list[tuple[Path, str]] = []
-    for path in sorted(directory.glob("shard_*.safetensors")):
+    bad: list[tuple[Path, CheckpointError]] = []
+    try:
+        names = os.listdir(directory)  # not glob, which finds nothing in a directory that may not be read
+    except OSError as error:
+        raise UnreadableError(f"{directory} cannot be listed ({error.strerror or error})") from error
+    for path in (directory / name for name in sorted(names) if fnmatchcase(name, "shard_*.safetensors")):
         try:
             shard = read_shard(path)
             shard.verify()
             good.append(shard.info)
         except CheckpointError as error:
-            bad.append((path, error.what))
+            bad.append((path, error))
     return good, bad
 
 

@@ -161,16 +161,31 @@ def step_of(path: Path) -> int:
     return int(path.name.partition("_")[2])
 
 
+def has_manifest(directory: Path) -> bool:
+    """True for a checkpoint that was completed.
+
+    Raises:
+        UnreadableError: that cannot be told now.
+    """
+    try:
+        (directory / MANIFEST).stat()
+        return True
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise UnreadableError(f"{directory} cannot be read ({error.strerror or error})") from error
+
+
 def newest_complete(run_dir: str | Path) -> int:
     """The step of the newest checkpoint that has a manifest; 0: there is none."""
-    return next((step_of(path) for path in find_checkpoints(run_dir) if (path / MANIFEST).exists()), 0)
+    return next((step_of(path) for path in find_checkpoints(run_dir) if has_manifest(path)), 0)
 
 
 def unfinished_shards(run_dir: str | Path, incarnation: int) -> list[ShardInfo]:
     """The shards of a life of the run in checkpoints newer than the newest that has a manifest."""
     found: list[ShardInfo] = []
     for directory in find_checkpoints(run_dir):
-        if (directory / MANIFEST).exists():
+        if has_manifest(directory):
             break
         for path in sorted(directory.glob("shard_*.safetensors")):
             with contextlib.suppress(CheckpointError):  # damaged: the checkpoint will not become whole
@@ -276,7 +291,7 @@ def remove_unfinished(run_dir: str | Path) -> None:
     """Remove the directories without a manifest. Called when no worker writes any more; errors are ignored."""
     with contextlib.suppress(UnreadableError, OSError):
         for path in find_checkpoints(run_dir):
-            if not (path / MANIFEST).exists():
+            if not has_manifest(path):
                 shutil.rmtree(path, ignore_errors=True)
 
 

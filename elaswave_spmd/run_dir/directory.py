@@ -32,7 +32,7 @@ from elaswave_spmd.run_dir.json_lines import (
     read_json_lines,
 )
 from elaswave_spmd.run_dir.metrics import MetricsLine
-from elaswave_spmd.run_dir.trace import PARTS, TRACE
+from elaswave_spmd.run_dir.trace import TRACE, parts_in
 from elaswave_spmd.run_dir.weights import save_weights
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
@@ -115,12 +115,17 @@ class RunDir:
     def reopen(cls, path: Path) -> RunDir:
         """Open the directory of a run that is resumed. Only the process that has locked it (lock.py) may do so.
 
+        Weights beside which there is no summary are removed: a run that ended while it wrote its result has left them,
+        which this one writes anew.
+
         Raises:
             ConfigError: it cannot be written, or a file of it is a pipe, a device or a directory.
         """
         with _directory_errors(path):
             _check_writable(path)
             _refuse_other_kinds(path)
+            if not os.path.lexists(path / SUMMARY):
+                _remove_files(path, (WEIGHTS, WEIGHTS_EMA))
             return cls(path.absolute(), is_new=False)
 
     @property
@@ -184,7 +189,7 @@ class RunDir:
         if not self._is_new:
             return False
         # config.yaml goes last: while it is there, no other run takes the directory.
-        traces = [TRACE, *(part.name for part in self.path.glob(PARTS))]
+        traces = _traces_in(self.path)  # of this run: `create` has refused a directory with others
         weights = (WEIGHTS, WEIGHTS_EMA)
         _remove_files(self.path, (METRICS, EVENTS, SUMMARY, *weights, COSTS, RECOVERY[0], *RECOVERY[2:], *traces))
         with contextlib.suppress(OSError):
@@ -195,6 +200,11 @@ class RunDir:
         for folder in reversed(self._made_folders):
             _remove_if_empty(folder)
         return True
+
+
+def has_result(folder: Path) -> bool:
+    """True for the directory of a run that has finished and has its weights. Those without a summary are no result."""
+    return os.path.exists(folder / SUMMARY) and os.path.exists(folder / WEIGHTS)
 
 
 def read_metrics(path: str | Path) -> list[MetricsLine]:
@@ -288,9 +298,15 @@ def _refuse_unreadable(folder: Path) -> None:
 
 
 def _refuse_occupied(folder: Path) -> None:
-    found = [name for name in RUN_FILES if os.path.lexists(folder / name)]
+    # Timelines of another run: this one would merge the parts into its own, or remove both if it is refused.
+    found = [name for name in RUN_FILES if os.path.lexists(folder / name)] + _traces_in(folder)
     if found:
         raise _holds_a_run(folder, ", ".join(found))
+
+
+def _traces_in(folder: Path) -> list[str]:
+    """The names of the timeline in a directory, and of its parts."""
+    return [*([TRACE] if os.path.lexists(folder / TRACE) else []), *(part.name for part in parts_in(folder))]
 
 
 def _holds_a_run(folder: Path, found: str) -> ConfigError:

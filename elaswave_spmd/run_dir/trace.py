@@ -8,8 +8,10 @@ open.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,13 +19,12 @@ from typing import Any, TextIO
 
 import msgspec
 
-from elaswave_spmd.errors import FilesError
 from elaswave_spmd.regular_files import open_regular
 from elaswave_spmd.run_dir.atomic_write import open_private, replacing
 from elaswave_spmd.run_dir.json_lines import read_json_lines
 
 TRACE = "trace.json"
-PARTS = "trace-*.jsonl"
+_PART = re.compile(r"trace-([0-9]+)\.jsonl")
 FORWARD, BACKWARD, WEIGHTS, WAIT, SEND, COPY, MARK, FREQUENCY = "F", "B", "W", "I", "S", "G", "M", "C"
 _PROGRAMS = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weights"}
 _BLOCK = 2000  # rows that are collected before they are written
@@ -125,14 +126,26 @@ class TracePart:
             self._file = None
 
 
+def parts_in(folder: Path) -> dict[Path, int]:
+    """The parts of workers in a run's directory, each with its rank, in the order of these; other files are nobody's.
+
+    None of a directory that cannot be listed.
+    """
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = os.listdir(folder)
+    found = {folder / name: int(part[1]) for name in names if (part := _PART.fullmatch(name))}
+    return dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
+
+
 def merge_trace(folder: str | Path) -> Path | None:
     """Make trace.json from the workers' parts, and remove the parts. Called by the controller at the end of a run.
 
     Returns:
-        The path of trace.json; None if there are no parts, or if it cannot be written (then the parts stay).
+        The path of trace.json; None if there are no parts, or if it cannot be made (then the parts stay).
     """
     folder = Path(folder)
-    parts = sorted(folder.glob(PARTS), key=lambda path: (len(path.name), path.name))
+    parts = parts_in(folder)
     if not parts:
         return None
     path = folder / TRACE
@@ -141,7 +154,7 @@ def merge_trace(folder: str | Path) -> Path | None:
             write_trace(file, _all_events(folder, parts))
         for part in parts:
             part.unlink()
-    except (FilesError, OSError):
+    except Exception:  # a damaged events.jsonl, say, or a full disk: a run that has its result does not fail for it
         return None
     return path
 
@@ -196,13 +209,12 @@ def names_of(process: int, name: str, rows: Mapping[int, str]) -> Iterator[Trace
 # ---- merging
 
 
-def _all_events(folder: Path, parts: Iterable[Path]) -> Iterator[TraceEvent]:
+def _all_events(folder: Path, parts: Mapping[Path, int]) -> Iterator[TraceEvent]:
     """The trace events of the controller and of all workers; times count from the run's first event."""
     events = read_json_lines(folder / "events.jsonl")
     start = events[0]["time"] if events else 0.0
     yield from _controller_events(events, start)
-    for part in parts:
-        rank = int(part.stem.partition("-")[2])
+    for part, rank in parts.items():
         yield from names_of(rank + _FIRST_WORKER, f"worker {rank}", _ROWS)
         yield from _worker_events(part, rank + _FIRST_WORKER, start)
 

@@ -62,7 +62,7 @@ def export_model(trained: TrainedModel, folder: Path, *, max_file_bytes: int = M
     family = _family_of(trained)
     check_parameters(trained.model, trained.source, str(trained.path), AS_WRITTEN)
     folder = Path(os.path.expanduser(folder))
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if _is_taken(folder):
         raise ConfigError(
             f"{folder} exists already",
             rule="a model is written into a new directory, or an empty one",
@@ -80,10 +80,20 @@ def export_model(trained: TrainedModel, folder: Path, *, max_file_bytes: int = M
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be written ({error.strerror or error})", where=str(folder), fix="another DIR"
-        ) from error
+        raise _unwritable(folder, error) from error
     return sorted(file.name for file in folder.iterdir())
+
+
+def _is_taken(folder: Path) -> bool:
+    """True if there is something at the path of the folder that is to be made, other than an empty directory."""
+    try:
+        return os.path.lexists(folder) and not (os.path.isdir(folder) and not os.listdir(folder))
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{folder} cannot be written ({error.strerror or error})", where=str(folder), fix="another DIR")
 
 
 def _family_of(trained: TrainedModel) -> Family:
@@ -105,7 +115,7 @@ def _write(trained: TrainedModel, family: Family, folder: Path, tokenizer: Path 
     if tokenizer is not None:
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
         for name in _BESIDE_TOKENIZER:
-            if (tokenizer.parent / name).is_file():
+            if os.path.isfile(tokenizer.parent / name):
                 shutil.copyfile(tokenizer.parent / name, folder / name)
     elif trained.data.target is None:
         for name, fields in byte_tokenizer().items():
@@ -135,7 +145,7 @@ def _begun_with(trained: TrainedModel, family: Family) -> Mapping[str, Any]:
     if trained.settings.init_from is None:
         return {}
     file = Path(os.path.expanduser(trained.settings.init_from)) / CONFIG_JSON
-    if not file.is_file():
+    if not os.path.isfile(file):
         return {}
     fields = read_json(file, str(file))
     return fields if fields.get("model_type") == family.model_type else {}

@@ -7,6 +7,7 @@ the same files when they initialise their pages, and read these pages alone. A r
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from elaswave_spmd.weights.families import (
     stored_name,
 )
 from elaswave_spmd.weights.intact import check_intact
-from elaswave_spmd.weights.resolve import FORMS, SETTING, existing_path
+from elaswave_spmd.weights.resolve import FORMS, SETTING, existing_path, unreadable
 from elaswave_spmd.weights.sources import OwnTensors, SavedState, StoredTensors, WeightSource
 from elaswave_spmd.weights.tensor_files import EXACT, TensorFiles, files_of, read_json
 
@@ -77,18 +78,21 @@ def open_weights(settings: ModelSettings, model: LayeredModel, *, checked: bool 
     """
     assert settings.init_from is not None
     path, where = existing_path(settings.init_from), checks.override(SETTING, settings.init_from)
-    if path.is_file():
+    if os.path.isfile(path):
         return OwnTensors(TensorFiles([path], where))
-    if (path / MANIFEST).exists():
+    if os.path.exists(path / MANIFEST):
         return SavedState(path)
-    if (path / CONFIG_JSON).exists():
+    if os.path.exists(path / CONFIG_JSON):
         return _open_published(path, where, model, checked=checked)
-    entries = path.iterdir() if path.is_dir() else ()  # it may be a device, or a pipe
+    try:
+        entries = sorted(os.listdir(path)) if os.path.isdir(path) else []  # it may be a device, or a pipe
+    except OSError as error:  # a directory of somebody else's, say: nothing of it was found for that reason
+        raise unreadable(path, where, error) from error
     raise ConfigError(
         f"{path} holds no weights",
         rule=FORMS,
         where=where,
-        exists=", ".join(sorted(entry.name for entry in entries)[:20]) or "nothing in it",
+        exists=", ".join(entries[:20]) or "nothing in it",
         fix=f"a directory with {CONFIG_JSON} and model.safetensors, or with {CONFIG}",
     )
 
@@ -176,7 +180,7 @@ def _check_tensors(source: WeightSource, model: LayeredModel, given: str) -> Non
     if missing:
         there = _listed(source.shapes) if source.shapes else "no tensor with a name of this model"
         hint = ""
-        if Path(given).is_file() and (Path(given).parent / CONFIG_JSON).exists():
+        if os.path.isfile(given) and os.path.exists(Path(given).parent / CONFIG_JSON):
             hint = f"{SETTING}={Path(given).parent}, its directory, if it is one of Hugging Face; or "
         raise ConfigError(
             f"{given} lacks {_listed(missing)} of the model's {len(wanted)} parameters",
@@ -251,7 +255,7 @@ def _check_configuration(settings: ModelSettings, model: LayeredModel) -> None:
     assert settings.init_from is not None
     path, where = existing_path(settings.init_from), checks.override(SETTING, settings.init_from)
     ours = family_of_target(settings.target)
-    if path.is_dir() and not (path / MANIFEST).exists() and (path / CONFIG_JSON).exists():
+    if os.path.isdir(path) and not os.path.exists(path / MANIFEST) and os.path.exists(path / CONFIG_JSON):
         file = path / CONFIG_JSON
         config = read_json(file, where)
         theirs = family_of_config(config, file)
@@ -283,7 +287,7 @@ def _check_configuration(settings: ModelSettings, model: LayeredModel) -> None:
 def _saved_model(path: Path) -> ModelSettings | None:
     """The settings of the model that a run of ours was trained with, by its files; None: the weights lie alone."""
     # weights.safetensors lies in the directory of its run, a checkpoint two below it.
-    folder = path.parent if path.is_file() else path.parent.parent
+    folder = path.parent if os.path.isfile(path) else path.parent.parent
     try:
         return ModelSettings.from_fields((fields_in(folder / CONFIG) or {})["model"])
     except (OSError, ValueError, TypeError, KeyError, UserError):
@@ -299,7 +303,7 @@ def _compare(family: Family, facts: Facts, model: LayeredModel, file: Path, wher
         f"\n  {name}: {checks.shown(value)} there, {checks.shown(present[name])} here" for name, value in wrong.items()
     ]
     fix = words_of(wrong)
-    if VOCABULARY in wrong and (tokenizer := file.parent / "tokenizer.json").exists():
+    if VOCABULARY in wrong and os.path.exists(tokenizer := file.parent / "tokenizer.json"):
         rest = words_of({name: value for name, value in wrong.items() if name != VOCABULARY})
         fix = f"data.tokenizer={tokenizer} {rest}".rstrip()
     raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def check_intact(path: Path, source: WeightSource) -> None:
         CheckpointError: they are others.
         DataError: the summary is malformed.
     """
-    if isinstance(source, SavedState) or path.name not in _HASHES or not (path.parent / SUMMARY).exists():
+    if isinstance(source, SavedState) or path.name not in _HASHES or not os.path.exists(path.parent / SUMMARY):
         return
     wanted = read_summary(path.parent).get(_HASHES[path.name])
     if wanted is None:  # an earlier version has written it, or a run without an average

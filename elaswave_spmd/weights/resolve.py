@@ -11,7 +11,7 @@ from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.run_dir.checkpoints import load_newest_good, open_checkpoint
-from elaswave_spmd.run_dir.directory import WEIGHTS
+from elaswave_spmd.run_dir.directory import WEIGHTS, has_result
 from elaswave_spmd.run_dir.manifest import MANIFEST
 
 SETTING = "model.init_from"
@@ -35,10 +35,10 @@ def resolved(settings: Settings) -> Settings:
     if given is None or settings.train.resume is not None:
         return settings  # a run that is resumed goes on from its own checkpoint
     path = found = existing_path(given)
-    if (path / MANIFEST).exists():
+    if os.path.exists(path / MANIFEST):
         open_checkpoint(path, verify=True)
-    elif (path / CONFIG).exists():
-        found = path / WEIGHTS if (path / WEIGHTS).exists() else load_newest_good(path)[0].path
+    elif os.path.exists(path / CONFIG):
+        found = path / WEIGHTS if has_result(path) else load_newest_good(path)[0].path
     return settings if found == path else replace(settings, model=replace(settings.model, init_from=str(found)))
 
 
@@ -46,14 +46,25 @@ def existing_path(given: str) -> Path:
     """The path that `model.init_from` names.
 
     Raises:
-        ConfigError: there is nothing.
+        ConfigError: there is nothing, or a directory on the way to it may not be entered.
     """
-    path = Path(os.path.expanduser(given))
-    if not os.path.exists(path):  # not path.exists(), which raises for a name that is too long
+    path, where = Path(os.path.expanduser(given)), checks.override(SETTING, given)
+    try:
+        os.stat(path)
+    except PermissionError as error:
+        raise unreadable(path, where, error) from error
+    except OSError:  # also of a name that is too long
         raise ConfigError(
             f"there is no file or directory {path}",
             rule=FORMS,
-            where=checks.override(SETTING, given),
+            where=where,
             fix=f"{SETTING}=FILE or {SETTING}=DIR; models are not downloaded",
-        )
+        ) from None
     return path
+
+
+def unreadable(path: Path, where: str, error: OSError) -> ConfigError:
+    """The refusal of weights that may be there, and that this user, or this machine now, cannot read."""
+    return ConfigError(
+        f"{path} cannot be read ({error.strerror or error})", rule=FORMS, where=where, fix="make it readable"
+    )

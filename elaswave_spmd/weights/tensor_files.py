@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,10 +129,10 @@ def files_of(folder: Path, where: str) -> TensorFiles:
     Raises:
         ConfigError: there are none, or as in TensorFiles.
     """
-    if (folder / INDEX).exists():
+    if os.path.exists(folder / INDEX):
         index = _read_index(folder, where)
         return TensorFiles(sorted(set(index.values())), where, index)
-    if (folder / MODEL).exists():
+    if os.path.exists(folder / MODEL):
         return TensorFiles([folder / MODEL], where)
     others = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".safetensors"))
     raise ConfigError(

@@ -20,7 +20,7 @@ from elaswave_spmd.models import LayeredModel, build_model, import_model
 from elaswave_spmd.regular_files import read_regular
 from elaswave_spmd.run_dir.best import best_path
 from elaswave_spmd.run_dir.checkpoints import load_newest_good, open_checkpoint
-from elaswave_spmd.run_dir.directory import SUMMARY, WEIGHTS, WEIGHTS_EMA, read_summary
+from elaswave_spmd.run_dir.directory import SUMMARY, WEIGHTS, WEIGHTS_EMA, has_result, read_summary
 from elaswave_spmd.run_dir.manifest import MANIFEST
 from elaswave_spmd.weights.given import owned_parameters
 from elaswave_spmd.weights.intact import check_intact
@@ -164,7 +164,7 @@ def tokenizer_file(trained: TrainedModel) -> Path | None:
     if data.target is not None or data.tokenizer == BYTES:
         return None
     file = Path(os.path.expanduser(data.tokenizer))
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise ConfigError(
             f"the tokenizer of the run, {file}, is not there",
             rule="text is turned into tokens by the tokenizer that the model was trained with",
@@ -183,7 +183,7 @@ def about_data(path: Path, source: WeightSource) -> Mapping[str, Any]:
     """
     if isinstance(source, SavedState):
         return source.checkpoint.manifest.identity.get("data", {})
-    found = read_summary(path.parent).get("corpus") if (path.parent / SUMMARY).exists() else None
+    found = read_summary(path.parent).get("corpus") if os.path.exists(path.parent / SUMMARY) else None
     return found if isinstance(found, dict) else {}
 
 
@@ -244,9 +244,9 @@ def open_source(given: Path, *, is_checkpoint: bool = False, average: bool = Fal
     if is_checkpoint:
         open_checkpoint(given, verify=True)
         return given, SavedState(given, average=average)
-    if (given / WEIGHTS).exists():
+    if has_result(given):
         file = given / (WEIGHTS_EMA if average else WEIGHTS)
-        if not file.exists():
+        if not os.path.exists(file):
             raise no_average(given)
         return file, OwnTensors(TensorFiles([file], str(given)))
     checkpoint, _ = load_newest_good(given)

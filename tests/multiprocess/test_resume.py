@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
+from elaswave_spmd.run_dir.checkpoints import open_checkpoint, write_manifest
 from tests import waiting
 from tests.multiprocess import patient_model, still_model
 from tests.multiprocess.real_runs import SMALL, Launched, eventually, kill_at_once, launch, train, write_text
@@ -152,6 +154,17 @@ def test_without_a_controller_the_workers_save_what_they_have(shared: Path) -> N
     folder = shared / "orphaned"
     assert not checkpoints(folder), "the workers write no manifest"
     known = bits(folder)
+    saved = max(folder.glob("checkpoints/step_*"))
+    shard = min(saved.glob("shard_*"))
+    shard.rename(shared / shard.name)
+    shard.mkdir()  # it cannot be read now
+    done = train(shared, "train.resume=orphaned", "mesh=dp3")
+    assert done.code == 2 and f"remove orphaned/checkpoints/{saved.name}" in done.err and bits(folder) == known
+    shard.rmdir()
+    (shared / shard.name).rename(shard)
+    done = train(shared, "train.resume=orphaned", "mesh=dp3", "train.global_batch=4")
+    assert done.code == 2 and "train.global_batch: saved 8, now 4" in done.err
+    assert len({line.tokens for line in read_metrics(folder)}) == 1, "of a resume that was refused none came in"
     done = train(shared, "train.resume=orphaned", "mesh=dp3")
     assert done.code == 0, done.err
     assert event(folder, "resume")["step"] >= len(known)
@@ -328,3 +341,33 @@ def test_too_few_workers_end_the_run_with_the_command_that_goes_on(shared: Path)
     committed = read_metrics(shared / "few")[-1].step
     assert newest >= committed >= 13, "of that moment, whether or not one was due"
     assert f"step_{newest:08d}\nresume with: " in done.err and f"train.py train.resume={shared / 'few'} " in done.err
+
+
+def test_the_same_text_in_other_files_is_refused_if_a_tokenizer_makes_other_tokens_of_it(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    write_text(tmp_path)
+    words = sorted({*(tmp_path / "text.txt").read_text().split(), "[UNK]"})
+    model = {"type": "WordLevel", "vocab": {word: n for n, word in enumerate(words)}, "unk_token": "[UNK]"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}
+    (tmp_path / "tok.json").write_text(json.dumps(tokenizer))
+    text = (tmp_path / "text.txt").read_text()
+
+    def cut_inside(word: str) -> None:
+        at = text.index(word) + 2
+        (tmp_path / "a.md").write_text(text[:at])
+        (tmp_path / "b.md").write_text(text[at:])
+
+    cut_inside("wizards")
+    data = ["data.path=*.md", "data.tokenizer=tok.json"]
+    assert (done := train(tmp_path, *SMALL, *data, "checkpoint.every=3")).code == 0, done.err
+    resume = ["train.resume=run", "run.dir=again"]
+    assert (done := train(tmp_path, *resume)).code == 0, done.err
+    shutil.rmtree(tmp_path / "again")
+    cut_inside("brew")  # as many tokens as before
+    done = train(tmp_path, *resume)
+    assert done.code == 2 and "data.tokens_sha256: saved" in done.err, done
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000003"
+    manifest = open_checkpoint(checkpoint, verify=False).manifest
+    former = {name: value for name, value in manifest.identity["data"].items() if name != "tokens_sha256"}
+    write_manifest(checkpoint, replace(manifest, identity={**manifest.identity, "data": former}))
+    assert (done := train(tmp_path, *resume)).code == 0, "an earlier version has made it: " + done.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.multiprocess.real_runs import SMALL, launch, train, write_text
+from elaswave_spmd.run_dir import read_events, read_metrics
+from elaswave_spmd.run_dir.lock import LOCK
+from tests.multiprocess.real_runs import SMALL, eventually, launch, train, write_text
 from tests.published_models import MODELS, Published
 from tests.unit.weights.test_given_weights import sharded
 
@@ -90,6 +93,26 @@ def test_a_resumed_run_does_not_read_the_weights_again(tmp_path: Path) -> None:
     other = train(tmp_path, "train.resume=whole", "model.init_from=other", "run.dir=another")
     assert other.code == 2 and "model.init_from" in other.err, other.err
     assert_equal(trained(tmp_path, "train.resume=whole", "mesh=dp2", "run.dir=again"), wanted)
+
+
+def test_a_run_that_began_with_the_weights_of_a_run_outlives_its_controller_and_is_resumed_by_its_own_words(
+    tmp_path: Path,
+) -> None:
+    write_text(tmp_path)
+    trained(tmp_path, *SMALL, "train.steps=2", "run.dir=first")
+    words = [*SMALL, "model.init_from=first", "train.steps=100000", "run.dir=second"]
+    with launch(tmp_path, "--supervise", *words) as run:
+        run.wait_for_steps(2, "second")
+        os.kill(int((tmp_path / "second" / LOCK).read_text()), signal.SIGKILL)
+        eventually(lambda: any(e["event"] == "controller" for e in read_events(tmp_path / "second")), run.process)
+        run.process.send_signal(signal.SIGTERM)
+        done = run.finish()
+    assert done.code == 128 + signal.SIGTERM and "another one takes its place" in done.err, done
+    last = len(read_metrics(tmp_path / "second"))
+    more = f"train.steps={last + 2}"
+    by_hand = [*words, more, "train.reschedule=true", "train.resume=second"]
+    assert (done := train(tmp_path, *by_hand)).code == 0, done.err
+    assert len(read_metrics(tmp_path / "second")) == last + 2
 
 
 @pytest.mark.parametrize(

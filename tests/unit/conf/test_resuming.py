@@ -191,3 +191,41 @@ def test_a_command_that_has_died_may_have_come_before_its_other_learning_rates(r
     words = [f"train.resume={tmp_path}", "train.reschedule=true", "optim.lr=2e-3"]
     again = words_resuming(words, str(tmp_path))
     assert settings_from(again) == settings_from(words) and settings_from(again).train.reschedule
+
+
+@pytest.fixture
+def begun_from(tmp_path: Path):
+    """What `model.init_from` is when a run that has begun with weights `found` is resumed with words."""
+
+    def init_from(found: str, *words: str) -> str | None:
+        saved = {**SAVED, "model": {**SAVED["model"], "init_from": found}}
+        (tmp_path / "config.yaml").write_text(f"format: {FORMAT_VERSION}\n" + Settings.from_dict(saved).to_yaml())
+        return settings_from([*words, f"train.resume={tmp_path}"]).model.init_from
+
+    return init_from
+
+
+@pytest.mark.parametrize("part", ["weights.safetensors", "checkpoints/step_00000012"])
+def test_a_command_that_began_with_the_weights_of_a_run_may_be_repeated(begun_from, part: str) -> None:
+    for words in (
+        words_resuming(["model.init_from=first", "run.dir=a"], "/runs/a")[:-1],  # those of a supervisor
+        ["model.init_from=first"],
+        ["model.init_from=first/"],
+        [f"model.init_from={Path('first').absolute()}"],
+        ["model=gpt_tiny", "model.init_from=first"],
+        [f"model.init_from=first/{part}"],
+        [],
+    ):
+        assert begun_from(f"first/{part}", *words) == f"first/{part}", words
+
+
+def test_weights_that_a_run_has_not_begun_with_stay_another_setting(begun_from) -> None:
+    for found, other in (
+        ("first/weights.safetensors", "second"),
+        ("first/weights.safetensors", "first/checkpoints/step_00000012"),
+        ("first/checkpoints/step_00000012", "first/checkpoints"),
+        ("first/model.safetensors", "first"),
+        ("runs/first/weights.safetensors", "runs"),
+    ):
+        assert begun_from(found, f"model.init_from={other}") == other
+    assert begun_from("first/weights.safetensors", "model.init_from=null") is None

@@ -10,13 +10,13 @@ import pytest
 
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller import run_fingerprint as module
-from elaswave_spmd.controller.run_fingerprint import identity_of
+from elaswave_spmd.controller.run_fingerprint import as_far_as_saved, identity_of
 from tests.unit.devices.made_up_machines import GPU
 
 
 def identity(**runtime: object) -> dict[str, Any]:
     names = ("sha256", "tokenizer", "vocab_size", "num_train_samples", "target")
-    data: Any = SimpleNamespace(**dict.fromkeys(names, 1), kwargs={}, attributes={})
+    data: Any = SimpleNamespace(**dict.fromkeys(names, 1), kwargs={}, attributes={}, tokens_sha256="")
     return identity_of(Settings.from_dict({"runtime": runtime}), data)
 
 
@@ -54,14 +54,24 @@ def test_settings_of_the_model_that_shapes_do_not_show_are_part_of_it() -> None:
 
 def test_arguments_that_json_has_no_numbers_for_are_part_of_it_by_name() -> None:
     names = ("sha256", "tokenizer", "vocab_size", "num_train_samples", "target")
-    data: Any = SimpleNamespace(**dict.fromkeys(names, 1), kwargs={"most": -math.inf}, attributes={})
+    data: Any = SimpleNamespace(**dict.fromkeys(names, 1), kwargs={"most": -math.inf}, attributes={}, tokens_sha256="")
     given = identity_of(Settings.from_dict({"model": {"args": {"bound": [math.inf, math.nan]}}}), data)
     assert (given["model"]["args"], given["data"]["args"]) == ({"bound": ["inf", "nan"]}, {"most": "-inf"})
 
 
 def test_given_weights_are_part_of_it_where_they_are_given() -> None:
     names = ("sha256", "tokenizer", "vocab_size", "num_train_samples", "target")
-    data: Any = SimpleNamespace(**dict.fromkeys(names, 1), kwargs={}, attributes={})
+    data: Any = SimpleNamespace(**dict.fromkeys(names, 1), kwargs={}, attributes={}, tokens_sha256="")
     given = identity_of(Settings.from_dict({"model": {"init_from": "a"}}), data)
     assert "init_from" not in identity()["model"], "only where it is given"
     assert given["model"].pop("init_from") == "a" and given == identity()
+
+
+def test_tokens_are_part_of_it_by_their_hash_unless_the_saved_one_does_not_know_it() -> None:
+    names = ("sha256", "tokenizer", "vocab_size", "num_train_samples", "target")
+    data: Any = SimpleNamespace(**dict.fromkeys(names, 1), kwargs={}, attributes={}, tokens_sha256="abc")
+    present = identity_of(Settings(), data)
+    assert present["data"]["tokens_sha256"] == "abc" and "tokens_sha256" not in identity()["data"]
+    assert as_far_as_saved(present, identity()) == identity()
+    other = {**present, "data": {**present["data"], "tokens_sha256": "def"}}
+    assert as_far_as_saved(present, other) == present

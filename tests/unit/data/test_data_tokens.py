@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -11,7 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elaswave_spmd.data import ByteTokenizer, JsonTokenizer, default_cache, text_corpus
+from elaswave_spmd.controller.agent import check_same_data
+from elaswave_spmd.data import (
+    ByteTokenizer,
+    DataSpec,
+    JsonTokenizer,
+    PreparedData,
+    default_cache,
+    prepare_data,
+    text_corpus,
+)
 from elaswave_spmd.data import cache as caches
 from elaswave_spmd.data import tokenizer as tokenizers_room
 from elaswave_spmd.data.cache import TokenFile, token_dtype, tokenize_once
@@ -171,6 +181,38 @@ def test_json_tokenizer(tmp_path: Path) -> None:
     made = tokenize_once(corpus, tokenizer, tmp_path / "cache")
     assert made.dtype == "uint16"
     assert _read(made).tolist() == [1, 2, 0, 3, 1]
+
+
+def test_the_hash_of_tokens_shows_that_the_same_text_is_divided_otherwise(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    path, cache = str(_json_tokenizer(tmp_path / "tok.json")), str(tmp_path / "cache")
+
+    def prepared(*texts: bytes, tokenizer: str = path) -> PreparedData:
+        _corpus(tmp_path, *texts)
+        data = DataSpec("text", f"{tmp_path}/text/*.txt", tokenizer=tokenizer, cache=cache, validation_fraction=0)
+        return prepare_data(data, 2)
+
+    one, other = prepared(b"hello wor", b"ld hello hello"), prepared(b"hello world hello hello", b"")
+    assert one.sha256 == other.sha256 and one.tokens_sha256 != other.tokens_sha256
+    assert other.tokens_sha256 == hashlib.sha256(Path(other.token_file).read_bytes()).hexdigest()
+    assert PreparedData.from_dict(json.loads(json.dumps(other.to_dict()))) == other
+    with pytest.raises(DataError, match=f"tokens_sha256 {one.tokens_sha256}"):
+        check_same_data(one, other)
+    assert prepared(b"hello world", tokenizer="bytes").tokens_sha256 == ""
+
+
+def test_an_entry_that_was_made_without_the_hash_of_its_tokens_gets_it(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    tokenizer, corpus = JsonTokenizer(_json_tokenizer(tmp_path / "tok.json")), _corpus(tmp_path, b"hello world")
+    made = tokenize_once(corpus, tokenizer, tmp_path / "cache")
+    meta = Path(made.path).with_name("meta.json")
+    fields = json.loads(meta.read_text())
+    former = {name: value for name, value in fields.items() if name != "tokens_sha256"}
+    meta.write_text(json.dumps(former))
+    inode = Path(made.path).stat().st_ino
+    assert tokenize_once(corpus, tokenizer, tmp_path / "cache") == made and made.tokens_sha256
+    assert json.loads(meta.read_text()) == fields
+    assert Path(made.path).stat().st_ino == inode and len(list(meta.parent.iterdir())) == 2
 
 
 def test_json_tokenizer_cuts_long_documents_after_a_newline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

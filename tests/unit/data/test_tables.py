@@ -169,6 +169,22 @@ def test_both_splits_of_a_text_are_tokenised(tmp_path: Path) -> None:
     assert {*token_split(prepared, "validation")[0]} == {ord("b")}
 
 
+def test_the_hash_of_tokens_shows_that_rows_of_text_are_divided_otherwise(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    vocab = {"[UNK]": 0, "a": 1, "b": 2, "c": 3, "ab": 4, "bc": 5}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}
+    (tmp_path / "tok.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    found = []
+    for name, rows in (("one", ["ab", "c"]), ("other", ["a", "bc"])):
+        write("arrow", tmp_path / name, text_table(rows * 20))
+        tokenizer, cache = str(tmp_path / "tok.json"), str(tmp_path / "cache")
+        data = DataSpec("arrow", str(tmp_path / name), tokenizer=tokenizer, cache=cache, column="text")
+        found.append(prepare_data(data, 4))
+    one, other = found
+    assert (one.sha256, one.num_tokens) == (other.sha256, other.num_tokens)
+    assert one.tokens_sha256 != other.tokens_sha256
+
+
 def test_tokens_in_several_arrays_are_indexed_as_one() -> None:
     """Positions of any shape and order, over chunks of any length."""
     random = np.random.default_rng(0)

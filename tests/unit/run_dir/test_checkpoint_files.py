@@ -177,6 +177,26 @@ def test_data_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch:
     assert done == ["fsync .a.tmp", "rename a", f"fsync {tmp_path.name}"]
 
 
+@pytest.mark.parametrize("kind", ["symlink", "hard link", "file", "pipe"])
+def test_what_lies_at_the_name_of_the_scratch_file_is_replaced_and_never_written_to(tmp_path: Path, kind: str) -> None:
+    """In a directory of many users it may be a link to a file of ours; or what a process that was killed has left."""
+    (tmp_path / "mine").write_text("precious")
+    scratch = tmp_path / ".a.tmp"
+    match kind:
+        case "symlink":
+            scratch.symlink_to("mine")
+        case "hard link":
+            scratch.hardlink_to(tmp_path / "mine")
+        case "file":
+            scratch.write_text("half a fi")
+        case _:
+            os.mkfifo(scratch)
+    with replacing(tmp_path / "a", durable=False) as file:
+        file.write_text("new")
+    assert (tmp_path / "a").read_text() == "new" and not (tmp_path / "a").is_symlink()
+    assert (tmp_path / "mine").read_text() == "precious" and not os.path.lexists(scratch)
+
+
 _DIES_BEFORE_RENAME = """
 import os, sys
 from pathlib import Path
@@ -198,7 +218,7 @@ def test_find_shards_separates_good_from_torn_and_ignores_unfinished(tmp_path: P
     found, bad = find_shards(good.parent)
     assert [(info.rank, info.pages) for info in found] == [(1, tuple(RUNS))]
     assert [path for path, _ in bad] == [torn, flipped]
-    assert bad[1][1] == f"{flipped.name} does not match its sha256"
+    assert bad[1][1].what == f"{flipped.name} does not match its sha256"
 
 
 def test_checkpoints_need_no_torch() -> None:

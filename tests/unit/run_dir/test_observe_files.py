@@ -32,6 +32,7 @@ from elaswave_spmd.run_dir import (
     save_weights,
     weights_sha256,
 )
+from elaswave_spmd.run_dir.directory import has_result
 from elaswave_spmd.run_dir.json_lines import JsonLines, plain, read_json_lines
 
 NOON = datetime(2026, 1, 2, 12, 0, 0)
@@ -172,6 +173,22 @@ def test_discard_removes_what_was_made_and_no_more(tmp_path: Path) -> None:
         (run_dir.path / name).touch()
     run_dir.discard()
     assert _tree(tmp_path) == ["runs"]
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace-12.jsonl"])
+def test_a_directory_with_the_timeline_of_another_run_is_refused_and_keeps_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("[]")
+    with pytest.raises(ConfigError, match="holds another run") as caught:
+        _create(tmp_path)
+    assert caught.value.exists == name and _tree(tmp_path) == [name]
+
+
+def test_files_of_the_user_that_are_no_timeline_of_ours_stay(tmp_path: Path) -> None:
+    names = ["trace-.jsonl", "trace-1a.jsonl", "trace-gpu.jsonl"]
+    for name in names:
+        (tmp_path / name).touch()
+    _create(tmp_path).discard()
+    assert _tree(tmp_path) == names
 
 
 def test_a_failed_summary_keeps_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,3 +385,17 @@ def test_the_room_imports_no_torch() -> None:
     code = "import sys, elaswave_spmd.run_dir; print([m for m in ('torch', 'tensorboard') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("has_finished", [False, True])
+def test_weights_without_a_summary_go_when_the_run_is_opened_again(tmp_path: Path, has_finished: bool) -> None:
+    run_dir = _create(tmp_path / "run")
+    for name in ("weights.safetensors", "weights_ema.safetensors"):
+        run_dir.write_weights({"w": np.zeros(2, np.float32)}, name)
+    if has_finished:
+        run_dir.write_summary({})
+    run_dir.close()
+    assert has_result(run_dir.path) == has_finished
+    RunDir.reopen(run_dir.path).close()
+    left = [name for name in _tree(run_dir.path) if name.startswith("weights")]
+    assert left == (["weights.safetensors", "weights_ema.safetensors"] if has_finished else [])

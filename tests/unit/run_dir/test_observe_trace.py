@@ -176,3 +176,23 @@ def test_any_names_and_times_are_valid(rows: list[tuple[str, float, float]]) -> 
     found = json.loads(file.getvalue())
     assert found["traceEvents"] == events and found["otherData"] == {"made_by": "a test"}
     assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
+
+
+def test_files_whose_names_are_those_of_no_worker_are_no_parts(tmp_path: Path) -> None:
+    write_events(tmp_path)
+    (tmp_path / "trace-gpu.jsonl").write_text("mine")
+    assert merge_trace(tmp_path) is None
+    for rank in (2, 10):
+        part(tmp_path, rank).close()
+    path = merge_trace(tmp_path)
+    assert path is not None and '"worker 10"' in path.read_text()
+    assert sorted(file.name for file in tmp_path.glob("trace*")) == ["trace-gpu.jsonl", "trace.json"]
+
+
+@pytest.mark.parametrize("events", [None, "torn\n", '{"event": "start"}\n'], ids=["missing", "no JSON", "no time"])
+def test_events_that_cannot_be_read_end_no_run_and_leave_the_parts(tmp_path: Path, events: str | None) -> None:
+    if events is not None:
+        (tmp_path / "events.jsonl").write_text(events)
+    part(tmp_path, 0).close()
+    assert merge_trace(tmp_path) is None
+    assert (tmp_path / "trace-0.jsonl").exists() and not (tmp_path / "trace.json").exists()

@@ -36,6 +36,7 @@ def run_of(name: str, folder: Path, **data: Any) -> Path:
     sizes = {n: published.sizes[n] for n in ("layers", "d_model", "heads")}
     fields = {"model": {"name": name, "target": published.target, **sizes, "args": arguments}, "data": data}
     (run / "config.yaml").write_text(yaml.safe_dump({"format": 2, **fields, "train": {"seq_len": TOKENS}}))
+    (run / "summary.json").write_text("{}")
     return run
 
 

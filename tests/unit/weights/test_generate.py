@@ -34,6 +34,7 @@ def run_on_bytes(folder: Path) -> Path:
     )
     model_fields = {"target": "mlp", "layers": 2, "d_model": 16, "heads": 1, "dropout": 0.5, "args": {"window": 3}}
     (run / "config.yaml").write_text(yaml.safe_dump({"model": model_fields, "train": {"seq_len": 8}}))
+    (run / "summary.json").write_text("{}")
     return run
 
 

@@ -16,7 +16,7 @@ from elaswave_spmd.sharding.layout import LOSS, LayerLayout, ModelLayout
 from elaswave_spmd.weights.given import GivenWeights, owned_parameters
 from elaswave_spmd.weights.resolve import resolved
 from elaswave_spmd.weights.sources import SavedState, whole
-from elaswave_spmd.weights.trained import open_run
+from elaswave_spmd.weights.trained import open_run, open_source
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.optimizers import AdamW
@@ -54,6 +54,9 @@ def test_a_run_is_resolved_to_its_newest_good_checkpoint_or_its_weights(tmp_path
     with pytest.raises(UserError, match="does not match its sha256"):
         resolved(Settings(model=ModelSettings(init_from=str(newest))))
     (tmp_path / "weights.safetensors").touch()
+    assert (resolved(settings).model.init_from or "").endswith("step_00000002"), "the run has not finished"
+    assert open_source(tmp_path)[0].name == "step_00000002"
+    (tmp_path / "summary.json").write_text("{}")
     assert resolved(settings).model.init_from == str(tmp_path / "weights.safetensors")
 
 

@@ -1,0 +1,118 @@
+"""A checkpoint that workers wrote when their controller was gone: the next controller completes it, or leaves it."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaswave_spmd.controller import resume
+from elaswave_spmd.controller.resume import complete
+from elaswave_spmd.errors import UserError
+from elaswave_spmd.regular_files import regular_fd
+from elaswave_spmd.run_dir import checkpoint_shard, read_metrics
+from elaswave_spmd.run_dir.checkpoint_shard import UnreadableError
+from elaswave_spmd.run_dir.checkpoints import load_newest_good, newest_complete
+from elaswave_spmd.run_dir.journal import Journal
+from elaswave_spmd.run_dir.manifest import MANIFEST, layout_fingerprint
+from elaswave_spmd.worker.checkpoint_writer import StepRecord, _save_reports
+from tests.unit.run_dir.checkpoint_cases import KINDS, save, small_layout
+
+STEP = 2
+OPTIM = {"lr": 0.5, "schedule": "constant", "warmup_steps": 0, "final_lr_ratio": 0.0}
+
+
+def identity(vocab_size: int = 256) -> dict[str, Any]:
+    train = {"steps": 9, "global_batch": 8, "seq_len": 12}
+    return {"train": train, "optim": OPTIM, "data": {"vocab_size": vocab_size}}
+
+
+def saved_by_workers(folder: Path, **about: Any) -> Path:
+    """A run without a line of metrics, whose workers have saved the state after step 2. Returns the checkpoint."""
+    directory, _ = save(folder, STEP)
+    (directory / MANIFEST).unlink()
+    (folder / "metrics.jsonl").touch()
+    _save_reports(directory, 0, [StepRecord(step, 3, 1.5, 0.25, 2) for step in (1, STEP)])
+    with Journal(folder) as journal:
+        layout = layout_fingerprint(small_layout())
+        journal.append(1, 3, "start", run="r1", layout=layout, kinds=list(KINDS), **({"identity": identity()} | about))
+    return directory
+
+
+@pytest.fixture
+def unreadable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of files that cannot be read while they are in it, as on a mount that is stale."""
+    names: list[str] = []
+
+    def opened(path: Path, flags: int) -> int:
+        if path.name in names:
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return regular_fd(path, flags)
+
+    monkeypatch.setattr(checkpoint_shard, "regular_fd", opened)
+    return names
+
+
+@pytest.mark.parametrize(("vocab_size", "tokens"), [(256, 96), (0, 8)])
+def test_missing_lines_have_the_tokens_of_the_run_that_was_saved(tmp_path: Path, vocab_size: int, tokens: int) -> None:
+    directory = saved_by_workers(tmp_path, identity=identity(vocab_size))
+    assert complete(tmp_path) == directory
+    lines = [(line.step, line.tokens, line.lr) for line in read_metrics(tmp_path)]
+    assert lines == [(1, tokens, 0.5), (2, tokens, 0.5)]
+    assert newest_complete(tmp_path) == STEP
+
+
+def test_lines_and_events_are_on_the_disk_before_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, order = saved_by_workers(tmp_path), list[str]()
+
+    def sync(path: Path) -> None:
+        assert read_metrics(tmp_path)[-1].step == STEP
+        order.append(path.name)
+
+    monkeypatch.setattr(resume, "sync_file", sync)
+    monkeypatch.setattr(resume, "write_manifest", lambda path, manifest: order.append(path.name))
+    assert complete(tmp_path) == directory
+    assert order == ["metrics.jsonl", "events.jsonl", directory.name]
+
+
+def test_a_shard_that_cannot_be_read_now_is_waited_for(tmp_path: Path, unreadable: list[str]) -> None:
+    save(tmp_path, 1)
+    directory = saved_by_workers(tmp_path)
+    shards = sorted(file.name for file in directory.glob("shard_*"))
+    for names in (shards[:1], shards):
+        unreadable[:] = names
+        with pytest.raises(UnreadableError, match=rf"step 2, .*: cannot read {names[0]} \(Stale file handle\)") as it:
+            complete(tmp_path)
+        assert isinstance(it.value, UserError) and f"remove {directory}" in it.value.fix
+    unreadable.clear()
+    assert complete(tmp_path) == directory and load_newest_good(tmp_path)[0].step == STEP
+
+
+def test_one_that_is_needed_by_nobody_is_not(tmp_path: Path, unreadable: list[str]) -> None:
+    directory = saved_by_workers(tmp_path)
+    superfluous = directory / "shard_9_1-3.safetensors"
+    superfluous.write_bytes(b"")
+    unreadable.append(superfluous.name)
+    assert complete(tmp_path) == directory
+
+
+def test_a_damaged_one_is_not_either(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    directory = saved_by_workers(tmp_path)
+    next(directory.glob("shard_*")).write_bytes(b"torn")
+    assert complete(tmp_path) is None
+
+
+def test_a_checkpoint_that_cannot_be_listed_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = saved_by_workers(tmp_path)
+
+    def stale(path: Path) -> list[str]:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_shard.os, "listdir", stale)
+        with pytest.raises(UnreadableError, match="Stale file handle"):
+            complete(tmp_path)
+    assert complete(tmp_path) == directory
