@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.data import PreparedData
-from elaswave_spmd.data.spec import names_tokenizer
 from elaswave_spmd.data.tokenizer import Tokenizer, load_tokenizer
 from elaswave_spmd.determinism.rng import SAMPLES, fast_words, fold, root, split64
 from elaswave_spmd.errors import ConfigError, RunError
@@ -25,7 +24,7 @@ from elaswave_spmd.weights.trained import (
     AS_WRITTEN,
     TrainedModel,
     check_parameters,
-    recorded_tokenizer,
+    is_on_tokens,
     tokenizer_file,
 )
 
@@ -140,7 +139,7 @@ def tokenizer_of(trained: TrainedModel) -> Tokenizer:
             where=f"data.target={trained.data.target}",
             fix="in Python: elaswave_spmd.weights.generate.generate(model, tokens, ...)",
         )
-    if (named := recorded_tokenizer(trained)) and not names_tokenizer(named):
+    if is_on_tokens(trained):
         raise ConfigError(
             f"the run was trained on data={trained.data.name}, which has tokens and no tokenizer",
             rule=_TOKENIZER_RULE,
