@@ -76,6 +76,17 @@ def test_a_run_is_read_as_columns(run_dir: Path) -> None:
     assert "2 steps" in repr(run) and "finished" in repr(run)
 
 
+def test_a_run_that_was_resumed_with_other_metrics_has_all_of_them(run_dir: Path) -> None:
+    with open(run_dir / "events.jsonl", "a", encoding="utf-8") as events:
+        for step, metrics in ((2, {"metrics": {"wrong": 0.25}}), (3, {})):
+            fields = {"event": "validation", "time": 3.0, "step": step, "loss": 0.1, "loss_hex": (0.1).hex()}
+            events.write(json.dumps({**fields, "microbatches": 2, **metrics}) + "\n")
+    found = ew.load_run(run_dir).validation
+    assert found.step.tolist() == [1, 2, 3] and list(found.metrics) == ["right", "wrong"]
+    np.testing.assert_equal(found.metrics["right"], [0.5, math.nan, math.nan])
+    np.testing.assert_equal(found.metrics["wrong"], [math.nan, 0.25, math.nan])
+
+
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         ew.load_run(tmp_path)
