@@ -111,6 +111,21 @@ def test_a_model_is_loaded_with_its_weights_ties_and_constants(run_dir: Path) ->
     assert model(torch.tensor([[0, 2]])).tolist() == [[[1.0, 3.0, 5.0], [5.0, 23.0, 41.0]]]
 
 
+def test_a_model_has_its_weights_in_fp32_whatever_dtype_its_constructor_gave_them(run_dir: Path) -> None:
+    class Short(ew.LayeredModel):
+        def __init__(self, vocab_size: int, d_model: int) -> None:
+            embed = nn.Embedding(vocab_size, d_model, dtype=torch.bfloat16)
+            head = nn.Linear(d_model, vocab_size, bias=False, dtype=torch.bfloat16)
+            super().__init__({"embed": embed, "head": head}, ties=[ew.tie("head.weight", "embed.weight")])
+
+    values = torch.arange(6.0).view(3, 2) + 2**-20  # bf16 would round it
+    save_file({"embed.weight": values}, run_dir / "weights.safetensors")
+    model = ew.load_model(run_dir, Short)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert torch.equal(model.get_parameter("head.weight"), values)
+    assert model(torch.tensor([[0, 2]])).dtype == torch.float32
+
+
 def test_a_model_gets_what_its_run_was_told_of_samples_that_are_no_tokens(run_dir: Path) -> None:
     class Classifier(ew.LayeredModel):
         def __init__(self, num_classes: int) -> None:
