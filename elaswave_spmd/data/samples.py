@@ -129,7 +129,8 @@ def collated(samples: Sequence[Any], dataset: Any, name: str, indices: Sequence[
             raise exit_as_error(end, f"in collate(samples) of {name}") from end
     else:
         try:
-            if isinstance(samples[0], Mapping) and any(one.keys() != samples[0].keys() for one in samples):
+            first = _keys_of(samples[0])
+            if any(_keys_of(one) != first for one in samples[1:]):
                 raise KeyError("their keys differ")  # torch would leave out what the first sample has not
             batch = default_collate(list(samples))
         except Exception as error:
@@ -158,6 +159,13 @@ def collated(samples: Sequence[Any], dataset: Any, name: str, indices: Sequence[
     if not leaves:
         raise DataError(f"a batch of {name} has no tensors", where="data.target", fix=_COLLATE)
     return batch
+
+
+def _keys_of(tree: Any) -> Any:
+    """The keys of all dicts in a tree, in its form; None for a leaf. The order of keys does not count."""
+    if isinstance(tree, Mapping):
+        return {key: _keys_of(value) for key, value in tree.items()}
+    return [_keys_of(value) for value in tree] if isinstance(tree, (list, tuple)) else None
 
 
 def _odd_one(samples: Sequence[Any], indices: Sequence[int]) -> str:
