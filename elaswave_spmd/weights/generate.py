@@ -116,11 +116,20 @@ def continued(trained: TrainedModel, text: bytes, sampling: Sampling) -> str:
         text: UTF-8, or what is none as it comes from a command line.
 
     Raises:
-        ConfigError, DataError: the model is no built-in one, or its tokenizer cannot be used.
+        ConfigError, DataError: the model is no built-in one, or its tokenizer cannot be used, or not for this text.
         RunError: the model's output is not finite.
     """
     tokenizer = tokenizer_of(trained)
-    prompt = [int(token) for part in tokenizer.encode([text]) for token in part]
+    try:
+        prompt = [int(token) for part in tokenizer.encode([text]) for token in part]
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the text is not UTF-8: {error.reason} at byte {error.start}, {text[error.start : error.start + 1]!r}",
+            rule=f"the tokenizer of the run, {tokenizer.name}, turns text into tokens; only data.tokenizer=bytes takes "
+            "any bytes",
+            where="the text that the model goes on with",
+            fix="give it in UTF-8, and set LC_ALL=C.UTF-8 if the shell has another encoding",
+        ) from error
     return tokenizer.decode([*prompt, *generate(load_model(trained), prompt, sampling, tokenizer.vocab_size)])
 
 
