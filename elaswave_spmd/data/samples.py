@@ -129,10 +129,7 @@ def collated(samples: Sequence[Any], dataset: Any, name: str, indices: Sequence[
             raise exit_as_error(end, f"in collate(samples) of {name}") from end
     else:
         try:
-            first = _keys_of(samples[0])
-            if any(_keys_of(one) != first for one in samples[1:]):
-                raise KeyError("their keys differ")  # torch would leave out what the first sample has not
-            batch = default_collate(list(samples))
+            batch = _stacked(samples)
         except Exception as error:
             raise DataError(
                 f"samples of {name} cannot be stacked: {_odd_one(samples, indices) or headline_of(error)}",
@@ -159,6 +156,18 @@ def collated(samples: Sequence[Any], dataset: Any, name: str, indices: Sequence[
     if not leaves:
         raise DataError(f"a batch of {name} has no tensors", where="data.target", fix=_COLLATE)
     return batch
+
+
+def _stacked(samples: Sequence[Any]) -> Any:
+    """The samples' leaves, stacked by torch, which would leave out what the first sample lacks.
+
+    Raises:
+        KeyError: dicts of the samples have other keys.
+    """
+    first = _keys_of(samples[0])
+    if any(_keys_of(one) != first for one in samples[1:]):
+        raise KeyError("their keys differ")
+    return default_collate(list(samples))
 
 
 def _keys_of(tree: Any) -> Any:
