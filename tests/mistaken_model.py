@@ -345,6 +345,15 @@ class Reentrant(Block):
         return torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=True)
 
 
+class OtherMasks(Block):
+    """A dropout within a function that torch runs again in the backward, where its mask is another one."""
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        y = torch.utils.checkpoint.checkpoint(self.drop, x, keys, use_reentrant=False)
+        assert isinstance(y, Tensor)
+        return y
+
+
 class Threads(Block):
     def change(self, x: Tensor, keys: Any) -> Tensor:
         torch.set_num_threads(torch.get_num_threads() + 1)
@@ -478,6 +487,16 @@ class MixedTypes(Block):
 
     def change(self, x: Tensor, keys: Any) -> Tensor:
         return (x * self.scale).to(x.dtype)
+
+
+class SameMasks(Block):
+    """Dropouts within functions that are run again in the backward, with the keys that they have in the forward."""
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return keys.checkpoint(self.inner, keys.checkpoint(self.inner, x))
+
+    def inner(self, x: Tensor, keys: Any) -> Tensor:
+        return x + self.drop(self.linear(x).tanh(), keys)
 
 
 class LazyTable(Block):
@@ -644,6 +663,7 @@ BLOCKS: dict[str, tuple[type[Block], str]] = {
     "in_place_keys": (InPlaceKeys, "layer block0 changes keys.sample_ids in place"),
     "late_write": (LateWrite, "layer block0 changes its own output, once returned, in place"),
     "reentrant": (Reentrant, "layer block0 adds to the gradient of block0.linear."),
+    "other_masks": (OtherMasks, "layer block0 draws 1 more mask of KeyedDropout in its backward, other ones than"),
     "threads": (Threads, "layer block0 changes torch.get_num_threads() while it computes, from "),
     "parameter_hook": (ParameterHook, "parameter block0.linear.weight has a hook"),
     "hidden_modules": (HiddenModules, "block0.more keeps the parameters of Linear("),
@@ -677,6 +697,7 @@ BETWEEN_WORKERS: dict[str, type[Block]] = {"of_the_process": OfTheProcess, "firs
 
 RIGHT: dict[str, type[Block]] = {
     "mixed_types": MixedTypes,
+    "same_masks": SameMasks,
     "lazy_table": LazyTable,
     "backward_hook": BackwardHook,
     "unused": Unused,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,7 +91,8 @@ class Validation:
         step: int64, the step whose state was validated.
         loss: float64, mean over the held-out samples that were read.
         microbatches: int64, how many micro-batches of the held-out split these were.
-        metrics: float64 by name, the means of what the model's `metrics` returned; empty if it has none.
+        metrics: float64 by name, the means of what the model's `metrics` returned; empty if it has none. NaN where a
+            validation lacks the name: a run may be resumed with other metrics.
     """
 
     step: Ints
@@ -107,8 +109,8 @@ class Validation:
             loss=np.array([float.fromhex(event["loss_hex"]) for event in found], np.float64),
             microbatches=np.array([event["microbatches"] for event in found], np.int64),
             metrics={
-                name: np.array([event["metrics"][name] for event in found], np.float64)
-                for name in (found[0].get("metrics", {}) if found else {})
+                name: np.array([event.get("metrics", {}).get(name, math.nan) for event in found], np.float64)
+                for name in dict.fromkeys(name for event in found for name in event.get("metrics", {}))
             },
         )
 

@@ -48,7 +48,7 @@ class CallbackRunner:
         self._settings = settings
         self._seconds = seconds
         self._run_dir: Path | None = None  # once the run has begun
-        self._step = 0  # the last one that was told
+        self._step = 0  # the last one that was told, or that the run goes on from
         self._validated = 0
         self._summary: Mapping[str, object] | None = None
         self._has_ended = False
@@ -61,6 +61,7 @@ class CallbackRunner:
         if self._run_dir is not None:
             return
         self._run_dir = Path(info.run_dir)
+        self._step = info.first_step - 1  # what the run that is resumed has committed
         record = StartRecord(
             self._run_dir,
             info.model,
@@ -104,6 +105,8 @@ class CallbackRunner:
     def finished(self, summary: Mapping[str, object]) -> None:
         """The run has finished, with this summary.json."""
         self._summary = summary
+        if isinstance(steps := summary.get("steps"), int):
+            self._step = max(self._step, steps)  # a run that is resumed after its last step commits none
 
     def pop_news(self) -> Sequence[News]:
         """The fields of events about callbacks that the run has not written yet."""

@@ -129,9 +129,7 @@ def collated(samples: Sequence[Any], dataset: Any, name: str, indices: Sequence[
             raise exit_as_error(end, f"in collate(samples) of {name}") from end
     else:
         try:
-            if isinstance(samples[0], Mapping) and any(one.keys() != samples[0].keys() for one in samples):
-                raise KeyError("their keys differ")  # torch would leave out what the first sample has not
-            batch = default_collate(list(samples))
+            batch = _stacked(samples)
         except Exception as error:
             raise DataError(
                 f"samples of {name} cannot be stacked: {_odd_one(samples, indices) or headline_of(error)}",
@@ -158,6 +156,25 @@ def collated(samples: Sequence[Any], dataset: Any, name: str, indices: Sequence[
     if not leaves:
         raise DataError(f"a batch of {name} has no tensors", where="data.target", fix=_COLLATE)
     return batch
+
+
+def _stacked(samples: Sequence[Any]) -> Any:
+    """The samples' leaves, stacked by torch, which would leave out what the first sample lacks.
+
+    Raises:
+        KeyError: dicts of the samples have other keys.
+    """
+    first = _keys_of(samples[0])
+    if any(_keys_of(one) != first for one in samples[1:]):
+        raise KeyError("their keys differ")
+    return default_collate(list(samples))
+
+
+def _keys_of(tree: Any) -> Any:
+    """The keys of all dicts in a tree, in its form; None for a leaf. The order of keys does not count."""
+    if isinstance(tree, Mapping):
+        return {key: _keys_of(value) for key, value in tree.items()}
+    return [_keys_of(value) for value in tree] if isinstance(tree, (list, tuple)) else None
 
 
 def _odd_one(samples: Sequence[Any], indices: Sequence[int]) -> str:

@@ -61,7 +61,14 @@ class ShardedDataset(ABC, Generic[Shard]):
             raise IndexError(f"sample {index} of {len(self)}")
         number = int(np.searchsorted(self._ends, index, side="right"))
         offset = int(index - (self._ends[number - 1] if number else 0))
-        return self._reader_at(number, offset).read(offset)
+        reader = self._reader_at(number, offset)
+        try:
+            return reader.read(offset)
+        except BaseException:
+            # A generator that has raised is at its end: asked again, it would hide what was wrong behind a short shard.
+            del self._readers[id(reader)]
+            reader.close()
+            raise
 
     @cached_property
     def _listed(self) -> list[Shard]:

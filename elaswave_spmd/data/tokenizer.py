@@ -61,10 +61,11 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A tokenizer saved as JSON by the `tokenizers` package. No special tokens are added.
+    """A tokenizer saved as JSON by the `tokenizers` package. No special tokens are added, and no text is left out.
 
-    A document is cut after a newline about every million characters, so that a file of any size fits in memory. The
-    cuts depend on the document only, so its tokens are always the same.
+    Truncation and padding that are stored in the file are for batches of a model, and are switched off. A document is
+    cut after a newline about every million characters, so that a file of any size fits in memory. The cuts depend on
+    the document only, so its tokens are always the same.
 
     Raises:
         DataError: no such file, not a tokenizer, or the package is not installed.
@@ -87,7 +88,11 @@ class JsonTokenizer:
         if self.vocab_size < 1:
             raise DataError(f"the tokenizer {path} has no tokens", where="data.tokenizer", fix="train it first")
         digest = hashlib.sha256(content).hexdigest()
-        self.identity = f"json:{digest}:{package.__version__}"
+        # Earlier versions cut each part of a text to the length in the file: such a cache entry is not used again.
+        cut = self._tokenizer.truncation is not None or self._tokenizer.padding is not None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.identity = f"json:{digest}:{package.__version__}" + (":whole" if cut else "")
         self.name = f"{Path(path).name}:{digest[:12]}"
 
     def encode(self, blocks: Iterable[bytes]) -> Iterator[np.ndarray]:

@@ -14,13 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
+from elaswave_spmd.data.spec import BYTES
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.weights.byte_tokenizer import byte_tokenizer
 from elaswave_spmd.weights.families import CONFIG_JSON, FAMILIES, Family, Stored, family_of_target, stored_name
 from elaswave_spmd.weights.given import owned_parameters
 from elaswave_spmd.weights.sources import WeightSource, whole
 from elaswave_spmd.weights.tensor_files import INDEX, MODEL, read_json
-from elaswave_spmd.weights.trained import AS_WRITTEN, TrainedModel, check_parameters, tokenizer_file
+from elaswave_spmd.weights.trained import AS_WRITTEN, TrainedModel, check_parameters, is_on_tokens, tokenizer_file
 
 MAX_FILE_BYTES = 2 * 10**9
 """Bytes of the tensors in one file: what an export holds in memory, unless a single tensor is larger."""
@@ -117,9 +118,15 @@ def _write(trained: TrainedModel, family: Family, folder: Path, tokenizer: Path 
         for name in _BESIDE_TOKENIZER:
             if os.path.isfile(tokenizer.parent / name):
                 shutil.copyfile(tokenizer.parent / name, folder / name)
-    elif trained.data.target is None:
+    elif has_byte_tokenizer(trained):
         for name, fields in byte_tokenizer().items():
             (folder / name).write_text(json.dumps(fields, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def has_byte_tokenizer(trained: TrainedModel) -> bool:
+    """True if the model's tokens are bytes: not of a dataset of the user's own, nor of token ids that were stored."""
+    data = trained.data
+    return data.target is None and data.tokenizer == BYTES and not is_on_tokens(trained)
 
 
 def config_of(trained: TrainedModel, family: Family) -> dict[str, Any]:

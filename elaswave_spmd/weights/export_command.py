@@ -33,6 +33,8 @@ def main(arguments: Sequence[str], program: str) -> int:
     trained = open_trained(options.run, average=options.ema, best=options.best)
     files = export_model(trained, Path(folder))
     print(f"{folder}: the weights of {trained.path}, in {', '.join(files)}")
+    if "tokenizer.json" not in files:
+        print("no tokenizer is written: the run was trained on data without one; put its own beside the model")
     return 0
 
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.data import PreparedData
-from elaswave_spmd.data.spec import names_tokenizer
 from elaswave_spmd.data.tokenizer import Tokenizer, load_tokenizer
 from elaswave_spmd.determinism.rng import SAMPLES, fast_words, fold, root, split64
 from elaswave_spmd.errors import ConfigError, RunError
@@ -25,7 +24,7 @@ from elaswave_spmd.weights.trained import (
     AS_WRITTEN,
     TrainedModel,
     check_parameters,
-    recorded_tokenizer,
+    is_on_tokens,
     tokenizer_file,
 )
 
@@ -117,11 +116,20 @@ def continued(trained: TrainedModel, text: bytes, sampling: Sampling) -> str:
         text: UTF-8, or what is none as it comes from a command line.
 
     Raises:
-        ConfigError, DataError: the model is no built-in one, or its tokenizer cannot be used.
+        ConfigError, DataError: the model is no built-in one, or its tokenizer cannot be used, or not for this text.
         RunError: the model's output is not finite.
     """
     tokenizer = tokenizer_of(trained)
-    prompt = [int(token) for part in tokenizer.encode([text]) for token in part]
+    try:
+        prompt = [int(token) for part in tokenizer.encode([text]) for token in part]
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the text is not UTF-8: {error.reason} at byte {error.start}, {text[error.start : error.start + 1]!r}",
+            rule=f"the tokenizer of the run, {tokenizer.name}, turns text into tokens; only data.tokenizer=bytes takes "
+            "any bytes",
+            where="the text that the model goes on with",
+            fix="give it in UTF-8, and set LC_ALL=C.UTF-8 if the shell has another encoding",
+        ) from error
     return tokenizer.decode([*prompt, *generate(load_model(trained), prompt, sampling, tokenizer.vocab_size)])
 
 
@@ -140,7 +148,7 @@ def tokenizer_of(trained: TrainedModel) -> Tokenizer:
             where=f"data.target={trained.data.target}",
             fix="in Python: elaswave_spmd.weights.generate.generate(model, tokens, ...)",
         )
-    if (named := recorded_tokenizer(trained)) and not names_tokenizer(named):
+    if is_on_tokens(trained):
         raise ConfigError(
             f"the run was trained on data={trained.data.name}, which has tokens and no tokenizer",
             rule=_TOKENIZER_RULE,

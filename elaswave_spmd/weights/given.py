@@ -6,6 +6,7 @@ the same files when they initialise their pages, and read these pages alone. A r
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from torch import Tensor
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.resume import CONFIG, fields_in
 from elaswave_spmd.conf.schema import ModelSettings
+from elaswave_spmd.data.spec import BYTES
 from elaswave_spmd.errors import ConfigError, UserError
 from elaswave_spmd.models import LayeredModel, build_model, import_model
 from elaswave_spmd.run_dir.manifest import MANIFEST
@@ -42,7 +44,7 @@ _CHUNK = 1 << 22  # elements that are hashed at once
 DIGEST_BYTES = 16
 
 
-def check_weights(settings: ModelSettings, model: LayeredModel) -> None:
+def check_weights(settings: ModelSettings, model: LayeredModel, *, tokenizer: str = BYTES) -> None:
     """Check that the weights of `model.init_from` fit a model, before any worker starts.
 
     Only headers are read, but of the weights of a run that has finished, which are compared with their hash.
@@ -50,6 +52,7 @@ def check_weights(settings: ModelSettings, model: LayeredModel) -> None:
     Args:
         settings: as `resolved` returns them.
         model: as it is trained, on the meta device.
+        tokenizer: that the run's settings name, so that no other one is advised.
 
     Raises:
         ConfigError: tensors that are missing, unknown, of another shape, or of a type that fp32 does not hold; a
@@ -57,7 +60,7 @@ def check_weights(settings: ModelSettings, model: LayeredModel) -> None:
         CheckpointError: a checkpoint that is not whole, or weights of a run that are not those that it has trained.
     """
     assert settings.init_from is not None
-    _check_configuration(settings, model)
+    _check_configuration(settings, model, tokenizer)
     source = open_weights(settings, model, checked=True)
     try:
         _check_tensors(source, model, settings.init_from)
@@ -250,7 +253,7 @@ def _parts(names: list[str]) -> list[list[str]]:
     return [names] if len(names) <= _LISTED + 1 else [names[:_LISTED], [str(len(names) - _LISTED)]]
 
 
-def _check_configuration(settings: ModelSettings, model: LayeredModel) -> None:
+def _check_configuration(settings: ModelSettings, model: LayeredModel, tokenizer: str) -> None:
     """Refuse settings of the model that shapes do not show, and that the weights' own configuration contradicts."""
     assert settings.init_from is not None
     path, where = existing_path(settings.init_from), checks.override(SETTING, settings.init_from)
@@ -267,7 +270,7 @@ def _check_configuration(settings: ModelSettings, model: LayeredModel) -> None:
                 where=where,
                 fix=f"model.target={theirs.target} {words_of(facts)}",
             )
-        _compare(ours, facts, model, file, where)
+        _compare(ours, facts, model, file, where, tokenizer)
         return
     if ours is None:
         return  # a user's own model: the shapes of its parameters are all that is known of it
@@ -281,7 +284,7 @@ def _check_configuration(settings: ModelSettings, model: LayeredModel) -> None:
         facts = dict(ours.facts_of_model(other))
         for name in (VOCABULARY, "model.args.positions"):  # of the data, not of these settings; shapes show them
             facts.pop(name, None)
-        _compare(ours, facts, model, path, where)
+        _compare(ours, facts, model, path, where, tokenizer)
 
 
 def _saved_model(path: Path) -> ModelSettings | None:
@@ -294,7 +297,7 @@ def _saved_model(path: Path) -> ModelSettings | None:
         return None
 
 
-def _compare(family: Family, facts: Facts, model: LayeredModel, file: Path, where: str) -> None:
+def _compare(family: Family, facts: Facts, model: LayeredModel, file: Path, where: str, tokenizer: str) -> None:
     present = family.facts_of_model(model)
     wrong = {name: value for name, value in facts.items() if present[name] != value}
     if not wrong:
@@ -303,12 +306,23 @@ def _compare(family: Family, facts: Facts, model: LayeredModel, file: Path, wher
         f"\n  {name}: {checks.shown(value)} there, {checks.shown(present[name])} here" for name, value in wrong.items()
     ]
     fix = words_of(wrong)
-    if VOCABULARY in wrong and os.path.exists(tokenizer := file.parent / "tokenizer.json"):
+    beside = file.parent / "tokenizer.json"
+    # Of a vocabulary that is padded the embedding has more rows than its own tokenizer has tokens.
+    if VOCABULARY in wrong and os.path.exists(beside) and not _is_same_file(tokenizer, beside):
         rest = words_of({name: value for name, value in wrong.items() if name != VOCABULARY})
-        fix = f"data.tokenizer={tokenizer} {rest}".rstrip()
+        fix = f"data.tokenizer={beside} {rest}".rstrip()
     raise ConfigError(
         f"{file} contradicts the settings of the model:" + "".join(lines),
         rule="given weights are of the model that is trained",
         where=where,
         fix=fix,
     )
+
+
+def _is_same_file(tokenizer: str, beside: Path) -> bool:
+    """True if the run's tokenizer is this file, or a copy of it."""
+    file = Path(os.path.expanduser(tokenizer))
+    try:
+        return tokenizer != BYTES and file.is_file() and filecmp.cmp(file, beside, shallow=False)
+    except OSError:
+        return False

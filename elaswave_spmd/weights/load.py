@@ -49,6 +49,8 @@ def load_model(
     try:
         made = _build(opened.fields, _about_data(opened), model)
         check_parameters(made, source, str(run), "give the class of the run as it was then")
+        for parameter in made.parameters():  # the weights are fp32, whatever dtype the constructor gave to parameters
+            parameter.data = parameter.data.float()
         with torch.no_grad():
             for name, _ in owned_parameters(made):
                 made.get_parameter(name).copy_(whole(source, name))

@@ -14,7 +14,7 @@ import torch
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, version_mismatch
 from elaswave_spmd.conf.resume import CONFIG, fields_in
 from elaswave_spmd.conf.schema import DataSettings, ModelSettings, TrainSettings
-from elaswave_spmd.data.spec import BYTES
+from elaswave_spmd.data.spec import BYTES, names_tokenizer
 from elaswave_spmd.errors import ConfigError, ModelError
 from elaswave_spmd.models import LayeredModel, build_model, import_model
 from elaswave_spmd.regular_files import read_regular
@@ -190,6 +190,12 @@ def about_data(path: Path, source: WeightSource) -> Mapping[str, Any]:
 def recorded_tokenizer(trained: TrainedModel) -> str:
     """The name of the tokenizer that the run was trained with, as `PreparedData.tokenizer`; empty: it is not known."""
     return str(about_data(trained.path, trained.source).get("tokenizer", ""))
+
+
+def is_on_tokens(trained: TrainedModel) -> bool:
+    """True if the run was trained on token ids as they were stored, and no tokenizer is known that made them."""
+    named = recorded_tokenizer(trained)
+    return bool(named) and not names_tokenizer(named)
 
 
 def _check_same(trained: TrainedModel, file: Path) -> None:

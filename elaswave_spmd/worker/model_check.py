@@ -22,7 +22,7 @@ import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -375,17 +375,20 @@ class _Check:
                 "tuple: return y, gate",
             )
 
-    def _refuse_other_without_graph(self, layer: LayerLayout, output: Activation) -> None:
+    def _refuse_other_without_graph(
+        self, layer: LayerLayout, values: ValueBuffer, watch: LayerWatch, output: Activation
+    ) -> None:
         """Refuse a bound layer whose output has other bits with activation checkpointing than without.
 
         Some operators of torch, such as its LSTM on CPUs, run other kernels where nothing is kept for a backward. A run
-        may be resumed with or without checkpointing, and what is computed again is to be what was handed on.
+        may be resumed with or without checkpointing, and what is computed again is to be what was handed on. The whole
+        run is done, as keys that a layer uses again in its backward do not show where its forward is repeated.
 
         Args:
             output: of the first micro-batch, with checkpointing.
         """
         with self._programs.without_checkpointing():
-            kept = self._forward_alone(layer, self._first)
+            kept = self._run(layer, values, watch, self._first).y
         if difference := _difference_of_outputs(kept, output):
             raise ModelError(
                 f"layer {layer.name} computes other bits where nothing is kept for its backward: {difference}",
@@ -456,7 +459,7 @@ class _Check:
             twice = self._run(layer, values, watch, first, returned=outputs[other.number])
             _compare(layer.name, once, twice)
             if self._job.activation_checkpointing:
-                self._refuse_other_without_graph(layer, twice.y)
+                self._refuse_other_without_graph(layer, values, watch, twice.y)
             self._check_addition(layer, values, watch, twice)
             self._refuse_without_gradient(layer, values.module)
             put_off = self._bytes_put_off(layer, values)
@@ -595,7 +598,9 @@ class _Check:
                 dy = _made_up_gradient(y)
                 for name, value in _named("the gradient of its output", dy):
                     watch.give(name, value)
+            uses = dict(keys.uses)
             dx = programs.backward(layer.index, sample.number, dy, into, add=sums is not None, batch=batch)
+            _refuse_other_masks(layer.name, uses, keys)
             watch.check_settled()
             if self._job.validates:
                 programs.set_training(False)
@@ -776,6 +781,28 @@ def _compare(layer: str, once: _Result, twice: _Result) -> None:
                 fix="no state that is kept between calls, no time, no random numbers but keyed ones "
                 "(KeyedDropout, keys.seed, keys.step, keys.sample_ids), no operation that torch calls nondeterministic",
             )
+
+
+def _refuse_other_masks(layer: str, uses: Mapping[int, int], keys: Keys) -> None:
+    """Refuse a layer that has drawn masks in its backward: its gradient is that of other masks than its output's.
+
+    It is so on every mesh and every time, so that no comparison of results shows it.
+
+    Args:
+        uses: of the keys, after the forward.
+        keys: of the run, after the backward.
+    """
+    if keys.uses != uses:
+        number = sum(keys.uses.values()) - sum(uses.values())
+        raise ModelError(
+            f"layer {layer} draws {number} more {'mask' if number == 1 else 'masks'} of KeyedDropout in its backward, "
+            "other ones than in its forward",
+            rule="a mask has the number of its use within a call of the layer in its key: a function that "
+            "torch.utils.checkpoint runs a second time counts on, and its gradient would be that of other masks",
+            where=f"layer {layer}",
+            fix="keys.checkpoint(function, x) in place of torch.utils.checkpoint.checkpoint(function, x, keys); or a "
+            "plain call, with runtime.activation_checkpointing=true, which computes whole layers again",
+        )
 
 
 def _difference_of_outputs(before: Activation, now: Activation) -> str:

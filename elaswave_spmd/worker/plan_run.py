@@ -315,7 +315,7 @@ def check_given_weights(plan: RunPlan) -> None:
         ConfigError, CheckpointError: they do not; as for `check_weights`.
     """
     if begins_with_given_weights(plan.settings):
-        check_weights(plan.settings.model, model_of(plan))
+        check_weights(plan.settings.model, model_of(plan), tokenizer=plan.settings.data.tokenizer)
 
 
 def given_digests(plan: RunPlan) -> tuple[Row, ...]:

@@ -26,6 +26,8 @@ class _Said:
 def update_rules(model: LayeredModel, groups: Sequence[OptimGroup]) -> Mapping[str, UpdateRule]:
     """Parameter name -> its update rule; one that reads another layer's parameter has that of its owner.
 
+    A parameter that a layer has under several names has one rule, and a group may match any of its names.
+
     Each of the two settings is looked up by itself: one group may give the learning rate and another one the weight
     decay of the same parameter.
 
@@ -34,6 +36,7 @@ def update_rules(model: LayeredModel, groups: Sequence[OptimGroup]) -> Mapping[s
             different things of one parameter, or of two that are tied; the model's own `decays` fails.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
+    first = _first_names(model)
     owner_of = {tie.reader: tie.owner for tie in model.ties}
     said: dict[tuple[str, str], _Said] = {}  # (parameter, setting) ->
     for group in groups:
@@ -50,10 +53,22 @@ def update_rules(model: LayeredModel, groups: Sequence[OptimGroup]) -> Mapping[s
         for name in names:
             for setting in _FIELDS:
                 if (value := getattr(group, setting)) is not None:
-                    _say(said, name, setting, _Said(value, where))
+                    _say(said, first[name], setting, _Said(value, where))
     for reader, owner in owner_of.items():
         _check_tie(said, reader, owner)
-    return {name: _rule(model, said, owner_of.get(name, name), tuple(named[name].shape)) for name in named}
+    return {
+        name: _rule(model, said, owner_of.get(first[name], first[name]), tuple(named[name].shape)) for name in named
+    }
+
+
+def _first_names(model: LayeredModel) -> Mapping[str, str]:
+    """Each name of a parameter -> the name under which its layer is laid out and saved: the first one that it has."""
+    names: dict[str, str] = {}
+    for layer in model.layer_names:
+        first: dict[int, str] = {}  # not over layers: two that are tied may be one object already
+        for name, parameter in model.get_submodule(layer).named_parameters(prefix=layer, remove_duplicate=False):
+            names[name] = first.setdefault(id(parameter), name)
+    return names
 
 
 def _where(group: OptimGroup) -> str:

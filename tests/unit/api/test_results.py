@@ -76,6 +76,17 @@ def test_a_run_is_read_as_columns(run_dir: Path) -> None:
     assert "2 steps" in repr(run) and "finished" in repr(run)
 
 
+def test_a_run_that_was_resumed_with_other_metrics_has_all_of_them(run_dir: Path) -> None:
+    with open(run_dir / "events.jsonl", "a", encoding="utf-8") as events:
+        for step, metrics in ((2, {"metrics": {"wrong": 0.25}}), (3, {})):
+            fields = {"event": "validation", "time": 3.0, "step": step, "loss": 0.1, "loss_hex": (0.1).hex()}
+            events.write(json.dumps({**fields, "microbatches": 2, **metrics}) + "\n")
+    found = ew.load_run(run_dir).validation
+    assert found.step.tolist() == [1, 2, 3] and list(found.metrics) == ["right", "wrong"]
+    np.testing.assert_equal(found.metrics["right"], [0.5, math.nan, math.nan])
+    np.testing.assert_equal(found.metrics["wrong"], [math.nan, 0.25, math.nan])
+
+
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         ew.load_run(tmp_path)
@@ -98,6 +109,21 @@ def test_a_model_is_loaded_with_its_weights_ties_and_constants(run_dir: Path) ->
     shift = model.get_buffer("embed.shift")
     assert torch.equal(shift, again.get_buffer("embed.shift"))  # of the run's seed, not of this process
     assert model(torch.tensor([[0, 2]])).tolist() == [[[1.0, 3.0, 5.0], [5.0, 23.0, 41.0]]]
+
+
+def test_a_model_has_its_weights_in_fp32_whatever_dtype_its_constructor_gave_them(run_dir: Path) -> None:
+    class Short(ew.LayeredModel):
+        def __init__(self, vocab_size: int, d_model: int) -> None:
+            embed = nn.Embedding(vocab_size, d_model, dtype=torch.bfloat16)
+            head = nn.Linear(d_model, vocab_size, bias=False, dtype=torch.bfloat16)
+            super().__init__({"embed": embed, "head": head}, ties=[ew.tie("head.weight", "embed.weight")])
+
+    values = torch.arange(6.0).view(3, 2) + 2**-20  # bf16 would round it
+    save_file({"embed.weight": values}, run_dir / "weights.safetensors")
+    model = ew.load_model(run_dir, Short)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert torch.equal(model.get_parameter("head.weight"), values)
+    assert model(torch.tensor([[0, 2]])).dtype == torch.float32
 
 
 def test_a_model_gets_what_its_run_was_told_of_samples_that_are_no_tokens(run_dir: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
@@ -300,6 +300,25 @@ def test_a_run_that_begins_again_neither_loses_nor_doubles_steps(tmp_path: Path)
     assert [type(r) for r in heard.told].count(StartRecord) == 1
     end = heard.told[-1]
     assert isinstance(end, EndRecord) and not end.is_finished and (end.step, end.error) == (6, "nobody is left")
+
+
+def test_a_resumed_run_that_commits_no_further_step_ends_at_the_step_that_it_went_on_from(tmp_path: Path) -> None:
+    heard = Heard()
+    listener = runner(heard)
+    listener.started(replace(info(tmp_path), first_step=5))
+    listener.end(RunError("nobody is left"))
+    end = heard.told[-1]
+    assert isinstance(end, EndRecord) and (end.is_finished, end.step) == (False, 4)
+
+
+def test_a_run_that_is_resumed_after_its_last_step_ends_at_that_step(tmp_path: Path) -> None:
+    heard = Heard()
+    listener = runner(heard)
+    listener.started(replace(info(tmp_path), first_step=10))  # of 10
+    listener.finished({"steps": 10})
+    listener.end(None)
+    end = heard.told[-1]
+    assert isinstance(end, EndRecord) and (end.is_finished, end.step) == (True, 10)
 
 
 def test_steps_that_were_given_up_come_again(tmp_path: Path) -> None:

@@ -215,6 +215,24 @@ def test_an_entry_that_was_made_without_the_hash_of_its_tokens_gets_it(tmp_path:
     assert Path(made.path).stat().st_ino == inode and len(list(meta.parent.iterdir())) == 2
 
 
+@pytest.mark.parametrize("stored", ["truncation", "padding"])
+def test_truncation_and_padding_in_the_file_change_no_text(tmp_path: Path, stored: str) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    path = _json_tokenizer(tmp_path / "tok.json")
+    plain, text = JsonTokenizer(path), b"hello world " * 5
+    file = tokenizers.Tokenizer.from_file(str(path))
+    if stored == "truncation":
+        file.enable_truncation(3)
+    else:
+        file.enable_padding(length=64)
+    file.save(str(path))
+    again = JsonTokenizer(path)
+    assert np.concatenate(list(again.encode([text]))).tolist() == [1, 2] * 5
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert again.identity not in (plain.identity, f"json:{digest}:{tokenizers.__version__}"), "what was cut is not used"
+    assert len(plain.identity.split(":")) == 3, "entries of tokenizers without either are used again"
+
+
 def test_json_tokenizer_cuts_long_documents_after_a_newline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tokenizers")
     monkeypatch.setattr(tokenizers_room, "BLOCK_CHARACTERS", 8)

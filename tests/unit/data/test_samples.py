@@ -72,6 +72,8 @@ def test_trees_keep_their_form() -> None:
         ((np.ones(2), np.ones(2), np.ones(3)), r"cannot be stacked: one is sample 2 float64\[3\]"),
         ((1.0, None), "cannot be stacked: one is sample 1 NoneType"),
         (({"x": 1.0}, {"x": 1.0, "y": 2.0}), r'cannot be stacked: one is sample 1\["x"\] float, sample 1\["y"\] float'),
+        (({"x": {"a": 1}}, {"x": {"a": 1, "b": 2}}), r'one is sample 1\["x"\]\["a"\] int, sample 1\["x"\]\["b"\] int'),
+        (([({"a": 1}, 2)], [({"a": 1, "b": 2}, 2)]), r"cannot be stacked: one is sample 1"),
         (({"x": 1, "name": "one"},), r'batch\["name"\]\[0\] of mine is of type str'),
         (({},), "has no tensors"),
     ],

@@ -87,6 +87,26 @@ def test_a_shard_that_ends_early_is_refused() -> None:
     assert "6" in caught.value.rule
 
 
+def test_a_shard_that_raises_is_opened_anew_and_raises_the_same_again() -> None:
+    class Broken(Counted):
+        repaired = False
+
+        def _iterate(self, shard: str, offset: int) -> Iterator[tuple[str, int]]:
+            for sample in super()._iterate(shard, offset):
+                if sample == ("c", 12) and not self.repaired:
+                    raise OSError("the file server is away")
+                yield sample
+
+    dataset = Broken()
+    assert dataset[5 + 11] == ("c", 11)
+    for _ in range(2):
+        with pytest.raises(OSError, match="the file server is away"):
+            dataset[5 + 12]
+    dataset.repaired = True
+    assert dataset[5 + 12] == ("c", 12)
+    assert dataset.opened == [("c", 11), ("c", 12), ("c", 12)]
+
+
 def test_a_negative_length_is_refused() -> None:
     class Negative(Counted):
         def shard_length(self, shard: str) -> int:

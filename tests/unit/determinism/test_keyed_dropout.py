@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from elaswave_spmd.determinism import KeyedDropout, Keys, dropout, keyed_dropout
 from elaswave_spmd.determinism.dropout import keep_mask_numpy, keep_mask_torch
@@ -117,6 +119,47 @@ def test_masks_of_one_call_do_not_repeat() -> None:
     with pytest.raises(ModelError, match=r"(?s)dropout 0 .* time 4,097 .*has 4,096 masks.*several KeyedDropouts"):
         drop(x, keys)
     assert bits(drop(x, keys.again())) in masks, "another call begins anew"
+
+
+class Parts(nn.Module):
+    """Two modules that are called twice each, and a dropout that is used outside of them as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(8, 8, generator=draw))
+        self.drops = nn.ModuleList([KeyedDropout(0.3), KeyedDropout(0.5)])
+        for site, drop in enumerate(self.drops):
+            assert isinstance(drop, KeyedDropout)
+            drop.site = site
+
+    def part(self, x: Tensor, keys: Keys) -> Tensor:
+        return self.drops[0](torch.tanh(x @ self.weight), keys) + self.drops[1](x, keys)
+
+    def forward(self, x: Tensor, keys: Keys, call: Callable[..., Tensor]) -> Tensor:
+        x = self.drops[0](x, keys)
+        for _ in range(2):
+            x = call(keys, self.part, x)
+        x = call(keys, lambda x, keys: call(keys, self.part, x) * 2, x)  # one within another
+        return self.drops[0](x, keys)
+
+
+def test_a_function_of_a_layer_that_is_computed_again_has_the_masks_of_a_plain_call() -> None:
+    def run(call: Callable[..., Tensor]) -> tuple[list[bytes], dict[int, int], dict[int, int]]:
+        layer, keys = Parts(), Keys.make(1, 2, [5, 6], 3)
+        x = torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
+        y = layer(x, keys, call)
+        forward = dict(keys.uses)
+        y.square().sum().backward()
+        assert x.grad is not None and layer.weight.grad is not None
+        return [bits(one.detach()) for one in (y, x.grad, layer.weight.grad)], forward, dict(keys.uses)
+
+    found = run(lambda keys, function, x: keys.checkpoint(function, x))
+    assert found == run(lambda keys, function, x: function(x, keys))
+    assert found[1] == found[2] == {0: 5, 1: 3}
+    other, uses, after = run(lambda keys, function, x: checkpoint(function, x, keys, use_reentrant=False))
+    assert other[0] == found[0][0] and other[1:] != found[0][1:], "the gradient of other masks"
+    assert uses == found[1] and after != uses, "which the keys tell"
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, 1.5, float("nan")])

@@ -97,6 +97,17 @@ def test_files_of_the_tokenizer_are_carried_along(tmp_path: Path) -> None:
     assert not (tmp_path / "again").exists()
 
 
+def test_a_run_on_token_ids_is_exported_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its tokens are no bytes, whatever the default of data.tokenizer says."""
+    run = run_of("llama2", tmp_path)
+    for named, has_tokenizer in (("uint16", False), ("bytes", True)):
+        (run / "summary.json").write_text(json.dumps({"corpus": {"tokenizer": named}}))
+        out = tmp_path / named
+        assert main([str(run), "--to", "hf", str(out)], "program") == 0
+        assert (out / "tokenizer.json").exists() == has_tokenizer
+        assert ("no tokenizer is written" in capsys.readouterr().out) != has_tokenizer
+
+
 def test_what_no_training_changes_is_as_in_the_model_that_the_run_began_with(tmp_path: Path) -> None:
     run = run_of("llama2", tmp_path)
     fields = yaml.safe_load((run / "config.yaml").read_text())

@@ -102,6 +102,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert told in str(caught.value)
 
 
+def test_a_text_that_is_no_utf8_is_refused_where_the_tokenizer_needs_text(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="b"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    run = run_of("llama2", tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"the text is not UTF-8: .* at byte 1, b'\\xe9'") as caught:
+        main([str(run), "a\udce9 b", "--tokens", "1"], "program")  # as Python reads such bytes of a command line
+    assert caught.value.rule and caught.value.fix
+    assert main([str(run), "a", "--tokens", "1"], "program") == 0
+
+
 def test_a_run_whose_settings_make_another_model_is_refused(tmp_path: Path) -> None:
     """Values of one shape would be spread over parameters of another one, or end with a traceback."""
     run = run_on_bytes(tmp_path)

@@ -271,6 +271,23 @@ def test_the_words_that_are_advised_are_those_of_a_command_line(tmp_path: Path) 
     check_weights(settings_for(published, path), again.model())
 
 
+def test_the_rows_of_a_padded_vocabulary_are_advised_where_its_tokenizer_is_given(tmp_path: Path) -> None:
+    published = MODELS["llama3"]
+    path = published.write(tmp_path / "model")
+    (path / "tokenizer.json").write_text("{}")
+    (tmp_path / "copy.json").write_text("{}")
+    model = published.model(vocab_size=37)  # as many tokens as the tokenizer has
+
+    def fix(tokenizer: str) -> str:
+        with pytest.raises(UserError, match="vocab_size: 40 there, 37 here") as caught:
+            check_weights(settings_for(published, path), model, tokenizer=tokenizer)
+        return caught.value.fix
+
+    assert fix("bytes") == fix(str(tmp_path / "gone.json")) == f"data.tokenizer={path / 'tokenizer.json'}"
+    for given in (path / "tokenizer.json", tmp_path / "copy.json"):
+        assert fix(str(given)) == "++model.args.vocab_size=40"
+
+
 def test_a_path_that_is_not_there() -> None:
     with pytest.raises(UserError, match="there is no file or directory nowhere"):
         resolved(Settings(model=ModelSettings(init_from="nowhere")))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from elaswave_spmd.conf.schema import OptimGroup, Settings
 from elaswave_spmd.errors import ConfigError, ModelError
@@ -75,6 +76,28 @@ def test_a_tied_parameter_has_the_group_of_its_owner() -> None:
     assert rules["embed.weight"] == rules["head.weight"] == UpdateRule(False, 0.1)
     layout = describe(gpt(tied=True), groups=[group("embed.weight head.weight", 0.1)]).layout
     assert {b.slots[0].parameter.rule for b in layout.layers[-1].reader_blocks} == {UpdateRule(True, 0.1)}
+
+
+class TwoNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = self.b = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+
+def test_a_parameter_with_two_names_is_matched_by_either() -> None:
+    model = LayeredModel({"one": TwoNames(), "two": TwoNames()})
+    plain = update_rules(model, ())
+    for match in ("one.a.weight", "*e.b.weight"):
+        half = dict.fromkeys(("one.a.weight", "one.b.weight"), UpdateRule(True, 0.5))
+        assert update_rules(model, [group(match, 0.5)]) == {**plain, **half}
+        slots = describe(model, groups=[group(match, 0.5)]).layout.layers[0].slots
+        found = {slot.parameter.name: slot.parameter.lr_scale for slot in slots}
+        assert found == {"one.a.weight": 0.5, "one.a.bias": 1}
+    with pytest.raises(ModelError, match=r"both match one\.a\.weight, with another lr_scale"):
+        update_rules(model, [group("one.a.weight", 0.5), group("one.b.weight", 0.1)])
 
 
 @pytest.mark.parametrize(
