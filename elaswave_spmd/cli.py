@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -67,6 +68,9 @@ def guarded(command: Callable[[], int]) -> int:
     _open_standard_streams()
     # OpenBLAS starts threads when numpy is imported; this process multiplies no matrices, and forks.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Where a parent has left it ignored, the kernel reaps children unasked, and nobody hears how they ended.
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         return command()
     except UserError as error:

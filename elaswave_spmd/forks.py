@@ -3,15 +3,20 @@
 A forked process has all descriptors of its parent, and may outlive it. The end of a parent that is killed is told by
 the end of its pipes and connections, which would stay open. So each of these processes closes them as it begins.
 Programs that are started inherit none: descriptors of ours are closed by `exec`.
+
+It has the signal handlers of its parent, too. One that only notes SIGTERM for the parent makes a process that
+`Process.terminate()` does not end, and for whose end a pool or a dataset then waits for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 
 def call_in_forks(method: Callable[[], object]) -> None:
@@ -23,6 +28,27 @@ def call_in_forks(method: Callable[[], object]) -> None:
             here()
 
     os.register_at_fork(after_in_child=call)
+
+
+def set_up_forks(method: Callable[[], object], signals: Collection[int]) -> None:
+    """Have a method called in each process that is forked from this one from now on, as long as its object lives.
+
+    Until it has returned, signals wait: one that came while Python sets the new process up would be lost.
+    """
+    found, before = weakref.WeakMethod(method), threading.local()
+
+    def hold() -> None:
+        before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+
+    def let_go() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.mask)
+
+    def set_up() -> None:
+        if (here := found()) is not None:
+            here()
+        let_go()
+
+    os.register_at_fork(before=hold, after_in_parent=let_go, after_in_child=set_up)
 
 
 def close_bound(address: str | tuple[str, int]) -> None:

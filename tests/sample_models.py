@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -54,6 +56,17 @@ class Restless(Images):
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         image, label = super().__getitem__(index)
         return image + np.random.random(), label
+
+
+class Decoded(Images):
+    """Each sample takes a process that is ended by SIGTERM and waited for, as a pool is at the end of its `with`."""
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        decoder = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        decoder.start()
+        decoder.terminate()
+        decoder.join()
+        return super().__getitem__(index)
 
 
 class Patches(nn.Module):

@@ -60,8 +60,9 @@ def main(arguments: Sequence[str], program: str) -> int:
     moved = None if options.moved_file is None else Path(options.moved_file).absolute()
     search = ControllerSearch(offer, (host, port), secret, options.timeout, moved)
     # First of all: its fork server imports what workers need while this process looks for the controller.
-    machine = Machine(options.drain)
-    with StopSignals(_OF_TERMINALS) as signals, StopSignals((signal.SIGTERM,)) as terms, machine:
+    terms = StopSignals((signal.SIGTERM,))
+    machine = Machine(options.drain, terms)
+    with StopSignals(_OF_TERMINALS) as signals, terms, machine:
         found = search.first()
         if address is not None:
             check_host(address, found)

@@ -10,7 +10,7 @@ from elaswave_spmd.controller.launching import start_fork_server
 from elaswave_spmd.runtime.devices.selection import WorkerStart
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, ForkServerSpec
 from elaswave_spmd.runtime.processes.scratch import Scratch
-from elaswave_spmd.runtime.processes.stop_signals import Signalled
+from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals
 
 ORPHAN_GRACE_S = 10.0  # until the run's own is known
 _RELEASE_S = 0.2
@@ -24,6 +24,7 @@ class Machine:
 
     Args:
         drain_s: that workers have after a signal.
+        terms: SIGTERM; one more ends this at once.
 
     Attributes:
         scratch: the directory of the fork server's sockets.
@@ -31,8 +32,9 @@ class Machine:
             None, as a robust mutex is shared memory of one machine.
     """
 
-    def __init__(self, drain_s: float) -> None:
+    def __init__(self, drain_s: float, terms: StopSignals) -> None:
         self._drain_s = drain_s
+        self._terms = terms
         self.scratch = Scratch()
         try:
             spec = ForkServerSpec(scratch=(self.scratch.path,), orphan_grace_s=ORPHAN_GRACE_S, here=True)
@@ -67,7 +69,8 @@ class Machine:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
             if isinstance(error, Signalled) and self.workers.are_waiting:
-                release(self.fork_server, time.monotonic() + self._drain_s)
+                before = self._terms.num_came  # which raise nothing any more
+                release(self.fork_server, time.monotonic() + self._drain_s, lambda: self._terms.num_came > before)
         finally:
             self.fork_server.stop(0.0)
             self.fork_server.end_release()  # which another signal has interrupted

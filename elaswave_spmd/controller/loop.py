@@ -456,7 +456,8 @@ class Controller:
 
     def _tick(self, now: float) -> Iterable[Action]:
         """Deadlines: workers that hang or do not start, a last checkpoint. Workers that are started by now."""
-        free = self.protocol.free_to_leave if self._supervision.has_leavers else ()
+        # Not at every tick: it takes a look at all sets of replicas.
+        free = self.protocol.free_to_leave if self._supervision.has_overdue_leavers else ()
         suspects, standstill = self._supervision.tick(now, self.protocol.unanswered, free)
         lost = self._failures.suspected(suspects, now)
         if standstill is not None and self._done_by is None:

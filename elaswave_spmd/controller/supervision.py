@@ -50,9 +50,9 @@ class Supervision:
         return self._ticked + self._timeouts.heartbeat / 2
 
     @property
-    def has_leavers(self) -> bool:
-        """True while a worker has asked to leave."""
-        return self._liveness.has_leavers
+    def has_overdue_leavers(self) -> bool:
+        """True if the next tick may find that a worker which has asked to leave was not let go in time."""
+        return self._liveness.has_overdue_leavers
 
     def expect(self, rank: int, *, joins: bool) -> None:
         """A worker has been started. Its timeout begins: timeouts.join if the run has begun, else timeouts.start."""
@@ -93,7 +93,8 @@ class Supervision:
 
         Args:
             unanswered: the epoch of the last Prepare, and the workers that could have answered it by now and have not.
-            free_to_leave: workers that asked to leave and whose pages all have another replica.
+            free_to_leave: workers that asked to leave and whose pages all have another replica; needed if
+                `has_overdue_leavers`.
         """
         self._liveness.expect_answers(*unanswered)
         # The detector has no clock: it counts the seconds between ticks, each as one heartbeat period at most.

@@ -81,9 +81,10 @@ class Liveness:
         self._num_actions = 0
 
     @property
-    def has_leavers(self) -> bool:
-        """True while a watched worker has asked to leave."""
-        return bool(self._leavers)
+    def has_overdue_leavers(self) -> bool:
+        """True if `timeouts.leave` is over at the next tick for a worker that has asked to leave."""
+        soon = self._clock + self._timeouts.heartbeat  # no tick counts for more
+        return any(self._is_overdue_leaver(self._workers[rank], soon) for rank in self._leavers)
 
     def expect(self, rank: int, seconds: float) -> None:
         """A worker has been started: it is to be ready, and watched, within so many seconds."""
@@ -181,7 +182,7 @@ class Liveness:
             worker = self._workers.get(rank)
             if worker is None or worker.suspected:
                 continue
-            if free_to_leave is not None and rank not in free_to_leave and self._is_overdue_leaver(worker):
+            if free_to_leave is not None and rank not in free_to_leave and self._is_overdue_leaver(worker, self._clock):
                 worker.leaving_since = self._clock
             deadline, reason = self._next_deadline(worker, usual)
             if deadline <= self._clock:
@@ -203,8 +204,8 @@ class Liveness:
         usual = self._busy_seconds / self._num_actions if self._num_actions else 0.0
         return self._timeouts.progress_factor * usual
 
-    def _is_overdue_leaver(self, worker: _Watched) -> bool:
-        return worker.leaving_since is not None and self._clock - worker.leaving_since >= self._timeouts.leave
+    def _is_overdue_leaver(self, worker: _Watched, at: float) -> bool:
+        return worker.leaving_since is not None and at - worker.leaving_since >= self._timeouts.leave
 
     def _next_deadline(self, worker: _Watched, usual: float) -> tuple[float, str]:
         """The time at which the worker becomes suspect if nothing is heard of it, and the reason if that is now."""

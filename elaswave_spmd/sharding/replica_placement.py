@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from itertools import pairwise
 
 import numpy as np
 
@@ -150,10 +151,17 @@ def _copyset_replicas(
         return {rank: everybody for rank in members}
     if count == 0:
         return {rank: [frozenset((rank,))] for rank in members}
-    # A narrower copyset on other hosts is better than a wide one that includes the worker's own host.
-    far = len(_far_offsets(members, topology))
-    width = min(width, far) if far >= count else width  # domains come before the width of the copyset
-    ranks, peers = _ranks_and_peers(members, topology, width)
+    # A narrower copyset on other hosts is better than a wide one that includes the worker's own host, or that has two
+    # mirrors of a page on one host.
+    far = _far_offsets(members, topology)
+    width = min(width, len(far)) if len(far) >= count else width  # domains come before the width of the copyset
+    offsets = _offsets(len(members), far, width)
+    apart = far.start if count > 1 else 0  # so far ahead of each other, workers are on different hosts
+    most = 1 + (len(far) - 1) // apart if apart and far else 0
+    if most >= count and any(b - a < apart for a, b in pairwise(offsets)):
+        width = min(width, most)
+        offsets = [far[j * (len(far) - 1) // (width - 1)] for j in range(width)]
+    ranks, peers = _ranks_and_peers(members, topology, offsets, spreads=count > 1)
     if at is not None:
         near = np.isin(ranks, list(at)) | np.isin(peers, list(at)).any(axis=1)
         ranks, peers = ranks[near], peers[near]
@@ -176,20 +184,32 @@ def copysets(members: Sequence[int], topology: Topology, width: int) -> dict[int
     or of the part of it where everybody's peer is on another host. Where a peer could be farther away, two members
     exchange theirs.
     """
-    ranks, peers = _ranks_and_peers(members, topology, width)
+    offsets = _offsets(len(members), _far_offsets(members, topology), width)
+    ranks, peers = _ranks_and_peers(members, topology, offsets)
     return dict(zip(ranks.tolist(), map(tuple, peers.tolist()), strict=True))
 
 
-def _ranks_and_peers(members: Sequence[int], topology: Topology, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """`copysets` as arrays: members in the order of their domains, and int64 [members, width]: the peers of each."""
+def _offsets(num_members: int, far: range, width: int) -> list[int]:
+    """How far ahead a member's peers are: spread over the circle, or over `far` if that is wide enough."""
+    assert 0 < width < num_members, (width, num_members)
+    if len(far) >= width:
+        return [far[(2 * j + 1) * len(far) // (2 * width)] for j in range(width)]
+    return [num_members * (j + 1) // (width + 1) for j in range(width)]
+
+
+def _ranks_and_peers(
+    members: Sequence[int], topology: Topology, offsets: Sequence[int], *, spreads: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """`copysets` as arrays: members in the order of their domains, and int64 [members, width]: the peers of each.
+
+    Args:
+        offsets: how far ahead the peers are, before exchanges.
+        spreads: no exchange brings a second peer to a host.
+    """
     by_domain = sorted(zip(topology.paths(members), members, strict=True))
     domains = _Domains([rank for _, rank in by_domain], topology)
-    n = len(members)
-    assert 0 < width < n, (width, n)
-    everybody, far = np.arange(n), _far_offsets(members, topology)
-    offsets = [n * (j + 1) // (width + 1) for j in range(width)]
-    if len(far) >= width:
-        offsets = [far[(2 * j + 1) * len(far) // (2 * width)] for j in range(width)]
+    n, width = len(members), len(offsets)
+    everybody = np.arange(n)
     places = np.stack([(everybody + offset) % n for offset in offsets])
     # With width n - 1 all others are peers, and there is nothing to exchange.
     for j in range(width if width < n - 1 else 0):
@@ -202,6 +222,9 @@ def _ranks_and_peers(members: Sequence[int], topology: Topology, width: int) -> 
             # Nobody may become its own peer, or the same peer twice.
             taken = (peer == a) | (everybody == peer[a]) | (others == peer[a]).any(axis=0)
             taken |= np.isin(peer, others[:, a])
+            if spreads:
+                taken |= (domains.distances(others, peer[a]) == 0).any(axis=0)
+                taken |= (domains.distances(others[:, [a]], peer[None]) == 0).any(axis=0)
             b = int(np.argmax(np.where(taken, -1, gain)))
             if not taken[b] and gain[b] > 0:
                 peer[a], peer[b] = peer[b], peer[a]

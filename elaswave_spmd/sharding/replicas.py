@@ -445,15 +445,24 @@ def dispensable(replicas: ReplicaMap, gone: Collection[int], leaving: Iterable[i
 
     Taken in the order of `leaving`: each one that is removed counts as gone for those after it.
     """
-    if not (order := tuple(leaving)):
+    order = dict.fromkeys(leaving)
+    if not order:
         return ()
-    left = {held.difference(gone) for held in _different_sets(replicas)} - {frozenset()}
-    found = []
-    for rank in order:
-        without = {held - {rank} for held in left}
-        if frozenset() not in without:
+    away = frozenset(gone)
+    remaining: list[int] = []  # replicas of each set, those that are gone left out
+    sets_of: dict[int, list[int]] = {rank: [] for rank in order}
+    for held in _different_sets(replicas):
+        if not (left := held - away):  # its pages are lost, whoever leaves
+            continue
+        for rank in left & order.keys():
+            sets_of[rank].append(len(remaining))
+        remaining.append(len(left))
+    found: list[int] = []
+    for rank, sets in sets_of.items():
+        if all(remaining[held] > 1 for held in sets):
             found.append(rank)
-            left = without
+            for held in sets:
+                remaining[held] -= 1
     return tuple(found)
 
 

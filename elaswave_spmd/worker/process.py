@@ -33,6 +33,7 @@ from elaswave_spmd.runtime.processes import death_watch
 from elaswave_spmd.runtime.processes.adoption import write_address
 from elaswave_spmd.runtime.processes.beat_relay import RelayClient
 from elaswave_spmd.runtime.processes.malloc_tuning import keep_freed_memory
+from elaswave_spmd.runtime.processes.term_in_forks import TermInForks
 from elaswave_spmd.runtime.transport.link_probe import LinkProbe
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Interrupted, Mailbox, PeerClosed
@@ -109,7 +110,8 @@ class WorkerProcess:
         self._probe = LinkProbe(self._send_probe)
         self._mailbox = mailbox = Mailbox(self._probe.tap)
         # SIGTERM is a request to leave gracefully. Its handler may interrupt anything: it does no more.
-        signal.signal(signal.SIGTERM, lambda *_: mailbox.interrupt("SIGTERM"))
+        self._term_in_forks = TermInForks()
+        signal.signal(signal.SIGTERM, self._on_term)
         self._links = Links(
             rank,
             mailbox,
@@ -427,6 +429,10 @@ class WorkerProcess:
         self._links.close(_FAREWELL_MS)
 
     # ---- hooks
+
+    def _on_term(self, *_: object) -> None:
+        self._term_in_forks.came()
+        self._mailbox.interrupt("SIGTERM")
 
     def _send(self, message: m.Message) -> None:
         self._links.send(CONTROLLER, m.encode(message))

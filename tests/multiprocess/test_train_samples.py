@@ -56,6 +56,12 @@ def refused(folder: Path, *words: str) -> str:
     return " ".join(done.err.split())
 
 
+def test_a_dataset_may_fork_and_end_processes(tmp_path: Path) -> None:
+    """A worker takes SIGTERM as a request to leave, which is not for what its dataset forks."""
+    images = "model.target=sample_models.Classifier", "data.target=sample_models.Decoded"
+    run(tmp_path / "one", *images, "mesh=dp2", "train.steps=2", "train.validate_every=0", "verify.rate=0")
+
+
 def test_images_with_labels(tmp_path: Path) -> None:
     """A worker is killed; later the run goes on, from its checkpoint, on another mesh."""
     one, two = tmp_path / "one", tmp_path / "two"

@@ -24,11 +24,18 @@ class ForkedProcess:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code, or minus the signal, once the child has ended, which is reaped then; None before."""
+        """The exit code, or minus the signal, once the child has ended, which is reaped then; None before.
+
+        0 if it was reaped by somebody else, as `subprocess.Popen` has it.
+        """
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # somebody else has reaped it, or the kernel, where SIGCHLD is ignored
+                self.returncode = 0
+            else:
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:

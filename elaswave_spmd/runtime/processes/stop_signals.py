@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
 
+from elaswave_spmd.forks import set_up_forks
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 SAME_SIGNAL_S = 0.5
@@ -73,8 +75,14 @@ class StopSignals:
         """The number of the first signal that has come; None: none has."""
         return self._numbers[0] if self._numbers else None
 
+    @property
+    def num_came(self) -> int:
+        """The number of signals that have come."""
+        return len(self._numbers)
+
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():  # Python has handlers in this thread only
+            set_up_forks(self._give_back, self._asked_for)  # what code of the user forks ends by them
             for number in self._asked_for:
                 # A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP: so it stays.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
@@ -82,6 +90,9 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()

@@ -25,6 +25,7 @@ from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, ForkServerSpec
 from elaswave_spmd.runtime.processes.rendezvous import Found
 from elaswave_spmd.runtime.processes.scratch import Scratch
+from elaswave_spmd.runtime.processes.stop_signals import StopSignals
 from elaswave_spmd.runtime.transport.credentials import RunToken
 from tests.unit.controller.made_up_machines import agent_of
 from tests.unit.controller.made_up_workers import settings_in
@@ -79,7 +80,7 @@ def test_each_fork_server_of_an_agent_has_a_directory_that_it_holds(
         return made
 
     monkeypatch.setattr(agent_machine, "start_fork_server", start)
-    machine, neighbour = agent_machine.Machine(5.0), Scratch()
+    machine, neighbour = agent_machine.Machine(5.0, StopSignals(())), Scratch()
     scratch = machine.scratch
     for _ in range(2):
         machine.prepare(WorkerStart(method="spawn"), 5.0)

@@ -18,6 +18,7 @@ from elaswave_spmd.sharding.replicas import (
     adopt,
     all_replica_sets,
     disown,
+    dispensable,
     from_rows,
     joined,
     promote,
@@ -155,3 +156,41 @@ def test_where_hosts_allow_it_no_mirror_lies_on_its_primarys_host(hosts: tuple[i
         assert not any(topology.distance(replica_set.primary, mirror) == 0 for mirror in replica_set.mirrors), (
             replica_set
         )
+
+
+@pytest.mark.parametrize(
+    ("hosts", "count"), [((4, 4, 4, 4), 2), ((4, 4, 4), 2), ((2, 2, 2, 2, 2), 3), ((3, 4, 2, 4), 2)]
+)
+@pytest.mark.parametrize("scatter", [0, 2, 6])
+def test_where_hosts_allow_it_no_two_mirrors_of_a_page_lie_on_one_host(
+    hosts: tuple[int, ...], count: int, scatter: int
+) -> None:
+    """So a page outlives as many hosts as it has mirrors, and each worker mirrors as much as the others do."""
+    numbers = [host for host, size in enumerate(hosts) for _ in range(size)]
+    topology = Topology.of({rank: (f"host{host}",) for rank, host in enumerate(numbers)})
+    layout = lay_out([LayerUse(name, (ParameterInfo(f"{name}.w", (64 * 999,)),)) for name in "ab"])
+    stages = (tuple(range(len(numbers))),)
+    mesh = Mesh(MeshShape.of_stages(map(len, stages)), stages, 0, topology)
+    replicas = place_replicas(layout, StateSharding(mesh, (0, 2), P("dp"), mirror_count=count, scatter=scatter))
+    for pages in all_replica_sets(replicas):
+        assert len({numbers[rank] for rank in pages.replicas}) == count + 1, pages
+    held = [pages_held(replicas, rank) for rank in range(len(numbers))]
+    assert max(held) - min(held) <= 2 * (count + 1)
+
+
+@given(
+    st.lists(st.frozensets(st.integers(0, 7), min_size=1, max_size=4), max_size=8),
+    st.frozensets(st.integers(0, 7), max_size=3),
+    st.lists(st.integers(0, 9), max_size=8),
+)
+def test_who_can_be_removed_leaves_each_page_a_replica(
+    sets: list[frozenset[int]], gone: frozenset[int], leaving: list[int]
+) -> None:
+    """Held to the definition: taken in turn, whoever is not the last replica of a page that still has one."""
+    replicas = {0: tuple(ReplicaSet(0, i, i + 1, min(held), held) for i, held in enumerate(sets))}
+    wanted: list[int] = []
+    for rank in dict.fromkeys(leaving):
+        away = {*gone, *wanted}
+        if all(held <= away or not held <= away | {rank} for held in sets):
+            wanted.append(rank)
+    assert dispensable(replicas, gone, leaving) == tuple(wanted)

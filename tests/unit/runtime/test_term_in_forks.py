@@ -1,0 +1,59 @@
+"""SIGTERM in what a worker's code forks: it ends a fork, unless the worker has got it, too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from tests.waiting import PATIENCE_S
+
+_SCRIPT = """
+import multiprocessing, os, signal, sys, time
+from elaswave_spmd.runtime.processes.term_in_forks import TermInForks
+
+def work(pipe):
+    while True:
+        pipe.send("alive")
+        time.sleep(0.05)
+
+forks = TermInForks()
+signal.signal(signal.SIGTERM, lambda *_: forks.came())
+context = multiprocessing.get_context("fork")
+ours, theirs = context.Pipe()
+child = context.Process(target=work, args=(theirs,))
+child.start()
+ours.recv()
+if sys.argv[1] == "group":
+    os.killpg(0, signal.SIGTERM)
+    began = time.monotonic()
+    while time.monotonic() < began + 2:  # longer than it looks whether it was meant alone
+        ours.recv()
+    ours.recv()
+    assert child.is_alive(), child.exitcode
+child.terminate()
+child.join()
+print(child.exitcode)
+"""
+
+
+def _result(which: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, which],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    return done.stdout.strip()
+
+
+def test_terminate_ends_a_fork_of_a_process_that_only_notes_the_signal() -> None:
+    assert _result("alone") == str(-signal.SIGTERM)
+
+
+def test_a_fork_outlives_a_signal_to_the_whole_group() -> None:
+    assert _result("group") == str(-signal.SIGTERM), "and later ends by its own"
