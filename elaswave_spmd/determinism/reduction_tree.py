@@ -15,7 +15,7 @@ from functools import lru_cache
 
 Node = tuple[int, int]
 
-_NODES_KEPT = 1 << 14  # of which the way up is kept: of micro-batches and sums that a worker meets in every step
+_NODES_KEPT = 1 << 14  # nodes whose way up is cached: those of the micro-batches and sums that a worker handles
 
 
 def split(node: Node) -> int:
@@ -36,12 +36,13 @@ def path(node: Node, num_microbatches: int) -> list[Node]:
 
 
 def is_node(node: Node, num_microbatches: int) -> bool:
-    """True if (lo, hi) is a node of the tree over so many micro-batches."""
+    """True if (lo, hi) is a node of the tree over this number of micro-batches."""
     lo, hi = node
     if not 0 <= lo < hi <= num_microbatches:
         return False
-    # A left half has a power of two of micro-batches, and a node begins at a multiple of the least power of two that
-    # it fits into: the splits above it were at larger ones. Shorter than that is only what ends with the last one.
+    # Let `whole` be the least power of two that is not below the length of the node. The node begins at a multiple of
+    # it, as all splits above the node were at multiples of this power or of larger ones. A left half has exactly
+    # `whole` micro-batches. A right half is shorter only if it ends with the last micro-batch.
     whole = 1 << (hi - lo - 1).bit_length()
     return lo % whole == 0 and (hi - lo == whole or hi == num_microbatches)
 
@@ -63,11 +64,11 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class WayUp:
-    """The way of a node to the root: the nodes that it is a part of, and the sums that it is added to.
+    """The way from a node up to the root: the nodes that contain it, and the additions on the way.
 
     Args:
-        nodes: itself and all nodes above it, any of which covers it.
-        halves: level by level what it is added to: the other half, and the addition.
+        nodes: the node itself and all nodes above it, each of which covers it.
+        halves: for each level, from the node up: (the other half, the addition of both halves).
     """
 
     nodes: tuple[Node, ...]
@@ -94,7 +95,7 @@ def sibling(node: Node, num_microbatches: int) -> Node | None:
 def maximal_nodes(microbatches: Iterable[int], num_microbatches: int) -> tuple[Node, ...]:
     """The largest nodes whose micro-batches are all in `microbatches`, left to right.
 
-    They are the sums that a worker with these micro-batches can compute by itself, and therefore what it sends.
+    A worker with these micro-batches can compute the sums of these nodes by itself, so it sends these sums.
     """
     have = sorted(set(microbatches))
 
@@ -114,8 +115,8 @@ def maximal_nodes(microbatches: Iterable[int], num_microbatches: int) -> tuple[N
 def max_open_nodes(order: Iterable[int], num_microbatches: int) -> int:
     """The most partial sums that a worker holds while it adds up its micro-batches in this order.
 
-    Multiplied by the size of its gradients it is the memory that the reduction needs; benchmarks compare it with what
-    was measured.
+    This number times the size of the worker's gradients is the memory that the reduction needs. Benchmarks compare it
+    with measurements.
     """
     sums, most = Reduction(num_microbatches), 0
     for microbatch in order:
@@ -127,7 +128,8 @@ def max_open_nodes(order: Iterable[int], num_microbatches: int) -> int:
 
 @dataclass(frozen=True)
 class Added:
-    """The consequences of a new node: drop the sums inside it, then make these additions in this order."""
+    """What the caller has to do for a new node: drop the sums of the `superseded` nodes inside it, then make the
+    additions in `merges` in this order."""
 
     superseded: tuple[Node, ...]
     merges: tuple[Merge, ...]
@@ -135,10 +137,11 @@ class Added:
 
 @dataclass
 class Reduction:
-    """The nodes of one tree that are held, and the additions that are possible. It has ids; the caller has the values.
+    """The nodes of one tree whose sums a worker has. It finds the additions that are possible.
 
-    Duplicates, and nodes inside a held node, are ignored: a contribution is a pure function of its id, so a second copy
-    has the same bits. Reconfigurations rely on this, since afterwards a sum may arrive from two workers.
+    It handles only the ids of nodes; the caller has the values. Duplicates, and nodes inside a held node, are ignored:
+    a contribution is a pure function of its id, so a second copy has the same bits. Reconfigurations rely on this, as
+    afterwards a sum may arrive from two workers.
     """
 
     num_microbatches: int
@@ -150,7 +153,7 @@ class Reduction:
         return (0, self.num_microbatches) in self.held
 
     def add(self, node: Node) -> Added | None:
-        """Adds a node. Returns None and changes nothing if a held node covers it already.
+        """Add a node. Returns None and changes nothing if a held node covers it already.
 
         Held nodes are disjoint, so a node is covered if and only if a node on its path from the root is held. For a
         single micro-batch this takes O(log num_microbatches).
@@ -173,8 +176,8 @@ class Reduction:
         return Added(superseded, tuple(merges))
 
     def _held_inside(self, node: Node) -> Iterator[Node]:
-        """The nodes that are held of those below one, left to right."""
-        if len(self.held) <= node[1] - node[0]:  # to look at all of these takes less time than to go down the tree
+        """The held nodes below a node, left to right."""
+        if len(self.held) <= node[1] - node[0]:  # looking at all held nodes takes less time than going down the tree
             yield from sorted(n for n in self.held if node[0] <= n[0] and n[1] <= node[1])
             return
         middle = split(node)

@@ -94,7 +94,7 @@ class Topology:
         return tuple(map(tuple, found.values()))
 
     def distance(self, a: int, b: int) -> int:
-        """Levels to climb to a common domain: 0 on one host, 1 on two hosts of one rack, 2 in two racks."""
+        """The levels to climb to a common domain: 0 within a host, 1 for two hosts of one rack, 2 for two racks."""
         path_a, path_b = self.path(a), self.path(b)
         shared = next(
             (level for level, pair in enumerate(zip(path_a, path_b, strict=True)) if pair[0] != pair[1]), len(path_a)
@@ -102,10 +102,14 @@ class Topology:
         return len(path_a) - shared
 
     def with_ranks(self, ranks: Iterable[int], domains: Mapping[int, Path] | None = None) -> Topology:
-        """This topology and `ranks`: newcomers go where `domains` says, or to the one domain there is.
+        """This topology with the failure domains of `ranks` added.
+
+        Args:
+            ranks: the ranks. Those that the topology knows already keep their domains unless `domains` has them.
+            domains: rank -> path. A new rank that is not in it gets the only path of this topology.
 
         Raises:
-            MeshError: a new rank has no path in `domains` and there are several domains it could be in.
+            MeshError: a new rank has no path in `domains`, and the topology has several.
         """
         merged = dict(self._path_of)
         paths = set(merged.values())

@@ -1,6 +1,6 @@
-"""Actions of the controller's half of the protocol: its driver carries them out, in the order in which they come.
+"""The actions that `ControllerProtocol` returns. Its driver carries them out in the order in which they are returned.
 
-Four of them only tell the driver something, for the log and its other parts: Committed, ValidationDone, EpochBegun and
+Four of them only inform the driver, for the log and for its other parts: Committed, ValidationDone, EpochBegun and
 Done.
 """
 
@@ -30,7 +30,9 @@ class Broadcast:
     """Send this message to several workers. It is encoded once, however many they are.
 
     Args:
-        peers: of a Reconfigure on a large mesh: the workers whose addresses each is told; None: those of all.
+        ranks: the receivers.
+        peers: for a Reconfigure on a large mesh: the peers of each receiver, whose addresses it is sent; None if each
+            is sent the addresses of all members.
     """
 
     ranks: tuple[int, ...]
@@ -40,10 +42,11 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class RemoveMember:
-    """The worker is no member any more.
+    """The worker is not a member any more.
 
     Args:
-        lost: it failed, and must not live on: its process is killed. Else it has left, and ends by itself (Stop).
+        lost: True if it failed: its process must be killed, so that it cannot go on. False if it has left: it ends by
+            itself, as it was sent Stop.
     """
 
     rank: int
@@ -59,12 +62,14 @@ class Committed:
 
 @dataclass(frozen=True)
 class ValidationDone:
-    """All micro-batches of a validation: the exactly rounded sum of their losses.
+    """A validation is complete: the losses of all of its micro-batches are known.
 
     Args:
-        is_last: by this loss the run ends after `step`.
-        weight: the exactly rounded sum of their weights; None: losses have none.
-        metrics: (name, sum, weight or None) of each metric, likewise.
+        step: the version that was validated.
+        total: the exactly rounded sum of the losses of all micro-batches.
+        is_last: True if this loss ends the run early, after `step`.
+        weight: the exactly rounded sum of the weights of the losses; None if losses have no weight.
+        metrics: (name, exactly rounded sum, exactly rounded sum of weights or None) of each metric.
     """
 
     step: int
@@ -76,14 +81,18 @@ class ValidationDone:
 
 @dataclass(frozen=True)
 class EpochBegun:
-    """A new mesh epoch has begun: its reasons, and its cost.
+    """A new mesh epoch has begun: why, and what it costs.
 
     Args:
-        kinds: rank -> "fail", "leave", "join" or "link"; empty when only state changed hands.
-        microbatches_redone: (micro-batch, stage) pairs that are computed again, or by another worker than planned.
-        why: the reason of a move of micro-batches, layers or workers, in words; else empty.
-        plan: the movement of state; None: no state moves.
-        checks_dropped: pairs of the step under way that are not checked any more.
+        placement: the placement of the new epoch.
+        kinds: rank -> "fail", "leave", "join" or "link"; empty if the members stay and only state moves.
+        reasons: rank -> reason, in words.
+        version: the highest version of any member.
+        microbatches_redone: the number of (micro-batch, stage) pairs that are computed again, or by another worker than
+            planned.
+        why: the reason for a move of micro-batches, layers or workers, in words; else empty.
+        plan: the reshard plan; None if no state moves.
+        checks_dropped: the number of checks of the step under way that are not made any more.
     """
 
     placement: Placement
@@ -97,19 +106,18 @@ class EpochBegun:
 
     @property
     def num_copies(self) -> int:
-        """Copies of page ranges that are being made now."""
+        """The number of page ranges that are copied to learners in this epoch."""
         return len(self.plan.copies) if self.plan is not None else 0
 
 
 @dataclass(frozen=True)
 class Save:
-    """The Reconfigure of an epoch orders its members to write their state and to begin no other step.
-
-    Too few workers are left, or the run was asked to stop.
+    """The run stops: the Reconfigure of this epoch makes its members write their state and begin no other step.
 
     Args:
-        version: of the state.
-        reason: in words.
+        version: the version of the state that is written.
+        epoch: the mesh epoch of the Reconfigure.
+        reason: why the run stops, in words: too few workers are left, or somebody asked for it.
     """
 
     version: int
@@ -127,8 +135,8 @@ class Unrecoverable:
     """The run cannot go on from the state that its workers have: only a checkpoint helps.
 
     Args:
-        lost: page ranges without a replica; empty if that is not the cause.
-        reason: in words.
+        lost: the page ranges that have no replica left; empty if the cause is another one.
+        reason: the cause, in words.
     """
 
     lost: tuple[ReplicaSet, ...]

@@ -1,8 +1,8 @@
 """Checks of micro-batches by a second worker: which are drawn, who checks them, and who is wrong if results differ.
 
 Bits do not depend on who computes (docs/design.md), so any other worker of a stage can compute a micro-batch again and
-compare. Everything here is a pure function: all workers and the controller come to the same pairs and the same verdict
-without a message.
+compare. Everything here is a pure function: all workers and the controller come to the same pairs without a message.
+The rules are V1 to V6 of docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from elaswave_spmd.scheduling.placement import Placement
 
 OUTPUT, INPUT_GRADIENT, WEIGHT_GRADIENT = "output", "input gradient", "weight gradient"
 DIGEST_COLUMNS, DIGEST_BYTES = 64, 8
-"""A digest has so many columns of so many bytes: element i of a tensor goes into column i modulo their number."""
+"""A digest has 64 columns of 8 bytes: element i of a tensor goes into column i modulo 64. So the number of columns that
+differ is a lower bound of the number of elements that do."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,9 @@ class Pair:
     """A micro-batch on a stage that a second worker computes as well.
 
     Args:
-        owner: the worker whose micro-batch it is.
+        stage: the number of the stage.
+        microbatch: the number of the micro-batch.
+        owner: the worker to which the placement gives the micro-batch.
         checker: the worker that computes it a second time; the owner itself if it is alone in its stage.
     """
 
@@ -40,24 +43,28 @@ class Pair:
 
 @dataclass(frozen=True)
 class CheckDraw:
-    """The pairs that are checked in each step.
+    """Draws the pairs that are checked in each step.
 
     Args:
-        seed: of the run.
-        rate: the probability of each pair; 0: nothing is checked.
+        seed: the seed of the run.
+        rate: the probability with which a pair is drawn; 0 if nothing is checked.
     """
 
     seed: int
     rate: float = 0.0
 
     def pairs(self, step: int, stage: int, placement: Placement) -> tuple[Pair, ...]:
-        """The pairs of one stage, by micro-batch. The worker with the least to do gets the next check."""
+        """The drawn pairs of one stage, in the order of micro-batches.
+
+        Each check goes to the worker that has the fewest micro-batches and checks, other than the pair's owner.
+        """
         drawn, key = self._drawn(step, stage, placement.num_microbatches)
         if not drawn:
             return ()
         members = placement.mesh.stages[stage]
         staff = zip(members, placement.microbatch_counts[stage], strict=True)
-        # Among equals the first differs from step to step, so that every worker checks at a low rate as well.
+        # Among workers with equal load, a drawn one comes first. Otherwise, at a low rate, the same workers would check
+        # in every step.
         first = key % len(members)
         load = [(count, (at - first) % len(members), rank) for at, (rank, count) in enumerate(staff)]
         heapq.heapify(load)
@@ -73,32 +80,34 @@ class CheckDraw:
         return tuple(sorted(found, key=lambda pair: pair.microbatch))
 
     def num_pairs(self, step: int, placement: Placement) -> int:
-        """The number of pairs of a step that are checked."""
+        """The number of pairs that are checked in a step, on all stages."""
         number = placement.num_microbatches
         return sum(len(self._drawn(step, stage, number)[0]) for stage in range(placement.num_stages))
 
     def _drawn(self, step: int, stage: int, num_microbatches: int) -> tuple[list[int], int]:
-        """The micro-batches of a stage that are drawn, in a drawn order, and one more word."""
+        """The micro-batches of a stage that are drawn, in random order, and one more random 32-bit word."""
         if self.rate <= 0:
             return [], 0
         key = fold(root(self.seed), step & MASK32, step >> 32, stage, CHECKS)
         drawn = words(key, 0, num_microbatches + 1).astype(np.uint64)
         below = np.uint64(round(self.rate * (1 << 32)))
-        # In the order of their words: neighbours have one worker, and who comes last may find all others busy.
+        # Sorted by their random words, not by number: neighbouring micro-batches belong to the same worker, and the
+        # worker whose micro-batches always come last would find all other workers busy with checks.
         chosen = np.flatnonzero(drawn[:-1] < below)
         return chosen[np.argsort(drawn[chosen], kind="stable")].tolist(), int(drawn[-1])
 
 
 def begins_anew(rate: float, *, is_begun: bool, is_suspect: bool) -> bool:
-    """True if a step that a change of the mesh meets begins anew, in another attempt.
+    """True if the step during which the mesh changes has to begin anew, in another attempt.
 
-    Below rate 1 that is so only if somebody is known to have computed wrongly: what was computed may have been added
-    and passed on. Otherwise the step is recovered in part, and its checks that are not complete are dropped. At rate 1,
-    where nothing unchecked may be committed, the step begins anew.
+    It has to if two results differ, as a wrong value may have been added to sums and passed on. At rate 1 it always
+    has to, as nothing unchecked may be committed. Otherwise the step is recovered in part, and those of its checks that
+    are not complete are dropped.
 
     Args:
-        is_begun: somebody has computed something of it, or may have.
-        is_suspect: two workers have computed different results.
+        rate: the probability with which a pair is checked.
+        is_begun: True if a worker has, or may have, computed something of the step.
+        is_suspect: True if two workers have computed different results in it.
     """
     return is_begun and rate > 0 and (is_suspect or rate >= 1)
 
@@ -111,8 +120,9 @@ class Difference:
     """The first tensor, in the order in which a micro-batch is computed, in which two results differ.
 
     Args:
+        layer: the number of the layer.
         kind: OUTPUT, INPUT_GRADIENT or WEIGHT_GRADIENT.
-        elements: number of elements that differ; of many, at least so many.
+        elements: a lower bound of the number of elements that differ, which is exact if they are few.
     """
 
     layer: int
@@ -144,13 +154,14 @@ def _computed(rows: Sequence[DigestRow]) -> Iterator[tuple[int, str, bytes]]:
 
 
 def judges(pair: Pair, members: Collection[int], asked: Collection[int] = ()) -> tuple[int, ...]:
-    """The workers that compute a pair once more: a third one, as long as there is one; else both of the two again.
+    """The workers that compute a pair once more: a third worker while there is one; else the owner and the checker.
 
-    Nobody if it was one worker that differed from itself, which is wrong whoever is right, and if all have been asked.
+    No worker if the owner is its own checker, as it is wrong in any case, and if all have been asked already.
 
     Args:
-        members: of the pair's stage.
-        asked: workers that were asked before, whose results did not tell who is wrong.
+        pair: the pair whose two results differ.
+        members: the workers of the pair's stage.
+        asked: the workers that were asked before and whose results did not show who is wrong.
     """
     if pair.owner == pair.checker or pair.owner in asked:
         return ()
@@ -161,19 +172,20 @@ def judges(pair: Pair, members: Collection[int], asked: Collection[int] = ()) ->
 def verdict(
     pair: Pair, first: Mapping[int, tuple[DigestRow, ...]], again: Mapping[int, tuple[DigestRow, ...]]
 ) -> tuple[int, ...]:
-    """The workers that have computed wrongly; nobody if nothing tells who.
+    """The workers that have computed wrongly; empty if the results do not show which.
 
-    A result that two workers have made, each for itself, is the right one: all others are wrong, also a third worker
-    that was asked. Else each of the two is wrong whose second result is another than its first: bits are a function of
-    the input.
+    A result at which two workers have arrived independently is right: all workers with another result are wrong, a
+    third worker that was asked included. If there is none, the owner or the checker is wrong if its second result
+    differs from its first, as a right result is a function of the input.
 
     Args:
-        first: rank -> its result of the pair, of the owner and the checker.
-        again: rank -> its result, of the `judges` so far.
+        pair: the pair whose two results differ.
+        first: rank -> its first result, for the owner and the checker.
+        again: rank -> its result, for each worker among the `judges` so far.
     """
     if pair.owner == pair.checker:
         return (pair.owner,)
-    results = {**again, **first}  # one of each worker: the first
+    results = {**again, **first}  # one result of each worker: of owner and checker the first
     numbers = Counter(results.values())
     if (right := next((result for result, number in numbers.items() if number > 1), None)) is not None:
         return tuple(rank for rank, result in sorted(results.items()) if result != right)

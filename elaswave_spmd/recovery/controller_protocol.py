@@ -1,10 +1,12 @@
 """The controller's half of the step protocol: it decides membership, never the outcome of a step (protocol.md, S2).
 
-A state machine without I/O and without a clock: facts and messages in, actions out. The controller's loop carries the
-actions out (controller/loop.py); the simulated cluster and the benchmarks drive the same class.
+`ControllerProtocol` is a state machine without I/O and without a clock: facts and messages go in, actions come out. The
+controller's loop carries the actions out (controller/loop.py); the simulated cluster and the benchmarks drive the same
+class.
 
-There is one way to change the mesh epoch, for every event: Prepare to the living members, a StepReport from each,
-Reconfigure to the members of the new epoch. An event in between begins it again with the next epoch number.
+There is one way to change the mesh epoch, whatever the event: Prepare goes to the living members, each answers with a
+StepReport, and Reconfigure goes to the members of the new epoch. An event before the Reconfigure begins this again,
+with the next epoch number.
 """
 
 from __future__ import annotations
@@ -66,13 +68,16 @@ class Policy:
     """The settings of how a run reacts to losses.
 
     Args:
-        mirror_count: mirrors of each page, besides its primary.
-        mirror_scatter: number of workers that share the mirrors of one worker's pages; 0: chosen.
-        min_workers: with fewer left, the state is saved and the run stops.
-        compares_at: whether the replicas of a version are compared; the same function as the workers'
-            (Job.compares_at). What a worker has published before that, and is lost, is not believed.
-        early_stop: the rule by which the run ends before its last step; None: it does not.
-        reads_masters: workers compute with their state, or send it, where it lies (Job.reads_masters).
+        mirror_count: the number of mirrors of each page, besides its primary.
+        mirror_scatter: the number of workers over which the mirrors of one worker's pages are spread; 0 lets
+            `sharding.replica_placement` choose.
+        min_workers: if fewer workers are left, the state is saved and the run stops.
+        compares_at: True for the versions at which replicas are compared; the same function as the workers'
+            (Job.compares_at). What a worker publishes at such a version is not trusted if the worker is lost before
+            the comparison is complete (H4).
+        early_stop: the rule that may end the run before its last step; None if there is none.
+        reads_masters: True if workers compute with their fp32 master parameters, or send them, directly from the memory
+            of the state, without a copy (Job.reads_masters). Damage to that memory then affects what they compute.
     """
 
     mirror_count: int = 1
@@ -88,15 +93,17 @@ class ProtocolSpec:
     """The facts about a run that its controller's protocol works with. None of them changes.
 
     Args:
-        layout: the pages.
-        steps: of the run.
-        num_validation_microbatches: micro-batches of a validation.
-        validates_at: whether the state after a step is validated; the same function as the workers' (Job.validates_at).
-        mean_loss: of a validation: what is compared with others. A function of its argument alone.
-        version: at which the run begins: the step of the checkpoint that it goes on from, or 0.
-        began_at: the version at which its workers began; None: at this one. A controller that came back does not know.
-        widest: members up to which each has a link to all others; None: on every mesh.
-        tells_hosts: workers are told who else is on their host (`runtime.collectives=group`).
+        layout: the pages of each layer.
+        steps: the number of the run's last step.
+        num_validation_microbatches: the number of micro-batches of a validation.
+        validates_at: True for the steps after which the state is validated; the same function as the workers'
+            (Job.validates_at).
+        mean_loss: the mean loss of a complete validation, which early stopping compares. It must be a pure function.
+        version: the version at which this controller begins: for a run that goes on from a checkpoint its step, else 0.
+        began_at: the version at which the workers began; None if that is `version`. A controller that came back to
+            running workers does not know it, and gives 0.
+        widest: up to this number of members, each has a link to every other; None: on meshes of any size.
+        tells_hosts: True if Reconfigure tells workers which members share a host (`runtime.collectives=group`).
     """
 
     layout: ModelLayout
@@ -125,12 +132,16 @@ class MicrobatchAssigner(Protocol):
 
         Args:
             old: the placement until now.
-            split: the layers whose backward may be in two parts; None: there are none.
+            stages: the ranks of each stage of the new mesh.
+            num_microbatches: the number of micro-batches of a global batch.
+            split: the layers whose backward may run in two parts, the gradient of the input first and the weight
+                gradients later; None if there are none.
         """
         ...
 
     def limited(self, placement: Placement, split: SplitBackward) -> Assignment:
-        """The assignment of a placement with the limits of its workers (`scheduling.split_backward`)."""
+        """The assignment of a placement with the limits of its workers: how many micro-batches a worker may have in
+        flight, and of how many it may put off the weight gradients (`scheduling.split_backward`)."""
         ...
 
 
@@ -151,10 +162,11 @@ class _Change:
     """A change of the mesh epoch that is under way: Prepare was sent, and StepReports are coming in.
 
     Args:
+        epoch: the number of the epoch that is prepared.
         after: as in Prepare.
-        reports: rank -> its answer.
-        late: learners that have reported since their answer that they have all of their state: of which version it is,
-            that does not say.
+        reports: rank -> its StepReport.
+        late: learners whose CaughtUp arrived after their StepReport. CaughtUp does not say of which version the state
+            is, so these learners cannot count as replicas if the state of just this version is needed.
     """
 
     epoch: int
@@ -167,20 +179,22 @@ class _Change:
 class _Pending:
     """Events that have happened to members since the last Reconfigure, and take effect in the next one.
 
-    A member is *lost* (it failed, and is dropped at once) or *leaves* (it was asked to, and waits until every page that
-    it has is elsewhere too). Both are removed from the mesh.
+    A member is *lost* (it failed, and is dropped at once) or *leaves* (it asked to, or was asked to, and stays until
+    each of its pages has another replica). Both are removed from the mesh.
 
     Args:
-        lost, leaving: rank -> reason.
-        newcomers: workers that are ready and no members yet, in the order in which they came.
+        lost: rank -> reason.
+        leaving: rank -> reason.
+        newcomers: workers that are ready and not members yet, in the order in which they became ready.
         caught_up: learners that have reported that they have all of their state.
-        damaged: rank -> page ranges whose content on this member is not what it had written.
-        recovered: members that have given up state, or that have nothing of undecided steps any more, since their
-            device failed and was brought back; or all, since nothing moves. They are sent everything again.
-        relinked: ends of a link that is made again -> reason.
-        is_suspect: two workers have computed different results of the step under way.
-        repairs: replicas differ, or one is not what its worker had written. Those that are wrong are lost or damaged;
-            what the others got from them is given up.
+        damaged: rank -> page ranges of which this member's replica is wrong or was given up.
+        recovered: members to which the others send again whatever they had sent before. These are members that have
+            given up state; members that have lost everything about undecided steps, as their device failed and was
+            reset; or, after a standstill, all members.
+        relinked: the two ends of a link that broke and is opened again -> reason.
+        is_suspect: two workers have computed different results in the step under way.
+        repairs: a replica was found to be wrong: replicas differ, or the memory of one has changed by itself. Its
+            worker is in `lost` or `damaged`, and whatever other members got from that replica is given up.
     """
 
     lost: dict[int, str] = field(default_factory=dict)
@@ -194,24 +208,29 @@ class _Pending:
     repairs: bool = False
 
     def after(self, leavers: Collection[int]) -> _Pending:
-        """The events left for a later epoch: requests to leave, of members that have the only replica of a page."""
+        """The events left for a later epoch: requests to leave of members that still have the only replica of a page.
+
+        Args:
+            leavers: the members that leave in this epoch.
+        """
         return _Pending(leaving={rank: why for rank, why in self.leaving.items() if rank not in leavers})
 
 
 @dataclass(frozen=True)
 class _Standing:
-    """The position of the old epoch's members in the step under way, by their StepReports.
+    """How far the old epoch's members have come with the step under way, by their StepReports.
 
     Args:
-        version: the highest of any member. Members that are a step behind have voted for it, and complete it by the
-            votes of the new epoch.
-        partial_steps: rank -> what it has of step version + 1; None: nothing. What a member that is behind has of its
-            own next step does not matter: that step is decided.
-        all_at_version: all members are at the version.
-        is_between_steps: all members are at the version and have nothing of the next step.
-        attempts: the attempts that members are in.
-        layers: rank -> layers [first, stop) of the stage that it is on, of those that say so.
-        ahead: rank -> trained page ranges of which it has the state of the version after the version.
+        version: the highest version of any member. A member that is one step behind has voted for that step, and
+            completes it with the votes of the new epoch.
+        partial_steps: rank -> what the member has of step version + 1; None if nothing. What a member that is behind
+            has of step `version` does not matter here: that step is decided.
+        all_at_version: True if all members are at `version`.
+        is_between_steps: True if all members are at `version` and have nothing of the next step.
+        attempts: the attempts in which the members compute; more than one if some missed an epoch.
+        layers: rank -> layers [first, stop) of the member's stage, for the members whose report says so.
+        ahead: rank -> trained page ranges of which this learner has the state of `version` + 1 already, sent by a
+            primary that had applied that step and is lost.
     """
 
     version: int
@@ -235,16 +254,16 @@ class _Standing:
 
 @dataclass(frozen=True)
 class _Membership:
-    """The workers that go and that come in the new epoch, and the state that is left.
+    """The workers that leave or join with the new epoch, and the state that is left.
 
     Args:
-        replicas: the replica map of the old epoch with learners that have caught up as replicas, and without damaged
-            replicas.
-        without_replica: page ranges of which no replica is good.
+        replicas: the replica map of the old epoch, in which learners that have caught up are replicas, and damaged
+            replicas are left out.
+        without_replica: page ranges that have no good replica left.
         leaving: rank -> reason, of members that leave now.
-        newcomers: workers that become members.
-        removed: rank -> reason, of members that are lost or leave.
-        is_unchanged: the members are those of the old epoch, and all of their state is good.
+        newcomers: workers that become members now.
+        removed: rank -> reason, of members that are lost or leave now.
+        is_unchanged: True if the members are those of the old epoch, and none of them has given up state.
     """
 
     replicas: ReplicaMap
@@ -257,17 +276,17 @@ class _Membership:
 
 @dataclass(frozen=True)
 class Predecessor:
-    """The facts that a controller that came back has of the one before it, from the journal and the living workers.
+    """What a controller that came back knows of the one before it, from the journal and the living workers.
 
     Args:
-        placement: of the newest mesh epoch, as its Reconfigure has it.
-        reconfigure: that message.
-        versions: of the members that live.
-        lacking: members that live, and to which that message has not come.
-        prepared: the Prepare that was journaled last; None: the mesh has never been about to change.
-        last_epoch: no mesh epoch up to this one is used again.
+        placement: the placement of the newest mesh epoch, as its Reconfigure has it.
+        reconfigure: the Reconfigure of the newest mesh epoch.
+        versions: rank -> version, of the members that live.
+        lacking: members that live and have not received `reconfigure`.
+        prepared: the last Prepare in the journal; None if the mesh has never been about to change.
+        last_epoch: the highest epoch number that may have been used; new epochs get higher ones.
         validated: the newest step whose validation is complete.
-        ended_at: the step after which the run ends early; None: it does not, by what is validated.
+        ended_at: the step after which the run ends early; None if no validation so far ends it.
     """
 
     placement: Placement
@@ -281,20 +300,21 @@ class Predecessor:
 
 
 class ControllerProtocol:
-    """State of the controller's half over one run.
+    """The controller's half of the step protocol over one run.
 
-    Every method is called by the controller's thread. Those under "events" and "reports" take what has happened, and
-    return the actions to be carried out, in order.
+    Every method is called by the controller's thread. The methods under "events" and "reports" take what has happened,
+    and return the actions that the caller must carry out, in order.
 
     Args:
-        placement: of the first epoch.
+        placement: the placement of the first epoch.
         spec: the facts about the run.
-        policy: how the run reacts to losses.
-        assigner: decides which worker gets how many micro-batches after a change of members.
-        checks: which micro-batches are checked; None: none.
-        split: the layers whose backward may be in two parts; None: none, or workers find out (`layers_tried`).
-        validations: step -> mean loss, of the validations that are known when this controller begins: those of the run
-            that it resumes, and those before it came back.
+        policy: how the run reacts to losses; None for the defaults.
+        assigner: decides how many micro-batches each worker gets after a change of members; None for `EvenAssigner`.
+        checks: decides which micro-batches are checked by a second worker; None if none are.
+        split: the layers whose backward may run in two parts; None if there are none, or if workers are still to find
+            out (`layers_tried`).
+        validations: step -> mean loss, of validations from before this controller: those of the run that it resumes,
+            and those of the controller that it replaces.
     """
 
     def __init__(
@@ -309,40 +329,42 @@ class ControllerProtocol:
     ) -> None:
         self._spec, version = spec, spec.version
         self.began_at = version if spec.began_at is None else spec.began_at
-        """The workers of this life of the run have computed nothing before this version."""
+        """The version at which the workers began: they have computed no step up to it."""
         self.placement = placement
         self.layout = spec.layout
         self.steps = spec.steps
-        """The last step of the run: as planned, until a validation ends it early."""
+        """The last step of the run: the planned one, or the one after which a validation has ended the run early."""
         self._ends_early = False
         self._entered_at = version  # the highest version of any member when the present epoch began
         self.version = version
         self.addresses: dict[int, str] = {}
-        """Rank -> address, of every worker that is ready and not lost: members, and newcomers."""
+        """Rank -> address, of every worker that is ready and not lost: members and newcomers."""
         self.split = split
-        """The layers whose backward may be in two parts; None: there are none, or nobody has tried them yet."""
+        """The layers whose backward may run in two parts; None if there are none, or if no worker has tried it yet."""
         self.running = Assignment.of(placement)
-        """The placement with the limits that workers were told last."""
+        """The placement with the limits that workers were sent last."""
         self._policy = policy or Policy()
         self._assigner = assigner or EvenAssigner()
         self._checks = checks or CheckDraw(0)
         self.widest = spec.widest
-        """Members up to which each has a link to all others; None: always."""
+        """Up to this number of members, each has a link to every other; None: on meshes of any size."""
         self.peers: Peers | None = None
-        """The members that each has links to in the present epoch; None: all others."""
-        # Who has run what of the step under way, or of the one before, in mesh epochs that are over; and the step and
-        # the plan that the present one began with.
+        """The members that each member has links to in the present epoch; None if it has links to all others."""
+        # Peers of the next epoch follow from who may keep tensors of the step under way, or of the one before. So these
+        # two record who has run what of it: in epochs that are over; and in the present one, as (step, its recovery
+        # plan).
         self._ran: tuple[Ran, ...] = ()
         self._planned: tuple[int, tuple[Recompute, ...]] = (0, ())
         self._missed: set[frozenset[int]] = set()  # pairs of members that had no link when one of them wanted it
-        self._attempt = 0  # of the steps to come: the mesh epoch that began it, or 0
+        self._attempt = 0  # the attempt of the steps to come: the number of the mesh epoch that began it, or 0
         self.agreed = version
-        """The newest version at which all replicas were found to be the same; at first, that of the begin."""
-        self._repair = 0  # the newest attempt that began since replicas differed
+        """The newest version at which all replicas were found to be equal; at first, the version at the begin."""
+        self._repair = 0  # the newest attempt that began because a replica was wrong, or may have been; 0: none did
         self._started = False
         self._starters = set(placement.mesh.members)  # workers that the first mesh waits for
         self._lost_at_start: dict[int, str] = {}  # rank -> reason
-        # Epochs and changes of them. The last epoch number may be that of a change which another one has overtaken.
+        # The newest epoch number of which a Prepare was sent. Its epoch may never be entered, if another event comes
+        # before the Reconfigure.
         self._last_epoch = placement.mesh.epoch
         self._wanted_stages = placement.num_stages
         self._change: _Change | None = None
@@ -364,8 +386,8 @@ class ControllerProtocol:
         self._have_validated: set[int] = set()
         self._losses = dict(validations or {})  # step -> mean loss, of all validations so far
         self._validated = 0  # the newest step whose validation is complete
-        self._validated_in = 0  # the mesh epoch in which it was
-        self._finished: dict[int, int] = {}  # rank -> the epoch in which it has sent its final pages
+        self._validated_in = 0  # the mesh epoch in which that validation was completed
+        self._finished: dict[int, int] = {}  # rank -> the epoch in which this worker sent its final pages
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -380,12 +402,12 @@ class ControllerProtocol:
 
     @property
     def not_ready(self) -> tuple[int, ...]:
-        """Workers that the first mesh waits for."""
+        """Workers that the first mesh still waits for."""
         return () if self._started else tuple(sorted(self._starters - self.addresses.keys()))
 
     @property
     def stops(self) -> bool:
-        """True once the run is about to stop with its state saved: nobody joins it any more."""
+        """True once the run is about to stop with its state saved: no worker joins any more."""
         return bool(self._saving or self._stop_wanted)
 
     @property
@@ -395,17 +417,17 @@ class ControllerProtocol:
 
     @property
     def last_epoch(self) -> int:
-        """The newest mesh epoch of which a Prepare was sent, or that of the first mesh."""
+        """The newest mesh epoch for which a Prepare was sent; before the first change, the epoch of the first mesh."""
         return self._last_epoch
 
     @property
     def leaving(self) -> tuple[int, ...]:
-        """Members that leave at the next boundary between steps, or as soon as their pages are elsewhere."""
+        """Members that leave at the next boundary between steps at which all of their pages have another replica."""
         return tuple(sorted(self._pending.leaving))
 
     @property
     def joining(self) -> tuple[int, ...]:
-        """Newcomers that are ready, and come into the mesh with its next change."""
+        """Newcomers that are ready, and become members with the next change of the mesh."""
         return tuple(self._pending.newcomers)
 
     @property
@@ -415,18 +437,18 @@ class ControllerProtocol:
 
     @property
     def changing(self) -> tuple[int, ...]:
-        """Members whose StepReport is waited for."""
+        """Members that have not yet answered the Prepare of the change under way."""
         if self._change is None:
             return ()
         return tuple(rank for rank in self.members if rank not in self._change.reports)
 
     @property
     def unanswered(self) -> tuple[int, tuple[int, ...]]:
-        """The epoch of the last Prepare, and the members that can answer it by now and have not.
+        """The epoch of the last Prepare, and the members that could have answered it by now but have not.
 
-        For the failure detector. A Prepare of a planned change can be answered by a member that has applied the step
-        after which the change is to come, and not before the validation of the newest step is complete. Until then
-        silence proves nothing.
+        The failure detector takes the silence of these members for a loss. A member can answer the Prepare of a planned
+        change only once it has applied the step `after`, and not while a validation of the newest step is incomplete.
+        Until then its silence proves nothing, and it is not listed.
         """
         change = self._change
         if change is None or (change.after != AT_ONCE and self.is_validating):
@@ -440,9 +462,9 @@ class ControllerProtocol:
 
     @property
     def free_to_leave(self) -> tuple[int, ...]:
-        """Members that have asked to leave, and whose pages all have another replica.
+        """Members that are to leave, and whose pages all have another replica.
 
-        None once the run is about to stop: then every member is needed to write its part of the checkpoint.
+        Empty once the run is about to stop: then every member is needed to write its part of the checkpoint.
         """
         if not self._pending.leaving or self._saving or self._stop_wanted:
             return ()
@@ -450,20 +472,24 @@ class ControllerProtocol:
 
     @property
     def settled(self) -> bool:
-        """No change of the epoch is under way or about to come, and every page has all its mirrors."""
+        """True if no change of the epoch is under way, and no state has to be copied: each page has all its mirrors."""
         return self._change is None and self._reshard is None
 
     # ---- events
 
     def expect(self, rank: int, domain: Path | None) -> None:
-        """A newcomer has been started in this failure domain; None: in that of all the others."""
+        """A newcomer was started in this failure domain; None if the run has only one."""
         self._domains[rank] = domain
 
     def ready(self, message: Ready) -> list[ProtocolAction]:
-        """A worker is ready. When all of the first mesh are, they are sent a Reconfigure; a later one is a newcomer."""
+        """A worker is ready.
+
+        Before the first epoch: when all workers of the first mesh are ready, they are sent a Reconfigure. Later: the
+        worker is a newcomer, and joins at the next boundary between steps.
+        """
         self.addresses[message.rank] = message.address
         if not self._started:
-            self._starters.add(message.rank)  # also one that was not waited for: it has come in time
+            self._starters.add(message.rank)  # a worker that the first mesh did not wait for may still join it
             return self._start_if_complete()
         self._pending.newcomers.append(message.rank)
         return self._begin(after=self._next_boundary())
@@ -471,14 +497,17 @@ class ControllerProtocol:
     def lost(
         self, rank: int, reason: str, *, spare: Ready | None = None, replacement: int | None = None
     ) -> list[ProtocolAction]:
-        """A worker is lost for good. The mesh changes at once: the others may be waiting for it in this very step.
+        """A worker is lost for good. The mesh changes at once: other members may be waiting for it in this very step.
 
-        Losses of workers that are no members, or of the same worker again, change nothing.
+        The loss of a newcomer only takes it off the list. The loss of a worker that is unknown, or was reported lost
+        already, changes nothing.
 
         Args:
-            spare: a worker that is ready and takes its place in the same change.
-            replacement: before the first epoch: a worker that is being started in its place. The first mesh waits for
-                it. Later it is a newcomer like any other, and its Ready begins a change.
+            rank: the worker that is lost.
+            reason: what happened to it, in words.
+            spare: a worker that is ready, and becomes a member in the same change.
+            replacement: before the first epoch: a worker that is being started in place of the lost one. The first mesh
+                waits for it. Later a replacement is a newcomer like any other, and its Ready begins a change.
         """
         self.addresses.pop(rank, None)
         if not self._started:
@@ -497,7 +526,7 @@ class ControllerProtocol:
     # ---- the first mesh
 
     def _lost_at_the_start(self, rank: int, reason: str, replacement: int | None) -> list[ProtocolAction]:
-        """A worker is lost before the first epoch. No state is lost with it: each worker begins with the same state."""
+        """A worker is lost before the first epoch. No state is lost, as every worker can make the initial state."""
         if rank not in self._starters:
             return []
         self._starters.remove(rank)
@@ -507,7 +536,7 @@ class ControllerProtocol:
         return [RemoveMember(rank, lost=True), *self._start_if_complete()]
 
     def _start_if_complete(self) -> list[ProtocolAction]:
-        """The first epoch, once everybody whom it waits for is ready; the end, if these are too few."""
+        """Begin the first epoch if all workers that it waits for are ready. End the run if too few of them are left."""
         starters = self._starters
         if len(starters) < (least := max(1, self._policy.min_workers)):
             who = "; ".join(f"worker {rank}: {reason}" for rank, reason in sorted(self._lost_at_start.items()))
@@ -532,9 +561,10 @@ class ControllerProtocol:
     # ---- a controller that came back
 
     def come_back(self, before: Predecessor) -> list[ProtocolAction]:
-        """Stand where the controller before this one stood, once all steps that workers had applied are reported.
+        """Take over the position of the controller that died. Called once all steps that workers applied are reported.
 
-        What it was sending when it died is sent to the end: so every living member has been sent the same Reconfigures.
+        A Reconfigure that it had sent to some members only is sent to the rest, so that all living members have been
+        sent the same Reconfigures.
         """
         newest = before.reconfigure
         self._started = True
@@ -551,25 +581,30 @@ class ControllerProtocol:
         if (ended_at := newest.version if newest.is_last else before.ended_at) is not None:
             self.steps, self._ends_early = ended_at, True
         if before.prepared is not None and before.prepared.epoch > newest.epoch:
-            # A change was under way. Members may have answered, and wait: what begins now is at least as urgent.
+            # A change was under way. Members may have answered its Prepare, and then wait for a Reconfigure. `_begin`
+            # makes the next change at least as urgent as the one noted here.
             self._change = _Change(before.prepared.epoch, before.prepared.after)
         again = [Broadcast(before.lacking, newest)] if before.lacking else []
-        # Whoever waits at a validated version may not have been told.
+        # Members that wait at a validated version may not have received the Validated message.
         is_validated = self.version > 0 and self._spec.validates_at(self.version) and not self.is_validating
         return [*again, *([self._validated_message(self.version)] if is_validated else [])]
 
     def attempt_again(self) -> list[ProtocolAction]:
-        """Two results of the step under way differ, and what was found out about them died with a controller."""
+        """Begin another attempt of the step under way, two results of which differ.
+
+        Called after a controller came back: what the one before had found out about the two results is lost with it.
+        """
         if self._pending.is_suspect:
             return []
         self._pending.is_suspect = True
         return self._begin(after=AT_ONCE)
 
     def begin_generation(self, before: Predecessor) -> list[ProtocolAction]:
-        """The mesh epoch with which a controller that came back begins, unless a loss or a wish to leave has begun one.
+        """Begin the first mesh epoch of a controller that came back, unless a loss or a leave has begun one already.
 
-        After the step under way, so that nothing is computed again; but at once where members may wait for what only
-        the controller before knew: there a change that a wish to leave has begun would be waited for in vain.
+        The change comes after the step under way, so that nothing is computed again. It comes at once if members may
+        wait for something that only the controller before knew: during a validation, and when the run is about to stop.
+        Then a planned change that a leave has begun is made urgent, as its Prepare could never be answered.
         """
         at_once = self.is_validating or bool(self._saving)
         has_begun = self._last_epoch > max(before.last_epoch, before.reconfigure.epoch)
@@ -587,14 +622,16 @@ class ControllerProtocol:
         return self._begin(after=self._next_boundary())
 
     def stop(self, reason: str, *, at_once: bool = False) -> list[ProtocolAction]:
-        """Somebody wants the run to stop: after the step under way, with its state saved, as if workers were too few.
+        """Stop the run after the step under way and save its state, as if too few workers were left (C10).
 
-        During a validation that is the step which is validated. After the last step nothing is stopped: what is left is
-        to collect the weights. A loss in the meantime takes precedence: then the run stops where the loss has met it.
+        During a validation the run stops after the step that is validated. After the last step nothing is stopped, as
+        all that remains is to collect the weights. If a worker is lost before the stop, the run stops at once, at the
+        version that it has then.
 
         Args:
-            at_once: where everybody is, as after a loss: the step under way cannot be completed, or the validation. If
-                that is the one after the last step, there is no result, and the run is stopped then, too.
+            reason: why, in words.
+            at_once: do not wait for the step or validation under way, as it cannot be completed. If the validation
+                after the last step cannot be completed, the run has no result, so it is stopped even then.
         """
         assert self._started, "before the first step there is nothing to save"
         stops_last = at_once and self.is_validating
@@ -608,14 +645,14 @@ class ControllerProtocol:
         return self._begin(after=self.version if self.is_validating else self._next_boundary())
 
     def holds_alone(self, rank: int) -> bool:
-        """True if state of the run would be lost with this member."""
+        """True if this member is the only replica of some page: its loss would be a loss of state."""
         return rank not in dispensable(self._replicas(), self._pending.lost, [rank])
 
     def relink(self, ends: frozenset[int], reason: str) -> list[ProtocolAction]:
-        """A link between two living members is lost, and perhaps what was on its way.
+        """A link between two living members broke, and messages that were on their way may be lost.
 
-        Both open it again when they enter the next epoch, and send what the other may lack. So this is handled as a
-        loss in which nobody is lost.
+        Both ends open the link again when they enter the next epoch, and send each other what may be missing. So this
+        is handled as a loss in which no worker is lost (C11).
         """
         if not self._started or not ends <= set(self.members):
             return []
@@ -623,16 +660,16 @@ class ControllerProtocol:
         return self._begin(after=AT_ONCE)
 
     def send_again(self) -> list[ProtocolAction]:
-        """All members wait, and nothing comes, though nobody is lost and no link is.
+        """All members wait for messages and none comes, though no worker is lost and no link is broken.
 
-        Everything that one of them has sent another may be what is missing: so each is named as one that has lost what
-        it was sent, and this is handled as a loss in which nobody is lost.
+        Any message between two of them may be the one that is missing. So all members are listed as `recovered`, to be
+        sent everything again, and this is handled as a loss in which no worker is lost.
         """
         self._pending.recovered.update(self.members)
         return self._begin(after=AT_ONCE)
 
     def missed(self, ends: frozenset[int]) -> None:
-        """A member had something for another one that it has no link to. From the next epoch on they have one."""
+        """A member had a message for another member that it has no link to. From the next epoch on they have a link."""
         self._missed.add(ends)
 
     def caught_up(self, message: CaughtUp) -> list[ProtocolAction]:
@@ -651,11 +688,11 @@ class ControllerProtocol:
         return [] if self._behind else self._begin(after=self._next_boundary())
 
     def rebalance(self, goal: Goal) -> list[ProtocolAction]:
-        """Micro-batches, layers or workers are to be moved, while training goes on.
+        """Move micro-batches, layers or workers to where `goal` has them, while training goes on.
 
-        Micro-batches change at the next boundary. Where layers or workers change their stage, state is copied there
-        first, and the change comes when all copies are made. Ignored while anything else changes: the rescheduler asks
-        again by itself.
+        If only micro-batches move, they do at the next boundary between steps. If layers or workers change their stage,
+        their state is copied first, and the placement changes once all copies are complete. The call is ignored while
+        anything else changes: the rescheduler asks again by itself.
         """
         assert sorted(r for members in goal.stages for r in members) == sorted(self.placement.mesh.members), goal
         pending = self._pending
@@ -665,18 +702,22 @@ class ControllerProtocol:
         return self._begin(after=self._next_boundary())
 
     def suspect(self) -> None:
-        """Two workers have computed different results: the step under way does not outlast this mesh epoch."""
+        """Two workers have computed different results: the next mesh epoch begins another attempt of the step."""
         self._pending.is_suspect = True
 
     def trust(self) -> None:
-        """The step goes on with what was computed of it, right or not."""
+        """Withdraw `suspect`: the step goes on with what was computed, right or not (`verify.action=report`)."""
         self._pending.is_suspect = False
 
     def repair(self, wrong: Mapping[int, Collection[PageRange]]) -> list[ProtocolAction]:
-        """Replicas differ: these are wrong, and their workers learn the pages anew. Of none: `lost` follows.
+        """Replicas were compared and differ. The workers of the wrong ones become learners of these pages.
 
         Whatever came from a wrong replica at this version is given up with the step under way: the new epoch begins
-        another attempt of it, with parameters of the others.
+        another attempt of the step, with parameters published by the other replicas.
+
+        Args:
+            wrong: rank -> page ranges of which its replica is wrong. If empty, no change begins here: the caller evicts
+                the wrong workers by `lost`.
         """
         self._pending.repairs = True
         for rank, ranges in wrong.items():
@@ -684,9 +725,10 @@ class ControllerProtocol:
         return self._begin(after=AT_ONCE) if wrong else []
 
     def damaged(self, message: Damaged) -> list[ProtocolAction]:
-        """A member has given up its state of some pages: other replicas take over, and it is sent the state again.
+        """A member has given up its state of some pages: other replicas take over, and it learns the pages anew.
 
-        If it was not what that member had written, what it has computed from it and sent is given up as well (H5).
+        If the reason is that its memory did not contain what it had written, then whatever it has computed from that
+        state and sent is given up as well (H5). If its device failed instead (`message.reason`), it is not.
         """
         if not self._started or message.rank not in self.members:
             return []
@@ -696,14 +738,14 @@ class ControllerProtocol:
         return self._begin(after=AT_ONCE)
 
     def report_received(self, message: StepReport) -> list[ProtocolAction]:
-        """An answer to Prepare; one for another epoch is void (a mutant in tests/simulated breaks this rule).
+        """Count an answer to Prepare. Answers for other epochs are void (a mutant in tests/simulated breaks this rule).
 
-        A report of an older epoch is out of date: its sender has gone on since, and may have applied a step.
+        A report for an older epoch is out of date: its sender has gone on since, and may have applied a step.
         """
         if self._change is None or message.epoch != self._change.epoch or not self._is_living_member(message.rank):
             return []
         self._change.reports[message.rank] = message
-        # Only living members are in `reports`, and each loss begins the change again: to count them is enough.
+        # Comparing numbers is enough: only living members are in `reports`, and each loss begins with empty `reports`.
         num_living = self.placement.mesh.num_workers - len(self._pending.lost)
         return [] if len(self._change.reports) < num_living else self._finish_change()
 
@@ -711,15 +753,18 @@ class ControllerProtocol:
         return rank in self.placement.mesh and rank not in self._pending.lost
 
     def _next_boundary(self) -> int:
-        """The step after which a planned change is made: the one under way, or the last."""
+        """The step after which a planned change is made: the step under way, or the last step of the run."""
         return min(self.version + 1, self.steps)
 
     def _begin(self, after: int) -> list[ProtocolAction]:
-        """Prepare of the next epoch number.
+        """Begin a change of the mesh: send Prepare with the next epoch number.
 
-        A change that is under way is overtaken: its epoch is never entered, and its reports are void. The new one is at
-        least as urgent. Otherwise a planned change could delay the recovery from a loss until a step is applied which
-        cannot be applied without that recovery.
+        If a change is under way, the new one replaces it: the old one's epoch is never entered, and its reports are
+        void. The new change is at least as urgent as the old one. Otherwise a planned change could make the recovery
+        from a loss wait for a step that cannot be applied without this recovery.
+
+        Args:
+            after: as in Prepare: a step, or AT_ONCE, which is less than any step and so the more urgent.
         """
         if self._saving and after != AT_ONCE:
             return []  # the run is about to stop: only a loss changes anything
@@ -745,11 +790,13 @@ class ControllerProtocol:
         assert self._change is not None
         epoch, standing = self._change.epoch, _Standing.from_reports(self._change.reports)
         stops = self._why_stop(standing.version)
-        # If members are lost, nobody left may have anything of a step; but what was sent may still arrive.
+        # If members are lost, the step counts as begun even if no living member has anything of it: messages that a
+        # lost member had sent may still arrive.
         is_begun = not standing.is_between_steps or bool(self._pending.lost)
         is_in_doubt = self._is_in_doubt(standing.version)
         anew = is_in_doubt or self._begins_anew(standing, is_begun)
-        # What is saved, and a step that begins anew, need the state of the version: that after it is given up.
+        # To save the state, or to begin the step anew, the state of `version` is needed. Learners that have the state
+        # of `version` + 1 give it up, and those of whose state the version is not known do not become replicas.
         ahead = standing.ahead if stops or anew else {}
         if stops or anew:
             self._pending.caught_up -= self._change.late
@@ -758,7 +805,7 @@ class ControllerProtocol:
             what = f"all workers that had applied step {standing.version + 1} are lost, and {what}: of {len(after)}"
             return [Unrecoverable(after, f"{what} page ranges nothing but the state after it is left")]
         membership = self._next_membership(standing.version, ahead, joins=not stops)
-        # Promotions alone move no state: they say whether every page has a replica left.
+        # A plan of promotions alone, which moves no state. It shows whether every page has a replica left.
         promoted = plan_reshard(self.layout, membership.replicas, lost=membership.removed)
         if lost := (*membership.without_replica, *promoted.lost):
             return [Unrecoverable(lost, f"all replicas of {len(lost)} page ranges are lost")]
@@ -773,7 +820,7 @@ class ControllerProtocol:
             self._pending.lost, membership.leaving, membership.newcomers, self._pending.relinked
         )
         if stops or not membership.is_unchanged:
-            self._goal = None  # it was planned for other members
+            self._goal = None  # the goal was planned for the members of before
         why = self._goal.why if self._goal else ""
         if stops:
             placement, plan, recovery = replace(placement, replicas=promoted.during), promoted, ()
@@ -786,22 +833,26 @@ class ControllerProtocol:
         else:
             num_redone = reconfiguration.num_recomputed(recovery, standing.partial_steps, self.placement)
         goes_on = is_begun and not anew and not stops
-        dropped = self._num_checks(standing.version + 1) if goes_on else 0  # those of it that are not complete
+        # A partial-step recovery drops the step's checks that are not complete (V6).
+        dropped = self._num_checks(standing.version + 1) if goes_on else 0
         begun = EpochBegun(placement, kinds, reasons, standing.version, num_redone, why, plan, dropped)
         reconfigure = self._enter(placement, standing.version, recovery, membership.leaving, stops, anew=anew)
         if stops:
             return [reconfigure, *([begun] if kinds else []), Save(standing.version, epoch, stops)]
         actions = [reconfigure, begun, *self._release(membership.leaving)]
         if self._reshard is not None and not plan.copies:
-            # All replicas are there, but primaries are not those wanted: they change hands between two steps.
+            # All replicas are there, but not all primaries are on the workers that the target wants. Primaries are
+            # handed over between two steps, which takes one more change.
             actions += self._begin(after=self._next_boundary())
         return actions
 
     def _begins_anew(self, standing: _Standing, is_begun: bool) -> bool:
         """True if what was computed of the step under way is given up, and the step begins anew (V5)."""
-        # A member that never entered the epoch in which an attempt began has what is given up, and reports it.
+        # A member that never entered the epoch in which the present attempt began still has, and reports, what all
+        # others have given up.
         is_behind_attempt = bool(standing.attempts - {self._attempt}) and self._attempt > 0
-        # What the lost have computed may come of damage that they had not found yet: they look before they vote (H4).
+        # A lost member may have computed with damaged state without knowing: members check their state only before they
+        # vote (H4).
         is_unsound = self._policy.reads_masters and self._policy.compares_at(standing.version)
         if is_unsound and is_begun and self._pending.lost:
             return True
@@ -810,18 +861,21 @@ class ControllerProtocol:
         )
 
     def _num_checks(self, step: int) -> int:
-        """The checks of a step as it is placed: of micro-batches, and of sums."""
+        """The number of checks of a step by the present placement: of micro-batches and of sums."""
         of_sums = sum(1 for _ in drawn_ranges(self._checks, step, self.layout, self._replicas()))
         return self._checks.num_pairs(step, self.placement) + of_sums
 
     def _is_in_doubt(self, version: int) -> bool:
-        """True if members may have parameters or state of this version that came from a wrong replica."""
-        # A member that is lost before replicas were compared may have published what would have been found.
+        """True if members may have parameters or state of this version that came from a wrong replica (H3, H4)."""
+        # A member that is lost before its replicas were compared may have published parameters of a wrong replica.
         uncompared = self._policy.compares_at(version) and self.agreed < version
         return self._pending.repairs or (uncompared and bool(self._pending.lost))
 
     def _why_stop(self, version: int) -> str:
-        """Why the run stops at a version; empty: it goes on. After the last step nobody is needed any more."""
+        """Why the run stops at a version, in words; empty if it goes on.
+
+        After the last step it does not stop for lack of workers: no more steps have to be computed.
+        """
         if version == self.steps and not self._stops_last:
             return ""
         if self._stop_wanted:
@@ -835,8 +889,8 @@ class ControllerProtocol:
         """Decide which members go and which newcomers come.
 
         Args:
-            version: the highest of any member.
-            ahead: rank -> page ranges of which it has state of the version after that, and gives it up.
+            version: the highest version of any member.
+            ahead: rank -> page ranges of which this worker has the state of `version` + 1, which it has to give up.
             joins: False if the run stops: then no worker joins, and none leaves before it has written its state.
         """
         pending = self._pending
@@ -850,17 +904,20 @@ class ControllerProtocol:
         return _Membership(replicas, without, leaving, newcomers, removed, is_unchanged)
 
     def _caught_up(self, version: int) -> set[int]:
-        """The learners that have the state by now; what was learned while replicas differed may be a wrong one's."""
+        """The living learners that have all of their state. None if that may have come from a wrong replica."""
         return set() if self._is_in_doubt(version) else self._pending.caught_up - self._pending.lost.keys()
 
     def _ahead_everywhere(self, version: int) -> tuple[ReplicaSet, ...]:
-        """The page ranges of which all that is left is the state after the version of all members."""
+        """The page ranges of which no replica has the state of `version`, but only that of `version` + 1.
+
+        This happens when all members that had applied `version` + 1 are lost after they had sent state to learners.
+        """
         assert self._change is not None
         good, _ = reconfiguration.good_replicas(self._replicas(), self._caught_up(version), self._pending.damaged)
         return reconfiguration.ahead_everywhere(good, self._change.reports)
 
     def _next_placement(self, epoch: int, membership: _Membership) -> Placement:
-        """The placement on the new members, without replicas, before anything moves on purpose."""
+        """The placement on the new members, still without its replica map, and before any move that a goal asks for."""
         old = self.placement
         stages = next_stages(old.mesh.stages, membership.removed, membership.newcomers, self._wanted_stages)
         assign = partial(self._assigner.assign, old, split=self.split)
@@ -869,18 +926,19 @@ class ControllerProtocol:
     def _with_state(
         self, placement: Placement, membership: _Membership, standing: _Standing, promoted: ReshardPlan
     ) -> tuple[Placement, ReshardPlan]:
-        """The placement with its replicas, and the plan that leads to them.
+        """The placement with its replica map, and the reshard plan that leads to it.
 
-        If a move is under way, state is copied to where the move leads; the placement itself changes only when that is
-        done.
+        While a goal is pursued, state is copied to where the goal wants it; the placement itself becomes that of the
+        goal only when all copies are complete.
         """
         goes_on = standing.is_between_steps and membership.is_unchanged
-        # A member that has asked to leave and has the only replica of a page leaves when the page has another one.
+        # A member that wants to leave but is the only replica of a page has to stay until the page has another replica.
+        # With `mirror_count` 0 no other would ever be made, so every page gets one mirror for as long as it stays.
         stays_for_its_pages = len(membership.leaving) < len(self._pending.leaving)
         mirror_count = max(self._policy.mirror_count, int(stays_for_its_pages))
         aim = reconfiguration.placement_at(self._goal, placement)
         plan = self._plan_state(aim, membership, mirror_count, promoted, goes_on=goes_on)
-        if self._goal is not None and self._reshard is None:  # no state has to be copied for it any more
+        if self._goal is not None and self._reshard is None:  # all copies for the goal are complete
             placement = aim
             self._goal = None
             self._wanted_stages = aim.num_stages
@@ -889,12 +947,15 @@ class ControllerProtocol:
     def _plan_state(
         self, aim: Placement, membership: _Membership, mirror_count: int, promoted: ReshardPlan, *, goes_on: bool
     ) -> ReshardPlan:
-        """The reshard plan of the new epoch: the rest of the one under way, or a new one.
+        """The reshard plan of the new epoch: what remains of the plan under way, or a new one.
 
         Args:
-            promoted: the plan in which state stays where it is.
-            goes_on: members are the same and all at one step. Only then may a plan be finished: primaries change hands
-                between two steps.
+            aim: the placement whose state the plan leads to.
+            membership: the members and the replicas that are left.
+            mirror_count: the number of mirrors of each page in the target.
+            promoted: the plan of promotions alone, in which all state stays where it is.
+            goes_on: True if the members are the same and all of them are between the same two steps. Only then may a
+                plan with primaries to hand over be finished.
         """
         if goes_on and self._reshard is not None:
             plan = self._reshard.advanced(membership.replicas)
@@ -904,15 +965,16 @@ class ControllerProtocol:
         self._reshard = None if is_finished else plan
         if not is_finished:
             return plan
-        # With nothing of a step under way, no message needs the page ranges of before by their names (C18).
+        # Between two steps, no message is under way that names page ranges as they were cut before. So they may be
+        # joined (C18).
         after = joined(plan.adopted(), self.layout) if goes_on else plan.adopted()
         return replace(plan, during=after, after=after)
 
     def _recovery_plan(self, placement: Placement, standing: _Standing) -> tuple[Recompute, ...] | None:
-        """The plan for what is left of the step under way; None if no member has begun it."""
+        """The recovery plan for what is left of the step under way; None if no member has begun the step."""
         if standing.is_between_steps:
             return None
-        # Who reports need not have entered the present epoch, in which its stage may have other layers (C3).
+        # A member may report without having entered the present epoch, in which its stage may have other layers (C3).
         old_layers = {**reconfiguration.layers_of_workers(self.placement), **standing.layers}
         return recovery_plan(standing.version + 1, placement, self.layout, standing.partial_steps, old_layers)
 
@@ -926,12 +988,17 @@ class ControllerProtocol:
         *,
         anew: bool,
     ) -> Broadcast:
-        """The new epoch is the present one from now on: what was pending has taken effect. Returns its Reconfigure."""
+        """Make the new epoch the present one, and drop the pending events, which take effect in it.
+
+        Returns:
+            The Reconfigure, to be sent to all members of the new epoch.
+        """
         assert self._change is not None
         (planned, lines), step = self._planned, version + 1
         now = Ran(step, self.placement, lines if planned == step else ())
         ran = (*(before for before in self._ran if before.step >= version), now)
-        plan = () if anew and recovery else recovery  # all of it is as placed, and what others have of it is given up
+        # A step that begins anew runs as placed, and nothing that members have of it is used: it needs no more links.
+        plan = () if anew and recovery else recovery
         self._ran, self._planned = () if recovery is None else ran, (step, plan or ())
         self._missed = {ends for ends in self._missed if all(rank in placement.mesh for rank in ends)}
         left = Recovery(ran, plan, self._change.reports, (*self._pending.relinked, *self._missed))
@@ -947,7 +1014,11 @@ class ControllerProtocol:
         return Broadcast(placement.mesh.members, message, self._peers_after(left))
 
     def _peers_after(self, left: Recovery | None) -> Peers | None:
-        """The peers in the present epoch, which are noted. `left`: by the epoch before; None: it is the first one."""
+        """Work out, note and return the peers in the present epoch; None if all members have links to all others.
+
+        Args:
+            left: the work that the epoch takes over from the one before; None for the first epoch.
+        """
         number, checks = self._spec.num_validation_microbatches, self._checks.rate > 0
         self.peers = None
         if self.widest is not None:
@@ -962,7 +1033,7 @@ class ControllerProtocol:
         return self.peers
 
     def _release(self, leaving: Collection[int]) -> list[ProtocolAction]:
-        """Let workers end that have left the mesh."""
+        """Send Stop to workers that have left the mesh, so that they end."""
         actions: list[ProtocolAction] = []
         for rank in leaving:
             self.addresses.pop(rank, None)
@@ -972,7 +1043,8 @@ class ControllerProtocol:
     def _reconfigure_message(
         self, version: int, recovery: tuple[Recompute, ...] | None, *, as_planned: bool = False
     ) -> Reconfigure:
-        # A validation whose losses are not all here is run again: its workers, or their losses, may be gone.
+        # A validation whose losses are not all here is run again: workers that took part in it, or messages with their
+        # losses, may be lost.
         again = version and not self._saving and self._spec.validates_at(version) and self._validated < version
         validate = version if again else None
         recovered = tuple(sorted(self._pending.recovered & {*self.placement.mesh.members}))
@@ -1004,25 +1076,29 @@ class ControllerProtocol:
         )
 
     def layers_tried(self, split: SplitBackward | None) -> None:
-        """A worker has tried which layers can have their backward in two parts: it counts in epochs that begin now.
+        """A worker has tried which layers can run their backward in two parts. Takes effect in epochs that begin later.
 
-        The first result decides. What others find is the same, or `limit` has decided about it since.
+        Called once, with the first result: other workers find the same, or `limit` has replaced it since.
         """
         assert self.split is None, "decided already"
         self.split = split
 
     def limit(self, split: SplitBackward, limited: Assignment) -> Broadcast:
-        """Members run with other limits from their next step on, which moves nothing: no bit depends on limits.
+        """Make members run with other limits from their next step on. This needs no mesh epoch: no bit depends on them.
 
         Args:
-            split: as it holds from now on, in later epochs as well.
-            limited: the present placement, with the limits.
+            split: the layers whose backward may run in two parts from now on, in later epochs as well.
+            limited: the present placement with the new limits.
         """
         self.split, self.running = split, limited
         return self.try_limits(limited)
 
     def try_limits(self, limited: Assignment) -> Broadcast:
-        """Do what `limit` does, for a while: plans regard other limits no more than the next epoch does."""
+        """Make members run with other limits on trial: neither plans nor the next mesh epoch take them into account.
+
+        Args:
+            limited: the present placement with the limits to try.
+        """
         assert self.split is not None
         layers = self.split.layers if limited.put_off else ()
         mesh = self.placement.mesh
@@ -1043,7 +1119,7 @@ class ControllerProtocol:
                 f"workers {rank} and {message.rank} disagree about step {message.step}: {_differences(first, found)}"
             )
         self._applied[message.rank] = message.step
-        # Members are at most two steps apart, so no report of an older step is to come.
+        # Members are at most two steps apart, so no report of an older step can still come.
         for old in [s for s in self._first_reports if s < message.step - 2]:
             del self._first_reports[old]
         if message.step <= self.version:
@@ -1052,7 +1128,7 @@ class ControllerProtocol:
         return [Committed(message)]
 
     def validation(self, message: ValidationLoss) -> list[ProtocolAction]:
-        """Collect the losses of a validation. With those of all micro-batches it is complete, and training goes on.
+        """Collect the losses of a validation. Once those of all micro-batches are here, training goes on.
 
         Where replicas are compared, all members have reported then: so each has found its state to be as it had written
         it after it had sent its last activation (H5). What was computed in an older epoch counts for nothing, as it may
@@ -1064,8 +1140,8 @@ class ControllerProtocol:
         if message.epoch != self.placement.mesh.epoch:
             return []
         if message.step <= self._validated:
-            # Usually late. But if all members are lost that had applied the step, the others apply it in a later epoch,
-            # and validate it again: they wait for this answer.
+            # Usually this is a duplicate that arrives late. But if all members that had applied the step are lost, the
+            # others apply it in a later epoch and validate it again, and wait for this answer (S7).
             is_again = self._entered_at < message.step and self.placement.mesh.epoch > self._validated_in
             return [self._validated_message(message.step)] if is_again else []
         found = self._validation.setdefault(message.step, {})
@@ -1086,12 +1162,13 @@ class ControllerProtocol:
         return [done, self._validated_message(message.step)]
 
     def _ends_after(self, step: int) -> bool:
-        """True if the run ends after a validated step, before its last one, by the losses so far."""
+        """True if the early-stop rule ends the run after this validated step, before its planned last step."""
         rule = self._policy.early_stop
         if rule is None or step >= self._spec.steps:
             return False
-        # A run that was made longer has validated its last step as well, and one whose `train.validate_every` was
-        # another one has other steps: the run from the start has none of these.
+        # The rule sees only the steps that this run's settings validate. A run that was resumed may know losses of
+        # others: its earlier life may have had another `train.validate_every`, or a smaller last step, which is always
+        # validated. An undisturbed run with the present settings would not have them, and must end at the same step.
         return rule.is_over({at: loss for at, loss in self._losses.items() if self._spec.validates_at(at)})
 
     def _validated_message(self, step: int) -> Broadcast:
@@ -1101,9 +1178,10 @@ class ControllerProtocol:
         return self._ends_early and step == self.steps
 
     def finished(self, message: Finished) -> list[ProtocolAction]:
-        """A member has sent its final pages. When all of the present epoch have, and it is not about to change: Done.
+        """A member has sent its final pages. When all members of the present epoch have, the run is done.
 
-        Pages sent in an older epoch do not count: their sender may not have been the primary of all that it is now.
+        While a change is under way, it is not done: members may still be lost. Pages sent in an older epoch do not
+        count: since then, their sender may have become the primary of further pages.
         """
         self._finished[message.rank] = max(message.epoch, self._finished.get(message.rank, message.epoch))
         mesh = self.placement.mesh
@@ -1115,13 +1193,13 @@ class ControllerProtocol:
 
 
 _Results: TypeAlias = tuple[tuple[str, str], bool, str | None]
-"""Of a step: loss and gradient norm in hex digits, whether state was updated, and the weight of the loss likewise."""
+"""Results of a step: loss and gradient norm in hex digits, whether state was updated, and the loss's weight in hex."""
 
 
 def _results_of(report: Applied) -> _Results:
-    """The results that all members must report alike: equal bits, not equal up to a tolerance.
+    """The results of a step on which all reports must agree bit for bit, not up to a tolerance.
 
-    Not the extension: a member that completes the step in a later mesh epoch votes without one.
+    The extension is not among them: a member that completes the step in a later mesh epoch votes without one.
     """
     weight = None if report.weight is None else report.weight.hex()
     return (report.loss.hex(), report.grad_norm.hex()), report.updated, weight

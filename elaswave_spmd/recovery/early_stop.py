@@ -1,8 +1,8 @@
 """Early stopping: the step after which a run ends, as its validation loss does not get any better.
 
-A pure function of the validation losses so far. These have the same bits on every mesh and through every fault, and
-nobody begins a step before the validation of the one before is decided about (docs/protocol.md, S7): so a run ends
-after the same step wherever it runs, and also when it is resumed.
+It is a pure function of the validation losses so far. These have the same bits on every mesh and through every fault,
+and no worker begins a step before the validation of the step before is complete (docs/protocol.md, S7). So a run ends
+after the same step wherever it runs, and also if it is resumed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Progress:
     """The validations so far.
 
     Args:
-        best_step: after which the loss was best; 0: no loss was finite.
-        best_loss: that loss, infinite if none was finite.
-        since: number of validations after it that were no improvement.
+        best_step: the step after which the loss was best; 0 if no loss was finite.
+        best_loss: the loss after this step; infinite if no loss was finite.
+        since: the number of validations after this step without an improvement.
     """
 
     best_step: int = 0
@@ -32,8 +32,8 @@ class EarlyStop:
     """The rule by which a run ends early.
 
     Args:
-        patience: so many validations in a row without an improvement end the run.
-        min_delta: an improvement is a loss that is lower than the best one by more than this.
+        patience: the run ends after this number of validations in a row without an improvement.
+        min_delta: a loss is an improvement if it is lower than the best one by more than this.
     """
 
     patience: int
@@ -43,7 +43,11 @@ class EarlyStop:
         assert self.patience >= 1 and self.min_delta >= 0, self
 
     def progress(self, losses: Mapping[int, float]) -> Progress:
-        """The best of the validations by step, and how many came after it in vain. NaN is no improvement."""
+        """The best validation so far, and the number of validations after it. A loss of NaN is no improvement.
+
+        Args:
+            losses: step -> mean validation loss.
+        """
         best = Progress()
         for step in sorted(losses):
             if losses[step] < best.best_loss - self.min_delta:

@@ -1,8 +1,9 @@
 """Detection of workers that hang, and of links that were lost while both ends live. No clock of its own, no I/O.
 
-A death is noticed by other means, at once. `Liveness` is for what does not die: a stopped process, a machine that is
-gone, a training thread in an endless loop, a newcomer that never gets ready. A suspect may be wrong, so it is fenced
-(its messages are void and its process is killed) before anybody acts on it.
+The death of a process is noticed at once by other means (runtime/processes/death_watch.py). `Liveness` finds workers
+that have not died, or whose death cannot be seen: a stopped process, a machine that is gone, a training thread in an
+endless loop, a newcomer that never gets ready. A suspicion may be wrong. So the worker is fenced (its messages are void
+and its process is killed) before anything else is done about it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Suspect:
     """Worker `rank` is taken to hang, for a `reason` in words.
 
     Args:
-        is_silent: since nothing is heard of it: no heartbeats, or of a worker that starts, not that it is ready.
+        is_silent: True if nothing is heard of it: no heartbeats, or from a starting worker no Ready.
     """
 
     rank: int
@@ -30,21 +31,26 @@ class Suspect:
 
 @dataclass
 class _Watched:
-    """State of a worker that is watched. All times are those of the detector's own clock; None: not running."""
+    """State of a worker that is watched. Times are in seconds of the detector's own clock."""
 
-    heard: float  # of the last heartbeat, or when it was first watched
-    progress: int | None = None  # None until the first heartbeat
-    finished: bool = False  # it has finished an action since it is watched
+    heard: float  # when the last heartbeat came, or when it was first watched
+    progress: int | None = None  # the number of actions by its last heartbeat; None before the first one
+    finished: bool = False  # True once it has finished an action while it was watched
     action: str = ""
-    busy_since: float | None = None  # its present action, or the last sign of progress in it; None: it waits
-    unanswered_since: float | None = None  # its answer to Prepare could have come since then
-    leaving_since: float | None = None  # it asked to leave
+    busy_since: float | None = None  # when its present action began, as far as heartbeats show; None while it waits
+    unanswered_since: float | None = None  # since when it could have answered a Prepare; None if no answer is due
+    leaving_since: float | None = None  # when it asked to leave; None if it has not
     suspected: bool = False
 
 
 @dataclass
 class _Starting:
-    """A worker that is not ready yet: since when that is waited for, or since its last sign of progress; how long."""
+    """A worker that is not ready yet.
+
+    Args:
+        since: when it was started, or when its last sign of progress came.
+        seconds: how long after that it may take.
+    """
 
     since: float
     seconds: float
@@ -53,26 +59,27 @@ class _Starting:
 class Liveness:
     """Watches the heartbeats of workers.
 
-    Time is the sum of the ticks, each counted as one heartbeat period at most: after a pause of the controller's
-    machine, heartbeats that wait in its mailbox are read before anybody is silent for long. So a worker is never
-    suspected too early, however late the ticks come.
+    Its clock is the sum of the ticks, each of which counts as one heartbeat period at most. So if the controller's
+    machine pauses, the heartbeats that wait in its mailbox are read before any worker counts as silent for long: no
+    worker is suspected too early, however late the ticks come.
 
-    A worker that waits for a message is not asked for progress. How long an action may take is `timeouts.progress`, or
-    `progress_factor` times the mean of all that the watched workers finished, or, before a worker has finished one,
-    `timeouts.start`: whatever is longest. The answer to Prepare may take `timeouts.status`; that of a worker in the
-    middle of an action as many times the mean, or a first action's time, if that is longer.
+    A worker that waits for a message need not make progress. An action may take the longest of these: the time
+    `timeouts.progress`; `progress_factor` times the mean of all actions that watched workers have finished; and, before
+    the worker has finished its first action, `timeouts.start`. An answer to Prepare may take `timeouts.status`, or from
+    a worker in the middle of an action, as long as that action may take, if this is longer.
 
-    A heartbeat costs the same however many workers there are: it only writes down the time. A tick looks at the workers
-    whose next deadline is due. A heap has that deadline for each worker; as heartbeats only move deadlines later, an
-    entry that has come too early is computed anew and put back. No deadline is further away than `timeouts.suspect`,
-    the shortest of all, so what begins to count in between (an answer that is owed) is seen in time.
+    Handling a heartbeat takes the same time however many workers there are: it only notes the time. A tick looks only
+    at the workers whose next deadline is due, which are in a heap. Heartbeats move deadlines only to later times. So if
+    the entry of a worker is due but its deadline is not any more, the deadline is computed anew and put back. No entry
+    is further away than `timeouts.suspect`, the shortest of all limits. So other limits that begin to count in between,
+    such as that of an answer to Prepare, are noticed in time.
     """
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._timeouts = timeouts
         self._clock = 0.0
         self._workers: dict[int, _Watched] = {}
-        self._deadlines: list[tuple[float, int]] = []  # a heap of (time, rank); ranks that are gone are skipped
+        self._deadlines: list[tuple[float, int]] = []  # a heap of (time, rank); ranks that are not watched are skipped
         self._leavers = set[int]()
         self._starting: dict[int, _Starting] = {}
         self._prepare_epoch = -1
@@ -87,7 +94,7 @@ class Liveness:
         return any(self._is_overdue_leaver(self._workers[rank], soon) for rank in self._leavers)
 
     def expect(self, rank: int, seconds: float) -> None:
-        """A worker has been started: it is to be ready, and watched, within so many seconds."""
+        """A worker has been started. It becomes suspect if `watch` is not called for it within `seconds`."""
         assert rank not in self._workers, rank
         self._starting[rank] = _Starting(self._clock, seconds)
 
@@ -105,11 +112,10 @@ class Liveness:
         self._leavers.discard(rank)
 
     def expect_answers(self, epoch: int, ranks: Collection[int]) -> None:
-        """Note the members that could answer the Prepare of `epoch` by now and have not.
+        """Note the members that could have answered the Prepare of `epoch` by now and have not.
 
-        `timeouts.status` runs for each of them from the first call that names it.
-
-        A Prepare of another epoch is another question: the time of each begins again.
+        For each of them `timeouts.status` runs from the first call with this epoch that has it. With the Prepare of
+        another epoch, all times begin again.
         """
         if epoch == self._prepare_epoch and len(ranks) == len(self._unanswered) and self._unanswered.issuperset(ranks):
             return
@@ -133,24 +139,25 @@ class Liveness:
             self._leavers.add(rank)
 
     def heartbeat(self, rank: int, progress: int, waiting: bool, action: str = "") -> None:
-        """A heartbeat has come. A worker that starts gets as much time again; of others that are not watched it is
-        ignored.
+        """A heartbeat has come.
 
-        A suspect stays one.
+        By a heartbeat that shows progress, a starting worker gets its whole time again. Heartbeats of other workers
+        that are not watched are ignored. A worker that became suspect stays suspect.
 
         Args:
-            progress: number of actions that the worker has finished.
-            waiting: it waits for a message.
+            rank: the worker.
+            progress: the number of actions that the worker has finished.
+            waiting: True if it waits for a message.
             action: what it does now, in words.
         """
         worker = self._workers.get(rank)
         if worker is None:
-            if (starting := self._starting.get(rank)) is not None and not waiting:  # it has compiled something
+            if (starting := self._starting.get(rank)) is not None and not waiting:  # it has compiled a program
                 starting.since = self._clock
             return
         worker.heard = self._clock
         if worker.progress is not None and progress < worker.progress:
-            return  # sent on by an agent, later than a newer one came
+            return  # an older heartbeat, which an agent has sent on after a newer one had come directly
         if worker.progress is not None and progress > worker.progress:
             self._num_actions += progress - worker.progress
             if worker.busy_since is not None:
@@ -168,10 +175,12 @@ class Liveness:
         """`dt` seconds have passed since the last tick, and all heartbeats that came before now were handed in.
 
         Args:
-            free_to_leave: workers that have nothing that nobody else has; None: all. A worker that has asked to leave
-                and is not free at the end of `timeouts.leave` gets as much time again.
+            dt: the seconds since the last tick.
+            free_to_leave: the workers whose pages all have another replica; None for all workers. A worker that has
+                asked to leave and is not among them at the end of `timeouts.leave` gets as much time again.
 
-        Returns: those that became suspect, by rank; each is returned once.
+        Returns:
+            The workers that became suspect by this tick, in the order of ranks. Each is returned only once.
         """
         assert dt >= 0, dt
         self._clock += min(dt, self._timeouts.heartbeat)
@@ -194,13 +203,13 @@ class Liveness:
         return sorted(suspects, key=lambda suspect: suspect.rank)
 
     def _late_starters(self) -> list[Suspect]:
-        """Workers that are given up before they are ready; nothing is expected of them any more."""
+        """The workers that were not ready in time. They are not waited for any more."""
         late = [rank for rank, starting in self._starting.items() if self._clock - starting.since >= starting.seconds]
         seconds = {rank: self._clock - self._starting.pop(rank).since for rank in late}
         return [Suspect(rank, f"not ready after {late_s:.1f} s", is_silent=True) for rank, late_s in seconds.items()]
 
     def _usual_limit(self) -> float:
-        """Seconds that an action may take, by the mean of those that the watched workers have finished."""
+        """The seconds that an action may take by the mean of the actions that watched workers have finished."""
         usual = self._busy_seconds / self._num_actions if self._num_actions else 0.0
         return self._timeouts.progress_factor * usual
 
@@ -208,11 +217,11 @@ class Liveness:
         return worker.leaving_since is not None and at - worker.leaving_since >= self._timeouts.leave
 
     def _next_deadline(self, worker: _Watched, usual: float) -> tuple[float, str]:
-        """The time at which the worker becomes suspect if nothing is heard of it, and the reason if that is now."""
+        """(when the worker becomes suspect if nothing is heard of it, the reason if that is now and else "")."""
         timeouts, now = self._timeouts, self._clock
         longest_action = usual if worker.finished else max(usual, timeouts.start)
         deadline, reason = math.inf, ""
-        # Where several limits are over at once, the first of these reasons tells a reader most.
+        # The order matters: if several limits are over at once, the first of these reasons is the most helpful one.
         for since, limit, what in (
             (worker.heard, timeouts.suspect, "no heartbeat for {:.1f} s, timeouts.suspect"),
             (
@@ -237,33 +246,34 @@ class Liveness:
         return max(deadline, math.nextafter(now, math.inf)), reason
 
 
-_FORGOTTEN_S = 600.0  # after which a link that was made again, and is in use, is like any other
-# Heartbeats that show that a worker lives, by the way on which they come. The first may have been sent just before its
-# death; so may be the second one that an agent sends on, which has one on its way and one to follow.
+_FORGOTTEN_S = 600.0  # seconds after which a link that was opened again, and is in use, counts as a new one
+# After these numbers of heartbeats a worker is known to live: of heartbeats that come directly, and of those that an
+# agent has sent on. The first one may have been sent just before its death. Of those from an agent this may be true of
+# the second one as well, as an agent may have one message on its way and one waiting.
 _PROOF, _RELAYED_PROOF = 2, 3
 
 
 @dataclass
 class _Heard:
-    """The heartbeats of an end of a lost link since then."""
+    """The number of heartbeats of one end of a lost link, since the link was lost."""
 
     direct: int = 0
     relayed: int = 0
 
     @property
     def lives(self) -> bool:
-        # Not added up: a worker whose agent does not answer sends the same heartbeat on both ways.
+        # The two are not added up: a worker whose agent does not answer sends the same heartbeat both ways.
         return self.direct >= _PROOF or self.relayed >= _RELAYED_PROOF
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Both ends of a lost link live.
+    """What to do about a lost link whose two ends live.
 
     Args:
-        ends: the two workers; one worker alone: the link was the controller's.
-        lost: the worker to be treated as lost; None if the link is made again.
-        was_linked: False if there was no link, and one is made now.
+        ends: the two workers; a single worker if the other end was the controller.
+        lost: the worker to be treated as lost; None if the link is opened again.
+        was_linked: False if there had been no link, and one is opened now.
     """
 
     ends: frozenset[int]
@@ -272,7 +282,7 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """In words."""
+        """The reason of the verdict, in words."""
         if len(self.ends) == 1:
             return "its link to the controller was lost"
         first, second = sorted(self.ends)
@@ -285,11 +295,13 @@ class Verdict:
 class BrokenLinks:
     """The links of a run that were reported lost.
 
-    Both directions of a pair may be reported; until the verdict that is one loss. Each of them is made again once: a
-    network that has failed takes both along, and they are noticed one after the other. That is forgotten with the first
-    step that is committed `_FORGOTTEN_S` later or more: what fails then is another failure. Time alone forgets nothing,
-    as a run may stand still for a network that is still down. Where there was no link no network has failed: one is
-    made as often as that is reported.
+    Both directions of a pair may be reported. Until the verdict they count as one loss. Each direction is opened again
+    once: a network failure breaks both of them, and they are noticed one after the other. If a direction breaks a
+    second time, one of the two workers is treated as lost.
+
+    The first failure is forgotten by the first step that is committed `_FORGOTTEN_S` seconds later or more. Time alone
+    is not enough, as the run may be standing still while the network is still down. If there had been no link, no
+    network has failed, so a link is opened as often as this is reported.
     """
 
     def __init__(self) -> None:
@@ -304,7 +316,8 @@ class BrokenLinks:
         """A link of one worker to another, or between the controller and one worker, is reported lost.
 
         Args:
-            was_linked: False if there was none, and what was to be sent on it is lost.
+            ends: the worker that reports the loss and the other one; or the worker whose link to the controller it is.
+            was_linked: False if there was no link, so that a message that should have gone over it is lost.
         """
         assert ends and len(set(ends)) == len(ends) <= 2, ends
         self._heard.setdefault(frozenset(ends), {rank: _Heard() for rank in ends})
@@ -327,7 +340,7 @@ class BrokenLinks:
                 del self._of[rank]
 
     def committed(self, now: float) -> None:
-        """A step was committed, over links that were made again too."""
+        """A step was committed, so links that were opened again are in use. Forget those of long ago."""
         if self._linked_again:
             self._linked_again = {way: at for way, at in self._linked_again.items() if now - at < _FORGOTTEN_S}
 
@@ -335,7 +348,9 @@ class BrokenLinks:
         """A heartbeat has come. Returns the verdicts on lost links of which both ends are known to live by now.
 
         Args:
-            is_relayed: its agent has sent it on.
+            rank: the worker.
+            now: the time in seconds, by the controller's clock.
+            is_relayed: True if its agent has sent the heartbeat on.
         """
         if rank not in self._of:
             return []

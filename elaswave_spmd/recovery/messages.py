@@ -1,14 +1,15 @@
 """The messages between workers and the controller: plain data, encoded by msgspec, never pickled.
 
-*Data* messages are content: pure functions of (run, step, id). They are valid in any mesh epoch, filed by their id, and
-duplicates are ignored. Where a worker may have computed wrongly the step has another `attempt` (0 is the first one, and
-otherwise the number of the mesh epoch that began it), and what was sent in an older one is dropped. *Control* messages
-carry the mesh epoch that fences them (docs/protocol.md, "Messages"). Tensors travel beside a message, as its payload,
-and are not copied into it.
+*Data* messages are named by their content, which is a pure function of (run, step, id). They are valid in any mesh
+epoch, filed by their id, and duplicates are ignored. There is one exception: if a worker may have computed wrongly, the
+step is computed again in another `attempt`, and data messages of older attempts are dropped. The first attempt of a
+step is 0; another one has the number of the mesh epoch that began it. *Control* messages carry the mesh epoch that
+fences them (docs/protocol.md, "Messages"). A tensor travels beside its message, as the *payload*, and is not copied
+into it.
 
-The first line of each docstring is "sender -> receiver, when".
+The first line of each docstring is "sender -> receiver, when". Page ranges are given as pages [first, stop) of a layer.
 
-Fields of an option that is off are not sent: see `Message.NUM_OPTIONS`.
+Fields that belong to an option are not sent while the option is off: see `Message.NUM_OPTIONS`.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ ReplicaRow: TypeAlias = tuple[int, int, int, int, tuple[int, ...], tuple[int, ..
 """(layer, first page, stop page, primary, mirrors, learners): a row of a replica map, as sharding.replicas makes it."""
 
 DigestRow: TypeAlias = tuple[int, bytes, bytes, bytes]
-"""(layer, digests of its output, of the gradient of its input, and of its weight gradient) for one micro-batch; empty
-where there is no such tensor."""
+"""(layer, digest of its output, digest of the gradient of its input, digest of its weight gradient), for one
+micro-batch. A digest is empty if there is no such tensor."""
 
 SumRow: TypeAlias = tuple[int, int, int, bytes]
-"""(layer, lo, hi, digest of the sum of its gradients of micro-batches lo to hi - 1) of some pages."""
+"""(layer, lo, hi, digest of the sum of the layer's gradients of micro-batches lo to hi - 1), for some of its pages."""
 
 SumResult: TypeAlias = tuple[bytes, bytes]
 """(digest of a reduced gradient, the norm value of each of its pages as in ReducedGradient)."""
 
 MetricRow: TypeAlias = tuple[str, tuple[float, ...], tuple[float, ...]]
-"""(name of a metric, its sum over each micro-batch, the weight of each; () without weights)."""
+"""(name of a metric, its sum for each micro-batch, the weight of each sum; () if it has no weights)."""
 
 ITEM_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),
@@ -41,20 +42,21 @@ ITEM_BYTES = {
     **dict.fromkeys(("int32", "float32"), 4),
     **dict.fromkeys(("int64", "float64"), 8),
 }
-"""dtype of a tensor that crosses from one stage to another -> bytes of an element."""
+"""Name of the dtype of a boundary tensor -> bytes of an element. Boundary tensors have no other dtypes."""
 
 ALIGNMENT = 64
-"""Bytes: each tensor of a tuple that is sent begins at a multiple, as if it had been made by itself."""
+"""In a payload that packs a tuple of tensors, each tensor begins at a multiple of this number of bytes, so that it is
+aligned as if it had been allocated by itself."""
 
 MOST_TENSORS = 1000
-"""The most tensors of a tuple that crosses from one stage to another."""
+"""The most tensors in a tuple that goes from one stage to another."""
 
 AT_ONCE = -1
-"""Prepare.after of a change that cannot wait for the end of a step: it is less than every step, so it is the more
-urgent of two changes (their minimum)."""
+"""The value of Prepare.after for a change that cannot wait for the end of a step. It is less than any step, so that the
+more urgent of two changes is the one with the smaller value."""
 
 GROUPED = "grouped"
-"""The extension of a vote of a worker that can publish the step through the process group of its stage."""
+"""The value of Vote.extension by which a worker offers to publish the step through the process group of its stage."""
 
 
 class PartialStep(msgspec.Struct, frozen=True, array_like=True):
@@ -66,16 +68,19 @@ class PartialStep(msgspec.Struct, frozen=True, array_like=True):
     Args:
         step: the step.
         assigned: micro-batches that the worker regards as its own on its stage.
-        computed: micro-batches whose backward it has done, through all layers of its stage.
-        forwarded: micro-batches with a saved forward whose backward has not begun.
-        activations: (layer, micro-batch): outgoing activations that it keeps; `layer` is the consumer's first.
-        gradients: (layer, micro-batch): outgoing activation gradients that it keeps; `layer` is the consumer's last.
-        layer_sums: layer -> tree nodes whose partial sum it keeps for the whole layer, except for pages that it is the
-            primary of.
-        page_sums: (layer, first, stop, use, tree nodes): of page ranges that it is the primary of, the tree nodes whose
-            partial sums it has in the tree of the layer `use`. `use` differs from `layer` for tied parameters only.
+        computed: micro-batches whose backward the worker has done, through all layers of its stage.
+        forwarded: micro-batches whose forward it has done and saved, and whose backward has not begun.
+        activations: (layer, micro-batch) of each activation that it keeps after sending it; `layer` is the first layer
+            of the stage that the activation goes to.
+        gradients: (layer, micro-batch) of each activation gradient that it keeps after sending it; `layer` is the last
+            layer of the stage that the gradient goes to.
+        layer_sums: layer -> tree nodes whose partial sum it keeps for the whole layer, except for the pages of which it
+            is the primary.
+        page_sums: (layer, first, stop, use, tree nodes) for page ranges of which it is the primary: the tree nodes
+            whose partial sums it has, in the tree of gradients that the layer `use` contributes. `use` differs from
+            `layer` for tied parameters only.
         reduced: page ranges (layer, first, stop) whose reduced gradient it has.
-        put_off: micro-batches whose backward it has done but for the weight gradients, and which it regards as its own.
+        put_off: micro-batches, among `assigned`, of whose backward only the weight gradients are still to be computed.
     """
 
     step: int
@@ -94,8 +99,12 @@ class Recompute(msgspec.Struct, frozen=True, array_like=True):
     """Part of Reconfigure, one line of a recovery plan: `worker` runs `microbatch` through `stage`.
 
     Args:
-        forward: it has to run forward; else the saved forward serves.
-        backward: 0 for none, 1 for the gradient of its input only, 2 in full, 3 for its weight gradients only.
+        stage: the number of the stage in the new mesh.
+        microbatch: the number of the micro-batch in the global batch.
+        worker: the rank of the worker.
+        forward: True if the worker has to run the forward; False if it uses the forward that it has saved.
+        backward: how much of the backward it runs. 0: none; 1: only the gradient of the stage's input; 2: all of it;
+            3: only the weight gradients (recovery/partial_step.py has names for these numbers).
     """
 
     stage: int
@@ -106,11 +115,12 @@ class Recompute(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorForm(msgspec.Struct, frozen=True, array_like=True):
-    """Part of Activation: a tensor of a tuple.
+    """Part of Activation and ActivationGradient: the form of one tensor of a tuple.
 
     Args:
-        dtype: its name, of `ITEM_BYTES`.
-        graded: it has a gradient, which comes back.
+        dtype: the name of its dtype, one of `ITEM_BYTES`.
+        shape: its sizes.
+        graded: True if it needs a gradient, which the next stage sends back.
     """
 
     dtype: str
@@ -124,31 +134,31 @@ class TensorForm(msgspec.Struct, frozen=True, array_like=True):
 
 
 def packed_bytes(forms: Iterable[TensorForm]) -> int:
-    """The bytes of a tuple that is sent: each tensor begins at a multiple of `ALIGNMENT`."""
+    """The bytes of the payload for a tuple of tensors. Each tensor begins at a multiple of `ALIGNMENT`."""
     return sum(aligned(form.num_bytes) for form in forms)
 
 
 def aligned(size: int) -> int:
-    """The bytes between the begins of a tensor of so many bytes and the next one, in a tuple that is sent."""
+    """The bytes that a tensor of `size` bytes takes up in the payload for a tuple: padded, and at least `ALIGNMENT`."""
     return max(1, -(-size // ALIGNMENT)) * ALIGNMENT
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all messages; encodes as a compact array [kind, fields ...]."""
+    """Base class of all messages. A message is encoded as a compact array [kind, fields ...]."""
 
     NUM_OPTIONS: ClassVar[int] = 0
-    """The last so many fields belong to options. They are left out of the encoding where they have their defaults, so
-    that nothing of an option that is off is on the wire."""
+    """Number of fields, at the end of a message, that belong to options. Those at the end that have their default are
+    left out of the encoding, so that an option that is off adds no bytes."""
 
 
 # ---- data: filed by id, valid in any epoch ---------------------------------------------------------------------------
 
 
 class Activation(Message, frozen=True):
-    """A micro-batch's worker on one stage -> its worker on the next stage, as soon as it is made.
+    """A micro-batch's worker on one stage -> its worker on the next stage, as soon as the activation is computed.
 
-    Payload, in the compute dtype: the input of `layer`, which is the receiver's first. The sender keeps it until the
-    step is decided, to send it again if the receiver is lost.
+    Payload, in the compute dtype: the input of `layer`, which is the receiver's first layer. The sender keeps it until
+    the step is decided, to send it again if the receiver is lost.
 
     Args:
         shape: of the payload.
@@ -171,10 +181,11 @@ class Activation(Message, frozen=True):
 
 
 class ActivationGradient(Message, frozen=True):
-    """A micro-batch's worker on one stage -> its worker on the stage before, as soon as it is made.
+    """A micro-batch's worker on one stage -> its worker on the stage before, as soon as the gradient is computed.
 
-    Payload, in the compute dtype: the gradient of the loss by the output of `layer`, which is the receiver's last; of a
-    tuple those of its tensors that have one, whose `forms` are given. Kept by the sender as an Activation is.
+    Payload, in the compute dtype: the gradient of the loss with respect to the output of `layer`, which is the
+    receiver's last layer. If that output is a tuple: the gradients of the tensors that need one, with their `forms`.
+    The sender keeps it until the step is decided, like an Activation.
     """
 
     NUM_OPTIONS = 2
@@ -188,7 +199,7 @@ class ActivationGradient(Message, frozen=True):
 
 
 class PartialSum(Message, frozen=True):
-    """Worker -> primary, when a tree node is complete as far as it can be on this worker.
+    """Worker -> primary, when the sum of a tree node cannot grow any more on this worker.
 
     Payload, fp32: the sum of the gradients of micro-batches [lo, hi), for pages [first, stop) of `layer`'s gradient
     buffer.
@@ -206,14 +217,14 @@ class PartialSum(Message, frozen=True):
 
 
 class ReducedGradient(Message, frozen=True):
-    """Primary -> mirrors and learners, when the root of the tree is there. After a change of primary also mirror -> new
-    primary.
+    """Primary -> mirrors and learners, when the primary has the root of the tree. After a change of primary also
+    mirror -> new primary.
 
-    Payload, fp32: the reduced gradient of state pages [first, stop) of `layer`, which is the whole effect of a step on
-    these pages.
+    Payload, fp32: the reduced gradient of state pages [first, stop) of `layer`. Nothing else of a step's results is
+    needed to update these pages, besides the votes.
 
     Args:
-        norms: the norm value of each of these pages, little-endian fp32.
+        norms: the norm value (sum of squares) of each of these pages, little-endian fp32.
     """
 
     NUM_OPTIONS = 1
@@ -227,7 +238,7 @@ class ReducedGradient(Message, frozen=True):
 
 
 class Publish(Message, frozen=True):
-    """Primary -> workers that compute with pages and do not hold them, after the update; and the answer to Need.
+    """Primary -> workers that compute with the pages without being replicas, after the update; also the answer to Need.
 
     Payload, in the compute dtype: the parameters of state pages [first, stop) of `layer` at version `step`.
     """
@@ -246,11 +257,11 @@ class PageState(Message, frozen=True):
 
     The primary picks the pages between two steps, and sends them in the background of the next step, before it votes.
 
-    Payload, fp32: the master parameters, then each optimizer state in turn. Of the loss page: whether there is a loss
-    yet (0 or 1), and the loss.
+    Payload, fp32: the master parameters, then each optimizer state in turn. For the loss page, which has no state:
+    whether there is a loss yet (0 or 1), the loss, and its weight if it has one.
 
     Args:
-        norms: as in ReducedGradient, of step `step`: a learner that becomes the primary votes with them.
+        norms: as in ReducedGradient, for the step `step`. If the learner becomes the primary, it votes with them.
     """
 
     NUM_OPTIONS = 1
@@ -282,7 +293,7 @@ class CheckDigests(Message, frozen=True):
     """The worker of a micro-batch -> the worker that checks it, after its backward (`verify.rate`).
 
     Args:
-        rows: digests of what it has computed, by layer of its stage.
+        rows: digests of what the sender has computed, one row for each layer of the stage.
     """
 
     NUM_OPTIONS = 1
@@ -294,13 +305,13 @@ class CheckDigests(Message, frozen=True):
 
 
 class Addend(Message, frozen=True):
-    """The worker of a micro-batch -> the worker that checks the sums of pages of `layer`, after its backward
-    (`verify.rate`); and -> a worker that is asked to add them up again.
+    """The worker of a micro-batch -> the worker that checks the sums of these pages, after the micro-batch's backward
+    (`verify.rate`). After AddAgain also -> the workers that add these pages up once more.
 
     Payload, fp32: the gradient of the micro-batch alone, for pages [first, stop) of `layer`'s gradient buffer.
 
     Args:
-        again: an answer to AddAgain.
+        again: True if it is an answer to AddAgain.
     """
 
     NUM_OPTIONS = 2
@@ -317,22 +328,23 @@ class Addend(Message, frozen=True):
 # ---- control: fenced by the mesh epoch -------------------------------------------------------------------------------
 
 
-# A vote carries everything that deciding needs: the parts of the gradient's norm, and the loss. So the last vote
-# decides the step on every worker, and there is no round trip to a coordinator.
+# A vote carries everything that is needed to decide a step: the parts of the gradient's norm, and the loss. So each
+# worker decides the step by itself when it has the last vote, without a round trip to a coordinator.
 
 
 class Vote(Message, frozen=True):
-    """Worker -> other members of the epoch, once for a step: everything is there to apply it.
+    """Worker -> other members of the epoch, once for each step and epoch: the sender has all that it needs to apply it.
 
     The sender is at version step - 1, has done its micro-batches, and has the reduced gradients of all pages that it
-    holds or learns. On a large mesh it sends sums of more and more votes after its own (recovery/vote_exchange.py).
+    holds or learns. On a large mesh it then sends sums of more and more votes (recovery/vote_exchange.py).
 
     Args:
-        norm: the exact sum (determinism.exact_sum) of the norm values of its primary pages.
-        loss: the step's loss, from the primary of the loss page; None from the others.
-        extension: an option that takes effect in this step if all votes carry the same value; empty if off.
-        weight: of the loss, with it; None if the model's loss has no weight.
-        level: of the block whose votes it is the sum of; 0: it is the sender's own.
+        norm: the squared gradient norm of the pages of which the sender is the primary, as an exact sum: several
+            doubles (determinism/exact_sum.py).
+        loss: the step's loss, if the sender is the primary of the loss page; else None.
+        extension: an option that takes effect in this step if all votes carry the same value; empty if it is off.
+        weight: the weight of the loss, with `loss`; None if the model's loss has no weight.
+        level: 0 for the sender's own vote; n for the sum over a block, which is sent in round n of the exchange.
     """
 
     NUM_OPTIONS = 3
@@ -350,10 +362,10 @@ class Vote(Message, frozen=True):
 class GroupLost(Message, frozen=True):
     """Worker -> the other members of its stage, and the controller: their process group of `epoch` has failed.
 
-    Sent only with `runtime.collectives=group`. Links are used until the next epoch.
+    Sent only with `runtime.collectives=group`. The stage uses links in place of the group until the next epoch.
 
     Args:
-        reason: of the failure, in words.
+        reason: why it has failed, in words.
     """
 
     epoch: int
@@ -362,17 +374,18 @@ class GroupLost(Message, frozen=True):
 
 
 class PairSent(Message, frozen=True):
-    """Worker -> another one that it has a pair with (`runtime.pairs`): an Activation, ActivationGradient or PageState.
+    """Worker -> the other worker of a pair (`runtime.pairs`): an Activation, ActivationGradient or PageState.
 
-    Its payload goes from device to device through the pair. If the pair has failed, or its epoch is over, the same is
-    sent again, `resent`, with the payload, as raw bytes; or without one, if nobody needs it any more.
+    A *pair* is a process group of two workers. The payload goes through it, from device to device. If the pair has
+    failed, or its epoch is over, the message is sent again over the link, as `resent`, with the payload as raw bytes,
+    or without a payload if nobody needs it any more.
 
     Args:
-        epoch: the sender's.
-        number: of what this sender has sent this receiver through pairs, from 1 on, whatever the epoch.
-        size: bytes of the payload.
+        epoch: the mesh epoch that the sender is in.
+        number: counts what this sender has sent this receiver through pairs, from 1 on, through all epochs.
+        size: the bytes of the payload.
         message: the encoded message; empty if nobody needs it any more.
-        resent: it comes over the link, with whatever payload it has.
+        resent: True if the payload, if any, comes over the link.
     """
 
     epoch: int
@@ -383,10 +396,10 @@ class PairSent(Message, frozen=True):
 
 
 class PairReceived(Message, frozen=True):
-    """Worker -> the sender of a PairSent: everything up to this number is here, so that it need not be kept.
+    """Worker -> the sender of a PairSent: everything up to `number` is here, so that the sender need not keep it.
 
     Args:
-        number: of PairSent.
+        number: as in PairSent.
     """
 
     number: int
@@ -395,11 +408,11 @@ class PairReceived(Message, frozen=True):
 class PairLost(Message, frozen=True):
     """Worker -> the other worker of a pair, and the controller: the pair of `epoch` has failed.
 
-    Sent only with `runtime.pairs`. Links are used between the two until the next epoch.
+    Sent only with `runtime.pairs`. The two workers use their link in place of the pair until the next epoch.
 
     Args:
-        other: rank of the other worker.
-        reason: of the failure, in words.
+        other: the rank of the other worker.
+        reason: why it has failed, in words.
     """
 
     epoch: int
@@ -409,11 +422,11 @@ class PairLost(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Worker -> controller, once, when it listens at `address` and has compiled its programs.
+    """Worker -> controller, once, when the worker listens at `address` and has compiled its programs.
 
     Args:
-        holds_mutex: it holds the robust mutex of the death watch, by which its death is noticed at once.
-        compiled: number of programs that it has compiled, which are all that it will ever need.
+        holds_mutex: True if the worker holds its robust mutex, by which the death watch notices its death at once.
+        compiled: the number of programs that it has compiled. It needs no others later.
     """
 
     rank: int
@@ -423,17 +436,19 @@ class Ready(Message, frozen=True):
 
 
 class Checked(Message, frozen=True):
-    """Worker -> controller, before Ready, where the model is checked (`runtime.check_model`): it has passed.
+    """Worker -> controller, before Ready: the check of the model has passed (`runtime.check_model`).
 
     Args:
-        seconds: that the check took.
-        layers: of each kind of layer the first one, how many there are, the bytes that a micro-batch keeps of it until
-            its backward, those of its output, those that it keeps from its backward to its weight gradients where these
-            may be put off, else 0, and a digest of all bits that it has computed: (layer, count, kept, output, put off,
-            digest). They are the same on all workers.
-        kinds: of each layer of the model, the first one of its kind.
-        loss_unchecked: what the loss raised for half a micro-batch, so that it was held to nothing; or "".
-        samples: a digest of the micro-batches that it has read, of data without tokens; the same on all workers.
+        seconds: how long the check took.
+        layers: (layer, count, kept, output, put off, digest), one row for each kind of layer; the same on all workers.
+            `layer` is the first layer of this kind, and `count` the number of layers of this kind. `kept` is the bytes
+            that a micro-batch keeps of such a layer until its backward, `output` the bytes of the layer's output, and
+            `put off` the bytes kept from the backward to the weight gradients if these can be put off, else 0.
+            `digest` is a digest of all bits that the check has computed with the layer.
+        kinds: for each layer of the model, the first layer of the same kind.
+        loss_unchecked: the exception that the loss raised for half a micro-batch, so that it could not be checked;
+            empty if it raised none.
+        samples: for data other than tokens, a digest of the micro-batches that were read; the same on all workers.
     """
 
     NUM_OPTIONS = 1
@@ -447,12 +462,14 @@ class Checked(Message, frozen=True):
 
 
 class Constructed(Message, frozen=True):
-    """Worker -> controller, before Ready: digests of the values that it begins with, where these have to be compared.
+    """Worker -> controller, before Ready: digests of the values that the worker begins with, if these must be compared.
 
-    These are what constructors of the model made, or, on several machines, the given weights (`model.init_from`).
+    They must if constructors of the model made them, or if workers on several machines read weights from files
+    (`model.init_from`).
 
     Args:
-        rows: (name, whether it is a constant and no parameter, digest). What two workers have is the same.
+        rows: (name, True for a constant and False for a parameter, digest). If two workers have different digests for a
+            name, the controller ends the run.
     """
 
     rank: int
@@ -460,10 +477,12 @@ class Constructed(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """Worker -> controller, in place of Ready: what the run was given is refused; no other worker could accept it.
+    """Worker -> controller, in place of Ready: the worker refuses the model, data or settings, as any other would.
+
+    So the run ends, and no replacement is started.
 
     Args:
-        error: the fields of the user's error (errors.UserError), by name.
+        error: field name -> text, of the user's error (errors.UserError).
     """
 
     rank: int
@@ -471,16 +490,19 @@ class Refused(Message, frozen=True):
 
 
 class StepReport(Message, frozen=True):
-    """Worker -> controller, once for each Prepare: where it is.
+    """Worker -> controller, once for each Prepare: how far the worker has come.
+
+    It is a promise as well: from now on the worker neither votes nor applies a step in an older epoch (C2).
 
     Args:
-        version: the step that it applied last. It votes for nothing and applies nothing in older epochs from now on.
-        partial_steps: what it keeps of steps version + 1 and version + 2, where that is anything. A worker whose
-            micro-batches are all done by others may have gradients of the second one before it has applied the first.
-        attempt: that it is in, of the steps after its version.
-        ahead: trained page ranges whose state it has learned from a primary that had applied version + 1, already.
-        layers: [first, stop) of the stage that it is on. Others than by the newest Reconfigure if that was overtaken
-            before it was entered. (): those of the newest Reconfigure.
+        version: the step that the worker applied last.
+        partial_steps: what it keeps of steps version + 1 and version + 2, if anything. It may have gradients of the
+            latter before it has applied the former, if other workers compute all of its micro-batches.
+        attempt: the attempt in which it computes the steps after its version.
+        ahead: trained page ranges of which it has, as a learner, the state of version + 1 already, from a primary that
+            had applied that step.
+        layers: the layers [first, stop) of the stage that it is on; () if they are those of the newest Reconfigure.
+            They differ if another change began before the worker had entered the epoch of that Reconfigure.
     """
 
     NUM_OPTIONS = 3
@@ -495,14 +517,14 @@ class StepReport(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """Worker -> controller, every period, from a thread of its own: how far its training thread has come.
+    """Worker -> controller, periodically, from a thread of its own: how far the worker's training thread has come.
 
     Args:
-        progress: number of actions so far.
-        waiting: the training thread waits for a message, and makes no progress by itself.
-        action: what it does, in words.
-        rejected: connections and messages that its links have refused so far: (reason, number).
-        is_sending: it waits, and much of what it has sent is still on its way over a slow network.
+        progress: the number of actions that the training thread has run so far.
+        waiting: True if the training thread waits for a message, so that it cannot make progress by itself.
+        action: what the training thread does, in words.
+        rejected: (reason, number) of connections and messages that the worker's links have refused so far.
+        is_sending: True if the worker waits while much of what it has sent is still on its way over a slow network.
     """
 
     NUM_OPTIONS = 2
@@ -519,8 +541,9 @@ class Prepare(Message, frozen=True):
     """Controller -> members, when the mesh is about to change to `epoch`. Each answers with a StepReport, once.
 
     Args:
-        after: AT_ONCE after a loss. For a planned change: answered after this step is applied and before the next is
-            begun, so that nothing is under way; at once by a worker that has begun a later step.
+        after: AT_ONCE for a change that cannot wait, such as a loss. For a planned change: the step after which to
+            answer. A worker answers when it has applied this step and before it begins the next one, so that nothing is
+            under way. A worker that has begun a later step already answers at once.
     """
 
     epoch: int
@@ -531,30 +554,33 @@ class Reconfigure(Message, frozen=True):
     """Controller -> members of the new epoch, when all living members have given their StepReport.
 
     Args:
-        stages: members by stage.
-        layer_cuts: first layer of each stage, and the number of layers.
-        microbatch_counts: number of micro-batches of each member, by stage.
-        addresses: rank -> address, of all members; on a large mesh of those that have been the receiver's peers
-            (recovery/peers.py).
-        replicas: rows of the replica map; empty: as the mesh without losses has them.
-        version: the highest of any member.
-        recovery_plan: the recovery plan of step version + 1; to a member of a large mesh come the lines of those
-            micro-batches that it has to do with (recovery/peers.py). None: nothing of it was begun, and it runs as
-            placed.
-        validate: the version whose validation losses the controller does not have, not yet or not any more; None if
-            it has all. A run that resumes at a validated step validates it again.
-        save: the run is about to stop: write the state of `version` and begin no other step.
-        recovered: members that have given up state, or whose device failed and was brought back, which lost everything
-            that they had of undecided steps: the others send again what they had sent to them.
-        attempt: of the steps after `version`: what was computed of them in older attempts counts no more.
-        repair: the attempt before which replicas differed last: published parameters, and the state that learners have,
-            may be a wrong replica's, and are given up as well. 0: they never did.
-        split_layers: layers whose backward may be in two parts, as both together have the bits of the whole.
-        put_off: per stage, the most micro-batches whose weight gradients a worker may put off; (): none on any stage.
-        in_flight: per stage, the most micro-batches that a worker may have between forward and backward; (): as
-            `pipeline.in_flight_limits` has it.
-        is_last: the run ends early, after `version`.
-        hosts: per stage, the number of each member's host: with `runtime.collectives=group`, and on several hosts only.
+        epoch: the number of the new mesh epoch.
+        stages: the ranks of the members, by stage.
+        layer_cuts: the first layer of each stage, and at the end the number of layers.
+        microbatch_counts: the number of micro-batches of each member, by stage.
+        addresses: rank -> address, of all members; on a large mesh, of the receiver's peers only (recovery/peers.py).
+        replicas: the rows of the replica map; empty if every worker can compute it from the settings.
+        version: the highest version of any member.
+        recovery_plan: the recovery plan for step version + 1. None if no member has begun that step, so that it runs as
+            placed. On a large mesh a member gets only the lines that it needs (recovery/peers.py).
+        validate: the version that the receivers have to validate, as the controller does not have all of its losses;
+            None if it has. A run that resumes at a validated step validates it again.
+        save: True if the run is about to stop: write the state of `version`, and begin no other step.
+        recovered: members that have given up state, or that have lost everything they had of undecided steps, as their
+            device failed and was reset. The others send them again what they had sent before.
+        attempt: the attempt of the steps after `version`. What was computed of them in older attempts is given up.
+        repair: the newest attempt that began because a replica was, or may have been, wrong; 0 if none did. In that
+            attempt, published parameters and state received by learners are given up as well, as they may have come
+            from that replica.
+        split_layers: layers whose backward may run in two parts, as both parts together give the same bits as the
+            whole.
+        put_off: for each stage, the most micro-batches of which a worker may put off the weight gradients; () if none
+            on any stage.
+        in_flight: for each stage, the most micro-batches that a worker may have between forward and backward; () for
+            the numbers of `pipeline.in_flight_limits`.
+        is_last: True if the run ends early, after `version`.
+        hosts: for each stage, the number of each member's host; () without `runtime.collectives=group` and on a single
+            host.
     """
 
     NUM_OPTIONS = 8
@@ -580,15 +606,16 @@ class Reconfigure(Message, frozen=True):
 
 
 class PackedReconfigure(Message, frozen=True):
-    """Controller -> member: a Reconfigure, as it goes over the link (recovery/packed_reconfigure.py).
+    """Controller -> member: a Reconfigure in the form in which it goes over the link (recovery/packed_reconfigure.py).
 
     Args:
-        base: mesh epoch of the Reconfigure that it was packed against, the last one on this link; -1: of none.
-        size: bytes of the whole, before it is decoded.
-        digest: of these, and of the lines.
-        data: the packed message.
-        lines: on a large mesh, packed: the lines of the recovery plan that the member has to do with, where the message
-            has none (recovery/peers.py).
+        base: the mesh epoch of the Reconfigure that `data` is a change of, the last one on this link; -1 if it is
+            packed by itself.
+        size: the bytes of the unpacked, encoded Reconfigure.
+        digest: a digest of the unpacked bytes, and of those of `lines`.
+        data: the packed Reconfigure.
+        lines: on a large mesh, packed: the lines of the recovery plan that this member needs. The Reconfigure itself,
+            which is the same for all members, then has none (recovery/peers.py).
     """
 
     NUM_OPTIONS = 1
@@ -601,12 +628,11 @@ class PackedReconfigure(Message, frozen=True):
 
 
 class PeerAddresses(Message, frozen=True):
-    """Controller -> member, on a large mesh, before a PackedReconfigure: the addresses of the member's peers, as far as
-    they change.
+    """Controller -> member, on a large mesh, before a PackedReconfigure: what changes in the addresses of its peers.
 
     Args:
-        came: packed addresses of peers that it may not have.
-        gone: members that are no peers of it any more, neither in this mesh epoch nor in the one before.
+        came: packed addresses of peers that the receiver may not have.
+        gone: members that the receiver drops: they are its peers neither in this mesh epoch nor in the one before.
     """
 
     came: bytes
@@ -614,14 +640,15 @@ class PeerAddresses(Message, frozen=True):
 
 
 class ChecksDiffer(Message, frozen=True):
-    """The checker of a micro-batch -> controller: its own results are others than those that it was sent.
+    """The checker of a micro-batch -> controller: its results differ from those of the micro-batch's worker.
 
     The sender does not vote for the step.
 
     Args:
+        rank: the checker, which sends this.
         owner: the worker of the micro-batch.
-        owned: its results.
-        checked: those of the sender.
+        owned: the results of the owner.
+        checked: the results of the checker.
     """
 
     rank: int
@@ -636,7 +663,7 @@ class ChecksDiffer(Message, frozen=True):
 class CheckAgain(Message, frozen=True):
     """Controller -> members: a micro-batch of this stage is to be computed once more, to see who is wrong.
 
-    Whoever keeps its inputs sends them to `ranks`, which answer by CheckedAgain.
+    Members that keep inputs of this micro-batch send them to `ranks`, which answer by CheckedAgain.
     """
 
     epoch: int
@@ -647,7 +674,7 @@ class CheckAgain(Message, frozen=True):
 
 
 class CheckedAgain(Message, frozen=True):
-    """Worker -> controller: its results of the micro-batch that it was asked for."""
+    """Worker -> controller, after CheckAgain: its results of the micro-batch that it was asked to compute once more."""
 
     rank: int
     epoch: int
@@ -665,14 +692,15 @@ class CheckAccepted(Message, frozen=True):
 
 
 class Pace(Message, frozen=True):
-    """Controller -> member: the frequencies of its device within a step, from its next step of this mesh epoch on
-    (`schedule.frequency`).
+    """Controller -> member: the clock frequencies of its device within each step, from its next step of this mesh epoch
+    on (`schedule.frequency`).
 
     Args:
-        starts, frequencies: from its starts[i]-th action of a step on, frequencies[i], relative to the normal one.
-        order: the actions that they are planned for: (0 for forward, 1 for backward, 2 for weight gradients that were
-            put off; micro-batch).
-        hold_s: seconds for which it waits for the next of these though another action is ready.
+        starts: the numbers of the actions within a step at which the frequency changes.
+        frequencies: from action starts[i] on, the device runs at frequencies[i], relative to its normal frequency.
+        order: the actions that the frequencies are planned for, as (kind, micro-batch). The kind is 0 for a forward, 1
+            for a backward, and 2 for weight gradients that were put off.
+        hold_s: the seconds for which the member waits for the next action in `order` although another one is ready.
     """
 
     epoch: int
@@ -685,7 +713,7 @@ class Pace(Message, frozen=True):
 class Limits(Message, frozen=True):
     """Controller -> member: other limits than those of the Reconfigure, from its next step of this mesh epoch on.
 
-    Whether weight gradients are put off is tried while a run trains (`schedule.split_backward`).
+    With `schedule.split_backward=auto` the controller tries, while the run trains, whether to put off weight gradients.
 
     Args:
         split_layers, put_off, in_flight: as in Reconfigure.
@@ -698,13 +726,14 @@ class Limits(Message, frozen=True):
 
 
 class SumsDiffer(Message, frozen=True):
-    """The checker of sums -> controller: its reduced gradient of state pages [first, stop) is another than the one that
-    the primary has sent it, or their norms differ. The sender does not vote for the step.
+    """The checker of sums -> controller: its reduced gradient of state pages [first, stop), or a norm of it, differs
+    from what the primary has sent. The sender does not vote for the step.
 
     Args:
+        rank: the checker, which sends this.
         owner: the primary.
-        owned: its result, as it came.
-        checked: that of the sender.
+        owned: the result of the primary, as it arrived at the checker.
+        checked: the result of the checker.
     """
 
     rank: int
@@ -721,8 +750,8 @@ class SumsDiffer(Message, frozen=True):
 class AddAgain(Message, frozen=True):
     """Controller -> members: reduced gradients of state pages [first, stop) of `layer` differ.
 
-    Whoever has made a part of it tells which sums it had made (AddedUp), and sends the gradients of its micro-batches
-    to `ranks`, which add them up once more.
+    Every member that has made sums for these pages reports their digests (AddedUp), and sends the gradients of its
+    micro-batches to `ranks`, which add them up once more.
     """
 
     epoch: int
@@ -734,12 +763,14 @@ class AddAgain(Message, frozen=True):
 
 
 class AddedUp(Message, frozen=True):
-    """Worker -> controller, after AddAgain: the sums of some pages.
+    """Worker -> controller, after AddAgain: digests of the sums of some pages.
 
     Args:
-        again: they were made now, all of them, by one of `AddAgain.ranks`; else those that it had made before.
-        sums: digests of its sums of micro-batches, and of those that it has collected on its host for other hosts.
-        results: of the reduced gradient, from the primary, and with `again`; else none.
+        again: True if the sender is one of `AddAgain.ranks` and has made all sums now, from the single gradients;
+            False if these are the sums that it had made before.
+        sums: digests of the sums over its own micro-batches, and of those that it has added up, as a collector, for
+            primaries on other hosts.
+        results: the result for the reduced gradient, from the primary and if `again`; else empty.
     """
 
     rank: int
@@ -764,7 +795,7 @@ class SumAccepted(Message, frozen=True):
 
 
 class CaughtUp(Message, frozen=True):
-    """Worker -> controller, once an epoch: it has the state of all pages that it is a learner of."""
+    """Learner -> controller, once in each epoch: it has the state of all pages of which it is a learner."""
 
     rank: int
     epoch: int
@@ -775,7 +806,7 @@ class Fingerprints(Message, frozen=True):
 
     Args:
         step: the version.
-        rows: (layer, first, stop, hash) of the page ranges that it is a replica of.
+        rows: (layer, first, stop, hash) of each page range of which the sender is a replica.
     """
 
     rank: int
@@ -785,7 +816,7 @@ class Fingerprints(Message, frozen=True):
 
 
 class ReplicasAgree(Message, frozen=True):
-    """Controller -> members: all replicas of all pages have the same state at version `step`, which may be used."""
+    """Controller -> members: all replicas of all pages have the same state at version `step`. It may be used."""
 
     epoch: int
     step: int
@@ -794,12 +825,12 @@ class ReplicasAgree(Message, frozen=True):
 class Damaged(Message, frozen=True):
     """Worker -> controller: it has given up the state of these page ranges, before it applied `step`.
 
-    Their content was not what it had written. Or its device failed and was brought back: then everything that it had of
-    undecided steps is lost too.
+    Either the memory did not contain what the worker had written, or its device failed and was reset. In the second
+    case everything that the worker had of undecided steps is lost too.
 
     Args:
         page_ranges: (layer, first, stop) of each.
-        reason: of the fault of the device, in words; empty if it was none.
+        reason: the fault of the device, in words; empty if the device did not fail.
     """
 
     NUM_OPTIONS = 1
@@ -812,13 +843,13 @@ class Damaged(Message, frozen=True):
 
 
 class LinkClosed(Message, frozen=True):
-    """Worker -> controller: its link to `peer` is gone, and perhaps some of what it had sent on it.
+    """Worker -> controller: its link to `peer` has closed, and some of what it had sent on it may be lost.
 
-    A worker's channel also delivers it to the worker itself, whose link it was; with the controller as `peer` it goes
-    nowhere else.
+    The worker's channel delivers this message to the worker itself as well, and only there if `peer` is the controller.
 
     Args:
-        was_linked: False if it had none, as `peer` was to be none of its peers, and what it had for it is lost.
+        was_linked: False if the worker never had this link, as `peer` was not among its peers; the message that it
+            wanted to send is lost.
     """
 
     NUM_OPTIONS = 1
@@ -829,7 +860,7 @@ class LinkClosed(Message, frozen=True):
 
 
 class Leaving(Message, frozen=True):
-    """Worker -> controller: it got SIGTERM, and requests to leave without a loss."""
+    """Worker -> controller: the worker got SIGTERM, and asks to leave once none of its state is needed any more."""
 
     rank: int
 
@@ -845,11 +876,13 @@ class Applied(Message, frozen=True):
     """Worker -> controller, after each step: it is at version `step`. All members send the same numbers, bit for bit.
 
     Args:
-        loss: of the step.
-        grad_norm: of the whole gradient, before clipping.
-        updated: False if the norm was not finite, or a weight not positive: the version advanced and the state stayed.
-        extension: that all votes carried, or empty.
-        weight: of the step's loss, which `loss` and `grad_norm` have been divided by; None if it has none.
+        loss: the loss of the step.
+        grad_norm: the L2 norm of the whole gradient, before clipping.
+        updated: False if the step was skipped, as the norm was not finite or the weight not positive (S6): the version
+            has advanced, the state is unchanged.
+        extension: the extension that all votes carried, or empty.
+        weight: the weight of the step's loss, by which `loss` and `grad_norm` have been divided; None if losses have
+            none.
     """
 
     NUM_OPTIONS = 2
@@ -865,16 +898,17 @@ class Applied(Message, frozen=True):
 
 
 class Measured(Message, frozen=True):
-    """Worker -> controller, after each step: what it measured, for the cost model; and of a worker that reads a dataset
-    of the user's, before its vote for a step, how long it waited for the samples.
+    """Worker -> controller, after each step: what it measured, for the cost model. A worker that reads a user's dataset
+    sends another one before it votes, which says only how long the worker waited for samples.
 
     Args:
         rows: times of layer programs, as worker.profiling.Row.
-        memory: what micro-batches keep of layers that are new to the worker, as worker.profiling.MemoryRow.
-        compiled: number of programs that it has compiled so far.
-        link: (latency in s, bytes per s) of its link to a neighbour, once it is known; else empty.
+        memory: the memory that micro-batches keep of layers that are new to the worker, as worker.profiling.MemoryRow.
+        compiled: the number of programs that the worker has compiled so far.
+        link: (latency in s, bandwidth in bytes/s) of its link to a neighbour, once they are known; else empty.
         weights: times of weight gradients that were put off, as worker.profiling.WeightsRow.
-        data_seconds: that it waited for the samples of the step; None: it is not about that.
+        data_seconds: the seconds that the worker waited for the samples of the step; None in the message that is sent
+            after the step.
     """
 
     NUM_OPTIONS = 2
@@ -890,7 +924,7 @@ class Measured(Message, frozen=True):
 
 
 class ValidationLoss(Message, frozen=True):
-    """Worker of the last stage -> controller: losses of its validation micro-batches at version `step`, each a sum.
+    """Worker of the last stage -> controller: the losses of its validation micro-batches at version `step`.
 
     Where replicas are compared, workers of all stages report, those without losses as well (H5).
 
@@ -912,10 +946,10 @@ class ValidationLoss(Message, frozen=True):
 
 
 class Validated(Message, frozen=True):
-    """Controller -> members: it has all losses of the validation at version `step`. Training goes on.
+    """Controller -> members: it has all losses of the validation at version `step`, so that the next step may begin.
 
     Args:
-        is_last: it does not: the run ends early, after this step.
+        is_last: True if no next step begins: the run ends early, after this one.
     """
 
     NUM_OPTIONS = 1
@@ -930,7 +964,7 @@ class FinalPages(Message, frozen=True):
     Payload, fp32: the master parameters of state pages [first, stop) of `layer`, or their average over the steps.
 
     Args:
-        average: it is the average (optim.ema).
+        average: True if the payload is the average (`optim.ema`).
     """
 
     NUM_OPTIONS = 1
@@ -942,14 +976,14 @@ class FinalPages(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """Worker -> controller: all steps are applied, and the final pages of all primaries of `epoch` that it is are sent.
+    """Worker -> controller: all steps are applied, and the final pages of which it is the primary in `epoch` are sent.
 
     Args:
         state_bytes: kind of state -> bytes of it on this worker.
         peak_bytes: kind of memory -> the most bytes of it that the worker had.
-        rejected: as in Heartbeat: no other one may follow.
-        checks: number of checks of micro-batches that it made, of those among them that it made while its next action
-            had no input, and of checks of sums.
+        rejected: as in Heartbeat, since no further Heartbeat may follow.
+        checks: (checks of micro-batches that it made, those among them that it made while its next action had no input
+            yet, checks of sums that it made).
     """
 
     NUM_OPTIONS = 2
@@ -963,11 +997,12 @@ class Finished(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Worker -> controller: an exception ended it, in step `step`.
+    """Worker -> controller: an exception ended its training, in step `step`.
 
     Args:
-        report: its traceback.
-        is_deaf: it cannot receive any more. That is its own lack: others may have it in the same step, and no bug.
+        report: the traceback.
+        is_deaf: True if the exception was in its links, so that it receives nothing any more. The cause is then this
+            machine (such as a lack of memory). If several workers fail so in the same step, that does not show a bug.
     """
 
     NUM_OPTIONS = 1
@@ -984,8 +1019,8 @@ class ShardWritten(Message, frozen=True):
     The fields are those of run_dir's ShardInfo.
 
     Args:
-        copy_ms: how long training stood still for it.
-        write_ms: how long the writing took, beside training.
+        copy_ms: for how many milliseconds training stood still while the state was copied.
+        write_ms: how many milliseconds the writing took, in the background of training.
     """
 
     step: int
@@ -1005,10 +1040,11 @@ class Stop(Message, frozen=True):
 
 
 class Adopt(Message, frozen=True):
-    """Controller that came back -> living worker: it is the run's controller from now on, and listens at `address`.
+    """Controller that came back -> living worker: the sender is the run's controller from now on.
 
     Args:
-        generation: of the controller, above that of every one before.
+        generation: the number of this controller, higher than that of any controller before.
+        address: where it listens.
     """
 
     generation: int
@@ -1016,18 +1052,20 @@ class Adopt(Message, frozen=True):
 
 
 class Adopted(Message, frozen=True):
-    """Worker -> the controller that came back: what its predecessor may not have lived to write down.
+    """Worker -> the controller that came back: what the controller before may have died too early to write down.
 
     Args:
-        generation: of the controller that is answered.
-        version: the step that it applied last.
-        epoch: mesh epoch of the Reconfigure that came to it last.
-        reconfigure: that message, whole, as packed_reconfigure.py has it; that of an epoch is the same for all members.
-        applied: its reports of steps that were not acknowledged (Written), oldest first.
-        damaged: state that it has given up since it entered its mesh epoch.
+        generation: the generation of the controller that is answered.
+        version: the step that the worker applied last.
+        epoch: the mesh epoch of the Reconfigure that it received last.
+        reconfigure: that Reconfigure, whole, in the form of packed_reconfigure.py. It is the same for all members of an
+            epoch.
+        applied: its reports of steps that were not acknowledged by Written, oldest first.
+        damaged: its reports of state that it has given up since it entered its mesh epoch.
         closed: members to which its link is closed.
-        leaves: it has got SIGTERM.
-        is_suspect: it has other results than another worker of the step under way, and does not vote for it.
+        leaves: True if it has got SIGTERM.
+        is_suspect: True if its results in the step under way differ from those of another worker, so that it does not
+            vote for the step.
     """
 
     rank: int
@@ -1043,15 +1081,15 @@ class Adopted(Message, frozen=True):
 
 
 class OfGeneration(Message, frozen=True):
-    """Controller that came back -> worker: another message, encoded, with the generation that fences it."""
+    """Controller that came back -> worker: another message, encoded, fenced by the controller's generation."""
 
     generation: int
     data: bytes
 
 
 class Written(Message, frozen=True):
-    """Controller -> members, now and then, where it may be replaced: steps up to `step` have their lines in
-    metrics.jsonl, and their reports need not be kept any more."""
+    """Controller -> members, with `timeouts.adopt`, every 32 steps and when a controller has come back: all steps up to
+    `step` are in metrics.jsonl, so that members need not keep their reports of them any more."""
 
     step: int
 
@@ -1114,15 +1152,16 @@ AnyMessage: TypeAlias = (
 )
 
 
-# Immutable, so one serves all threads. To make a decoder of so many types takes 30 us, to decode with it 0.2 us.
+# A decoder has no state, so that all threads share this one. Making one for so many types takes 30 us, decoding a
+# message with it 0.2 us.
 _DECODER = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message; fields of options that are off are not among them."""
+    """The encoded bytes of a message. Fields of options that are off are left out."""
     if message.NUM_OPTIONS:
         fields: list[Any] = list(msgspec.structs.astuple(message))
-        # array_like structs may be cut short at the end: the decoder fills in the defaults.
+        # An encoded array_like struct may lack fields at its end: the decoder fills in their defaults.
         defaults = type(message).__struct_defaults__
         for default in reversed(defaults[-message.NUM_OPTIONS :]):
             if fields[-1] != default:
@@ -1136,9 +1175,10 @@ def decode(data: bytes | memoryview) -> AnyMessage:
     """The inverse of `encode`.
 
     Raises:
-        msgspec.MsgspecError: the bytes are none of these messages.
+        msgspec.MsgspecError: the bytes are not one of these messages.
     """
     try:
         return _DECODER.decode(data)
-    except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these through: text, and arrays nested deeply
+    # msgspec does not turn these two into its own errors: text that is not UTF-8, and arrays nested too deeply.
+    except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(str(error)) from error

@@ -1,17 +1,18 @@
-"""The form in which a Reconfigure goes over a link: what has changed since the one before, which its receiver has.
+"""The compressed form in which a Reconfigure goes over a link: what has changed since the Reconfigure before.
 
-A Reconfigure says all about a mesh epoch: its members and their addresses, micro-batches, replicas. That is a megabyte
-on 10,000 workers, and a loss changes a few places of it. So both ends keep the last one, and a new one is compressed
-with it as the dictionary. What is compressed are differences of consecutive numbers, as these stay the same where
-something before them is left out or put in.
+A Reconfigure describes a whole mesh epoch: its members and their addresses, micro-batches, replicas. On 10,000 workers
+it has a megabyte, of which a loss changes only a few places. So both ends of a link keep the last Reconfigure, and a
+new one is compressed with the last one as the dictionary. The numbers in it are replaced by the differences of
+consecutive numbers before. If a number is inserted or left out, most differences stay the same.
 
-Both ends have the same one: a link keeps its order, every Reconfigure is sent to all members of its epoch, and a worker
-unpacks each as it comes, whether it then follows it or not. Whoever was no member before gets the whole. A digest of
-the whole goes with it, so that nobody ever acts on anything else (docs/protocol.md, C15).
+Both ends always have the same last Reconfigure: a link keeps the order of messages, every Reconfigure is sent to all
+members of its epoch, and a worker unpacks each one as it comes, whether it then enters the epoch or not. A worker that
+was not a member before gets the whole message. A digest of the unpacked message goes with it, so that no worker ever
+acts on a wrong one (docs/protocol.md, C15).
 
-On a large mesh the addresses are not a part of it, so that all members are sent the same: those of its own peers
-(peers.py) come to each worker before it, in a small message, as far as it may not have them yet. Nor are the lines of a
-recovery plan: beside the message each worker is sent those that it has to do with, and the digest is of both.
+On a large mesh two parts differ from member to member and are sent separately, so that the message itself is the same
+for all. The addresses of a worker's own peers (peers.py) come before it, in a small message, as far as the worker may
+not have them yet. The lines of a recovery plan that the worker needs come beside it, and the digest covers them too.
 """
 
 from __future__ import annotations
@@ -41,14 +42,17 @@ from elaswave_spmd.recovery.peers import Keys, Peers, by_rank
 
 _NOBODY: frozenset[int] = frozenset()
 _NOTHING = -1
-"""The base of what is packed against nothing; no mesh epoch has this number."""
-_LEVEL = 6  # of the compression
+"""`PackedReconfigure.base` of a message that is packed without a dictionary; no mesh epoch has this number."""
+_LEVEL = 6  # the level of zstandard's compression
 _FEW = 8
-"""Addresses up to which they are sent as they are: a loss changes a few peers of many workers, and that takes time."""
+"""Up to this number of addresses, they are sent uncompressed: a loss changes a few peers of many workers, and to
+compress a message for each of them takes time."""
 _WINDOW_LOGS = 10, 30
-"""The least and the largest window of a frame, as powers of 2. It reaches back to the begin of the dictionary."""
+"""The least and the largest window of a zstandard frame, as powers of 2. It must reach back to the start of the
+dictionary."""
 _HASH_LOGS = 10, 24
-"""Those of its table of what the dictionary has. By default it is too small for the dictionary of 100,000 workers."""
+"""The least and the largest size of its hash table, as powers of 2. The default is too small for the dictionary of
+100,000 workers."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class _Last:
     """The Reconfigure that a link carried last.
 
     Args:
-        data: of it, as `_to_bytes` makes it.
+        epoch: its mesh epoch.
+        data: its bytes, as `_to_bytes` makes them.
     """
 
     epoch: int
@@ -68,22 +73,24 @@ class Packer:
 
     def __init__(self) -> None:
         self._last: _Last | None = None
-        self._receivers: frozenset[int] = frozenset()  # of the last one
-        # Peers in the last one; and those whose addresses workers have, which are these and the ones in the one before.
+        self._receivers: frozenset[int] = frozenset()  # the workers to which the last one was sent
+        # The peers by the last Reconfigure; and the peers whose addresses workers have, by the last two of them.
         self._peers = self._addressed = Peers.among(())
 
     def encoded(
         self, ranks: Sequence[int], message: Message, peers: Peers | None = None
     ) -> Iterator[tuple[Sequence[int], bytes]]:
-        """The bytes for these workers, which are the members of its mesh epoch if it is a Reconfigure.
+        """The bytes to send to these workers.
 
         Args:
-            peers: of the members, whose addresses alone each is sent, and with their micro-batches the lines of these
-                alone; None: all of both.
+            ranks: the receivers. If the message is a Reconfigure, they are all members of its mesh epoch.
+            message: the message.
+            peers: the peers of each member. A member is sent the addresses of its peers only, and the lines of the
+                recovery plan of its micro-batches only. None if every member is sent all addresses and lines.
 
         Returns:
-            (workers, what all of them are sent), in the order in which it is to be sent. What is of one worker alone is
-            made when it is its turn, so that it need not all be there at once.
+            (workers, bytes for all of them), in the order in which to send them. It is an iterator, so that messages
+            for single workers need not all be in memory at once.
         """
         if not isinstance(message, Reconfigure):
             return iter([(ranks, encode(message))])
@@ -121,10 +128,10 @@ class Unpacker:
         return (_NOTHING, b"") if self._last is None else (self._last.epoch, self._last.data)
 
     def unpacked(self, packed: PackedReconfigure) -> Reconfigure:
-        """The message, whole.
+        """The whole message. It becomes the last Reconfigure of this link.
 
         Raises:
-            RunError: it is a change to another one than the last one, or its digest is another.
+            RunError: the message is a change of another Reconfigure than the last one, or its digest is wrong.
         """
         base = self._last if packed.base != _NOTHING else None
         if packed.base != (_NOTHING if base is None else base.epoch):
@@ -144,17 +151,17 @@ class Unpacker:
         return message
 
     def addresses_received(self, message: PeerAddresses) -> None:
-        """Note other addresses, before the Reconfigure that they belong to."""
+        """Note changed addresses, which come before the Reconfigure that they belong to."""
         left = {rank: address for rank, address in self._addresses.items() if rank not in message.gone}
         self._addresses = left | _unpack_addresses(message.came)
 
 
 def reconfigure_of(data: bytes) -> Reconfigure:
-    """The message that these bytes are, which a worker had kept (`Unpacker.last`)."""
+    """The Reconfigure that a worker had kept as these bytes (`Unpacker.last`)."""
     return _from_bytes(data)
 
 
-# ---- addresses, where each worker has its own
+# ---- addresses, on large meshes
 
 
 def _addresses(
@@ -164,11 +171,14 @@ def _addresses(
     addressed: Peers,
     gone: Mapping[int, frozenset[int]],
 ) -> Iterator[tuple[Sequence[int], bytes]]:
-    """The messages that bring these workers the changes of the addresses that they have.
+    """(workers, encoded PeerAddresses): the messages with the changes of the addresses that these workers have.
 
     Args:
-        addressed: the peers of which they have the addresses.
-        gone: those of which they need them no more.
+        ranks: the workers.
+        addresses: rank -> address, of all members.
+        peers: the peers of each worker from now on.
+        addressed: the peers whose addresses workers have.
+        gone: worker -> members whose addresses it does not need any more.
     """
     shared: dict[int, tuple[frozenset[int], list[int]]] = {}  # by set object: many workers have the same new peers
     few: dict[tuple[frozenset[int], frozenset[int]], list[int]] = defaultdict(list)  # many have lost the same ones
@@ -189,14 +199,14 @@ def _addresses(
 
 
 def _encoded_addresses(came: Collection[int], addresses: Mapping[int, str], gone: Collection[int] = ()) -> bytes:
-    """The message with the addresses of these workers, and with those that are needed no more."""
+    """An encoded PeerAddresses with the addresses of the workers in `came`."""
     return encode(PeerAddresses(_pack_addresses(came, addresses), tuple(sorted(gone))))
 
 
 def _pack_addresses(ranks: Collection[int], addresses: Mapping[int, str]) -> bytes:
     """The addresses of these workers, compressed if they are many."""
     order = sorted(ranks)
-    steps = [b - a for a, b in pairwise((0, *order))]  # as small numbers, which take less
+    steps = [b - a for a, b in pairwise((0, *order))]  # differences are small numbers, which msgpack encodes shortly
     data = msgspec.msgpack.encode((steps, [addresses[rank] for rank in order]))
     return zstandard.ZstdCompressor(level=_LEVEL).compress(data) if len(order) > _FEW else data
 
@@ -207,17 +217,19 @@ def _unpack_addresses(packed: bytes) -> dict[int, str]:
     return dict(zip(accumulate(steps), addresses, strict=True))
 
 
-# ---- lines of a recovery plan, where each worker has its own
+# ---- lines of a recovery plan, on large meshes
 
 
 def _with_lines(
     packed: Iterable[tuple[Sequence[int], PackedReconfigure]], data: bytes, plan: Sequence[Recompute], sent: Keys
 ) -> Iterator[tuple[Sequence[int], PackedReconfigure]]:
-    """Messages without their plan, each as those for the workers that are sent the same lines of it.
+    """The packed messages with lines of the recovery plan added: one message for all workers that get the same lines.
 
     Args:
-        data: which the messages are when they are unpacked.
-        sent: as `Peers.microbatches`.
+        packed: (workers, a message without lines).
+        data: the bytes of these messages when they are unpacked.
+        plan: the recovery plan.
+        sent: the micro-batches of each worker, as `Peers.microbatches`.
     """
     lines_of, microbatches_of = _lines_of_microbatches(plan), by_rank(sent)
     compressor, digest = zstandard.ZstdCompressor(level=_LEVEL), _hash(data)
@@ -286,7 +298,7 @@ def _hash(data: bytes) -> blake2b:
 
 
 def _log(number: int, least: int, most: int) -> int:
-    """The power of 2 above a number, within these."""
+    """The exponent of the power of 2 above a number, at least `least` and at most `most`."""
     return min(max(number.bit_length(), least), most)
 
 

@@ -3,45 +3,51 @@
 `recovery_plan` is a pure function of the StepReports of the members and of the new placement. The controller calls it
 once for each change of the mesh that finds a step under way.
 
-**Covered.** A contribution is the gradient of one micro-batch u by one layer l. It goes into every page range r whose
-gradient includes l: those of layer l itself, and those of parameters that l reads (ties). It is covered for r if, and
-only if,
+**Covered.** A *contribution* is the gradient of one micro-batch u by one layer l. It goes into every page range r whose
+gradient includes l: those of layer l itself, and those of parameters that l reads (ties). The contribution is *covered*
+for r if, and only if,
 
-1. a member that is a replica of r (no learner) under the new replica map reports the reduced gradient of r; or
+1. a member that is a replica of r (not only a learner) under the new replica map reports the reduced gradient of r; or
 2. a member, replica or not, reports a tree node with u, of use l, of r; or
 3. a member that reports neither a tree nor a reduced gradient of r keeps a partial sum of layer l with u.
 
-Members are those of the new mesh. Reports name page ranges of older epochs: "of r" means of a range that contains r,
-since ranges are split while anything is under way. A name from before ranges were joined may be of a part of r alone:
-that does not count. Whoever reports by such names had nothing of the step then, and keeps no sums of its own. In 3 a
-tree of any use, or a reduced gradient, excludes the member: it may have been the primary of r, whose own sums of these
-pages are overwritten as its trees are added up. A newly promoted primary reports neither, and uses its own sums. A
-mirror that has the reduced gradient is excluded without need only if it is no replica any more.
+"Member" means a member of the new mesh. Reports name page ranges as older epochs cut them. "Of r" means of a range that
+contains r, since ranges are only split while anything is under way. A range in a report may also be a part of r, if
+ranges were joined since. Such a range does not count: its worker had nothing of the step when the ranges were joined,
+and keeps no sums of its own.
 
-**What workers do for it.** A StepReport is given between two layers, which may be in the middle of a micro-batch's
-backward. From then until the next Reconfigure nothing is dropped: sums, boundary tensors sent, those received and used.
-The report's `page_sums` are the tree nodes of a primary, its own sums that it has not filed yet among them; its
-`layer_sums` are the partial sums of the others. A worker that hands page sums to another primary goes on reporting
-them, or reports no layer sum that went into them. `forwarded` leaves out micro-batches that are run for their input's
-gradient only. At Reconfigure all workers send what they have kept to where the new replica map and the plan want it:
-sums to primaries, including those that no line completes, reduced gradients to replicas, boundary tensors to the
-workers whose lines take them. A primary passes on a reduced gradient that reaches it late. `forward` in the line of a
-micro-batch whose forward was reported means that its output is needed again.
+In rule 3, a member with a tree of any use or with the reduced gradient is excluded, since it may have been the primary
+of r. A primary's own sums of these pages are overwritten when it adds up its trees. A newly promoted primary reports
+neither, so its own sums count. A mirror that has the reduced gradient is excluded as well, which costs anything only if
+it is not a replica any more.
+
+**What workers do for it.** A worker sends its StepReport between two layers, possibly in the middle of a micro-batch's
+backward. From then until the next Reconfigure it drops nothing: neither sums nor boundary tensors, whether sent or
+received and used. In the report, `page_sums` are the tree nodes of a primary, including its own sums that it has not
+filed in its tree yet, and `layer_sums` are the partial sums of all other workers. A worker that hands page sums to
+another primary goes on reporting them, or else does not report the layer sums that went into them. `forwarded` leaves
+out micro-batches that are run only for the gradient of their input.
+
+At Reconfigure all workers send what they have kept to where the new replica map and the plan need it: sums to primaries
+(even if no line of the plan adds to them), reduced gradients to replicas, boundary tensors to the workers whose lines
+take them. A primary passes on a reduced gradient that reaches it late. If a line has `forward` though the forward of
+its micro-batch was reported, then the output of the stage is needed again.
 
 **Recomputed.** A micro-batch that is not covered for some range and use of a stage is run there in full, by the member
-that claims it: one that regards it as its own, and whose stage has the layers that it had. Micro-batches that no member
-claims are assigned evenly. The plan also names what a survivor would do anyway, so that it is complete: whoever follows
-it, in any order, finishes the step. A micro-batch may come again to the worker that has computed it, if its sums were
-lost with a primary.
+that *claims* it: a member that regards it as its own, and whose stage has the same layers as before. Micro-batches that
+no member claims are assigned evenly. The plan is complete: it also has the lines that a survivor would run anyway. So
+workers that follow it, in any order, finish the step. A micro-batch may be assigned again to the worker that has
+computed it already, if its sums were lost with a primary.
 
-**Inputs.** Senders keep boundary tensors until the step is decided, so whatever no member reports as kept was lost
-with its sender. A backward needs the gradient of its output. If no member keeps it, the next stage runs the
-micro-batch too, for its input's gradient only if nothing else of it is missing there. A backward without a saved
-forward, and any forward, needs the activation from the stage before: kept by a member, or computed again.
+**Inputs.** Senders keep boundary tensors until the step is decided. So a tensor that no member reports as kept was lost
+with its sender. A backward needs the gradient of its output. If no member keeps this, the next stage runs the
+micro-batch too, but only for the gradient of its input unless more is missing there. Any forward, and any backward
+without a saved forward, needs the activation from the stage before, which a member keeps or computes again.
 
-**Put off.** A member may have done the backward of a micro-batch but for its weight gradients (`put_off`). If it claims
-the micro-batch, that is all that is left of it there: no gradient of the output is needed, and the gradient of the
-input is kept. Otherwise, and if the member is lost, forward and backward are run again like any that are missing.
+**Put off.** A member may have done the backward of a micro-batch except for its weight gradients (`put_off`). If it
+claims the micro-batch, only the weight gradients are left to compute there: the gradient of the output is not needed,
+and the gradient of the input is kept. If another member claims it, or the member is lost, its forward and backward are
+run again like any others that are missing.
 """
 
 from __future__ import annotations
@@ -62,7 +68,7 @@ from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import LayerReplicas, PageRange, ReplicaMap, ReplicaSet, ranges_of
 
 INPUT_GRADIENT, FULL, WEIGHTS_ONLY = 1, 2, 3
-"""Values of Recompute.backward; 0 is none. WEIGHTS_ONLY: the backward is done but for the weight gradients."""
+"""Values of Recompute.backward; 0 is for none. With WEIGHTS_ONLY all but the weight gradients is done already."""
 
 
 def recovery_plan(
@@ -72,30 +78,31 @@ def recovery_plan(
     partial_steps: Mapping[int, PartialStep | None],
     old_layers: Mapping[int, tuple[int, int]],
 ) -> tuple[Recompute, ...]:
-    """The recovery plan of an interrupted step: everything of it that is still to run, on the new mesh.
+    """The recovery plan of an interrupted step: everything that still has to be run of it, on the new mesh.
 
     Args:
-        step: the step, the only one that `partial_steps` may report on.
-        placement: of the new epoch; its replica map says which worker needs which reduced gradient.
-        layout: the pages.
-        partial_steps: rank -> what that member reported of the step; None, or no key: it has nothing. Ranks that are no
-            members of the new mesh are ignored.
-        old_layers: rank -> layers [first, stop) of the stage that it was on when it reported.
+        step: the step. `partial_steps` may report on no other one.
+        placement: the placement of the new epoch. Its replica map says which worker needs which reduced gradient.
+        layout: the pages of each layer.
+        partial_steps: rank -> what this member has reported of the step. None, or no key, means that it has nothing.
+            Ranks that are not members of the new mesh are ignored.
+        old_layers: rank -> layers [first, stop) of the stage that the member was on when it reported.
 
     Returns:
-        At most one line per stage and micro-batch, in that order; empty if everything is covered. If nothing was done
-        and no worker is lost, it is the assignment of the placement. A stage without parameters has nothing to cover:
-        only what other stages need of it is run.
+        At most one line for each stage and micro-batch, in the order of stages and then of micro-batches. It is empty
+        if everything is covered. If nothing was done and no worker is lost, it is the assignment of the placement. On a
+        stage without parameters nothing has to be covered, so only what other stages need is run there.
     """
     reported = {rank: report for rank in placement.mesh.members if (report := partial_steps.get(rank)) is not None}
     assert all(report.step == step for report in reported.values()), (step, reported)
     survey = _Survey(placement, reported, old_layers)
-    # Two passes over the stages. From the first to the last: which backwards are missing, and which further ones they
-    # need of the next stage. From the last to the first: which forwards these need of the stage before.
+    # Two passes over the stages. The first pass, from the first stage on, finds the backwards that are missing, and the
+    # further backwards that they need on the next stage. The second pass, from the last stage on, finds the forwards
+    # that these backwards need, on their stage and on the one before.
     levels = _backward_levels(survey, _missing_microbatches(placement, layout, reported))
     workers = [_assign(survey, stage, level, ()) for stage, level in enumerate(levels)]
-    lines: deque[list[Recompute]] = deque()  # by stage
-    wanted: set[int] = set()  # micro-batches whose output of this stage the next stage needs again
+    lines: deque[list[Recompute]] = deque()  # for each stage, its lines
+    wanted: set[int] = set()  # micro-batches of which the next stage needs the output of this stage again
     for stage in reversed(range(placement.num_stages)):
         level, worker = levels[stage], workers[stage]
         worker |= _assign(survey, stage, wanted - level.keys(), worker.values())
@@ -111,10 +118,12 @@ def recovery_plan(
 
 
 def whole_step(placement: Placement, all_at_version: bool) -> tuple[Recompute, ...] | None:
-    """The plan of a step that begins anew on a placement: all of it, as it is placed.
+    """The recovery plan of a step that begins anew: all of it, as it is placed.
 
     Args:
-        all_at_version: all members are at the version before: then no plan is needed, and it runs as placed.
+        placement: the placement of the new epoch.
+        all_at_version: True if all members have applied the step before. Then None is returned: members that get no
+            plan run the step as it is placed.
     """
     if all_at_version:
         return None
@@ -130,7 +139,8 @@ class _Survey:
     """The reports of all members, by stage and micro-batch of the new placement.
 
     Args:
-        reported: rank -> its report, of members that have something of the step.
+        placement: the placement of the new epoch.
+        reported: rank -> its report, for members that have something of the step.
         old_layers: as for `recovery_plan`.
     """
 
@@ -140,9 +150,9 @@ class _Survey:
 
     @cached_property
     def _keepers(self) -> tuple[tuple[int, ...], ...]:
-        """Per stage the members that have something of the step and kept their layers, lowest rank first.
+        """For each stage, its members that have something of the step and whose layers are as before, by rank.
 
-        A micro-batch that went through other layers than those of the new stage is of no use to it.
+        What other members have run went through other layers than those of their new stage, so it is of no use there.
         """
         found = []
         for stage, members in enumerate(self.placement.mesh.stages):
@@ -162,7 +172,7 @@ class _Survey:
 
     @cached_property
     def claims(self) -> tuple[Mapping[int, tuple[int, ...]], ...]:
-        """Per stage: micro-batch -> the members that claim it, lowest rank first."""
+        """For each stage: micro-batch -> the members that claim it, lowest rank first."""
         found = []
         for keepers in self._keepers:
             claims: dict[int, tuple[int, ...]] = {}
@@ -174,7 +184,7 @@ class _Survey:
 
     @cached_property
     def put_off(self) -> tuple[Mapping[int, int], ...]:
-        """Per stage: micro-batch -> a member that claims it and has nothing left of it but its weight gradients."""
+        """For each stage: micro-batch -> a member that claims it and has only its weight gradients left to compute."""
         found = []
         for keepers, claims in zip(self._keepers, self.claims, strict=True):
             able = [rank for rank in reversed(keepers) if self.reported[rank].put_off]
@@ -183,30 +193,30 @@ class _Survey:
 
     @cached_property
     def _gradients(self) -> Mapping[int, set[int]]:
-        """Layer -> micro-batches of which somebody keeps the gradient that goes there."""
+        """Layer -> micro-batches of which a member keeps the activation gradient that goes to this layer."""
         return _by_layer(at for report in self.reported.values() for at in report.gradients)
 
     @cached_property
     def _activations(self) -> Mapping[int, set[int]]:
-        """Layer -> micro-batches of which somebody keeps the activation that goes there."""
+        """Layer -> micro-batches of which a member keeps the activation that goes to this layer."""
         return _by_layer(at for report in self.reported.values() for at in report.activations)
 
     def without_gradient(self, stage: int, microbatches: Iterable[int]) -> list[int]:
-        """The micro-batches whose backward on the stage lacks its output gradient; the last stage makes its own."""
+        """Those of the micro-batches whose output gradient no member keeps. The last stage computes its own."""
         if stage == self.placement.num_stages - 1:
             return []
         kept = self._gradients.get(self.placement.layer_cuts[stage + 1] - 1, ())
         return [u for u in microbatches if u not in kept]
 
     def without_activation(self, stage: int, microbatches: Iterable[int]) -> set[int]:
-        """The micro-batches whose forward on the stage does not find its input; the first stage has the data."""
+        """Those of the micro-batches whose input for the stage no member keeps. The first stage reads the data."""
         if stage == 0:
             return set()
         return set(microbatches).difference(self._activations.get(self.placement.layer_cuts[stage], ()))
 
 
 def _by_layer(places: Iterable[tuple[int, int]]) -> Mapping[int, set[int]]:
-    """Layer -> micro-batches, of pairs of them."""
+    """Layer -> its micro-batches, from pairs (layer, micro-batch)."""
     found: dict[int, set[int]] = defaultdict(set)
     for layer, microbatch in places:
         found[layer].add(microbatch)
@@ -219,7 +229,7 @@ def _by_layer(places: Iterable[tuple[int, int]]) -> Mapping[int, set[int]]:
 def _missing_microbatches(
     placement: Placement, layout: ModelLayout, reported: Mapping[int, PartialStep]
 ) -> list[list[int]]:
-    """Per stage the micro-batches that are not covered (see the module) for some page range and use, ascending."""
+    """For each stage, ascending: the micro-batches that are not covered (see the module) for some range and use."""
     replica_map = placement.replica_map(layout)
     reports = _Reports.of(replica_map, reported)
     tied = {layer for (owner, _), readers in layout.readers.items() for layer in (owner, *(at for at, _ in readers))}
@@ -230,13 +240,14 @@ def _missing_microbatches(
         for layer in placement.layers_of_stage(stage):
             local, in_trees = reports.sums.get(layer, {}), reports.in_trees.get(layer, {})
             everybody, twice = _together(local.values())
-            nobody = everything & ~everybody  # micro-batches that trees alone can have
+            nobody = everything & ~everybody  # in no partial sum: only trees can have these micro-batches
             for pages in _ranges_of_use(layout, replica_map, layer):
                 if missing == everything:
                     break
                 key = pages.key
                 if layer not in tied and key not in reports.special:
-                    # Whoever is excluded has all of its sums in its tree: so it makes no difference.
+                    # The members that rule 3 excludes have all of their sums in their trees, so excluding them makes no
+                    # difference here.
                     if nobody & ~missing:
                         missing |= nobody & ~in_trees.get(key, 0)
                     continue
@@ -244,7 +255,7 @@ def _missing_microbatches(
                 if not pages.replicas.isdisjoint(with_reduced):
                     continue  # rule 1 of the module: a replica has the whole sum
                 excluded = with_reduced | reports.with_tree.get(key, frozenset[int]())
-                usable = everybody  # the same for most ranges, so it is not computed again for each
+                usable = everybody  # this holds for most ranges, so the set is computed anew only if it has to be
                 if not local.keys().isdisjoint(excluded):
                     usable = _without(excluded, local, everybody, twice)
                 missing |= everything & ~(usable | in_trees.get(key, 0))
@@ -253,7 +264,7 @@ def _missing_microbatches(
 
 
 def _together(masks: Iterable[int]) -> tuple[int, int]:
-    """The micro-batches of any of these masks, and those of two or more."""
+    """(the micro-batches in at least one of these masks, those in two or more), as masks."""
     once = twice = 0
     for mask in masks:
         twice |= once & mask
@@ -262,13 +273,15 @@ def _together(masks: Iterable[int]) -> tuple[int, int]:
 
 
 def _without(excluded: Collection[int], local: Mapping[int, int], everybody: int, twice: int) -> int:
-    """The micro-batches in the masks of all but the excluded.
+    """The micro-batches in the masks of all members that are not excluded.
 
-    Nearly always only one member has a micro-batch, so that the masks of the many others need not be looked at.
+    Nearly always, only one member has a micro-batch. Then the result follows without a look at the many other masks.
 
     Args:
+        excluded: the members that are left out.
         local: member -> mask.
-        everybody, twice: the micro-batches of any member, and of two or more.
+        everybody: the micro-batches of at least one member, as in `_together`.
+        twice: the micro-batches of two or more members.
     """
     theirs = 0
     for rank in excluded:
@@ -298,9 +311,12 @@ class _Reports:
     Sets of micro-batches are bit masks: a step of a large job has thousands of micro-batches and ranges.
 
     Args:
-        sums: layer -> member -> micro-batches in its partial sums of the layer, of those that have any.
-        in_trees: use -> page range -> micro-batches in nodes of trees.
-        special: the page ranges with a reduced gradient, or with a tree that lacks a sum of its member of the layer.
+        reported: member -> its report.
+        ranges: the page ranges of the new map.
+        sums: layer -> member -> micro-batches in its partial sums of the layer; without members that have none.
+        in_trees: use -> page range -> micro-batches in nodes of trees that members report.
+        special: the page ranges for which rule 3 has to look at single members: those with a reduced gradient, those
+            with a tree of another use, and those with a tree that lacks a partial sum of the same member.
     """
 
     reported: Mapping[int, PartialStep]
@@ -335,7 +351,7 @@ class _Reports:
 
     @cached_property
     def with_tree(self) -> Mapping[PageRange, Set[int]]:
-        """Page range -> members that have a tree of it, of any use."""
+        """Page range -> members that have a tree of it, for any use."""
         return self._members_by_range((rank, row[:3]) for rank, part in self.reported.items() for row in part.page_sums)
 
     def _members_by_range(self, rows: Iterable[tuple[int, PageRange]]) -> Mapping[PageRange, Set[int]]:
@@ -347,7 +363,7 @@ class _Reports:
 
 
 class _Masks(dict[tuple[Node, ...], int]):
-    """Tree nodes -> their micro-batches as bits. Members report the same nodes of all their layers."""
+    """Tree nodes -> their micro-batches as bits. A cache, as a member reports the same nodes for all of its layers."""
 
     def __missing__(self, tree_nodes: tuple[Node, ...]) -> int:
         mask = 0
@@ -359,13 +375,13 @@ class _Masks(dict[tuple[Node, ...], int]):
 
 @dataclass(frozen=True)
 class _Ranges:
-    """The page ranges of a map, by those of older epochs, which reports name: they may be others since."""
+    """Finds the page ranges of the new map by those that reports name, which may be cut as in an older epoch."""
 
     replica_map: ReplicaMap
 
     @cached_property
     def of_layers(self) -> Mapping[int, LayerReplicas]:
-        """The page ranges of each layer, with what is known about them."""
+        """Layer -> its page ranges, as `LayerReplicas`."""
         return {layer: ranges_of(self.replica_map, layer) for layer in self.replica_map}
 
     def inside(self, layer: int, first: int, stop: int) -> Sequence[PageRange]:
@@ -385,9 +401,10 @@ def _microbatches_in(mask: int) -> list[int]:
 
 
 def _backward_levels(survey: _Survey, missing: Sequence[Iterable[int]]) -> list[dict[int, int]]:
-    """Per stage: micro-batch -> FULL if its contribution is missing, INPUT_GRADIENT if only the stage before needs it.
+    """For each stage: micro-batch -> how much of its backward has to be run.
 
-    In the order of stages: a backward whose output gradient is not kept anywhere needs a backward of the same
+    FULL or WEIGHTS_ONLY if its contribution is missing, INPUT_GRADIENT if only the stage before needs it. Stages are
+    handled from the first to the last: a backward whose output gradient no member keeps needs a backward of the same
     micro-batch on the next stage.
     """
     levels: list[dict[int, int]] = []
@@ -395,20 +412,24 @@ def _backward_levels(survey: _Survey, missing: Sequence[Iterable[int]]) -> list[
     for stage, microbatches in enumerate(missing):
         level: dict[int, int] = dict.fromkeys(needed, INPUT_GRADIENT)
         for u in microbatches:
-            level[u] = WEIGHTS_ONLY if u in survey.put_off[stage] and u not in level else FULL  # FULL gives both
+            # If the stage before needs the input gradient as well (`u in level`), a full backward computes both.
+            level[u] = WEIGHTS_ONLY if u in survey.put_off[stage] and u not in level else FULL
         levels.append(level)
         needed = survey.without_gradient(stage, (u for u, of in level.items() if of != WEIGHTS_ONLY))
     return levels
 
 
 def _assign(survey: _Survey, stage: int, microbatches: Collection[int], busy: Iterable[int]) -> dict[int, int]:
-    """Assign micro-batches of a stage to workers: each to its first claimer, the others so that all get as many lines.
+    """Assign micro-batches of a stage to workers: each to the first member that claims it, if there is one.
 
-    Unclaimed micro-batches are assigned in the placement's order, so that neighbours in the tree stay together where it
-    is contiguous. Hosts do not count here.
+    The others are assigned so that all members get equally many lines, as far as possible. This is done in the order of
+    the placement, so that in contiguous order neighbours in the tree stay together. Blocks for hosts are not made here.
 
     Args:
-        busy: a rank for each line that the stage has already.
+        survey: the reports.
+        stage: the stage.
+        microbatches: the micro-batches to assign.
+        busy: for each line that the stage has already, the rank of its worker.
     """
     members, claims = survey.placement.mesh.stages[stage], survey.claims[stage]
     found = {microbatch: claims[microbatch][0] for microbatch in microbatches if microbatch in claims}
@@ -424,7 +445,7 @@ def _assign(survey: _Survey, stage: int, microbatches: Collection[int], busy: It
 
 
 def _fill(loads: Sequence[int], more: int) -> list[int]:
-    """Distribute `more` items: one after another to the position of the smallest load, ties by position.
+    """Distribute `more` items, one after another, each to the position with the smallest load; ties go to the first.
 
     Returns:
         The number of items that each position gets.

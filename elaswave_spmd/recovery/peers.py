@@ -1,15 +1,17 @@
 """The peers of each worker in a mesh epoch: the members that it may send to, or hear from.
 
-Up to `WIDEST` members everybody is a peer of everybody. On larger meshes a worker is told the addresses of its peers
-alone, and has links to nobody else (docs/protocol.md, C16). They follow from what the controller knows when it begins
-the epoch: the workers that a stage's gradients and parameters go to, the next worker of each micro-batch, the rounds of
-votes, the replicas and learners of pages, and who may have something of a micro-batch that a recovery plan names.
+On meshes of up to `WIDEST` members, all members are peers of each other. On larger meshes a worker gets only the
+addresses of its peers, and has links to no other members (docs/protocol.md, C16). The peers follow from what the
+controller knows when it begins the epoch: the workers that a stage's gradients and parameters go to, the next worker of
+each micro-batch, the rounds of votes, the replicas and learners of pages, and the workers that may have something of a
+micro-batch in a recovery plan.
 
-Whoever sends to a worker may get an answer, so that peers are peers of each other. The set of a worker may have more
-than it will talk to, and never less.
+The relation is symmetric, since a worker that gets a message may have to answer. A worker may have more peers than it
+will talk to, but never fewer.
 
-Of a recovery plan a worker is told the lines of those micro-batches alone that it has to do with: it has a line for one
-of them, or may keep something of it, as it has run it in any mesh epoch of the step, or has reported it.
+On large meshes a worker also gets only the lines of a recovery plan that concern it. A micro-batch concerns a worker if
+the worker has a line for it, or may keep something of it: because it has run it in any mesh epoch of the step, or has
+reported something of it.
 """
 
 from __future__ import annotations
@@ -30,17 +32,18 @@ from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import ReplicaMap, ranges_of
 
 Pairs = npt.NDArray[np.int64]
-"""[n, 2] of ranks."""
+"""Pairs of ranks, int64 [n, 2]."""
 Runners = npt.NDArray[np.int64]
-"""[stage, micro-batch] -> worker."""
+"""The rank of the worker of each micro-batch on each stage, int64 [stages, micro-batches]."""
 Keys = npt.NDArray[np.int64]
-"""`rank << 32 | number`, ascending, each once: numbers of workers, of other workers or of micro-batches."""
+"""Pairs (rank, number) as `rank << 32 | number`, ascending and without duplicates. The number is the rank of another
+worker, or a micro-batch."""
 Ends = npt.NDArray[np.int64]
-"""Keys of two workers, with the lower rank in front: each pair once."""
+"""Keys of pairs of workers, in which the lower rank comes first: each pair once."""
 
 _NOBODY: frozenset[int] = frozenset()
 _NO_STAGE = -1
-"""The stage of a worker that is no member any more."""
+"""The number that stands for the stage of a worker that is not a member any more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +51,11 @@ class Peers:
     """The peers of all members of a mesh epoch.
 
     Args:
-        shared: rank -> peers. Workers of a stage share the set object, so that a stage of 10,000 needs no memory for
-            the square of its workers; the worker itself is in it.
-        pairs: further peers of workers.
-        microbatches: those of workers of whose lines in a recovery plan they are told; None: they are told all lines.
+        shared: rank -> peers, the worker itself included. Workers of a stage share the set object, so that a stage of
+            10,000 workers does not need memory for 10,000 sets of that size.
+        pairs: pairs of workers that are peers in addition.
+        microbatches: (worker, micro-batch) for the lines of the recovery plan that each worker is sent; None if every
+            worker is sent all lines.
     """
 
     shared: Mapping[int, frozenset[int]]
@@ -60,7 +64,7 @@ class Peers:
 
     @classmethod
     def among(cls, ranks: Collection[int]) -> Peers:
-        """Everybody is a peer of everybody."""
+        """The peers for a mesh in which all members are peers of each other."""
         everybody = frozenset(ranks)
         return cls(dict.fromkeys(ranks, everybody), np.empty(0, np.int64))
 
@@ -69,22 +73,25 @@ class Peers:
         return _both_ways(self.pairs)
 
     def of(self, rank: int) -> frozenset[int]:
-        """The peers of one member, and itself."""
+        """The peers of one member, the member itself included."""
         return self.shared[rank] | _others_of(self._keys, rank)
 
     def numbers(self) -> dict[int, int]:
-        """Rank -> the number of its peers, without itself."""
+        """Rank -> the number of its peers, without the worker itself."""
         own = by_rank(self._keys)
         return {rank: len(peers) - 1 + len(own.get(rank, _NOBODY) - peers) for rank, peers in self.shared.items()}
 
     def since(self, before: Peers, ranks: Iterable[int]) -> Iterator[tuple[int, frozenset[int], frozenset[int]]]:
-        """The peers that members have now and did not have before, or perhaps had in another way.
+        """The peers that members have now and may not have had before.
+
+        Peers that a member had before may be among the result if they were in `pairs` then and are in `shared` now.
 
         Args:
-            before: members that it does not have are told all of their peers.
+            before: the peers before. A member that is not in it gets all of its peers.
+            ranks: the members.
 
         Yields:
-            (rank, those that it shares with others, those of its own). Equal sets of the first kind are one object.
+            (rank, new peers from `shared`, new peers from `pairs`). Equal sets of the first kind are one object.
         """
         differences: dict[tuple[int, int], frozenset[int]] = {}  # sets are shared: each pair is worked out once
         fresh = by_rank(_both_ways(_without(self.pairs, before.pairs)))
@@ -96,7 +103,7 @@ class Peers:
             yield rank, differences[key], own - now
 
     def not_in(self, after: Peers) -> dict[int, frozenset[int]]:
-        """Rank -> peers that are none any more though both are members still, of those that have any."""
+        """Rank -> its peers that are not peers any more `after`, though both are still members; without empty sets."""
         found, members = dict[int, frozenset[int]](), frozenset(after.shared)
         differences: dict[tuple[int, int], frozenset[int]] = {}
         gone = by_rank(_both_ways(_without(self.pairs, after.pairs)))
@@ -110,7 +117,7 @@ class Peers:
         return found
 
     def __or__(self, other: Peers) -> Peers:
-        """The peers of the members of this epoch, and those that they have in another one."""
+        """The peers of this epoch's members, in this epoch or in the other one."""
         unions: dict[tuple[int, int], frozenset[int]] = {}
         shared = {}
         for rank, peers in self.shared.items():
@@ -123,25 +130,31 @@ class Peers:
 
 @dataclass(frozen=True)
 class Reached:
-    """The members that one worker has links to, as the mesh changes.
+    """The members that one worker has links to while the mesh changes.
 
-    What it does in the mesh epoch that it has entered goes on until it enters another one, and so do the links for it.
-    An epoch between the two may have been overtaken before this worker has entered it.
+    A worker needs the links of the epoch that it has entered last until it enters another one. Reconfigures of several
+    later epochs may have come in between, as an epoch may be overtaken before this worker enters it.
 
     Args:
-        addressed: mesh epoch -> members whose addresses came with it, from the one on that was entered last.
+        addressed: mesh epoch -> the members whose addresses came with its Reconfigure, for the epoch entered last and
+            all later ones.
     """
 
     addressed: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     def after(self, message: Reconfigure, entered: int) -> Reached:
-        """The same when a Reconfigure has come, in the mesh epoch that was `entered` last; -1: in none."""
+        """The value after a Reconfigure has come.
+
+        Args:
+            message: the Reconfigure.
+            entered: the mesh epoch that the worker has entered last; -1 if none.
+        """
         kept = {epoch: ranks for epoch, ranks in self.addressed.items() if epoch >= entered}
         return Reached({**kept, message.epoch: frozenset(message.addresses)})
 
     @property
     def ranks(self) -> frozenset[int]:
-        """The members, and those that have been some meanwhile."""
+        """All members that the worker has links to, including members of epochs in between."""
         return _NOBODY.union(*self.addressed.values())
 
 
@@ -151,12 +164,12 @@ def _each_once(keys: npt.NDArray[np.int64]) -> Keys:
 
 
 def _both_ways(pairs: Ends) -> Keys:
-    """The two workers of each pair, each as the other one's."""
+    """The keys of each pair in both directions."""
     return _each_once(np.concatenate((pairs, (pairs & 0xFFFFFFFF) << 32 | pairs >> 32)))
 
 
 def _without(keys: Keys, others: Keys) -> Keys:
-    """The keys of the first array, ascending, that are not among the second."""
+    """The keys of the first array that are not in the second one. Both are ascending, and so is the result."""
     if not len(others):
         return keys
     places = np.minimum(np.searchsorted(others, keys), len(others) - 1)
@@ -169,7 +182,7 @@ def _others_of(keys: Keys, rank: int) -> frozenset[int]:
 
 
 def by_rank(keys: Keys) -> dict[int, frozenset[int]]:
-    """Rank -> its numbers, of those that have any."""
+    """Rank -> the numbers that `keys` has for it; without ranks that have none."""
     if not len(keys):
         return {}
     ranks = keys >> 32
@@ -183,9 +196,10 @@ class Ran:
     """The workers that have run each part of a step in one mesh epoch.
 
     Args:
-        step: that was under way when the epoch ended.
-        placement: of the epoch.
-        plan: lines of that step, if the epoch began in the middle of it; else all of it has run as placed.
+        step: the step that was under way when the epoch ended.
+        placement: the placement of the epoch.
+        plan: the lines of the recovery plan of this step, if the epoch began in the middle of it; empty if it ran as
+            placed.
     """
 
     step: int
@@ -200,14 +214,14 @@ class Ran:
 
 @dataclass(frozen=True)
 class Recovery:
-    """The work that an epoch takes over from others, as far as it says who talks to whom.
+    """The work that an epoch takes over from earlier ones, as far as it decides which workers send to each other.
 
     Args:
-        ran: of the step under way, and of the one before it, which a member that is behind has to complete.
-        plan: what is computed again of the step under way; None: no member has begun it. Of a step that begins anew it
-            is empty: all of it runs as placed, and nothing that others have of it is used.
+        ran: who has run what of the step under way, and of the one before, which members that are behind complete.
+        plan: the recovery plan of the step under way; None if no member has begun it. It is empty for a step that
+            begins anew, as that runs as placed and nothing that members have of it is used.
         reports: rank -> its StepReport.
-        linked: pairs that need a link anyway: it is made again, or was missed.
+        linked: pairs that get a link in any case: their link broke, or they had none when they wanted to send.
     """
 
     ran: Sequence[Ran]
@@ -230,14 +244,15 @@ def peers_of(
     checks: bool = False,
     widest: int = WIDEST,
 ) -> Peers | None:
-    """The peers of all members of a mesh epoch; None: everybody is a peer of everybody.
+    """The peers of all members of a mesh epoch; None if all members are peers of each other.
 
     Args:
-        placement: of the epoch, with its replicas and learners.
-        num_validation_microbatches: micro-batches of a validation.
-        recovery: what other epochs have left; None: it is the first one.
-        checks: micro-batches and sums are checked, by anybody of a stage and by any replica.
-        widest: members up to which everybody is a peer of everybody.
+        placement: the placement of the epoch, with its replicas and learners.
+        layout: the pages of each layer.
+        num_validation_microbatches: the number of micro-batches of a validation.
+        recovery: the work that the epoch takes over; None for the first epoch.
+        checks: True if micro-batches and sums are checked: then any worker of a stage, and any replica, may check.
+        widest: up to this number of members, all are peers of each other.
     """
     mesh = placement.mesh
     if mesh.num_workers <= widest:
@@ -254,7 +269,8 @@ def peers_of(
     for stage, members in enumerate(mesh.stages):
         stage_of[[*members]] = stage
     stages = stage_of[a], stage_of[b]
-    apart = (stages[0] != stages[1]) & (np.minimum(*stages) != _NO_STAGE)  # within a stage they are shared
+    # Pairs within a stage are in the shared sets already, and pairs with a worker that is no member are of no use.
+    apart = (stages[0] != stages[1]) & (np.minimum(*stages) != _NO_STAGE)
     a, b = a[apart], b[apart]
     ends = _each_once(np.minimum(a, b) << 32 | np.maximum(a, b))
     microbatches = _microbatches(recovery) if recovery is not None and recovery.plan else None
@@ -265,9 +281,10 @@ def peers_of(
 
 
 def _related(placement: Placement, layout: ModelLayout, *, checks: bool) -> list[set[int]]:
-    """Per stage: itself, and the stages that read a parameter of it, or own one that it reads.
+    """For each stage, the stages whose workers are all peers of its workers: itself, and those with tied parameters.
 
-    With checks the stages before and after as well: any worker of a stage may be sent the inputs of a micro-batch.
+    With checks, the stages before and after are among them: any worker of a stage may be a checker, and then gets the
+    inputs of a micro-batch from these stages.
     """
     number, reach = placement.num_stages, int(checks)
     found = [{*range(max(0, stage - reach), min(number, stage + reach + 1))} for stage in range(number)]
@@ -282,10 +299,10 @@ def _related(placement: Placement, layout: ModelLayout, *, checks: bool) -> list
 def _stage_guests(
     placement: Placement, replica_map: ReplicaMap, recovery: Recovery | None, *, checks: bool
 ) -> list[set[int]]:
-    """Per stage the workers of others that have to do with all of its members.
+    """For each stage, its *guests*: workers of other stages that are peers of all of its members.
 
-    They are primaries of its pages, or with checks all replicas; and in the middle of a step those that have sums of
-    its layers, as they have come from there.
+    They are the primaries of the stage's pages, or with checks all replicas. In the middle of a step they are also the
+    workers that may have sums of its layers, as they were in a stage with these layers in an earlier epoch.
     """
     own = [frozenset(members) for members in placement.mesh.stages]
     found: list[set[int]] = [set() for _ in own]
@@ -312,7 +329,8 @@ def _shared(placement: Placement, related: Sequence[set[int]], guests: Sequence[
     for stage, others in enumerate(visitors):
         for rank in others:
             visited[rank].add(stage)
-    unions: dict[tuple[int, frozenset[int]], frozenset[int]] = {}  # guests may be many: those of a kind share their set
+    # There may be many guests, so those in the same stage that visit the same stages share their set of peers.
+    unions: dict[tuple[int, frozenset[int]], frozenset[int]] = {}
     for rank, visits in visited.items():
         if (key := (mesh.stage_of(rank), frozenset(visits))) not in unions:
             hosts = (*(stages[stage] for stage in visits), *(visitors[stage] for stage in visits))
@@ -325,7 +343,7 @@ def _shared(placement: Placement, related: Sequence[set[int]], guests: Sequence[
 
 
 def _runners(placement: Placement, columns: npt.NDArray[np.int64]) -> Runners:
-    """The worker of each micro-batch on each stage: by the lines of a plan, in columns, and else as placed."""
+    """The worker of each micro-batch on each stage: by the plan (as `_columns`) if it has a line, else as placed."""
     found = np.array([placement.workers_of_microbatches(stage) for stage in range(placement.num_stages)], np.int64)
     stages, microbatches, workers = columns
     found[stages, microbatches] = workers
@@ -339,19 +357,19 @@ def _turns(placement: Placement, num_validation_microbatches: int) -> Runners:
 
 
 def _crossings(runners: Runners) -> Pairs:
-    """The two workers of each micro-batch on neighbouring stages."""
+    """The pairs of workers that run a micro-batch on neighbouring stages."""
     return np.stack((runners[:-1], runners[1:]), axis=-1).reshape(-1, 2)
 
 
 def _mirrors(placement: Placement, replica_map: ReplicaMap) -> Iterator[tuple[int, int]]:
-    """A primary with each replica and learner of its pages that is not in its stage."""
+    """(primary, rank) for each replica and learner of its pages that is not in its stage."""
     stage_of = {rank: stage for stage, members in enumerate(placement.mesh.stages) for rank in members}
     own = [frozenset(members) for members in placement.mesh.stages]
     elsewhere: dict[tuple[int, int], tuple[int, ...]] = {}  # page ranges share sets: each is looked through once
     for layer in replica_map:
         ranges, members = ranges_of(replica_map, layer), own[placement.stage_of_layer(layer)]
         if ranges.holders <= members and ranges.learners <= members:
-            continue  # nearly always
+            continue  # the usual case: no replica is in another stage
         for pages in ranges:
             stage = stage_of[pages.primary]
             for ranks in (pages.replicas, pages.learners) if pages.learners else (pages.replicas,):
@@ -362,10 +380,11 @@ def _mirrors(placement: Placement, replica_map: ReplicaMap) -> Iterator[tuple[in
 
 
 def _hands(placement: Placement, recovery: Recovery) -> Pairs:
-    """The worker of each line of a plan, with those that its outputs go to, and those that may have its inputs.
+    """The pairs of workers between which boundary tensors of a recovery plan go.
 
-    Who has run the micro-batch keeps what it had sent: in any epoch of the step, on the stage that ended where the
-    line's begins, or on the one that began where it ends.
+    These are the worker of each line with the workers that its outputs go to, and with those that may have its inputs.
+    The latter have run the micro-batch in any epoch of the step, on the stage that ended where the line's stage begins
+    or on the one that began where it ends: they keep the tensors that they had sent.
     """
     cuts = placement.layer_cuts
     if not recovery.plan:
@@ -382,7 +401,7 @@ def _hands(placement: Placement, recovery: Recovery) -> Pairs:
 
 
 def _reported(cuts: Sequence[int], runners: Runners, reports: Mapping[int, StepReport]) -> Pairs:
-    """Pairs: who keeps a tensor by its StepReport, with the worker of the micro-batch on the stage that takes it."""
+    """(worker that keeps a boundary tensor by its StepReport, worker of the micro-batch on the stage that needs it)."""
     parts = [(rank, part) for rank, report in reports.items() for part in report.partial_steps]
     # An activation goes into the stage that begins at this layer, a gradient into the one that ends before it.
     rows = [(rank, layer, u, 0) for rank, part in parts for layer, u in part.activations]
@@ -393,7 +412,7 @@ def _reported(cuts: Sequence[int], runners: Runners, reports: Mapping[int, StepR
 
 
 def _microbatches(recovery: Recovery) -> Keys:
-    """The micro-batches that workers have to do with: by a line of the plan, or as they may keep something of them."""
+    """The micro-batches that concern each worker: it has a line for them, or may keep something of them."""
     _, microbatches, workers = recovery.columns
     found = [workers << 32 | microbatches]
     found += [(ran.runners << 32 | np.arange(ran.runners.shape[1])).ravel() for ran in recovery.ran]
@@ -403,7 +422,7 @@ def _microbatches(recovery: Recovery) -> Keys:
 
 
 def _columns(plan: Sequence[Recompute]) -> npt.NDArray[np.int64]:
-    """Stages, micro-batches and workers of lines: [3, n]."""
+    """The stages, micro-batches and workers of the lines of a plan: int64 [3, n]."""
     numbers = chain.from_iterable((line.stage, line.microbatch, line.worker) for line in plan)
     return np.fromiter(numbers, np.int64, 3 * len(plan)).reshape(-1, 3).T
 

@@ -1,4 +1,4 @@
-"""The content of the next mesh epoch: pure functions of the placement before it and of what members have reported.
+"""What the next mesh epoch looks like: pure functions of the placement before it and of what members have reported.
 
 `ControllerProtocol._finish_change` calls them, once for each change, when all living members have sent a StepReport.
 """
@@ -18,34 +18,39 @@ from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaRow, ReplicaSet, disown, graduate, to_rows
 from elaswave_spmd.sharding.state_sharding import Stages
 
-# ---- stages, when workers go or come
+# ---- stages and placement, when workers leave or join
 
 
 def assign_evenly(stages: Stages, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """The micro-batches of each worker, by stage, when all are equally fast."""
+    """The number of micro-batches of each worker, by stage, if all workers are equally fast."""
     return tuple(even_counts(num_microbatches, len(members)) for members in stages)
 
 
 def next_stages(stages: Stages, removed: Collection[int], newcomers: Sequence[int], wanted: int) -> Stages:
-    """The stages without some workers and with others.
+    """The stages of the next mesh: without the workers in `removed`, and with `newcomers`.
 
-    A stage that lost its last worker gets a newcomer, else a worker of the nearest stage that has two or more (its
-    mirrors lie with its neighbours); when no stage has two, it is given up and its layers go to the others. Other
-    newcomers open stages that were given up before, as long as there are fewer than `wanted`, and then go to the
-    smallest stage.
+    A stage that lost its last worker gets a newcomer. If there is none, it gets a worker of the nearest stage that has
+    two or more, as mirrors are kept on neighbouring stages. If no stage has two workers, the empty stage is given up,
+    and its layers go to the others.
 
-    All other workers stay on the stage that they are on: a worker that changes its stage has none of its parameters.
+    The other newcomers open stages again that were given up before, until there are `wanted` stages. The rest of them
+    go to the smallest stages. If there are still fewer stages than `wanted`, the largest ones give up a worker each.
+
+    All other workers stay on their stage: a worker that changes its stage has none of the new stage's parameters.
 
     Args:
-        wanted: number of stages that the run began with, or was moved to on purpose.
+        stages: the ranks of each stage until now.
+        removed: workers that are not members of the next mesh.
+        newcomers: workers that become members.
+        wanted: the number of stages that the run began with, or that the rescheduler has moved to since.
 
     Returns:
-        The stages; none at all if no worker is left.
+        The ranks of each stage; empty if no worker is left.
     """
     gone = frozenset(removed)
     left = [[rank for rank in members if rank not in gone] for members in stages]
     free = list(newcomers)
-    # Empty stages first: without a worker the pipeline has a hole. Only then are others made larger.
+    # Empty stages come first: the pipeline cannot run without them. Only then do other stages get newcomers.
     for number, members in enumerate(left):
         if not members and free:
             members.append(free.pop(0))
@@ -76,17 +81,17 @@ def wanted_stages(stages: Stages, planned: int) -> int:
 
 
 def _donor(stages: Sequence[Sequence[int]], empty: int) -> int | None:
-    """The nearest stage with two workers or more; of two, the larger one."""
+    """The nearest stage that has two workers or more; the larger one if two are equally near. None if none has two."""
     able = [s for s, members in enumerate(stages) if len(members) > 1]
     return min(able, key=lambda s: (abs(s - empty), -len(stages[s]), s), default=None)
 
 
 @dataclass(frozen=True)
 class Goal:
-    """An aim of the rescheduler: micro-batches, layers and workers of the present members, fields as in `Placement`.
+    """A placement of the present members that the rescheduler wants. The fields are as in `Placement`.
 
     Args:
-        why: the reason in words, for the log.
+        why: the reason for the move in words, for the log.
     """
 
     stages: Stages
@@ -103,18 +108,22 @@ def next_placement(
     domain_of: Callable[[int], Path | None],
     assign: Callable[[Stages, int], tuple[tuple[int, ...], ...]] = assign_evenly,
 ) -> Placement:
-    """The placement on these stages, without replicas.
+    """The placement on these stages, without a replica map.
 
     Layers stay where they are unless the number of stages changes, and micro-batches unless members have changed.
 
     Args:
-        domain_of: the failure domains of a newcomer; None: those of all the others.
-        assign: (stages, number of micro-batches) -> the micro-batches of each worker, by stage.
+        old: the placement until now.
+        layout: the layers, with their work and their pages.
+        epoch: the number of the new mesh epoch.
+        stages: the ranks of each stage in the new mesh.
+        domain_of: the failure domain of a newcomer; None if the run has only one.
+        assign: (stages, number of micro-batches) -> the number of micro-batches of each worker, by stage.
     """
     ranks = [rank for members in stages for rank in members if rank not in old.mesh.topology]
     domains = {rank: path for rank in ranks if (path := domain_of(rank)) is not None}
     mesh = old.mesh.with_stages(stages, domains or None, epoch=epoch)
-    # Layers that stay need no state to be moved before the step goes on. The rescheduler improves on it later.
+    # If layers stay, no state has to move before the step goes on. The rescheduler may move layers later.
     cuts = old.layer_cuts
     if len(stages) != old.num_stages:
         cuts = balance_layers(list(layout.work), [len(members) for members in stages])
@@ -130,15 +139,19 @@ def first_placement(
     assign: Callable[[Stages, int], tuple[tuple[int, ...], ...]],
     mirrors: tuple[int, int],
 ) -> Placement:
-    """The placement of the first epoch on other workers than planned: some were lost while they started.
+    """The placement of the first epoch on other workers than planned, as some were lost while they started.
 
-    No state is lost with them, and none has to move: every worker begins with the initial values, or reads what it
+    No state is lost with them, and none has to move: every worker makes the initial values itself, or reads what it
     needs from the checkpoint. So replicas are placed as on a new mesh.
 
     Args:
+        planned: the placement that the run was planned with.
+        layout: the layers, with their work and their pages.
         starters: the workers that are left, and those that were started in place of others.
-        domain_of, assign: as in `next_placement`.
-        mirrors: mirrors of each page, and the workers that share those of one (0: chosen).
+        domain_of: as in `next_placement`.
+        assign: as in `next_placement`.
+        mirrors: (mirrors of each page, number of workers over which those of one worker's pages are spread, or 0 to let
+            `sharding.replica_placement` choose).
     """
     removed = [rank for rank in planned.mesh.members if rank not in starters]
     newcomers = sorted(rank for rank in starters if rank not in planned.mesh)
@@ -150,9 +163,9 @@ def first_placement(
 
 
 def placement_at(goal: Goal | None, placement: Placement) -> Placement:
-    """The same epoch with micro-batches, layers and workers as the goal has them, without replicas.
+    """The placement with the micro-batches, layers and stages of the goal, in the same epoch and without a replica map.
 
-    Without a goal the placement itself.
+    Without a goal, it is `placement` itself.
     """
     if goal is None:
         return placement
@@ -166,14 +179,15 @@ def placement_at(goal: Goal | None, placement: Placement) -> Placement:
 def good_replicas(
     replicas: ReplicaMap, caught_up: Collection[int], damaged: Mapping[int, Collection[PageRange]]
 ) -> tuple[ReplicaMap, tuple[ReplicaSet, ...]]:
-    """The map with the learners that have the state by now as replicas and without damaged replicas.
+    """The replica map in which learners that have caught up are replicas, and damaged replicas are left out.
 
     Args:
-        caught_up: the workers that have reported that they have the state.
-        damaged: rank -> page ranges of which its replica is not what it had written.
+        replicas: the replica map of the old epoch.
+        caught_up: the workers that have reported that they have the state of all pages that they learn.
+        damaged: rank -> page ranges of which this worker's replica is wrong or was given up.
 
     Returns:
-        The map; and the page ranges of which no replica is good.
+        The map, and the page ranges that have no good replica left.
     """
     found, alone = graduate(replicas, caught_up), ()
     for rank, ranges in damaged.items():
@@ -183,19 +197,23 @@ def good_replicas(
 
 
 def ahead_of_all(reports: Mapping[int, StepReport]) -> dict[int, tuple[PageRange, ...]]:
-    """Rank -> the trained page ranges of which it has the state of the version after the highest of any member."""
+    """Rank -> the trained page ranges of which it has, as a learner, the state of the step after the highest version.
+
+    The primary that had sent this state had applied that step, and is lost.
+    """
     version = max(report.version for report in reports.values())
     return {rank: report.ahead for rank, report in reports.items() if report.version == version and report.ahead}
 
 
 def ahead_everywhere(replicas: ReplicaMap, reports: Mapping[int, StepReport]) -> tuple[ReplicaSet, ...]:
-    """The page ranges whose state is a step ahead of all members on each replica that is left.
+    """The page ranges of which every replica that is left is one step ahead of the highest version of any member.
 
-    Whoever had applied that step is lost. The others may still complete it, but it cannot begin anew: the state that it
-    was computed from is gone.
+    All members that had applied that step are lost. The others may still complete it, but it cannot begin anew: the
+    state that it was computed from is gone.
 
     Args:
-        replicas: of the old epoch, with learners that have the state by now as replicas.
+        replicas: the replica map of the old epoch, in which learners that have caught up are replicas.
+        reports: rank -> StepReport, of all living members.
     """
     ahead = ahead_of_all(reports)
     if not ahead:
@@ -214,27 +232,28 @@ def ahead_everywhere(replicas: ReplicaMap, reports: Mapping[int, StepReport]) ->
 
 
 def replica_rows(placement: Placement, *, as_planned: bool) -> tuple[ReplicaRow, ...]:
-    """The replicas of an epoch as its Reconfigure has them; empty: each worker makes them as for a mesh without losses.
+    """The field `replicas` of an epoch's Reconfigure; empty if every worker can compute the map from the settings.
 
     Args:
-        as_planned: it is the first epoch, on the workers that it was planned for.
+        placement: the placement of the epoch.
+        as_planned: True if it is the first epoch, on the workers that it was planned for.
     """
-    # In the planned first epoch every worker computes the same replica map from the settings, so that it need not be
-    # sent to each of a thousand workers; but only the controller knows several failure domains, in which mirrors are
-    # spread, and who was lost while workers started.
+    # In the planned first epoch every worker computes the same replica map from the settings, so that the map need not
+    # be sent to each of a thousand workers. The exceptions are what only the controller knows: failure domains, over
+    # which mirrors are spread, and workers that were lost while they started.
     known = as_planned and len({path for _, path in placement.mesh.topology.domains}) == 1
     return to_rows(placement.replicas) if placement.replicas is not None and not known else ()
 
 
 def hosts_of(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-    """Per stage, the number of each member's host; () if all are on one."""
+    """For each stage, the number of each member's host; () if all members are on one host."""
     hosts = mesh.topology.by_host(mesh.members)
     numbers = {rank: number for number, members in enumerate(hosts) for rank in members}
     return tuple(tuple(numbers[rank] for rank in members) for members in mesh.stages) if len(hosts) > 1 else ()
 
 
 def partial_step_of(report: StepReport, step: int) -> PartialStep | None:
-    """The part of a worker's report that is about this step; None: the worker has nothing of it."""
+    """The part of a worker's report that is about this step; None if the worker has nothing of it."""
     for part in report.partial_steps:
         if part.step == step:
             return part
@@ -251,10 +270,11 @@ def layers_of_workers(placement: Placement) -> dict[int, tuple[int, int]]:
 
 
 def num_recomputed(plan: tuple[Recompute, ...] | None, held: Mapping[int, PartialStep | None], old: Placement) -> int:
-    """Number of lines of a recovery plan that their worker would not have run without the change.
+    """The number of lines of a recovery plan that the worker of the line would not have run without the change.
 
     Args:
-        held: rank -> what each member of the old epoch has of the step; None: nothing, as it has not begun it.
+        plan: the recovery plan; None if the step was not begun.
+        held: rank -> what each member of the old epoch has of the step; None if it has not begun it.
         old: the placement of the old epoch.
     """
     to_do: dict[int, frozenset[int]] = {}
@@ -274,13 +294,15 @@ def membership_changes(
     """Summarize a change of members for the log.
 
     Args:
-        lost, leaving: rank -> reason.
-        relinked: ends of links that are made again -> reason.
+        lost: rank -> reason.
+        leaving: rank -> reason.
+        newcomers: workers that become members.
+        relinked: the two ends of a link that is opened again -> reason.
 
     Returns:
         rank -> "fail", "leave", "join" or "link", of each worker that the change is about; and rank -> reason.
     """
-    # A link to a worker that is lost ended with that worker: the loss is what is logged.
+    # A link to a lost worker broke because of the loss, so only the loss is logged.
     again = {pair: why for pair, why in relinked.items() if lost.keys().isdisjoint(pair)}
     ends = {rank: why for pair, why in again.items() for rank in pair}
     kinds = dict.fromkeys(ends, "link") | dict.fromkeys(lost, "fail") | dict.fromkeys(leaving, "leave")
@@ -288,7 +310,13 @@ def membership_changes(
 
 
 def why_too_few(num_staying: int, leaving: list[int], least: int) -> str:
-    """The reason for which a run stops when so many members stay, in words; empty if they are enough."""
+    """Why a run cannot go on with `num_staying` members, in words; empty if they are at least `least`.
+
+    Args:
+        num_staying: the number of members that stay.
+        leaving: the ranks of members that leave, which the words mention.
+        least: `elastic.min_workers`, or 1 if that is less.
+    """
     if num_staying >= least:
         return ""
     who = f"{named_workers(leaving)} leave{'s' * (len(leaving) == 1)}, "

@@ -1,8 +1,8 @@
 """Comparison of replicas by hashes of their state: which differ, and which of them are wrong (`mirror.verify_every`).
 
 All replicas of a page apply the same gradients to the same state, so their bits are equal unless memory or a device is
-at fault. A worker checks by itself that its state is still what it had written (HeldState.damaged); this finds
-the other case, in which a worker computed something else than the others. Pure: no message is sent here.
+at fault. A worker checks by itself that its state is still what it had written (HeldState.damaged). The comparison here
+finds the other case, in which a worker has computed something else than the others. Pure: no message is sent here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ class Compared:
     """The outcome of the comparison of all replicas at a version.
 
     Args:
-        wrong: rank -> the page ranges of which its replica is wrong.
-        undecided: page ranges whose replicas differ, and nothing shows which is wrong -> the workers that hold them.
+        version: the version that was compared.
+        wrong: rank -> the page ranges of which this worker's replica is wrong.
+        undecided: page range -> its replicas, for ranges whose replicas differ without showing which one is wrong.
     """
 
     version: int
@@ -34,18 +35,19 @@ class Compared:
 
 
 class ReplicaHashes:
-    """The hashes that replicas have sent in one mesh epoch, until all of a version are here.
+    """Collects the hashes that replicas send in one mesh epoch, until all hashes of a version are here.
 
     Args:
-        epoch: the mesh epoch; the hashes of another one are of pages that are cut or held otherwise.
-        replicas: of all state.
+        epoch: the mesh epoch. Hashes of other epochs are ignored, as page ranges may be cut differently there, and have
+            other replicas.
+        replicas: the replica sets of all page ranges with state.
     """
 
     def __init__(self, epoch: int, replicas: Iterable[ReplicaSet]) -> None:
         self.epoch = epoch
         sets = tuple(replicas)
         self._replicas = {pages.key: pages.replicas for pages in sets}
-        # A learner that has its state computes with it: it is compared as well. One that has none sends no hash of it.
+        # A learner that has its state computes with it, so it is compared as well. A learner without it sends no hash.
         self._learners = {pages.key: pages.learners for pages in sets}
         self._holders = frozenset(rank for pages in sets for rank in pages.replicas | pages.learners)
         self._hashes: dict[int, dict[int, dict[PageRange, bytes]]] = {}  # version -> rank -> its rows
@@ -58,7 +60,7 @@ class ReplicaHashes:
         of_version[message.rank] = {row[:3]: row[3] for row in message.rows}
         if not self._holders <= of_version.keys():
             return None
-        # A replica that is missing is one that its worker has given up by itself: a change of the mesh is on its way.
+        # If the hash of a replica is missing, its worker has given up the state by itself, and the mesh will change.
         if any(pages not in of_version[rank] for pages, held in self._replicas.items() for rank in held):
             return None
         self._hashes = {version: rows for version, rows in self._hashes.items() if version > message.step}
@@ -77,15 +79,16 @@ def compared(
     known: Mapping[PageRange, Mapping[int, bytes]],
     learned: Mapping[PageRange, Mapping[int, bytes]] | None = None,
 ) -> Compared:
-    """Which replicas are wrong: those that the majority of a page range contradicts.
+    """Decide which replicas are wrong: those that differ from the majority of the replicas of their page range.
 
-    A worker that is wrong about one page range is not believed about others: so two replicas that differ tell which is
-    wrong if one of their workers is wrong elsewhere.
+    A worker that is wrong about one page range is not believed about any other. So if two replicas differ, and one of
+    their workers is wrong elsewhere, that one is wrong here as well.
 
     Args:
+        version: the version that is compared.
         known: page range -> rank -> hash of its replica.
-        learned: the same of learners that have the state. They had it from a replica, so that they prove nothing about
-            one; but they apply updates themselves, so that a single replica proves nothing about them either.
+        learned: the same for learners that have the state. They got it from a replica, so they prove nothing about
+            replicas. But they apply updates themselves, so a single replica proves nothing about them either.
     """
     different = {pages: hashes for pages, hashes in known.items() if len(set(hashes.values())) > 1}
     wrong = {rank for hashes in different.values() for rank in _minority(hashes)}
@@ -114,7 +117,7 @@ def compared(
 
 
 def _minority(hashes: Mapping[int, bytes]) -> list[int]:
-    """The workers that more than half of the replicas contradict; nobody where no value has a majority."""
+    """The workers whose hash differs from that of more than half of the replicas; empty if no hash has a majority."""
     values = list(hashes.values())
     most = max(values, key=values.count)
     return [rank for rank, digest in hashes.items() if digest != most] if 2 * values.count(most) > len(values) else []

@@ -1,7 +1,7 @@
-"""Detection of a run that stands still: every worker lives and waits, and nothing comes. No clock of its own, no I/O.
+"""Detection of a run that stands still: all workers live and wait, and no message comes. No clock of its own, no I/O.
 
-No rule of the protocol leads to this. A message that is lost without a trace does, and so does a bug. The failure
-detector does not see it, since a worker that waits for others is never asked for progress (failure_detector.py).
+By the rules of the protocol this cannot happen. It happens if a message is lost without a trace, or by a bug. The
+failure detector does not notice it, as a worker that waits need not make progress (failure_detector.py).
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from elaswave_spmd.conf.schema import Timeouts
 from elaswave_spmd.mesh.mesh import shortened_workers
 from elaswave_spmd.recovery.messages import Heartbeat
 
-_MOST_TOLD = 8  # different things that are waited for
-_STEPS = 4  # no step has a part in which nothing moves that is so many times as long as whole steps are
+_MOST_TOLD = 8  # different reasons for waiting that a sentence lists
+_STEPS = 4  # nothing moves for this many mean step times: longer than any part of a normal step takes
 
 
 @dataclass(frozen=True)
 class Standstill:
-    """Nothing has moved for so many seconds.
+    """Nothing has moved for too long.
 
     Args:
-        waits: rank -> what the worker waits for, in words; empty: it has not said it.
+        seconds: for how many seconds nothing has moved.
+        waits: rank -> what the worker waits for, in words; empty if its heartbeats do not say.
     """
 
     seconds: float
     waits: Mapping[int, str]
 
     def by_reason(self, members: Collection[int]) -> dict[str, list[int]]:
-        """What is waited for, in words -> those of these workers that wait for it."""
+        """Reason for waiting, in words -> those of `members` that wait for it."""
         found: dict[str, list[int]] = {}
         for rank in sorted(members):
             found.setdefault(self.waits.get(rank) or "something", []).append(rank)
@@ -54,18 +55,19 @@ class _Said:
 
 
 class StandstillDetector:
-    """Watches whether anything moves: a worker that computes or sends, finishes an action or begins to wait for
-    something else; a message to the controller that is no heartbeat, or one of the controller to members; a step that
-    is committed.
+    """Watches whether anything moves in a run.
 
-    Time is the sum of the ticks, each counted as one heartbeat period at most, as in `failure_detector.Liveness`: a
-    pause of the controller's machine is no standstill.
+    These count as movement: a worker computes or sends, finishes an action, or begins to wait for something else; the
+    controller gets a message other than a heartbeat, or sends one to members; a step is committed.
 
-    The limit is `timeouts.progress`, or `_STEPS` times the mean time from one commit to the next, or, before there is
-    such a mean, `timeouts.start`: whatever is longest. Everything that finds a loss is faster: silence, an
-    unanswered Prepare, and a link on which nothing is acknowledged, which has some time more here.
+    Its clock is the sum of the ticks, each of which counts as one heartbeat period at most, as in
+    `failure_detector.Liveness`: so a pause of the controller's machine is no standstill.
 
-    A heartbeat costs the same however many workers there are.
+    The limit is the longest of these: `timeouts.progress`; `_STEPS` times the mean time from one commit to the next, or
+    `timeouts.start` while there is no such mean; and the time after which a silent link is noticed
+    (`timeouts.silent_link` and `timeouts.suspect`). So all ways to find a loss are faster.
+
+    Handling a heartbeat takes the same time however many workers there are.
     """
 
     def __init__(self, timeouts: Timeouts) -> None:
@@ -88,7 +90,7 @@ class StandstillDetector:
         self._said.pop(rank, None)
 
     def heartbeat(self, beat: Heartbeat) -> None:
-        """A heartbeat has come; of a worker that is not watched it is ignored."""
+        """A heartbeat has come. It is ignored if the worker is not watched."""
         if (before := self._said.get(beat.rank)) is None:
             return
         if not beat.waiting or beat.is_sending or before.progress != beat.progress or before.action != beat.action:
@@ -96,7 +98,7 @@ class StandstillDetector:
             self._said[beat.rank] = _Said(beat.progress, beat.action)
 
     def moved(self) -> None:
-        """Something else shows that the run does not stand still."""
+        """Note any other sign that the run does not stand still."""
         self._moved_at = self._clock
 
     def committed(self) -> None:
@@ -109,7 +111,9 @@ class StandstillDetector:
     def tick(self, dt: float) -> Standstill | None:
         """`dt` seconds have passed since the last tick, and all heartbeats that came before now were handed in.
 
-        Returns: that nothing has moved for too long. It is told once: then as much time begins again.
+        Returns:
+            A Standstill if nothing has moved for too long, else None. Then the time begins again, so that it is not
+            reported at every tick.
         """
         assert dt >= 0, dt
         self._clock += min(dt, self._timeouts.heartbeat)

@@ -1,8 +1,9 @@
-"""Checks of sums: whose reduced gradients are added up by a second worker as well, and who is wrong if results differ.
+"""Checks of sums: which reduced gradients a second worker adds up as well, and who is wrong if the results differ.
 
-A layer is drawn in a step. Then every worker sends the gradient of each of its micro-batches to the checkers of the
-layer's pages, which add all of them up in the order of the canonical tree. So the sums that workers make of their own
-micro-batches are checked as well as those of primaries. All of this is a function of the placement; nobody is told.
+In each step some layers are drawn. Then every worker sends the gradient of each of its micro-batches to the checkers of
+the layer's pages, which add all of them up in the order of the canonical tree. So both the sums that workers make of
+their own micro-batches and the sums of primaries are checked. All of this is a function of the placement, so no message
+announces it. The rules are V7 and V8 of docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def are_drawn(draw: CheckDraw, step: int, layer: int) -> bool:
 def checker_of(step: int, pages: ReplicaSet) -> int:
     """The worker that adds up the gradient of these pages a second time: a mirror, which gets the first result anyway.
 
-    Without a mirror it is the primary itself, which finds faults that do not repeat.
+    If there is no mirror, it is the primary itself, which then finds only faults that do not repeat.
     """
     mirrors = pages.mirrors
     return mirrors[(step + pages.layer + pages.first) % len(mirrors)] if mirrors else pages.primary
@@ -43,7 +44,7 @@ def checker_of(step: int, pages: ReplicaSet) -> int:
 def drawn_ranges(
     draw: CheckDraw, step: int, layout: ModelLayout, replica_map: ReplicaMap
 ) -> Iterator[tuple[ReplicaSet, int]]:
-    """(pages, checker) of all page ranges whose reduced gradient is checked in a step."""
+    """(page range, checker) for all page ranges whose reduced gradient is checked in a step."""
     for layer, ranges in sorted(replica_map.items()):
         if are_drawn(draw, step, layer):
             trained = (pages for pages in ranges if not layout.layers[layer].is_frozen(pages.first))
@@ -51,7 +52,12 @@ def drawn_ranges(
 
 
 def sums_of(placement: Placement, use: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """(worker, tree node) of the sums that workers make of their own micro-batches' gradients of a layer."""
+    """(worker, tree node) for the sums that workers make of the gradients of their own micro-batches, for one layer.
+
+    Args:
+        placement: the placement.
+        use: the layer whose gradients are added up.
+    """
     stage, number = placement.stage_of_layer(use), placement.num_microbatches
     for rank in placement.mesh.stages[stage]:
         for node in maximal_nodes(placement.microbatches_of(rank), number):
@@ -59,7 +65,7 @@ def sums_of(placement: Placement, use: int) -> Iterator[tuple[int, tuple[int, in
 
 
 def adders_of(placement: Placement, uses: Iterable[int]) -> frozenset[int]:
-    """The workers that make sums of their own micro-batches' gradients of these layers."""
+    """The workers that make sums of the gradients of their own micro-batches, for any of these layers."""
     found: set[int] = set()
     for stage in {placement.stage_of_layer(use) for use in uses}:
         counts = zip(placement.mesh.stages[stage], placement.microbatch_counts[stage], strict=True)
@@ -76,8 +82,9 @@ class Item:
 
     Args:
         kind: SUM, REDUCED_GRADIENT or NORM.
-        use: the layer of a sum; two layers have a part in the gradient of a tied parameter.
-        lo, hi: of a sum, its micro-batches.
+        use: for a sum, the layer whose gradients are added up. For a tied parameter there are sums of two layers.
+        lo: for a sum, its first micro-batch.
+        hi: for a sum, the micro-batch after its last one.
     """
 
     kind: str
@@ -86,14 +93,20 @@ class Item:
     hi: int = 0
 
     def contains(self, other: Item) -> bool:
-        """True if another sum is a part of this one."""
+        """True if `other` is a sum that is a part of this one."""
         same = self.kind == other.kind == SUM and self.use == other.use
         return same and self.lo <= other.lo and other.hi <= self.hi and self != other
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A result as a worker had made it first."""
+    """A result that a worker has made in the step, before anything was made again.
+
+    Args:
+        rank: the worker.
+        item: what it is the result of.
+        value: the digest, or the norms.
+    """
 
     rank: int
     item: Item
@@ -102,12 +115,13 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first kind of result, in the order in which they are made, about which workers do not agree.
+    """The first difference between workers, in the order in which results are made.
 
     Args:
-        elements: that differ; of many, at least so many.
-        wrong: the workers that have computed wrongly; nobody, if nothing tells who.
-        disputed: all workers with different results.
+        item: the result in which they differ.
+        elements: a lower bound of the number of elements that differ, which is exact if they are few.
+        wrong: the workers that have computed wrongly; empty if the results do not show which.
+        disputed: all workers that may have computed wrongly.
     """
 
     item: Item
@@ -142,14 +156,15 @@ def first_different(owned: SumResult, checked: SumResult) -> tuple[str, int] | N
 
 
 def find_wrong(claims: Iterable[Claim], again: Mapping[int, Mapping[Item, bytes]]) -> Finding | None:
-    """The workers that have computed wrongly, as far as results tell; None if nothing differs.
+    """Find the workers that have computed wrongly, as far as results show it; None if nothing differs.
 
-    A worker is wrong whose second result is another than its first, and one that differs from most of the others. Sums
-    come first, and of these the ones of fewer micro-batches: who has added a wrong sum rightly is not wrong.
+    A worker is wrong if its second result differs from its first, or if its result differs from those of most of the
+    others. Sums are looked at first, those of fewer micro-batches before others: a worker that has correctly added a
+    wrong sum of another one is not wrong.
 
     Args:
-        claims: the results as they were made first, by whoever had a part in them.
-        again: rank -> results of the workers that have made all of them again, from the same gradients.
+        claims: the results that were made in the step, by all workers that had a part in it.
+        again: rank -> its results, for the workers that have made all of them again, from the same gradients.
     """
     claimed: dict[Item, list[Claim]] = {}
     for claim in claims:

@@ -1,6 +1,7 @@
-"""The sums of a validation: of losses, weights and metrics over its micro-batches, exactly rounded.
+"""The sums of losses, weights and metrics over the micro-batches of a validation.
 
-So they do not depend on which worker ran which micro-batch, nor on who reports first.
+They are exactly rounded (math.fsum), so they depend neither on which worker ran which micro-batch nor on the order in
+which workers report.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from elaswave_spmd.recovery.actions import ValidationDone
 from elaswave_spmd.recovery.messages import ValidationLoss
 
 Scores: TypeAlias = dict[str, tuple[float, float | None]]
-"""Of one micro-batch: name of a metric -> (sum, weight or None); the loss has the name ""."""
+"""The results of one micro-batch: name of a metric -> (sum, weight or None). The loss has the name ""."""
 
 _LOSS = ""
 
@@ -33,7 +34,8 @@ def validation_done(step: int, found: Mapping[int, Scores]) -> ValidationDone:
     """A validation whose micro-batches have all been reported.
 
     Raises:
-        ModelError: they have other metrics, or weights for some. A worker sees the micro-batches that it runs only.
+        ModelError: micro-batches have different metrics, or only some have weights. No worker can find this, as each
+            sees only the micro-batches that it runs.
     """
     first = min(found)
     for microbatch, scores in found.items():
@@ -51,7 +53,7 @@ def validation_done(step: int, found: Mapping[int, Scores]) -> ValidationDone:
 
 
 def other_metrics(what: str) -> ModelError:
-    """The error of a model whose micro-batches have other metrics, or weights for some of them."""
+    """The error for a model whose micro-batches have different metrics, or weights only for some of them."""
     return ModelError(
         what,
         rule="the metrics of all micro-batches have the same names, and weights or none",

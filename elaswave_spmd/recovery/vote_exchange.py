@@ -1,15 +1,16 @@
-"""The way of votes on a large mesh: each worker hears from some tens of others, and knows the votes of all.
+"""An all-reduce of votes for large meshes: each worker hears from some tens of others, and counts the votes of all.
 
-Members are divided into blocks, these into smaller ones, and so on. In the smallest blocks all vote to all. Whoever has
-all votes of its block adds them up, and sends the sum to some members of each neighbouring block, as all in its block
-do: so every member gets the sum of each neighbour from somebody. With these it has all votes of the next larger block,
-and so on, up to the whole mesh. (The dimension exchange of hypercubes, on blocks of any size.)
+Members are divided into blocks, these into smaller blocks, and so on. Within a smallest block, every member sends its
+vote to every other. A member that has all votes of its block adds them up and sends the sum to some members of each
+neighbouring block. All members of its block do the same, so that every member of the neighbouring blocks gets the sum
+from one of them. With the sums of all neighbouring blocks a member has the votes of the next larger block, and so on,
+up to the whole mesh. (This is the dimension exchange of hypercubes, on blocks of any size.)
 
-Nobody has a place of its own in this: no worker waits for a leader, and every member decides for itself, as it does on
-a small mesh, which is one block. On 100,000 workers a member gets 68 messages, in 4 rounds.
+No member has a special role: no worker waits for a leader, and every member decides for itself, as it does on a small
+mesh, which is a single block. On 100,000 workers a member gets 68 messages, in 4 rounds.
 
-Added up is what a decision needs of votes (`added`), and exactly: the norms are expansions, so that the sum of all has
-the same bits in whatever order votes were added.
+The sum contains what a decision needs of the votes (`added`), and it is exact: norms are expansions
+(determinism/exact_sum.py), so their sum has the same bits in whatever order votes are added.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.recovery.messages import Vote
 
 WIDEST = 32
-"""Members up to which everybody votes to everybody; on larger meshes no block is divided into more parts."""
+"""Up to this number of members, every member votes to every other. On larger meshes, no block has more parts."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class Round:
     """One round of the exchange, as one worker sees it.
 
     Args:
-        senders: from each of them comes the vote of a block, in the first round that of a worker. Together with the
-            worker's own block these are the next larger block.
-        receivers: to whom the vote of the worker's own block goes.
+        senders: ranks from each of which one vote comes: the sum over a block, or in the first round a worker's own
+            vote. These blocks and the block of this worker are, together, the next larger block.
+        receivers: ranks to which this worker sends the vote of its own block.
     """
 
     senders: frozenset[int]
@@ -48,8 +49,12 @@ def rounds_of(members: Sequence[int], rank: int, widest: int = WIDEST) -> tuple[
     """The rounds of the exchange between the members of a mesh, for one of them: at least one.
 
     Args:
-        members: in the order of the mesh, which is the same everywhere: neighbours are in a block.
-        widest: at least 2.
+        members: the ranks in the order of the mesh, which is the same on all workers: neighbours share a block.
+        rank: the member whose rounds are returned.
+        widest: the largest number of parts of a block; at least 2.
+
+    Returns:
+        The rounds in the order in which they take place: the smallest blocks first.
     """
     found: list[Round] = []
     block, at = range(len(members)), members.index(rank)
@@ -58,7 +63,8 @@ def rounds_of(members: Sequence[int], rank: int, widest: int = WIDEST) -> tuple[
         own = next(part for part in parts if at in part)
         place = at - own.start
         others = [part for part in parts if part is not own]
-        # Blocks may differ in size by one: in a smaller one some members send to two, and all get one of each.
+        # Blocks may differ in size by one. A member of a smaller block may send to two members of a larger one, so that
+        # every member still gets exactly one vote from each of the other blocks.
         senders = frozenset(members[part[place % len(part)]] for part in others)
         receivers = tuple(members[i] for part in others for i in part[place :: len(own)])
         found.append(Round(senders, receivers))
@@ -67,13 +73,15 @@ def rounds_of(members: Sequence[int], rank: int, widest: int = WIDEST) -> tuple[
 
 
 def pairs_of(members: Sequence[int], widest: int = WIDEST, groups: Iterable[int] = ()) -> npt.NDArray[np.int64]:
-    """(sender, receiver) of everything that is sent in the rounds of all members (`rounds_of`): [n, 2].
+    """All pairs (sender, receiver) of the rounds of all members (`rounds_of`), as int64 [n, 2].
 
-    For a mesh of 10,000 this is a million pairs; to ask for the rounds of each member would take minutes.
+    On a mesh of 10,000 workers these are a million pairs. They are computed with NumPy, since calling `rounds_of` for
+    each member would take minutes.
 
     Args:
-        groups: the numbers of members that are one group each, from the first on. Of pairs within a group only some are
-            made: whole blocks are left out.
+        groups: sizes of consecutive groups of members, for a caller that knows already that all members of a group are
+            linked (the workers of a stage). Blocks that lie within one group are skipped, so most pairs within a group
+            are missing from the result.
     """
     ends = [0, *accumulate(groups)]
 
@@ -113,7 +121,11 @@ def _num_rounds(number: int, widest: int) -> int:
 
 
 def _divided(block: range, rounds: int) -> list[range]:
-    """A block as so many smaller ones, of even size, that all rounds have about as many; none is empty."""
+    """Divide a block into parts of even size, none of them empty.
+
+    The number of parts is the smallest whose `rounds`-th power is at least the size of the block, so that the blocks of
+    all remaining rounds are divided into about the same number of parts.
+    """
     width = next(w for w in range(1, len(block) + 1) if w**rounds >= len(block))
     sizes = even_counts(len(block), width)
     return [block[stop - size : stop] for size, stop in zip(sizes, accumulate(sizes), strict=True)]
@@ -123,15 +135,20 @@ def added(votes: Sequence[Vote], sender: int, level: int) -> Vote:
     """The vote of a block: the sum of the votes of its parts, in any order.
 
     Args:
-        votes: of one step and mesh epoch; at least one.
-        level: of the round in which it is sent.
+        votes: the votes of the parts, for one step in one mesh epoch; at least one.
+        sender: the rank that sends the sum.
+        level: the number of the round in which the sum is sent; 0 is the round of single votes.
     """
     norm = expansion(value for vote in votes for value in vote.norm)
     return Vote(votes[0].step, votes[0].epoch, sender, norm, *content_of(votes), level)
 
 
 def content_of(votes: Sequence[Vote]) -> tuple[float | None, str, float | None]:
-    """Loss, extension and weight of votes together: those of the vote that has any, and what all votes carry, or ""."""
+    """The (loss, extension, weight) of several votes together.
+
+    Loss and weight come from the vote that has a loss, which is that of the loss page's primary; None if no vote has
+    one. The extension is the one that all votes carry, or "" if they differ.
+    """
     loss, weight = next(((vote.loss, vote.weight) for vote in votes if vote.loss is not None), (None, None))
     extension = votes[0].extension
     return loss, extension if all(vote.extension == extension for vote in votes) else "", weight

@@ -1,8 +1,8 @@
 """Placements: which stage runs which layers, which worker which micro-batches, and which worker holds which pages.
 
-A `Placement` is an immutable value for one mesh epoch. It stores counts, a few numbers for each stage and worker;
-replica maps and micro-batch lists are functions of it that are computed on demand, so a placement of 100,000 workers is
-small.
+A `Placement` is an immutable value for one mesh epoch. It stores only a few numbers for each stage and worker. The
+replica map of a new mesh and the lists of micro-batches are computed from these on demand, so that a placement of
+100,000 workers is small.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONTIGUOUS, TIME_MAJOR = "contiguous", "time-major"
 """The two orders in which the micro-batches of a stage are assigned to its workers; see `workers_of_microbatches`."""
 
 ByHost = Sequence[Sequence[int]]
-"""Positions of a stage's workers, by host."""
+"""For each host, the positions in a stage of the stage's workers on this host."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class Placement:
 
     Args:
         mesh: the workers, by stage.
-        num_microbatches: micro-batches of a step; constant over a run.
+        num_microbatches: the number of micro-batches of a step; constant over a run.
         layer_cuts: stage s runs layers [layer_cuts[s], layer_cuts[s + 1]).
-        microbatch_counts: per stage, the number of micro-batches of each worker, in stage order. The counts of a stage
-            add up to num_microbatches.
+        microbatch_counts: for each stage, the number of micro-batches of each worker, in the order of positions. The
+            counts of a stage add up to num_microbatches.
         shardings: which of parameters, gradients and optimizer state are sharded over dp.
-        replicas: the replicas of all pages; None: those of a new mesh.
-        by_groups: stages exchange through process groups (`runtime.collectives=group`). In time-major order
-            micro-batches are dealt to hosts in blocks that are nodes of the reduction tree, for workers that add up the
-            gradients of their host; and each layer's pages are cut over the workers by themselves, however few.
+        replicas: the replica map; None for a new mesh without mirrors.
+        by_groups: True if stages exchange through process groups (`runtime.collectives=group`). Then, in time-major
+            order, hosts get micro-batches in blocks that are nodes of the reduction tree, since the workers of a host
+            add up their gradients first. And each layer's pages are cut over the workers by themselves, however few.
     """
 
     mesh: Mesh
@@ -66,8 +66,9 @@ class Placement:
     def microbatch_order(self) -> str:
         """TIME_MAJOR if gradients are sharded over the workers of a stage, else CONTIGUOUS.
 
-        Contiguous micro-batches let a worker add up most of its gradients before it sends them. With sharded gradients
-        each micro-batch's gradient is sent as soon as it is computed, so that no worker keeps sums of full size.
+        With contiguous micro-batches a worker adds up most of its gradients before it sends them. With sharded
+        gradients this would be of no use: each micro-batch's gradient is sent as soon as it is computed, so that no
+        worker keeps sums of full size.
         """
         return TIME_MAJOR if self.shardings.grads.splits_workers else CONTIGUOUS
 
@@ -90,7 +91,7 @@ class Placement:
         return self._workers[stage]
 
     def _hosts_of(self, stage: int) -> ByHost:
-        """The positions of a stage's workers by host, if micro-batches are dealt by host; else ()."""
+        """The positions of a stage's workers by host, if micro-batches are assigned by host; else ()."""
         if not self.by_groups or self.microbatch_order == CONTIGUOUS:
             return ()
         members = self.mesh.stages[stage]
@@ -119,10 +120,11 @@ class Placement:
     def replica_map(self, layout: ModelLayout, stages: Iterable[int] | None = None) -> ReplicaMap:
         """Layer -> the replica sets of its state pages (and of its loss page), in page order.
 
-        They come from `replicas`. If that is None they are those of a new mesh, where sharded pages have no mirrors.
+        This is `replicas`. If that is None, it is the map of a new mesh in which sharded pages have no mirrors.
 
         Args:
-            stages: the stages that are wanted; None: all.
+            layout: the pages of each layer.
+            stages: the stages whose layers are wanted; None for all.
         """
         if self.replicas is None:
             return self.state_sharding().without_mirrors(layout, stages, least_joined=self.least_joined(layout))
@@ -138,8 +140,9 @@ class Placement:
     def least_joined(self, layout: ModelLayout) -> int:
         """The pages for each worker of a stage below which layers are cut together with their neighbours; 0: none are.
 
-        That saves messages. Through a process group nothing is sent range by range, and the parameters of a layer are
-        gathered in shares of one size, that of the largest; so nothing is joined there.
+        This saves messages, as each page range is a message. A process group does not send range by range, and it
+        gathers a layer's parameters in shares of one size, the largest one. So with groups it is 0: no layers are cut
+        together.
         """
         return 0 if self.by_groups else least_pages(layout)
 
@@ -169,22 +172,25 @@ def workers_of_microbatches(
     micro-batch in turn, round after round, until it has its count.
 
     Args:
-        hosts: in time-major order: positions of members by host, if hosts get blocks; (): they get none.
+        members: the workers of the stage.
+        counts: the number of micro-batches of each worker.
+        order: CONTIGUOUS or TIME_MAJOR.
+        hosts: for time-major order, the positions of members by host, if hosts get micro-batches in blocks; else ().
     """
     if hosts:
-        return tuple(members[position] for position in _dealt_by_host(counts, hosts))
+        return tuple(members[position] for position in _assigned_by_host(counts, hosts))
     if order == CONTIGUOUS:
         return tuple(m for m, count in zip(members, counts, strict=True) for _ in range(count))
     rounds = range(max(counts, default=0))
     return tuple(m for r in rounds for m, count in zip(members, counts, strict=True) if r < count)
 
 
-def _dealt_by_host(counts: Sequence[int], hosts: ByHost) -> Iterator[int]:
-    """The position of the worker of every micro-batch, where each host in turn gets a block of them.
+def _assigned_by_host(counts: Sequence[int], hosts: ByHost) -> Iterator[int]:
+    """The position of the worker of every micro-batch, if the hosts take turns in getting a block of micro-batches.
 
     A block is a node of the reduction tree: as many micro-batches as the largest host has workers, rounded down to a
-    power of two. A host's workers get those of its blocks in turn. What is left of hosts in the end, less than a block
-    of each, is dealt one by one.
+    power of two. The workers of a host take turns in getting the micro-batches of its blocks. In the end each host has
+    less than a block left to get; these micro-batches are assigned one by one, to the hosts in turn.
     """
     block = 1 << (max(map(len, hosts)).bit_length() - 1)
     numbers = range(len(hosts))
@@ -197,7 +203,7 @@ def _dealt_by_host(counts: Sequence[int], hosts: ByHost) -> Iterator[int]:
 
 
 def microbatches_of_workers(counts: Sequence[int], order: str, hosts: ByHost = ()) -> Sequence[Sequence[int]]:
-    """The micro-batches of every worker of a stage, by position: the inverse of `workers_of_microbatches`."""
+    """For each position in a stage, the micro-batches of its worker: the inverse of `workers_of_microbatches`."""
     if order == CONTIGUOUS:
         return [range(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)]
     total, width = sum(counts), len(counts)
@@ -220,11 +226,17 @@ def place(
     """The placement of a new mesh: layers are balanced over stages, micro-batches are assigned evenly.
 
     Args:
-        layer_costs: relative compute cost of each layer; by default its number of elements, at least 1.
+        mesh: the workers.
+        layout: the pages of each layer.
+        shardings: the specs of the model.
+        num_microbatches: the number of micro-batches of a step.
+        layer_costs: the relative compute cost of each layer; None for `ModelLayout.work`, which follows from its
+            number of elements.
 
     Raises:
-        PlanError: more stages than layers, or no micro-batch.
-        SpecError: the specs of batch or layers give some of it to several workers of this mesh.
+        PlanError: there are more stages than layers, or no micro-batch.
+        SpecError: by the spec of the batch, several workers of a stage get the same micro-batch; or by the spec of the
+            layers, several stages run the same layer.
     """
     num_layers, num_stages = len(layout.layers), len(mesh.stages)
     if num_stages > num_layers:
@@ -247,7 +259,7 @@ def place(
 
 
 def _check_layers(shape: MeshShape, spec: P, num_layers: int) -> None:
-    """Check that by this spec each layer is in one stage. Which one is decided by the layers' costs, not by the tile.
+    """Check that this spec puts each layer in one stage. Which stage it is depends on the layers' costs, not on tiles.
 
     Raises:
         SpecError: several stages hold the same layers.

@@ -1,8 +1,11 @@
 """The plan after an event: micro-batches at once, layers and stages if the gain pays for the move, frequencies last.
 
 `plan_change` is a pure function of the placement, the workers that are present, and the costs. It gives the same result
-on any machine and carries nothing out. ElasWave plans its three axes (micro-batches, layers, frequency) together; here
-each later axis starts from what the one before chose.
+on any machine and carries nothing out. The ElasWave paper plans micro-batches, layers and frequencies together. Here
+they are planned one after another, each with the result of the one before.
+
+A plan has up to two assignments. The one for `now` keeps the layers where they are if possible, so that training goes
+on at once. The one for `later` is better, but needs state to be copied first, in the background.
 """
 
 from __future__ import annotations
@@ -64,45 +67,49 @@ from elaswave_spmd.scheduling.step_time import (
 from elaswave_spmd.sharding.layout import ModelLayout
 
 TOLERANCES = (0.0, 0.01, 0.02, 0.05, 0.1)
-"""For each of these the partition is tried that moves least among those whose bottleneck exceeds the optimum by at most
-this part."""
+"""Relative tolerances of the bottleneck. For each of them the search tries the partition that moves the fewest bytes
+among those whose bottleneck exceeds the least possible one by at most this fraction."""
 
 _EXACT_ACTIONS, _EXACT_WORKERS = 1024, 32
-"""Up to this size paces are chosen by the order of actions; beyond it one frequency by class of workers, on the lower
-bound."""
+"""Up to these sizes, frequencies are chosen for single actions, in the order of their execution. Beyond them there is
+one frequency for each class of equal workers, and the step time is taken to be the lower bound."""
 
-_MOST_SHIFTS = 16  # of cuts, by one layer each
+_MOST_SHIFTS = 16  # rounds of `with_shifted_cuts`, each of which shifts cuts by one layer
 
-# Meshes up to these numbers of workers.
-_SEARCHED_WORKERS = 64  # all is tried: cuts shifted by a layer, workers parked or left out
-_FEW_WORKERS = 16  # where so few are left without the slowest, another one is left out as well
+# The size of a mesh, in workers, up to which some searches are affordable.
+_SEARCHED_WORKERS = 64  # "small meshes": cuts are shifted by a layer, and workers are parked or left out
+_FEW_WORKERS = 16  # if at most this many are left without the slowest worker, a second one is left out as well
 _TIMED_WORKERS = 256  # even groupings into all numbers of stages are timed
 
-# Groupings of the workers into other stages.
-_UNEVEN = 1.1  # the least that even stages take is seldom more than this part of what uneven ones take
+# Limits of the search among groupings of the workers into other stages.
+_UNEVEN = 1.1  # the best even stages seldom take more than this factor of what the best uneven ones take
 _MOST_REGROUPED = 192  # groupings that are timed
-_MOST_OF_A_NUMBER = 32  # of these, groupings into the same number of stages, on searched meshes
-_FEW_OF_A_NUMBER = 4  # the same on larger ones
-_MOST_SEARCHED = 6  # numbers of stages for which uneven stages are searched for, on meshes that are not searched
-_MOST_REFINED = 4  # of the groupings that were timed, those whose cuts are shifted
+_MOST_OF_A_NUMBER = 32  # groupings into one number of stages that are timed, on small meshes
+_FEW_OF_A_NUMBER = 4  # the same on larger meshes
+_MOST_SEARCHED = 6  # numbers of stages for which uneven stages are searched for, on larger meshes
+_MOST_REFINED = 4  # groupings, the best of those timed, whose cuts are shifted afterwards
 
-# Candidates that are looked at more closely.
-_SETTLED_ACTIONS = 65_536  # simulated of a step by which a plan is decided on
-_MOST_SETTLED = 12  # candidates whose steps are simulated so far
-_MOST_TUNED = 12  # candidates of which workers are parked, and limits varied, to see whether that is faster
+# Limits of the closer look at the best candidates.
+_SETTLED_ACTIONS = 65_536  # actions of a step that are simulated to decide on a plan
+_MOST_SETTLED = 12  # candidates whose steps are simulated to this length
+_MOST_TUNED = 12  # candidates for which parked workers and other limits are tried
 
-# For each of these, workers that may be parked.
+# Limits of the search for workers to park, for each candidate.
 _MOST_CHOICES = 4096  # combinations that are listed
-_MOST_SIMULATED = 48  # combinations that are simulated, at most
-_PARKED_ACTIONS = 32_768  # actions that are simulated for all of them
+_MOST_SIMULATED = 48  # combinations that are simulated
+_PARKED_ACTIONS = 32_768  # actions that are simulated, for all combinations together
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An assignment that the search looks at, with its step time and an estimate of moving there.
+    """An assignment that the search looks at, with its step time and an estimate of the move to it.
 
     Args:
-        is_settled: as much of its step was simulated as ever is.
+        assignment: the assignment.
+        microbatches: its micro-batches, with the figures by which they were assigned.
+        time: its step time.
+        estimate: the bytes and seconds of the move, by a closed form (no reshard plan is made).
+        is_settled: True if its step was simulated to the greatest length that ever is (_SETTLED_ACTIONS).
     """
 
     assignment: Assignment
@@ -113,11 +120,11 @@ class Candidate:
 
     @property
     def key(self) -> tuple[Stages, tuple[int, ...]]:
-        """The stages and cuts, which decide where state is. Candidates with equal keys move equal state."""
+        """The stages and cuts, which decide where state is. Candidates with equal keys move the same state."""
         return self.assignment.stages, self.assignment.layer_cuts
 
     def planned(self, move: Move) -> Variant:
-        """This assignment with the figures of its reshard plan."""
+        """This candidate with the figures of its reshard plan in place of the estimate."""
         return Variant(self.assignment, self.microbatches, self.time, move)
 
 
@@ -136,15 +143,15 @@ class Decision:
     """The planned answer to an event, and its reasons.
 
     Args:
-        before: the step time of the assignment before, with the present costs.
-        now: the assignment to run at once: layers stay where they are if that is possible, and micro-batches are
-            assigned by speed. Its move makes lost replicas again, in the background if layers stay.
-        later: the assignment to run once its state has moved in the background; None: `now` is best.
-        layers_stay: `now` has the layers where they were, so that training goes on without waiting for state.
-        hints: frequencies for `later`, or else for `now`; empty if none were asked for.
-        frequency: the step time and energy with the hints.
+        before: the step time of the assignment before the event, with the present costs.
+        now: the assignment to run at once. Layers stay where they are if possible, and micro-batches are assigned by
+            speed. Its move makes lost replicas again, in the background if layers stay.
+        later: the assignment to run once its state has been copied in the background; None if `now` is best.
+        layers_stay: True if `now` keeps the layers where they were, so that training goes on without waiting for state.
+        hints: frequencies for `later`, or for `now` if there is no `later`; empty if none were asked for.
+        frequency: the step time and energy with the hints; None if none were asked for.
         remaining_steps: the number of steps over which a move had to pay.
-        reasons: one line each.
+        reasons: the reasons in words, one line each.
     """
 
     before: StepTime
@@ -163,9 +170,9 @@ class Decision:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until training goes on: layers that are cut anew at once wait for all of their state.
+        """Seconds until training goes on: 0 if layers stay. Otherwise training waits for all state of the move.
 
-        This is an upper bound. In a run a replica outside the stage may publish parameters before its state is copied.
+        This is an upper bound: in a run, a replica outside the stage may publish parameters before its state is copied.
         """
         return 0.0 if self.layers_stay else self.now.move.seconds
 
@@ -180,18 +187,19 @@ class Decision:
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What a run asks of each of its plans, whatever has happened.
+    """What a run asks of each of its plans, whatever the event.
 
     Args:
-        layout: the pages of the model; None: those of a model with such costs (`layout_of_costs`).
-        memory_limit: bytes that each worker has.
-        state_limit: the most bytes of state that the plan may give a worker.
-        mirror_count: mirrors of each page of sharded state.
-        split: the layers whose backward is in two parts, which says how much the workers of a plan put off; None: all
-            backwards are whole.
-        align: the share by which loads may exceed the least possible ones, for fewer sums to send (`schedule.align`).
-        stage_counts: numbers of stages that may replace the present one; None: any; (): none.
-        frequencies: the range that devices may be set to; None: no hints.
+        layout: the pages of the model; None for those of a model with the given costs (`layout_of_costs`).
+        memory_limit: the bytes of memory that each worker has.
+        state_limit: the most bytes of state that a plan may give a worker.
+        mirror_count: the number of mirrors of each page of sharded state.
+        split: the layers whose backward may run in two parts, from which the limits of a plan follow; None if all
+            backwards run in one part.
+        align: the fraction by which loads may exceed the least possible ones if fewer sums have to be sent then
+            (`schedule.align`).
+        stage_counts: the numbers of stages that may replace the present number; None for any, () for none.
+        frequencies: the range of frequencies that devices can be set to; None if no hints are wanted.
     """
 
     layout: ModelLayout | None = None
@@ -205,7 +213,7 @@ class PlanSettings:
 
     @property
     def regroups(self) -> bool:
-        """True if workers may be grouped into other stages."""
+        """True if plans may group the workers into other stages."""
         return self.stage_counts is None or bool(self.stage_counts)
 
 
@@ -222,17 +230,18 @@ def plan_change(
     running: Assignment | None = None,
     goal_s: float | None = None,
 ) -> Decision:
-    """Plans the answer to an event.
+    """Plan the answer to an event.
 
     Args:
-        placement: the present placement. State is where its layers are.
-        costs: the measured costs; speeds of workers that are gone do not matter.
-        remaining_steps: steps until the run ends, or until another event is likely.
-        stages: the workers that are present, by stage (recovery.reconfiguration.next_stages); None: all workers of the
-            placement.
-        running: the assignment of the placement with the limits that workers run with; None: with the best ones.
-        goal_s: a step time; frequencies are raised only as far as it takes to reach this, for example the step time
-            before the event.
+        placement: the placement before the event. State is where its layers are.
+        costs: the measured costs. Speeds of workers that are gone do not matter.
+        remaining_steps: the number of steps until the run ends, or until another event is likely.
+        settings: what the run asks of each plan.
+        stages: the ranks of the workers that are present, by stage (recovery.reconfiguration.next_stages); None for all
+            workers of the placement.
+        running: the assignment of the placement with the limits that workers run with; None for the best limits.
+        goal_s: a step time in seconds, for example that before the event: frequencies are raised only as far as it
+            takes to reach this. None for no such goal.
 
     Raises:
         PlanError: the costs belong to another model, a stage is empty, or no partition fits in memory.
@@ -276,9 +285,13 @@ def _reason_for_now(now: Variant, why_anew: str) -> str:
 def reassign_microbatches(
     old: Assignment, num_microbatches: int, stages: Sequence[Sequence[int]], costs: CostModel, align: float
 ) -> tuple[MicrobatchAssignment, ...]:
-    """The candidate assignments of micro-batches to these stages, some of whose workers had micro-batches in `old`.
+    """The candidate assignments of micro-batches to the workers of these stages.
 
     Args:
+        old: the assignment before, in which some of these workers had micro-batches.
+        num_microbatches: the number of micro-batches to assign.
+        stages: the ranks of each stage.
+        costs: the speeds of workers.
         align: as in `PlanSettings`.
     """
     speeds = [costs.speeds_of(members) for members in stages]
@@ -287,14 +300,17 @@ def reassign_microbatches(
         num_microbatches, speeds, microbatch_order=old.microbatch_order, starts=starts, align=align
     )
     if num_microbatches == old.num_microbatches and (kept := _kept_places(stages, old.stages)) is not None:
-        # Newcomers need not get any: else a step could take longer with one worker more.
+        # One more candidate gives newcomers no micro-batches. Otherwise a step could take longer with one worker more.
         as_before = with_parked(old.microbatch_counts, kept, speeds, old.microbatch_order)
         found = tuple({each.counts: each for each in (*found, as_before)}.values())
     return found
 
 
 def _kept_places(stages: Sequence[Sequence[int]], old: Sequence[Sequence[int]]) -> list[np.ndarray] | None:
-    """Per stage, int64: where in it the workers are that it had; None if one is gone, or they are in another order."""
+    """For each stage, int64: the positions of the workers that it had in `old`.
+
+    Returns None if one of these workers is gone, or if they are in another order now.
+    """
     if len(stages) != len(old) or any(len(mine) < len(were) for mine, were in zip(stages, old, strict=True)):
         return None
     found: list[np.ndarray] = []
@@ -309,10 +325,14 @@ def _kept_places(stages: Sequence[Sequence[int]], old: Sequence[Sequence[int]]) 
 
 @dataclass(frozen=True)
 class _Grouping:
-    """Workers grouped into stages, with everything that does not depend on how layers are cut.
+    """Workers grouped into stages, with everything that does not depend on the cuts of layers.
 
     Args:
-        timed: the candidates that were looked at, by their cuts: searches come to the same cuts in several ways.
+        stages: the ranks of each stage.
+        rows: what `partition` has to know about the workers of each stage.
+        estimates: estimates of the moves to all cuts.
+        candidates: the assignments of micro-batches to try.
+        timed: cuts -> the candidate, as a cache: the searches come to the same cuts in several ways.
     """
 
     stages: Stages
@@ -324,7 +344,7 @@ class _Grouping:
 
 @dataclass(frozen=True)
 class _Planner:
-    """The search for the best assignment after an event. All methods are pure."""
+    """The search for the best assignment after an event. Methods change nothing but the caches (`tables`, `timed`)."""
 
     old: Assignment
     costs: CostModel
@@ -335,7 +355,7 @@ class _Planner:
     tables: MemoryTables = field(default_factory=dict)
 
     def before(self, running: Assignment | None) -> StepTime:
-        """The step time until now, simulated as far as those of plans are.
+        """The step time of the assignment before the event, simulated to the same length as the steps of plans.
 
         Args:
             running: as in `plan_change`.
@@ -347,7 +367,7 @@ class _Planner:
         return time if running is not None else self.with_best_limits(by_rule, time)[1]
 
     def grouping_of(self, stages: Stages) -> _Grouping:
-        """These stages with their micro-batches assigned."""
+        """The grouping for these stages, with the candidate assignments of micro-batches."""
         speeds = [self.costs.speeds_of(members) for members in stages]
         rows, _ = stage_workers(speeds, self.old.num_microbatches, self.settings.memory_limit, self.settings.split)
         estimates = MoveEstimates(self.costs, self.old.layer_cuts, old_stages_of(stages, self.old.stages))
@@ -355,9 +375,10 @@ class _Planner:
         return _Grouping(stages, rows, estimates, candidates)
 
     def now(self, grouping: _Grouping) -> tuple[Candidate, str]:
-        """The candidate that can run at once: the old layers on the present stages, if they fit in memory.
+        """The candidate that can run at once: the old cuts of layers on the present stages, if that fits in memory.
 
-        Returns: the candidate, and why layers are cut anew for it; empty if they stay.
+        Returns:
+            The candidate, and why it has other cuts, in words; empty if it has the old ones.
         """
         if len(grouping.stages) == self.old.num_stages:
             kept = self.settled_candidate(grouping, self.old.layer_cuts)
@@ -369,15 +390,16 @@ class _Planner:
         return self.tune(grouping, self.recut(grouping, 0.0)), why
 
     def later(self, grouping: _Grouping, now: Candidate) -> tuple[Variant | None, str]:
-        """The variant with other cuts or another number of stages whose gain over the remaining steps exceeds its move.
+        """The best variant with other cuts or other stages, if its gain over the remaining steps pays for its move.
 
-        The search ranks candidates by estimates, which count moves from where layers were before the event. The
-        candidate that it ends with is accepted by its reshard plan, which begins where the plan of `now` ends.
+        The search ranks candidates by estimates of their moves, which begin where layers were before the event. The
+        best candidate is then accepted or not by its real reshard plan, which begins where the plan of `now` ends.
 
-        Returns: None and the reason if there is none.
+        Returns:
+            The variant, or None if there is none, and the reason in words.
         """
         candidates: dict[object, Candidate] = {}
-        with suppress(PlanError):  # what runs now may be the only one that fits in memory
+        with suppress(PlanError):  # the assignment of `now` may be the only one that fits in memory
             candidates = {found.key: found for found in (self.recut(grouping, tolerance) for tolerance in TOLERANCES)}
             if sum(map(len, grouping.stages)) <= _TIMED_WORKERS:
                 found = self.recut(grouping, 0.0, by_pipeline=True)
@@ -395,14 +417,15 @@ class _Planner:
                     candidates[found.key], by_key[found.key] = found, theirs
         for found in sorted(candidates.values(), key=self.total)[:_MOST_TUNED]:
             candidates[found.key] = self.tune(by_key[found.key], found)
-        # What runs now is no change. Its time is compared with the best of the others below.
+        # A candidate with the stages and cuts of `now` is no change. `now` is compared with the best of the rest below.
         candidates.pop(now.key, None)
         if not candidates:
             return None, "layers stay: no partition is better"
         best = self.best_settled(candidates.values())
         now_s, best_s = now.time.seconds, best.time.seconds
         gain = (now_s - best_s) * self.remaining_steps
-        # On a large mesh a plan takes seconds, and no move is shorter than the latency of a link.
+        # On a large mesh it takes seconds to make a reshard plan. None is made if the gain could not pay for any move:
+        # every move takes at least the latency of a link.
         worth_planning = gain > self.costs.latency_s
         move = self.moves.afterwards(now.key, best.key) if worth_planning else None
         move_s = best.estimate.seconds if move is None else move.seconds
@@ -417,13 +440,15 @@ class _Planner:
         return best.planned(move), f"{what}: {shown}"
 
     def regrouped(self, grouping: _Grouping, total: float) -> list[tuple[_Grouping, Candidate]]:
-        """Other groupings of the workers into stages.
+        """Other groupings of the workers into stages, each with its best candidate.
 
-        On small meshes several of each number of stages are timed, and the best are refined; on larger ones even
-        groupings are timed, and on the largest only the one with the best lower bound.
+        On small meshes, several groupings into each number of stages are timed, and the cuts of the best are refined.
+        On larger meshes, even groupings and a few others are timed. On meshes of more than _TIMED_WORKERS, only the
+        grouping with the best lower bound is.
 
         Args:
-            total: seconds until the end that the best candidate so far takes.
+            grouping: the present grouping, which is not among the results.
+            total: the seconds until the end of the run with the best candidate so far, as in `total`.
         """
         old, stage_counts = self.old, self.settings.stage_counts
         groupings = Groupings(
@@ -451,13 +476,14 @@ class _Planner:
             if choice.stages != grouping.stages:
                 look_at(choice)
             return found
-        # Even stages of every number come first: what the best of them takes ends the search among uneven ones early.
-        # Those, or other cuts than those with the least bottleneck, may take less than a lower bound of others.
+        # The first pass times even stages of every number. The best time among them ends the second pass, among uneven
+        # stages, early. The second pass has some tolerance (`room`).
         seen = {grouping.stages}
         numbers = groupings.numbers(stage_counts)
         for room, searches in ((1.0, False), (_UNEVEN, True)):
             for even_s, number in numbers if small or not searches else numbers[:_MOST_SEARCHED]:
-                # All groupings into two stages are few, and may take far less than even ones.
+                # For two stages the search is not cut short: there are few such groupings, and uneven ones may take far
+                # less time than even ones.
                 least = even_s if not searches else 0.0 if number == 2 else groupings.least_seconds(number)
                 if least * self.remaining_steps >= room * total:
                     continue
@@ -465,7 +491,7 @@ class _Planner:
                     break
                 choices = groupings.of_number(number, total if searches else 0.0)
                 for choice in choices[: _MOST_OF_A_NUMBER if small else _FEW_OF_A_NUMBER]:
-                    # Their lower bounds come in ascending order: from some one on none can be better.
+                    # Choices are in the order of their lower bounds: if this one cannot be better, no later one can.
                     if groupings.total(choice) >= room * total:
                         break
                     if choice.stages not in seen:
@@ -473,18 +499,20 @@ class _Planner:
                         look_at(choice)
                         total = min(total, self.total(found[-1][1]))
         if small:
-            # The least bottleneck is not always the shortest step: the best may be one with other cuts.
+            # The cuts with the least bottleneck do not always give the shortest step, so others are tried as well.
             found.sort(key=lambda each: self.total(each[1]))
             found += [(theirs, self.with_shifted_cuts(theirs, start)) for theirs, start in found[:_MOST_REFINED]]
         return found
 
     def without_slowest(self, grouping: _Grouping, total: float) -> list[tuple[_Grouping, Candidate]]:
-        """On small meshes, groupings of all workers but the slowest, which is parked in any stage; also of all but two.
+        """On small meshes: groupings of all workers but the slowest one, and on the smallest of all but two.
 
-        So a plan is seldom faster when a worker is lost: what would be planned then is among these. Where it is parked
-        matters, as it gets the reduced gradients of its stage.
+        The workers that are left out are *parked*: they are members of a stage, without micro-batches. Each stage is
+        tried for them, as the choice matters: they get the reduced gradients of their stage. With these candidates a
+        step is seldom slower than it would be if the slowest worker were lost: the plan for that case is among them.
 
         Args:
+            grouping: the present grouping.
             total: as for `regrouped`.
         """
         left, idle = grouping.stages, list[int]()
@@ -501,23 +529,23 @@ class _Planner:
         return found
 
     def slowest_of(self, stages: Stages) -> int | None:
-        """The slowest worker of the stages that are not empty without it; of equal ones one of the largest stage."""
+        """The slowest worker that is not alone in its stage; of equally slow ones, one of the largest stage."""
         able = [
             (self.costs.speed(rank), -len(members), -rank) for members in stages if len(members) > 1 for rank in members
         ]
         return -min(able)[2] if able else None
 
     def best_of(self, grouping: _Grouping, total: float) -> list[tuple[_Grouping, Candidate]]:
-        """The best groupings of these workers alone, as far as they might be better than `total`, or than none."""
+        """The best groupings of these workers alone, with their candidates, best first; at most _MOST_REFINED."""
         found: list[tuple[_Grouping, Candidate]] = []
-        with suppress(PlanError):  # fewer workers have room for less
+        with suppress(PlanError):  # with fewer workers, the model may not fit in memory
             found.append((grouping, self.recut(grouping, 0.0)))
             total = max(total, self.total(found[0][1]))
         found = [*self.regrouped(grouping, total), *found]
         return sorted(found, key=lambda each: self.total(each[1]))[:_MOST_REFINED]
 
     def with_idle_workers(self, found: Candidate, idle: Sequence[int], home: int) -> tuple[_Grouping, Candidate]:
-        """The same candidate with some workers more, in one of its stages, which have no micro-batches."""
+        """The candidate with the workers in `idle` added to stage `home`, without micro-batches."""
         stages, order = found.assignment.stages, found.assignment.microbatch_order
         theirs = self.grouping_of(
             tuple((*members, *idle) if s == home else members for s, members in enumerate(stages))
@@ -531,7 +559,13 @@ class _Planner:
         return theirs, best
 
     def recut(self, grouping: _Grouping, tolerance: float, by_pipeline: bool = False) -> Candidate:
-        """The partition that moves the fewest bytes within a tolerance of the least bottleneck, or least pipeline."""
+        """The candidate whose cuts move the fewest bytes within a tolerance of the optimum.
+
+        Args:
+            grouping: the stages.
+            tolerance: the fraction by which the optimum may be exceeded.
+            by_pipeline: what is minimized: True for the time of the pipeline, False for the bottleneck.
+        """
         found = partition(
             self.costs,
             grouping.rows,
@@ -543,9 +577,9 @@ class _Planner:
         return self.candidate(grouping, found.cuts)
 
     def with_shifted_cuts(self, grouping: _Grouping, start: Candidate) -> Candidate:
-        """On small meshes, shifts cuts by one layer as long as the step gets faster.
+        """On small meshes, the candidate after shifting cuts by one layer for as long as the total gets less.
 
-        The partition minimizes the bottleneck, which does not include the time to fill the pipeline.
+        `partition` minimizes the bottleneck, which does not include the time to fill the pipeline.
         """
         if start.time.how != EXACT or sum(map(len, grouping.stages)) > _SEARCHED_WORKERS:
             return start
@@ -571,13 +605,14 @@ class _Planner:
         return needed <= self.settings.memory_limit and needed < math.inf
 
     def total(self, candidate: Candidate) -> float:
-        """Seconds until the end, the move included."""
+        """The seconds until the end of the run: all remaining steps, and the estimated move."""
         return candidate.time.seconds * self.remaining_steps + candidate.estimate.seconds
 
     def candidate(self, grouping: _Grouping, cuts: Sequence[int]) -> Candidate:
-        """These cuts, with the candidate assignment of micro-batches whose step is fastest.
+        """The candidate for these cuts: with the assignment of micro-batches whose step is fastest.
 
-        Of those that fit in memory, if any does: a worker beside parked ones has more micro-batches.
+        Assignments that fit in memory come first. Some may not fit: if workers of a stage are parked, the others have
+        more micro-batches.
         """
         key = tuple(cuts)
         if key not in grouping.timed:
@@ -588,7 +623,7 @@ class _Planner:
         return grouping.timed[key]
 
     def settled_candidate(self, grouping: _Grouping, cuts: Sequence[int]) -> Candidate:
-        """The same as `candidate`, also where only parts of steps were simulated: then the best is settled."""
+        """Like `candidate`, but if only parts of steps were simulated, the best is found by `best_settled`."""
         best = self.candidate(grouping, cuts)
         if not self.is_unsettled(best):
             return best
@@ -597,10 +632,10 @@ class _Planner:
         return self.best_settled([found for found in each if found is not None and self.fits(found) == fits])
 
     def best_settled(self, candidates: Collection[Candidate]) -> Candidate:
-        """The best of these, by the steps of the best ones as a whole.
+        """The best of these candidates, after simulating the steps of the best ones to a greater length.
 
-        A part of a step mostly takes less than its share of it: by parts alone, a plan was left for one that took 5 %
-        longer.
+        The time extrapolated from a part of a step is mostly too short. Deciding by such times alone has once replaced
+        a plan by one that took 5 % longer.
         """
         heap = [(self.total(found), number, found) for number, found in enumerate(candidates)]
         heapq.heapify(heap)
@@ -614,7 +649,7 @@ class _Planner:
         return heap[0][2]
 
     def is_unsettled(self, candidate: Candidate) -> bool:
-        """True if more of the step can be simulated: of a large mesh it takes too long."""
+        """True if more of the candidate's step can still be simulated. On a large mesh this would take too long."""
         small = sum(map(len, candidate.assignment.stages)) <= _TIMED_WORKERS
         return candidate.time.how != EXACT and small and not candidate.is_settled
 
@@ -626,7 +661,17 @@ class _Planner:
         choices: Iterable[MicrobatchAssignment],
         best: Candidate | None,
     ) -> Candidate | None:
-        """The fastest of these and `best`, the first of equal ones. Those that cannot be it are not simulated."""
+        """The fastest candidate with one of these choices of micro-batches, or `best` if none is faster.
+
+        Candidates that fit in memory come first. A candidate that cannot be faster by its lower bound is not simulated.
+
+        Args:
+            grouping: the stages.
+            cuts: the cuts of layers.
+            estimate: the estimate of the move to these cuts.
+            choices: the assignments of micro-batches to try, in order; of equally fast ones the first is taken.
+            best: the best candidate so far; None if there is none.
+        """
         best_fits = best is not None and self.fits(best)
         for microbatches in choices:
             order = self.old.microbatch_order
@@ -643,7 +688,7 @@ class _Planner:
         return best
 
     def tune(self, grouping: _Grouping, start: Candidate) -> Candidate:
-        """The same stages and layers, with workers parked and other limits where that is faster."""
+        """The candidate with the same stages and layers, but with parked workers and other limits if that is faster."""
         found = self.with_parked_workers(grouping, start)
         assignment, time = self.with_best_limits(found.assignment, found.time)
         return replace(found, assignment=assignment, time=time)
@@ -652,17 +697,18 @@ class _Planner:
         """The assignment with the limits that the controller would send, and its step time.
 
         Args:
-            time: of the assignment with the limits by rule.
+            assignment: the assignment with the limits that follow from the rule (`executed`).
+            time: its step time.
         """
         if self.settings.split is None:
             return assignment, time
         return best_limits(assignment, time, self.settings.split, self.costs, self.rule)
 
     def with_parked_workers(self, grouping: _Grouping, start: Candidate) -> Candidate:
-        """On small meshes, the same layers with some workers of any stages parked, if that is faster.
+        """On small meshes, the candidate with the same layers and some workers parked, if that is faster.
 
-        Fewer workers are never faster in themselves. But the micro-batches of their stages may then be cut at places
-        that suit the other stages better.
+        Fewer workers alone are never faster. But the boundaries between the micro-batches of the remaining ones may fit
+        those of the other stages better.
         """
         if start.time.how != EXACT or sum(map(len, grouping.stages)) > _SEARCHED_WORKERS:
             return start
@@ -675,15 +721,16 @@ class _Planner:
 
 
 def parked_assignments(grouping: _Grouping, start: Candidate, costs: CostModel) -> list[MicrobatchAssignment]:
-    """Assignments to some of the workers that may take less than `start`, those with the least raggedness first.
+    """Assignments in which some workers are parked and which may take less time than `start`.
 
-    The slowest workers of a stage are parked. A stage uses no fewer workers than it takes to compute everything in less
-    time than `start` takes.
+    In each stage the slowest workers are parked. A stage uses no fewer workers than it needs to compute everything in
+    less time than a step of `start` takes. Assignments with the fewest different counts among stages come first, then
+    those with the fewest parked workers.
     """
     number, order = start.assignment.num_microbatches, start.assignment.microbatch_order
     speeds = [costs.speeds_of(members) for members in grouping.stages]
     spans = [sum(costs.stage_s(a, b)) for a, b in pairwise(start.assignment.layer_cuts)]
-    # Before and after its part, a micro-batch passes the other stages, at best on their fastest workers.
+    # The time in which a micro-batch passes each stage, forward and backward, on the stage's fastest worker.
     path = [each / v.max() for each, v in zip(spans, speeds, strict=True)]
     options: list[list[tuple[np.ndarray, Counts]]] = []
     for s, v in enumerate(speeds):
@@ -717,7 +764,14 @@ def _indented(assignment: Assignment) -> list[str]:
 def frequency_hints(
     assignment: Assignment, costs: CostModel, limits: FrequencyRange, goal_s: float | None = None
 ) -> tuple[FrequencyPlan, tuple[Hint, ...]]:
-    """The frequencies of all workers: by the order of actions on small meshes, by class of workers on large ones."""
+    """Frequencies for all workers: for single actions on small meshes, for classes of equal workers on large ones.
+
+    Args:
+        assignment: the assignment.
+        costs: the costs.
+        limits: the range of frequencies.
+        goal_s: as in `plan_change`.
+    """
     num_workers = sum(map(len, assignment.stages))
     if num_workers <= _EXACT_WORKERS and 2 * assignment.num_stages * assignment.num_microbatches <= _EXACT_ACTIONS:
         graph = timed_graph(assignment, costs)
@@ -734,7 +788,10 @@ def frequency_hints(
 def _hints_by_class(
     assignment: Assignment, costs: CostModel, limits: FrequencyRange, goal_s: float | None
 ) -> tuple[FrequencyPlan, tuple[Hint, ...]]:
-    """Frequencies where workers of a stage with equal speeds and counts are one row, and the makespan is the bound."""
+    """Frequencies for classes of workers, with the lower bound `bound` as the step time.
+
+    Workers of a stage with equal speeds and numbers of micro-batches are one class, and one row of the arrays here.
+    """
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
     weights = weights_seconds(assignment, costs)
     forward_s, backward_s, weights_s, counts, groups = [], [], [], [], []

@@ -1,9 +1,10 @@
-"""The number of micro-batches that workers keep something of, where backwards are in two parts.
+"""Limits of workers that run backwards in two parts: micro-batches in flight, and weight gradients put off.
 
-A worker keeps activations of micro-batches in flight, and operands of those whose weight gradients it has put off. More
-of either fills bubbles, and both take room. By rule (`executed`) as many are in flight as `pipeline.in_flight_limits`
-says, and what room is left is for what is put off; `best_limits` simulates steps with other shares of the room as well.
-The controller tells workers these limits, and plans are judged with them.
+A worker keeps the activations of micro-batches in flight, and the operands of micro-batches whose weight gradients it
+has put off. More of either fills more bubbles of the pipeline, and both take memory. By the usual rule (`executed`) the
+number in flight is that of `pipeline.in_flight_limits`, and the rest of the memory is for weight gradients put off.
+`best_limits` simulates steps with other divisions of the memory as well. The controller sends these limits to workers,
+and plans are judged with them.
 """
 
 from __future__ import annotations
@@ -27,35 +28,38 @@ from elaswave_spmd.scheduling.step_time import (
 )
 
 MORE_IN_FLIGHT = (1, 2, -1, 4, -2, 6)
-"""Numbers of micro-batches in flight beyond those by rule that `best_limits` tries, the likeliest first."""
+"""How many more micro-batches in flight than by the usual rule `best_limits` tries, the likeliest numbers first."""
 
 MOST_TRIED, MOST_WORKERS = 65_536, 256
-"""`best_limits` simulates so many actions in all, on meshes of so many workers: a change of members waits for it."""
+"""The most actions that `best_limits` simulates, and the most workers of a mesh for which it does. There are limits
+because a change of members waits for it."""
 
 
 def priced(costs: CostModel, split: SplitBackward | None) -> CostModel:
-    """The costs with the weight gradients of the layers that are split; None: no layer is."""
+    """The costs with the seconds of weight gradients that may be put off. `split` is None if no layer is split."""
     return costs if split is None else split.priced(costs)
 
 
 def executed(assignment: Assignment, split: SplitBackward | None) -> Assignment:
-    """The assignment as it is executed by rule, with the limits of its workers; None: all backwards are whole."""
+    """The assignment with the limits by the usual rule. `split` is None if all backwards run in one part."""
     return assignment if split is None else split.executed(assignment)
 
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """The layers whose backward may be in two parts, and the memory that there is for what is put off meanwhile.
+    """The layers whose backward may run in two parts, and the memory for what is kept between the two parts.
 
     Args:
-        layers: numbers of these layers.
-        put_off_bytes: per layer of the model, what a micro-batch keeps of it from its backward to its weight gradients,
-            if its stage puts these off. Of a layer that is not in `layers` these are the gradients themselves.
-        costs: of the model's layers; their bytes count here.
-        rule: sharding and mirrors.
-        memory_limit: bytes that a worker has room for (`schedule.memory_limit`); infinite: as much as an even mesh
-            needs (`weight_limits`).
-        keeps_whole: backwards are whole all the same, as to put anything off does not pay (`schedule.split_backward`).
+        layers: the numbers of these layers.
+        put_off_bytes: for each layer of the model, the bytes that a micro-batch keeps from the backward to its weight
+            gradients, if the stage puts these off. For a layer that is not in `layers`, whose weight gradients are
+            computed in the backward, they are the bytes of these gradients.
+        costs: the costs of the model's layers, of which the bytes count here.
+        rule: the specs and mirrors.
+        memory_limit: the bytes that a worker has room for (`schedule.memory_limit`). If infinite, a worker may use as
+            much as an even mesh needs (`weight_limits`).
+        keeps_whole: True if backwards run in one part nevertheless, as putting weight gradients off does not pay
+            (`schedule.split_backward`).
     """
 
     layers: tuple[int, ...]
@@ -68,15 +72,15 @@ class SplitBackward:
 
     @classmethod
     def of_costs(cls, costs: CostModel, rule: MemoryRule, memory_limit: float = math.inf) -> SplitBackward | None:
-        """The layers that have a `weight_share`, with the bytes that the costs have; None if there are none."""
+        """The value for the layers whose cost has a `weight_share`; None if there are none."""
         layers = tuple(i for i, layer in enumerate(costs.layers) if layer.weight_share)
         kept = tuple(layer.put_off_bytes for layer in costs.layers)
         return cls(layers, kept, costs, rule, memory_limit) if layers else None
 
     def priced(self, costs: CostModel) -> CostModel:
-        """These costs with a `weight_share` of the layers that are split, and of no others.
+        """These costs, with a `weight_share` for the layers that are split and 0 for all others.
 
-        Of layers that were measured it is theirs, of others the median of these.
+        A layer keeps its measured share. A layer that was not measured gets the median of the measured shares.
         """
         shares = {i: costs.layers[i].weight_share for i in self.layers}
         middle = median([share for share in shares.values() if share] or [WEIGHT_SHARE])
@@ -87,11 +91,12 @@ class SplitBackward:
         return replace(costs, layers=layers)
 
     def executed(self, assignment: Assignment, more: int = 0) -> Assignment:
-        """The assignment with the limits of its workers, with so many micro-batches in flight beyond the rule.
+        """The assignment with the limits by the usual rule, or with more or fewer micro-batches in flight.
 
         Args:
-            assignment: with any limits, which are not regarded.
-            more: of every stage; fewer, if negative, but at least one.
+            assignment: the assignment. Limits that it has are replaced.
+            more: the number of micro-batches in flight beyond the usual rule, on every stage. It may be negative, but
+                at least one micro-batch is in flight.
         """
         in_flight, put_off = zip(*self._shared_out(assignment, more), strict=True)
         late = [
@@ -102,7 +107,7 @@ class SplitBackward:
         return replace(assignment, put_off=tuple(late) if any(late) else (), in_flight=some)
 
     def needed(self, assignment: Assignment) -> list[float]:
-        """The bytes that the fullest worker of each stage needs, with what it puts off."""
+        """The bytes that the fullest worker of each stage needs, including those for what it puts off."""
         bytes_s = memory_of(assignment, self.costs, self.rule, self._tables)
         put_off = assignment.put_off or (0,) * assignment.num_stages
         spans = pairwise(assignment.layer_cuts)
@@ -113,10 +118,10 @@ class SplitBackward:
         ]
 
     def _shared_out(self, assignment: Assignment, more: int) -> Iterator[tuple[int, int]]:
-        """Per stage, the most micro-batches in flight, and those for whose weight gradients there is room beside them.
+        """For each stage: (micro-batches in flight, micro-batches of which weight gradients may be put off).
 
-        Without a memory limit every stage has room for as many as the one with the most in flight by rule
-        (`pipeline.weight_limits`).
+        The second number is what there is memory for besides the first. Without a memory limit, both together are the
+        most micro-batches in flight of any stage by the usual rule (`pipeline.weight_limits`).
         """
         usual = assignment.usual_limits
         if self.memory_limit == math.inf:
@@ -143,19 +148,23 @@ def best_limits(
     costs: CostModel,
     rule: MemoryRule = REPLICATED,
 ) -> tuple[Assignment, StepTime]:
-    """The assignment with those limits with which its step is the fastest, simulated, and its step time.
+    """The assignment with the limits that give the fastest simulated step, and its step time.
 
     Args:
-        candidate: with the limits by rule, which win ties.
-        time: of the candidate.
-        split: the memory that there is. More of it is never used; where it is not limited, no more than the fullest
-            worker needs by rule.
+        candidate: the assignment with the limits by the usual rule, which win ties.
+        time: its step time.
+        split: the layers that are split, and the memory. If memory is not limited, no worker may need more than the
+            fullest one does by the usual rule.
+        costs: the costs.
+        rule: the specs and mirrors.
     """
     if sum(map(len, candidate.stages)) > MOST_WORKERS:
         return candidate, time
     best, seen = candidate, {candidate}
     tried = MOST_TRIED // (2 * candidate.num_stages * max(1, candidate.num_microbatches))
-    if tried and time.how != EXACT:  # a part of a step reads as less than a whole one: all are simulated as wholes
+    # A time from a part of a step is mostly too short to be compared with that of a whole one. So the whole step of
+    # every candidate is simulated here.
+    if tried and time.how != EXACT:
         time, tried = step_time(candidate, costs, rule, most_actions=MOST_TRIED), tried - 1
     room = max(split.needed(candidate)) if split.memory_limit == math.inf else math.inf
     for more in MORE_IN_FLIGHT[:tried]:

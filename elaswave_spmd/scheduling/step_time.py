@@ -1,14 +1,16 @@
-"""The time of a step of an assignment under a cost model.
+"""The expected time of a step of an assignment, under a cost model.
 
-Workers run whatever is ready (`worker.ready_order`), so a step is simulated as they execute it: `pipeline.execute` with
-the seconds of each worker. On large meshes, groups of workers that share micro-batches with nobody else are simulated
-once for each kind of group; and where that too would take long, those groups with the most to compute, or a section of
-one. `StepTime.how` says which it was.
+Workers run any action that is ready (`worker.ready_order`), so a step is simulated as they would execute it, by
+`pipeline.execute` with the seconds of each worker. This takes time, so on large meshes less is simulated. Workers are
+divided into *pieces*, groups of workers that share micro-batches with no other worker, and of equal pieces only one is
+simulated. If even that has too many actions, only the pieces with the most to compute are simulated, or a section of
+one piece. `StepTime.how` says whether all of the step was simulated.
 
-The reduction of gradients overlaps with compute, so that its bytes count where they take longer (a roofline), and as
-far as it goes on after the last backward (`reduction_time`; where parts of a step are simulated, `reduction_tail_s`).
-Activations and their gradients leave a worker one after another. Not modelled here: sums that wait for them on a link,
-and the optimizer update. The simulator's engine models these.
+The reduction of gradients overlaps with compute. It counts in two ways: the whole step takes at least as long as its
+bytes occupy the busiest link (a roofline), and the part of the reduction after the last backward comes on top
+(`reduction_time`, or `reduction_tail_s` if only parts of a step are simulated). Activations and their gradients leave a
+worker one after another. Not modelled here are partial sums that wait for activations on the same link, and the
+optimizer update. The simulator's engine models these.
 """
 
 from __future__ import annotations
@@ -41,12 +43,12 @@ from elaswave_spmd.scheduling.reduction_time import StageGradients, nodes_of, re
 from elaswave_spmd.sharding import P, Shardings
 
 MOST_ACTIONS = 8192
-"""Up to this many actions are simulated; more would make planning slow. A backward in two parts counts as one."""
+"""The most actions that are simulated by default, as more would make planning slow. A split backward counts as one."""
 
 _MOST_PIECES = 256
-"""With more groups of workers, of equal ones only the first is looked at for its tree nodes."""
+"""If there are more pieces, only the first of equal ones is listed, so only its tree nodes count in the reduction."""
 
-_KEY_BYTES = 16  # of a worker's micro-batches and speed, both float64
+_KEY_BYTES = 16  # the bytes of a worker's number of micro-batches and its speed, both float64
 
 EXACT, PART, ESTIMATE = "executed order", "executed order of a part", "lower bound"
 
@@ -56,14 +58,14 @@ class Assignment:
     """The part of a placement that decides its step time: which workers run which layers for how many micro-batches.
 
     Args:
-        stages: ranks of each stage.
+        stages: the ranks of each stage.
         layer_cuts: stage s runs layers [layer_cuts[s], layer_cuts[s + 1]).
-        microbatch_counts: per stage, the micro-batches of each worker.
-        microbatch_order: Placement.microbatch_order.
-        put_off: per stage, the most micro-batches whose weight gradients a worker puts off
-            (`scheduling.split_backward`); (): backwards are whole.
-        in_flight: per stage, the most micro-batches that a worker has between forward and backward; (): as
-            `pipeline.in_flight_limits` has it.
+        microbatch_counts: for each stage, the number of micro-batches of each worker.
+        microbatch_order: as `Placement.microbatch_order`.
+        put_off: for each stage, the most micro-batches of which a worker puts off the weight gradients
+            (`scheduling.split_backward`); () if all backwards run in one part.
+        in_flight: for each stage, the most micro-batches that a worker has between forward and backward; () for the
+            numbers of `pipeline.in_flight_limits`.
     """
 
     stages: tuple[tuple[int, ...], ...]
@@ -100,13 +102,13 @@ class Assignment:
 
     @cached_property
     def counts(self) -> list[np.ndarray]:
-        """Per stage, int64 [workers]: `microbatch_counts`; stages that share an object there share an array."""
+        """`microbatch_counts` as int64 [workers] for each stage. Stages that share a tuple share an array, too."""
         return once_each(np.array, self.microbatch_counts)
 
     def placement(self) -> Placement:
         """A placement with these stages, cuts and counts, on one host, for `pipeline.schedule`."""
         mesh = Mesh(MeshShape.of_stages(map(len, self.stages)), self.stages)
-        # Of the specs only that of the gradients matters here: it decides the order of micro-batches.
+        # The only spec that matters here is that of the gradients, as it decides the order of micro-batches.
         is_time_major = self.microbatch_order == TIME_MAJOR
         shardings = Shardings(grads=P("dp"), optim=P("dp")) if is_time_major else Shardings()
         return Placement(mesh, self.num_microbatches, self.layer_cuts, self.microbatch_counts, shardings)
@@ -127,9 +129,10 @@ class StepTime:
 
     Args:
         seconds: the larger of pipeline_s + tail_s and traffic_s.
-        pipeline_s: the time of all actions, computed as `how` says.
+        pipeline_s: the time until the last action ends, computed as `how` says.
         bottleneck_s: the longest compute of a worker: micro-batches * seconds of its stage / speed.
-        bound_s: a lower bound for every order of the actions: the bottleneck and the filling and draining around it.
+        bound_s: a lower bound for every order of the actions: the bottleneck, and the filling and draining of the
+            pipeline around it (`bound`).
         tail_s: seconds for which the reduction goes on after the last backward.
         traffic_s: seconds for which reduction and publication occupy the busiest link.
         worker: the rank with the longest compute.
@@ -153,16 +156,21 @@ class StepTime:
 
 
 def stage_seconds(cuts: Sequence[int], costs: CostModel) -> tuple[np.ndarray, np.ndarray, list[float]]:
-    """(forward, backward) seconds of one micro-batch at speed 1 by stage, and message seconds by boundary."""
+    """(forward, backward, delays), all in seconds.
+
+    The first two are float64 [stages]: the forward and the backward of one micro-batch at speed 1. The third has the
+    time of a message from each stage but the last to the next one.
+    """
     at = np.array(cuts)
     forward, backward = np.diff(costs.prefix("forward_s")[at]), np.diff(costs.prefix("backward_s")[at])
     return forward, backward, [costs.message_s(cut - 1) for cut in cuts[1:-1]]
 
 
 def weights_seconds(assignment: Assignment, costs: CostModel) -> np.ndarray:
-    """The part of one micro-batch's backward, in seconds at speed 1, that each stage may put off; 0 where it may not.
+    """For each stage, the seconds at speed 1 of the weight gradients that may be put off, of one micro-batch.
 
-    A layer that is not split makes its weight gradients in the first part.
+    They are 0 for a stage that puts nothing off. Layers that are not split do not count: they compute their weight
+    gradients in the first part of the backward.
     """
     if not assignment.put_off:
         return np.zeros(assignment.num_stages)
@@ -180,19 +188,21 @@ def bound(
 ) -> float:
     """A lower bound in seconds for every order of a step's actions.
 
-    A worker cannot begin before the first micro-batch has passed the earlier stages, on the fastest worker of each, and
-    after its last backward that micro-batch still has to pass these stages backward. In between the worker computes all
-    its micro-batches. Or it waits until its first micro-batch is back from the later stages, while it may compute only
-    as many forwards as may be in flight. Weight gradients that it puts off may come after its last backward, and no
-    other stage waits for them.
+    For each worker it adds up three parts: the time until a first micro-batch has passed the earlier stages, on the
+    fastest worker of each; the time that the worker is busy; and the time until its last micro-batch has passed the
+    earlier stages backward. A worker is busy for at least as long as it computes all of its micro-batches. It is also
+    busy at least until its first micro-batch is back from the later stages and the rest is computed, as meanwhile it
+    can compute only as many forwards as may be in flight. Weight gradients that are put off may come after the last
+    backward, and no other stage waits for them.
 
     Args:
-        forward_s, backward_s: per stage, float64 [workers]: seconds of one micro-batch.
-        counts: per stage, int64 [workers]: micro-batches.
+        forward_s: for each stage, float64 [workers]: seconds of the forward of one micro-batch.
+        backward_s: the same for the backward, with its weight gradients.
+        counts: for each stage, int64 [workers]: the number of micro-batches.
         delays: seconds of a message over each boundary between stages.
-        limits: per stage, the most micro-batches that a worker has in flight.
-        weights_s: per stage, float64 [workers]: the seconds of `backward_s` that may be put off; None if none may.
-        put_off: per stage, the most micro-batches of which a worker puts these off.
+        limits: for each stage, the most micro-batches that a worker has in flight.
+        weights_s: for each stage, float64 [workers]: the seconds of `backward_s` that may be put off; None if none may.
+        put_off: for each stage, the most micro-batches of which a worker puts these off.
     """
     late = weights_s if weights_s is not None and put_off else [np.zeros(1)] * len(counts)
     most = put_off or [0] * len(counts)
@@ -202,9 +212,10 @@ def bound(
     back = np.concatenate([[0.0], np.cumsum(np.array(inputs_s) + gaps)])
     total = worst = float(there[-1] + back[-1])
     for s, (f, b, microbatches) in enumerate(zip(forward_s, backward_s, counts, strict=True)):
-        # The way from this stage to the last one and back, on the fastest worker of each.
+        # The time from this stage to the last one and back, on the fastest worker of each.
         later = total - there[s + 1] - back[s + 1] + 2 * gaps[s]
-        # While its first micro-batch is on that way, a worker computes at most as many forwards as may be in flight.
+        # During this time a worker can compute at most as many forwards as may be in flight. So the forwards beyond
+        # this number, and all backwards, come after it.
         queued = f + later + microbatches * b + np.maximum(microbatches - limits[s], 0) * f
         busy = np.where(microbatches > 0, np.maximum(microbatches * (f + b), queued), 0.0)
         until_last_backward = (busy - np.minimum(microbatches, most[s]) * late[s]).max()
@@ -219,11 +230,13 @@ def step_time(
     *,
     most_actions: int = MOST_ACTIONS,
 ) -> StepTime:
-    """Computes the time of a step.
+    """The expected time of a step.
 
     Args:
+        assignment: the assignment that the step runs by.
+        costs: the seconds and bytes of layers, the speeds of workers, the links.
         rule: the specs and mirrors, which decide the bytes of reduction and publication.
-        most_actions: the most actions that are simulated; 0: `bound` is the estimate.
+        most_actions: the most actions that are simulated; with 0 none is, and `bound` is the estimate.
     """
     found = step_time_below(math.inf, assignment, costs, rule, most_actions=most_actions)
     assert found is not None
@@ -238,9 +251,9 @@ def step_time_below(
     *,
     most_actions: int = MOST_ACTIONS,
 ) -> StepTime | None:
-    """The time of a step; None, without a simulation, if no order of its actions takes less than so many seconds.
+    """The expected time of a step; None if it cannot be less than `seconds` by the lower bound.
 
-    Further arguments as for `step_time`.
+    In the second case nothing is simulated. The other arguments are those of `step_time`.
     """
     cuts = assignment.layer_cuts
     speeds = [costs.speeds_of(members) for members in assignment.stages]
@@ -276,7 +289,7 @@ def step_time_below(
 
 
 MemoryTables = dict[tuple[int, int, int], np.ndarray]
-"""(workers of a stage, micro-batches of one, in flight) -> `MemoryRule.stage_bytes`."""
+"""(workers of a stage, most micro-batches of one of them, limit in flight) -> the table of `MemoryRule.stage_bytes`."""
 
 
 def memory_of(
@@ -285,7 +298,10 @@ def memory_of(
     """The bytes that the fullest worker of each stage needs.
 
     Args:
-        known: tables of the same costs and rule, which are kept from call to call.
+        assignment: the assignment.
+        costs: the bytes of layers.
+        rule: the specs and mirrors.
+        known: tables from earlier calls with the same costs and rule, to which this call adds its own.
     """
     found = []
     tables = {} if known is None else known
@@ -307,12 +323,21 @@ def state_of(assignment: Assignment, costs: CostModel, rule: MemoryRule) -> list
 def traffic_bytes(costs: CostModel, rule: MemoryRule, first: int, stop: int, size: int, nodes: int) -> float:
     """The bytes that the busiest worker of a stage sends in a step.
 
-    They are its tree nodes to the primaries, its reduced gradients to mirrors, and its published parameters.
+    It sends the sums of its tree nodes to the primaries, its reduced gradients to mirrors, and its published
+    parameters.
+
+    Args:
+        costs: the bytes of layers.
+        rule: the specs and mirrors.
+        first: the first layer of the stage.
+        stop: the layer after its last one.
+        size: the number of workers of the stage.
+        nodes: the number of tree nodes of which this worker sends the sum.
     """
     gradient, value = (
         float(costs.prefix(name)[stop] - costs.prefix(name)[first]) for name in ("gradient_bytes", "value_bytes")
     )
-    # New parameters go to the workers that do not compute them themselves: with replicated state, to nobody.
+    # New parameters are sent to the workers that are no replicas of the pages. With replicated state there are none.
     published = value * (size - 1) / size if rule.state_is_sharded else 0.0
     return _reduced_bytes(gradient, rule, size, nodes) + published
 
@@ -339,14 +364,17 @@ def reduction_tail_s(
 ) -> float:
     """Seconds for which gradients are reduced after the last backward of a step.
 
-    The gradients of a layer leave when its last backward ends: those of the stage's first layer come last, when those
-    of the others may still be on the link. Then the sums are at mirrors and votes at all workers a message later each.
-    Later stages end earlier, by the time that the last gradient takes back to the first.
+    The gradients of a layer leave the worker when the layer's last backward ends. The first layer of a stage is the
+    last one, and then the gradients of others may still be on the link. After that, the partial sum, the reduced
+    gradient and the vote each take one more message. Stages after the first end their last backward earlier, by the
+    time that the last activation gradient takes from there to the first stage.
 
     Args:
         cuts: stage s runs layers [cuts[s], cuts[s + 1]).
-        sizes: workers of each stage.
-        put_off: `Assignment.put_off`.
+        sizes: the number of workers of each stage.
+        put_off: as `Assignment.put_off`.
+        costs: the seconds and bytes of layers, and the links.
+        rule: the specs and mirrors.
     """
     if sum(sizes) == 1:
         return 0.0
@@ -358,16 +386,16 @@ def reduction_tail_s(
         for layer, seconds in zip(reversed(layers), reversed(last_s), strict=True):
             ends_s += seconds
             link_s = max(link_s, ends_s) + _reduced_bytes(layer.gradient_bytes, rule, size) / costs.bandwidth
-        messages = 3 if size > 1 else 1  # a part of the sum, the sum, a vote
+        messages = 3 if size > 1 else 1  # a partial sum, a reduced gradient, a vote; a worker alone sends only the vote
         found = max(found, link_s + messages * costs.latency_s - back_s)
         back_s += sum(layer.backward_s - (layer.weights_s if splits else 0.0) for layer in layers)
     return found
 
 
 def _reduced_bytes(gradient_bytes: float, rule: MemoryRule, size: int, nodes: int = 1) -> float:
-    """The bytes that a worker sends while a stage's gradients are summed: its tree nodes, and its sums to mirrors.
+    """The bytes that a worker sends to reduce a stage's gradients: sums of tree nodes, and results to mirrors.
 
-    Reduced gradients go to all mirrors, which of replicated state are all other workers of the stage.
+    With replicated state, all other workers of the stage are mirrors.
     """
     mirrors = rule.mirror_count if rule.state_is_sharded else size - 1
     return (nodes * (size - 1) + mirrors) * gradient_bytes / size
@@ -376,7 +404,7 @@ def _reduced_bytes(gradient_bytes: float, rule: MemoryRule, size: int, nodes: in
 def _simulated(
     assignment: Assignment, costs: CostModel, rule: MemoryRule, speeds: Sequence[np.ndarray], most_actions: int
 ) -> tuple[float, str, float]:
-    """The end of the last action, EXACT or PART, and if EXACT, for how long the reduction then goes on."""
+    """(seconds until the last action ends, EXACT or PART, seconds for which the reduction then goes on if EXACT)."""
     counts, every = assignment.counts, _pieces(assignment, speeds)
     pieces: dict[object, list[slice]] = {}
     for key, piece in every:
@@ -394,7 +422,7 @@ def _simulated(
     for _, size, piece in sorted(zip(longest, sizes, pieces.values(), strict=True), key=lambda of: of[0], reverse=True):
         if size <= left:
             found = max(found, _piece_s(assignment, costs, piece)[0])
-        elif left == most_actions:  # one that is too large by itself
+        elif left == most_actions:  # nothing is simulated yet, and this piece is too large by itself
             found = _section_s(assignment, costs, piece, busy, left)
         left -= size
         if left <= 0:
@@ -413,8 +441,13 @@ def _tail_s(
     """Seconds from the last action until all workers have all votes.
 
     Args:
-        speeds: per stage, float64 [workers].
-        made: groups of workers, and of each, per stage, when the gradients of each of its micro-batches are there.
+        assignment: the assignment.
+        costs: the links, and the bytes of layers.
+        rule: the specs and mirrors.
+        speeds: for each stage, float64 [workers].
+        made: (piece, times). The times are, for each stage, when the gradient of each of the piece's micro-batches is
+            computed.
+        end_s: when the last action ends.
     """
     if sum(map(len, assignment.stages)) == 1:
         return 0.0
@@ -442,11 +475,13 @@ def _tail_s(
 
 
 def _pieces(assignment: Assignment, speeds: Sequence[np.ndarray]) -> list[tuple[object, list[slice]]]:
-    """Groups of workers that share micro-batches with nobody else: (key, positions by stage). Equal groups have equal
-    keys; where there are more than _MOST_PIECES groups, only the first of equal ones is listed.
+    """The pieces of an assignment: (key, positions by stage). Workers of a piece share micro-batches with no others.
+
+    Equal pieces have equal keys. If there are more than _MOST_PIECES, only the first of equal pieces is listed.
     """
     ranges = _ranges_of_pieces(assignment)
-    # Per stage, float64 [workers, 2]: workers are equal if these are. Equal stages have equal ranges, too.
+    # For each stage, float64 [workers, 2]. Workers with equal rows are equal. Stages with equal arrays are equal, and
+    # have equal ranges as well.
     workers = [np.stack(each, axis=1) for each in zip(assignment.counts, speeds, strict=True)]
     kinds = {of_stage.tobytes(): s for s, of_stage in enumerate(workers)}
     lists_all = len(ranges[0]) <= _MOST_PIECES
@@ -465,14 +500,14 @@ def _pieces(assignment: Assignment, speeds: Sequence[np.ndarray]) -> list[tuple[
 def _ranges_of_pieces(assignment: Assignment) -> list[np.ndarray]:
     """Per stage, int64 [pieces, 2]: the position of the first worker of each piece (`_pieces`), and after its last."""
     counts = assignment.counts
-    # With equal counts in all stages a column shares micro-batches with no other: workers of one column are one piece.
+    # If counts are equal in all stages, the workers at one position have the same micro-batches in all stages: a piece.
     if all(of_stage == assignment.microbatch_counts[0] for of_stage in assignment.microbatch_counts[1:]):
         busy = np.flatnonzero(counts[0])
         return [np.stack([busy, busy + 1], axis=1)] * len(counts)
     if assignment.microbatch_order != CONTIGUOUS:
         return [np.array([[0, len(of_stage)]]) for of_stage in counts]
     ends = once_each(np.cumsum, counts)
-    # Where the micro-batches of all stages are cut at the same number, no worker has micro-batches of both sides.
+    # If all stages cut their micro-batches at the same number, no worker has micro-batches on both sides of the cut.
     common = ends[0][np.diff(ends[0], prepend=-1) > 0]
     for of_stage in ends[1:]:
         common = common[of_stage[np.searchsorted(of_stage, common)] == common]
@@ -486,12 +521,13 @@ def _ranges_of_pieces(assignment: Assignment) -> list[np.ndarray]:
 
 
 def _differ_from_last(stages: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """bool [pieces]: False where a piece is one worker in each stage, equal to the one of the piece before it.
+    """bool [pieces]: False if a piece has one worker in each stage, and they equal those of the piece before.
 
-    On a large mesh nearly all pieces are such, and they may be 100,000.
+    On a large mesh this holds for nearly all pieces, of which there may be 100,000.
 
     Args:
-        stages: per stage, int64 [pieces, 2] and float64 [workers, 2]: as in `_pieces`.
+        stages: for each stage, the ranges of pieces, int64 [pieces, 2], and the rows of workers, float64 [workers, 2],
+            as in `_pieces`.
     """
     found = np.zeros(len(stages[0][0]), bool)
     found[0] = True
@@ -505,7 +541,7 @@ def _differ_from_last(stages: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.nda
 def _piece_s(
     assignment: Assignment, costs: CostModel, piece: Sequence[slice]
 ) -> tuple[float, tuple[tuple[float, ...], ...]]:
-    """The step time of one group of workers, and per stage when the gradients of its micro-batches are there."""
+    """Simulate one piece: seconds until its last action ends, and for each stage when its gradients are computed."""
     counts = tuple(of_stage[where] for of_stage, where in zip(assignment.microbatch_counts, piece, strict=True))
     return _counts_s(assignment, costs, piece, counts)
 
@@ -513,14 +549,19 @@ def _piece_s(
 def _section_s(
     assignment: Assignment, costs: CostModel, piece: Sequence[slice], busy: Sequence[np.ndarray], most_actions: int
 ) -> float:
-    """The step time of a group of workers, by so many of its actions.
+    """An estimate of the seconds until a piece's last action ends, by a simulation of some of its micro-batches only.
 
-    Contiguous micro-batches: those around the first worker with the most to compute. Its neighbours have all of their
-    micro-batches in such a section, those at its ends fewer. In time-major order every worker has its share of any
-    section, so the first ones are simulated, and what half of them take less is what as many more take.
+    If micro-batches are contiguous, a section around the worker with the most to compute is simulated. This worker and
+    its neighbours have all of their micro-batches in the section, while workers at the ends of it have fewer. In
+    time-major order every worker has its share of any section, so the first micro-batches are simulated. Half of them
+    are simulated as well, and the difference between the two times is extrapolated to all micro-batches.
 
     Args:
-        busy: per stage, seconds that each worker computes.
+        assignment: the assignment.
+        costs: the costs.
+        piece: the positions of its workers, by stage.
+        busy: for each stage, the seconds that each worker computes.
+        most_actions: the most actions of a simulation.
     """
     counts = [np.array(of_stage[where]) for of_stage, where in zip(assignment.microbatch_counts, piece, strict=True)]
     number, length = int(counts[0].sum()), max(1, most_actions // (2 * assignment.num_stages))
@@ -538,7 +579,7 @@ def _section_s(
 
 
 def _within(counts: Sequence[np.ndarray], first: int, stop: int) -> tuple[tuple[int, ...], ...]:
-    """Per stage, how many micro-batches from `first` to before `stop` each worker has, of contiguous ones."""
+    """For each stage, how many of the micro-batches [first, stop) each worker has, in contiguous order."""
     ends = [np.cumsum(of_stage) for of_stage in counts]
     found = [
         np.clip(end, first, stop) - np.clip(end - of_stage, first, stop)
@@ -548,7 +589,7 @@ def _within(counts: Sequence[np.ndarray], first: int, stop: int) -> tuple[tuple[
 
 
 def _first_turns(counts: Sequence[np.ndarray], number: int) -> tuple[tuple[int, ...], ...]:
-    """Per stage, how many of the first micro-batches each worker has, in time-major order."""
+    """For each stage, how many of the first `number` micro-batches each worker has, in time-major order."""
     found = []
     for of_stage in counts:
         owners = workers_of_microbatches(range(len(of_stage)), of_stage.tolist(), TIME_MAJOR)[:number]
@@ -559,7 +600,7 @@ def _first_turns(counts: Sequence[np.ndarray], number: int) -> tuple[tuple[int, 
 def _counts_s(
     assignment: Assignment, costs: CostModel, piece: Sequence[slice], counts: tuple[tuple[int, ...], ...]
 ) -> tuple[float, tuple[tuple[float, ...], ...]]:
-    """The end of the last action of these workers with so many micro-batches each, and when gradients are there."""
+    """Simulate the workers of a piece with these numbers of micro-batches. Returns the same as `_piece_s`."""
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
     members = [of_stage[where] for of_stage, where in zip(assignment.stages, piece, strict=True)]
     speeds = costs.speeds_of([rank for of_stage in members for rank in of_stage])
@@ -593,7 +634,10 @@ def _executed_s(
 def _owners(
     counts: tuple[tuple[int, ...], ...], microbatch_order: str
 ) -> tuple[tuple[tuple[int, ...], ...], dict[int, float]]:
-    """Per stage the worker of each micro-batch, as a number over all stages; and the turns of the micro-batches."""
+    """(for each stage the worker of each micro-batch, the turns of micro-batches).
+
+    Workers are numbered through all stages.
+    """
     rows = iter(range(sum(map(len, counts))))
     owners = tuple(
         workers_of_microbatches(tuple(islice(rows, len(of_stage))), of_stage, microbatch_order) for of_stage in counts
@@ -602,9 +646,10 @@ def _owners(
 
 
 def executed_lists(assignment: Assignment, costs: CostModel) -> Schedule:
-    """The actions of every worker, in the order in which these costs make it execute them.
+    """The actions of every worker, in the order in which it executes them under these costs.
 
-    Frequencies are planned by it, as if each message had a link for itself: in `timed_graph` none waits for another.
+    Frequencies are planned with this order. Unlike in `step_time`, no message waits for another one on a link: so it is
+    in `timed_graph` as well.
     """
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
     forward_s, backward_s, weights_s = (

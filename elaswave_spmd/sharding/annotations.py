@@ -105,7 +105,8 @@ def shard(module: _Module, **specs: P) -> _Module:
     for name, spec in specs.items():
         where = f"shard({type(module).__name__}, {name}=...)"
         shape = getattr(getattr(module, name, None), "shape", None)
-        # What a module of torch has besides, such as a buffer or a weight that is computed of others, is no parameter.
+        # Other attributes of a torch module that have a shape, such as a buffer or a weight that is computed from
+        # others, are not parameters.
         registered = getattr(module, "_parameters", None)
         if shape is None or (registered is not None and name not in registered):
             exists = ", ".join(_parameter_names(module)) or "none in this module itself"

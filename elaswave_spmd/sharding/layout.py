@@ -14,7 +14,7 @@ kind: so a page is frozen as a whole or not at all. A frozen page has a master a
 gradient, no norm, no optimizer state. The gradient buffer of a layer leaves frozen blocks out.
 
 Every page has `page_size` elements except the last of a block, which may be shorter; all are multiples of 64 elements.
-Page ids (layer, page) never change during a run (protocol.md, "Words"). No torch in here.
+Page ids (layer, page) never change during a run (docs/protocol.md, "Terms"). No torch in here.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class UpdateRule:
     """The settings of one parameter's update that may differ from those of other parameters.
 
     Args:
-        decay: weight decay applies to it.
-        lr_scale: factor of the scheduled learning rate.
-        weight_decay: in place of the optimizer's; None: the optimizer's own.
+        decay: whether weight decay applies to the parameter.
+        lr_scale: the factor by which the scheduled learning rate is multiplied.
+        weight_decay: the weight decay in place of the optimizer's; None for the optimizer's own.
     """
 
     decay: bool = True
@@ -52,13 +52,13 @@ class UpdateRule:
 
     @property
     def order(self) -> tuple[bool, float, float]:
-        """The place of its parameters in a block: those with weight decay first."""
+        """The key by which the parameters of a block are sorted: those with weight decay come first."""
         return not self.decay, self.lr_scale, -1.0 if self.weight_decay is None else self.weight_decay
 
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """A parameter as the planner sees it. `name` is global, "block0.attn.qkv.weight"."""
+    """A parameter without its values: all that planning needs to know. `name` is global, "block0.attn.qkv.weight"."""
 
     name: str
     shape: tuple[int, ...]
@@ -175,7 +175,11 @@ class LayerLayout:
         return sum(b.stop - b.start for b in self.state_blocks if b.frozen)
 
     def state_elements(self, kinds: int) -> int:
-        """Elements of one copy of all state, if trained elements have `kinds` values each; frozen ones have one."""
+        """The number of values in one copy of all state, if a trained element has `kinds` values; a frozen one has one.
+
+        Args:
+            kinds: values of a trained element: 3 with AdamW (fp32 master and two moments).
+        """
         return kinds * self.num_state_elements - (kinds - 1) * self.num_frozen_elements
 
     @cached_property
@@ -294,9 +298,9 @@ class ModelLayout:
 
     @cached_property
     def first_trained(self) -> int:
-        """The first layer that needs a backward: the layers before it have frozen parameters, or none.
+        """The first layer that needs a backward: all layers before it have only frozen parameters, or none at all.
 
-        Layers without parameters alone change nothing: the first layer is 0 in a model without frozen parameters.
+        In a model without frozen parameters it is always layer 0, even if the first layers have no parameters.
         """
         if not self.frozen:
             return 0
@@ -339,11 +343,15 @@ class ModelLayout:
 
 
 def lay_out(uses: Sequence[LayerUse], *, page_size: int = 4096) -> ModelLayout:
-    """Lays a model's parameters out in pages.
+    """Lay a model's parameters out in pages.
 
-    Inside a block parameters are ordered by update rule (those with weight decay first), then as declared, so that a
+    Inside a block, parameters are ordered by update rule (those with weight decay first), then as declared, so that a
     layer has few segments. A tied parameter has a block of its own, at the front of its owner. Frozen parameters have
-    blocks of their own, behind the trained ones. A reader is frozen if its owner is.
+    blocks of their own, behind the trained ones. A reader block is frozen if the owner's block is.
+
+    Args:
+        uses: the layers of the model, first to last, with the parameters that each owns and reads.
+        page_size: elements of a page; a multiple of 64.
 
     Raises:
         LayoutError: a page size that is not a multiple of 64; a tie to a parameter that no layer owns, or two ties of a
@@ -416,7 +424,7 @@ def _lay_out_state(
             if parameter.name in tied:
                 blocks.append(_block(STATE, (parameter,), blocks, page_size))
                 home[parameter.name] = (index, blocks[-1].first_page)
-        # By update rule: then a page range has one or two segments, and the optimizer needs as many calls for it.
+        # Sorted by update rule, so that a page range has one or two segments: the optimizer is called once for each.
         rest = sorted((p for p in own if p.name not in tied), key=lambda p: p.rule.order)
         if rest:
             blocks.append(_block(STATE, rest, blocks, page_size))

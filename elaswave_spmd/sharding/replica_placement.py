@@ -1,4 +1,4 @@
-"""The replicas of a new mesh: other failure domains first, even loads, and few peers for each worker.
+"""The replica map of a new mesh: mirrors in other failure domains first, even loads, few peers for each worker.
 
 The mirrors of one worker's pages lie on at most `width` peers, the same for all layers: the worker's *copyset*
 (Cidon et al., 2013). Fewer peers mean fewer pairs of losses that lose a page; more peers share its pages more evenly
@@ -24,7 +24,7 @@ DEFAULT_SCATTER = 4
 
 _PIECE_ELEMENTS = 1 << 16
 """Layers are cut over the workers of their stage, and the mirrors of a worker's pages are spread, in pieces of at least
-this size, but for those that borders of layers cut: each piece is a message of its own in every step, or several, and
+this many elements (a border between layers may cut smaller ones). Each piece is at least one message in every step, and
 for small models these messages would cost more than an even load gains."""
 
 
@@ -43,14 +43,16 @@ def place_replicas(
 ) -> ReplicaMap:
     """The replica map of a new mesh.
 
-    Primaries are those of `StateSharding.primary_ranges`. Of replicated state, every member of the stage is a replica.
-    Of sharded state, each primary's range of a layer is cut in up to `scatter` pieces, which its copyset mirrors in
-    turn; over all layers of a stage the mirrored pages are as even as the pages themselves. Where a stage has too few
-    members for `mirror_count` mirrors, members of the stages nearest to it make up for it.
+    Primaries are those of `StateSharding.primary_ranges`. If the state is replicated, every member of the stage is a
+    replica. If it is sharded, each primary's range of a layer is cut in up to `scatter` pieces, which the peers in its
+    copyset mirror in turn. Over all layers of a stage, the numbers of mirrored pages are as even as those of primaries.
+    If a stage has too few members for `mirror_count` mirrors, members of the nearest stages take the rest.
 
     Args:
-        least_pages: page ranges are not cut in smaller pieces than that: each is a message of its own in every step.
-        least_joined: neighbouring layers with fewer pages for each worker of their stage are cut together; 0: none are.
+        layout: the pages of each layer.
+        sharding: the mesh and specs.
+        least_pages: page ranges are not cut in pieces of fewer pages, as each piece is a message in every step.
+        least_joined: as for `StateSharding.primary_ranges`.
     """
     choice, placed = MirrorChoice(sharding), list[list[ReplicaSet]]()
     for stage in range(len(sharding.stages)):
@@ -76,7 +78,8 @@ def replicas_at(
 ) -> ReplicaMap:
     """The page ranges of `place_replicas`, layer by layer, that have one of these workers as a replica.
 
-    It takes as long as there are such page ranges, and stages with such workers.
+    If all mirrors are in the stage of their primary, this takes time only for such page ranges and the stages of these
+    workers, not for the whole mesh.
     """
     choice, wanted = MirrorChoice(sharding), frozenset(ranks)
     if any(len(members) <= choice.count for members in sharding.stages):
@@ -97,10 +100,10 @@ def replicas_at(
 def _replica_sets(
     sharding: StateSharding, stage: int, choice: MirrorChoice, at: Set[int] | None = None
 ) -> Mapping[int, Sequence[frozenset[int]]]:
-    """The replica sets of each primary's pieces, as far as they lie in its stage.
+    """Primary -> the replica sets that its pieces get in turn. They have members of the primary's stage only.
 
     Args:
-        at: only primaries that share a piece with one of these workers are needed; None: all.
+        at: only primaries that share a piece with one of these workers are needed; None for all.
     """
     members = sharding.stages[stage]
     if sharding.is_replicated:
@@ -116,14 +119,17 @@ def _in_pieces(
     least_pages: int,
     at: Set[int] | None = None,
 ) -> Iterator[ReplicaSet]:
-    """Each range cut in as many pieces as its primary has replica sets, or as are large enough; sets take turns.
+    """Cut each range in as many pieces as its primary has replica sets, or fewer if they would be too small.
 
-    Where no range is too small, they take turns page by page over all layers: since primaries of a stage have equally
-    many pages, and the mirrors in one place of all the copysets are a permutation of the stage, the mirrored pages come
-    out as even as the primaries' pages.
+    The replica sets of a primary take turns. If no range is too small, they do so page by page over all layers. Then
+    mirrored pages come out as even as the pages of primaries, since the primaries of a stage have equally many pages,
+    and the j-th mirrors of all copysets are a permutation of the stage.
 
     Args:
-        at: only pieces that have one of these workers as a replica; None: all.
+        ranges: (page range, its primary).
+        sets: primary -> the replica sets of its pieces.
+        least_pages: as for `place_replicas`.
+        at: only pieces that have one of these workers as a replica are returned; None for all.
     """
     turns: Counter[int] = Counter()
     for (layer, first, stop), primary in ranges:
@@ -141,10 +147,14 @@ def _in_pieces(
 def _copyset_replicas(
     members: Sequence[int], topology: Topology, count: int, width: int, at: Set[int] | None = None
 ) -> dict[int, list[frozenset[int]]]:
-    """The replica sets of each worker's pieces, within its stage: the worker and `count` of its peers in turn.
+    """Worker -> the replica sets of its pieces, within its stage: the worker itself and `count` of its peers, in turn.
 
     Args:
-        at: workers without a peer among these may be left out, where that saves time; None: none.
+        members: the workers of the stage.
+        topology: their failure domains.
+        count: the number of mirrors of each page.
+        width: the number of peers that mirror a worker's pages.
+        at: workers that are not among these and have no peer among them may be left out, to save time; None for none.
     """
     if count >= len(members) - 1:
         everybody = [frozenset(members)] * max(1, width)
@@ -156,7 +166,7 @@ def _copyset_replicas(
     far = _far_offsets(members, topology)
     width = min(width, len(far)) if len(far) >= count else width  # domains come before the width of the copyset
     offsets = _offsets(len(members), far, width)
-    apart = far.start if count > 1 else 0  # so far ahead of each other, workers are on different hosts
+    apart = far.start if count > 1 else 0  # workers at least this far from each other are on different hosts
     most = 1 + (len(far) - 1) // apart if apart and far else 0
     if most >= count and any(b - a < apart for a, b in pairwise(offsets)):
         width = min(width, most)
@@ -172,17 +182,17 @@ def _copyset_replicas(
 
 
 def _far_offsets(members: Sequence[int], topology: Topology) -> range:
-    """The distances ahead, among members in the order of their hosts, at which every worker is on another host."""
+    """The offsets, among members in the order of their hosts, at which each member's peer is on another host."""
     largest = max(Counter(topology.paths(members)).values())
     return range(largest, len(members) - largest + 1)
 
 
 def copysets(members: Sequence[int], topology: Topology, width: int) -> dict[int, tuple[int, ...]]:
-    """`width` peers for each member of a stage, far from it. The j-th peers of all are a permutation of the stage.
+    """Member -> `width` peers, far from it in the topology. The j-th peers of all members permute the stage.
 
-    Members in the order of their domains get the peers that lie 1/(width + 1), 2/(width + 1) ... of the circle ahead,
-    or of the part of it where everybody's peer is on another host. Where a peer could be farther away, two members
-    exchange theirs.
+    The members, in the order of their domains, form a circle. Each gets the peers that lie 1/(width + 1),
+    2/(width + 1) ... of the circle ahead, or of the part of it in which every member's peer is on another host. If a
+    peer could be farther away, two members exchange peers.
     """
     offsets = _offsets(len(members), _far_offsets(members, topology), width)
     ranks, peers = _ranks_and_peers(members, topology, offsets)
@@ -203,8 +213,10 @@ def _ranks_and_peers(
     """`copysets` as arrays: members in the order of their domains, and int64 [members, width]: the peers of each.
 
     Args:
+        members: the workers of the stage.
+        topology: their failure domains.
         offsets: how far ahead the peers are, before exchanges.
-        spreads: no exchange brings a second peer to a host.
+        spreads: True if no exchange may give a member two peers on one host.
     """
     by_domain = sorted(zip(topology.paths(members), members, strict=True))
     domains = _Domains([rank for _, rank in by_domain], topology)
@@ -216,10 +228,10 @@ def _ranks_and_peers(
         peer, others = places[j], np.delete(places, j, axis=0)
         for a in np.flatnonzero(domains.distances(everybody, peer) < domains.farthest).tolist():
             now = domains.distances(everybody, peer)
-            # Exchange peers with the member where both together gain most distance. The peers stay a permutation of
-            # the stage, so loads stay even.
+            # Exchange peers with the member with which both together gain most distance. The j-th peers stay a
+            # permutation of the stage, so loads stay even.
             gain = domains.distances(a, peer) + domains.distances(everybody, peer[a]) - now - now[a]
-            # Nobody may become its own peer, or the same peer twice.
+            # No member may become its own peer, or get the same peer twice.
             taken = (peer == a) | (everybody == peer[a]) | (others == peer[a]).any(axis=0)
             taken |= np.isin(peer, others[:, a])
             if spreads:
@@ -233,7 +245,7 @@ def _ranks_and_peers(
 
 
 class _Domains:
-    """Distances of a stage's members as arrays, by place in `ranks`."""
+    """The topology distances of a stage's members as arrays. A *place* is an index into `ranks`."""
 
     def __init__(self, ranks: Sequence[int], topology: Topology) -> None:
         self.ranks = ranks
@@ -252,12 +264,13 @@ class _Domains:
 
 
 class MirrorChoice:
-    """Chooses mirrors one by one, and counts for that how much each worker mirrors, and whose pages.
+    """Chooses mirrors one by one. For this it counts how many pages each worker mirrors, and of which primaries.
 
-    `count` is the number of mirrors that are possible: at most one on each other worker.
+    `count` is the number of mirrors of each page: `mirror_count`, or the number of other workers if that is less.
 
     Args:
-        pages: number of state pages of each stage, where mirrors inside the stages are to be chosen.
+        sharding: the mesh and specs.
+        pages: the number of state pages of each stage, if mirrors inside the stages are to be chosen.
     """
 
     def __init__(self, sharding: StateSharding, pages: Sequence[int] = ()) -> None:
@@ -269,8 +282,8 @@ class MirrorChoice:
         self.count = min(sharding.mirror_count, len(self.stage_of) - 1)
         self._shares = [-(-self.count * total // len(r)) for total, r in zip(pages, self._stages, strict=False)]
         self.mirrored: dict[int, int] = dict.fromkeys(self.stage_of, 0)
-        self._layers: list[LayerReplicas] = []  # that stay as they are
-        self._peers: defaultdict[int, set[int]] = defaultdict(set)  # without those of these layers
+        self._layers: list[LayerReplicas] = []  # layers that stay as they are
+        self._peers: defaultdict[int, set[int]] = defaultdict(set)  # primary -> its mirrors in all other layers
         self._by_load: dict[int, list[tuple[int, int]]] = {}  # stage -> (mirrored pages, rank), ascending
         self._sets: dict[frozenset[int], frozenset[int]] = {}
         self._spans: dict[int, int] = {}
@@ -280,7 +293,7 @@ class MirrorChoice:
         return max(self.count + 1, len(self._stages[stage]) if self._is_replicated else 0)
 
     def width(self, stage: int) -> int:
-        """The size of a copyset, members of other stages included where the stage is too small."""
+        """The size of a copyset. If the stage is too small for `count` mirrors, other stages' members are included."""
         inside = len(self._stages[stage]) - 1
         num_peers = inside if inside >= self.count else len(self.stage_of) - 1
         return copyset_width(self._scatter, self.count, num_peers)
@@ -317,7 +330,7 @@ class MirrorChoice:
             peers.add(rank)
 
     def completed(self, pages: ReplicaSet) -> ReplicaSet:
-        """The page range with mirrors added up to `count`, its learners first; without learners."""
+        """The page range with mirrors added until it has `count`, its learners first. The result has no learners."""
         # Unchanged ranges are returned as they are, so that callers may compare by identity.
         if not pages.learners and len(pages.replicas) > self.count:
             return pages
@@ -329,7 +342,8 @@ class MirrorChoice:
         return ReplicaSet(*pages.key, pages.primary, self.shared(frozenset(held)))
 
     def ranked(self, held: Set[int], primary: int) -> list[int]:
-        """The mirrors, those to keep first: in the primary's stage, far away, below the share, in its copyset."""
+        """The mirrors in the order in which to keep them: in the primary's stage, far away, below the share, in its
+        copyset."""
         stage, peers = self.stage_of[primary], self.peers(primary)
         share = self._shares[stage]
 
@@ -344,11 +358,11 @@ class MirrorChoice:
         return self._sets.setdefault(held, held)
 
     def distance(self, rank: int, held: Set[int]) -> int:
-        """Levels between a worker and the nearest of the replicas."""
+        """The topology distance, in levels, between a worker and the nearest of the replicas in `held`."""
         return min(self._topology.distance(rank, other) for other in held)
 
     def _pick(self, pages: ReplicaSet, held: Set[int]) -> int:
-        """One more mirror: in the primary's stage while a worker is left there, else in the stage nearest to it."""
+        """Choose one more mirror: in the primary's stage while a worker is left there, else in the nearest stage."""
         stage = self.stage_of[pages.primary]
         gaps: defaultdict[int, list[int]] = defaultdict(list)
         for rank in pages.learners:
@@ -371,9 +385,11 @@ class MirrorChoice:
         return min(ranks, key=lambda rank: (-self.distance(rank, held), self.mirrored[rank], rank))
 
     def _pick_inside(self, stage: int, primary: int, held: Set[int]) -> int:
-        """A worker of a full copyset while its load is near the stage's share; else the least load, far away first.
+        """Choose a mirror in the primary's stage.
 
-        A worker on another host is preferred while it mirrors at most twice as much as one on a replica's host.
+        If the primary's copyset is full, a worker of it is taken while its load is near the stage's share (less than
+        9/8 of it). Otherwise the worker with the least load is taken, but one on another host than the replicas is
+        preferred while it mirrors less than twice the share.
         """
         farthest, share, peers = self.farthest(stage), self._shares[stage], self.peers(primary)
         if len(peers) >= self.width(stage):

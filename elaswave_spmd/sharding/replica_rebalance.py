@@ -1,8 +1,9 @@
-"""The replica map to go to after any change of members: even primaries, all mirrors again, least movement.
+"""The target replica map after any change of members: even primaries, all mirrors again, and the fewest copies.
 
-A copy of a page that must be made anyway, because a mirror is missing, may as well become the primary: pages with too
-few replicas change hands without further bytes, and so do pages between their replicas. Only what cannot be made even
-that way is moved. How much that is, is a maximum flow from the workers with too many pages to those with too few.
+If a page lacks a mirror, a copy of it has to be made anyway, and the new replica may as well become the primary. So a
+page with too few replicas can get any primary at no further cost, and any page can get another of its replicas as its
+primary. Only as far as primaries cannot be made even by these two means, further copies are made. Their least number
+follows from a maximum flow from the workers with too many pages to those with too few.
 """
 
 from __future__ import annotations
@@ -19,41 +20,45 @@ from elaswave_spmd.sharding.replicas import LayerReplicas, ReplicaMap, ReplicaSe
 from elaswave_spmd.sharding.state_sharding import StateSharding
 
 Alive = frozenset[int]
-"""The replicas of a page range that are members, of whatever stage."""
+"""The replicas of a page range that are members of the new mesh, in any stage."""
 
 Step = tuple[int, Alive | None, int]
-"""Pages with these replicas go from one worker to another; None: a slot changes hands."""
+"""One edge of an augmenting path, (from, replicas, to): pages with these replicas get worker `to` as their primary in
+place of worker `from`. If the replicas are None, no page but a slot passes (see `_SLOT`)."""
 
 _NOBODY, _ANYBODY = -1, -2
-"""Stand-ins for a worker: they have the pages whose primary is not in their stage. _ANYBODY has those of which any
-worker of the stage may become the primary at no cost."""
+"""Nodes of the flow in place of a worker, for pages whose primary is not in their stage. _ANYBODY has the pages of
+which any worker of the stage may become the primary at no cost, _NOBODY has the others."""
 
 _SLOT = -3
-"""Stands between two workers of which one gives the other its right to one page more than the least."""
+"""If the pages do not divide evenly, some workers have a *slot*: the right to one page more than the floor. This node
+of the flow lies between a worker that gives its slot away and the one that gets it."""
 
 
 def rebalance_replicas(current: ReplicaMap, layout: ModelLayout, sharding: StateSharding) -> ReplicaMap:
-    """The target for a mesh and specs, from the present map; without learners.
+    """The target map for a mesh and specs that needs the fewest copies from the present map. It has no learners.
 
-    Primaries are members of the layer's stage and have equally many trained pages, within one, and equally many frozen
-    ones; page ranges are split for that, and not joined. Each page has `mirror_count` mirrors, or as many as there are
-    other workers, the surviving ones first; replicated state has all members of the stage as replicas. The fewest
-    copies of pages are made that allow this. A map that fulfils it already stays as it is.
+    In the target, primaries are members of the layer's stage, and those of a stage have equally many trained pages,
+    within one, and equally many frozen pages. Page ranges are split for this, but not joined. Each page has
+    `mirror_count` mirrors, or as many as there are other workers, and keeps surviving mirrors first. If the state is
+    replicated, all members of the stage are replicas. A map that has all of these properties already stays as it is.
 
     Args:
-        current: the present map, of all layers. It may name workers that are leaving, and learners, which are
-            preferred where a new replica is needed.
+        current: the present map, of all layers. It may have workers that are leaving. It may also have learners, which
+            are preferred if a new replica is needed.
+        layout: the pages of each layer.
+        sharding: the new mesh and specs.
     """
     stages = range(len(sharding.stages))
     layers_of = [sharding.layers_of_stage(stage) for stage in stages]
     pages_of = [sum(layout.layers[layer].num_state_pages for layer in layers) for layers in layers_of]
     choice = MirrorChoice(sharding, pages_of)
-    same: dict[int, LayerReplicas] = {}  # layers of stages that have nothing to do with the change: nearly all
+    same: dict[int, LayerReplicas] = {}  # layers of stages that stay as they are: nearly all of them
     found: dict[int, list[ReplicaSet]] = defaultdict(list)
     changed: list[tuple[ReplicaSet, Alive, int]] = []
     for stage, layers in zip(stages, layers_of, strict=True):
         whole = {layer: ranges_of(current, layer) for layer in layers}
-        # Mirrors of replicated state are the members themselves, and are not chosen by load.
+        # If the state is replicated and the stage large enough, its members are the mirrors: none is chosen by load.
         counts = not sharding.is_replicated or len(sharding.stages[stage]) <= choice.count
         if _is_settled(whole, stage, choice, layout, sharding):
             same |= whole
@@ -77,7 +82,7 @@ def rebalance_replicas(current: ReplicaMap, layout: ModelLayout, sharding: State
             choice.count_mirrors(settled)
         for pages in settled:
             found[pages.layer].append(pages)
-    # Mirrors are chosen after all stages are balanced: a stage that is too small has its mirrors in others.
+    # Mirrors are chosen only now that all stages are balanced, as stages that are too small have mirrors in others.
     for pages in _with_mirrors(changed, choice, sharding):
         found[pages.layer].append(pages)
     after = {layer: sorted(found[layer], key=lambda it: it.first) for stage in layers_of for layer in stage}
@@ -90,9 +95,9 @@ def rebalance_replicas(current: ReplicaMap, layout: ModelLayout, sharding: State
 def _is_settled(
     layers: Mapping[int, LayerReplicas], stage: int, choice: MirrorChoice, layout: ModelLayout, sharding: StateSharding
 ) -> bool:
-    """True if all page ranges of a stage may stay as they are, by what is known about its layers as a whole.
+    """True if all page ranges of a stage may stay as they are. Uses only the cached properties of whole layers.
 
-    `_Balance.is_settled` says the same of its trained pages, or of its frozen ones, page range by page range.
+    `_Balance.is_settled` decides the same for the stage's trained pages, or its frozen ones, range by range.
     """
     members, ranges = frozenset(sharding.stages[stage]), layers.values()
     wanted = choice.num_replicas(stage)
@@ -134,9 +139,12 @@ def _trained_and_frozen(ranges: Sequence[ReplicaSet], layout: ModelLayout) -> li
 def _with_mirrors(
     changed: Iterable[tuple[ReplicaSet, Alive, int]], choice: MirrorChoice, sharding: StateSharding
 ) -> list[ReplicaSet]:
-    """The page ranges at their new primaries: which mirrors stay is settled for all before new ones are chosen."""
+    """The page ranges with their new primaries and with mirrors.
+
+    For all ranges, the mirrors that stay are decided before any new mirror is chosen, as new ones are chosen by load.
+    """
     everybody = [choice.shared(frozenset(members)) for members in sharding.stages]
-    outside: dict[tuple[int, Alive], Alive] = {}  # of replicated state: the replicas that are not of the stage
+    outside: dict[tuple[int, Alive], Alive] = {}  # for replicated state: the replicas that are not in the stage
     begun = []
     for pages, alive, primary in sorted(changed, key=lambda one: one[0].key):
         if sharding.is_replicated:
@@ -159,7 +167,7 @@ def _with_mirrors(
 
 
 def _split(pages: ReplicaSet, num_pages: int) -> tuple[ReplicaSet, ReplicaSet | None]:
-    """The first pages of a page range, and the rest if there is any."""
+    """The first `num_pages` pages of a page range, and the rest, or None if there is no rest."""
     if num_pages >= pages.num_pages:
         return pages, None
     cut, same = pages.first + num_pages, (pages.primary, pages.replicas, pages.learners)
@@ -167,9 +175,9 @@ def _split(pages: ReplicaSet, num_pages: int) -> tuple[ReplicaSet, ReplicaSet | 
 
 
 class _Balance:
-    """The state pages of one stage on their way to even shares: `floor` pages each, one more for those with a slot.
+    """Balances the primaries of one stage: `_floor` pages for each worker, and one more for workers with a slot.
 
-    Page ranges keep their old primary in here; `_at` has the worker that they are assigned to now.
+    The `ReplicaSet` objects in here keep their old primary. The new one is the key under which `_at` has them.
     """
 
     def __init__(self, stage: int, choice: MirrorChoice, layout: ModelLayout, sharding: StateSharding) -> None:
@@ -183,10 +191,10 @@ class _Balance:
         self._farthest = choice.farthest(stage)
         self._losses = {(ly.index, ly.loss_block.first_page) for ly in layout.layers if ly.loss_block}
         self._at: dict[int, dict[Alive, list[ReplicaSet]]] = {}
-        self._size: dict[int, Counter[Alive]] = {}  # pages of the lists in _at
+        self._size: dict[int, Counter[Alive]] = {}  # the number of pages in each list of _at
         self._load = dict.fromkeys(members, 0)
-        self._loss: list[tuple[ReplicaSet, Alive, int]] = []  # the loss page has no part in the balance
-        self._of_layer: dict[int, Counter[int]] = {}  # a worker's pages by layer, where that is needed
+        self._loss: list[tuple[ReplicaSet, Alive, int]] = []  # the loss page, which does not count in the balance
+        self._of_layer: dict[int, Counter[int]] = {}  # worker -> layer -> pages; made only for workers that need it
         self._even: dict[int, int] = {}  # layer -> a worker's share of its pages
         self._floor = 0
         self._free_slots = 0
@@ -197,7 +205,7 @@ class _Balance:
         self._far: dict[Alive, list[int]] = {}
 
     def is_settled(self, ranges: Sequence[ReplicaSet]) -> bool:
-        """True if all page ranges may stay as they are: most stages have nothing to do with a loss elsewhere."""
+        """True if all page ranges may stay as they are, as in most stages after a loss in another one."""
         workers, load = self._choice.stage_of.keys(), dict.fromkeys(self._members, 0)
         alive: dict[frozenset[int], bool] = {}  # page ranges share sets: each is looked at once
         for pages in ranges:
@@ -215,7 +223,7 @@ class _Balance:
         return True
 
     def fill(self, ranges: Sequence[ReplicaSet]) -> None:
-        """Assigns the page ranges to their present primaries."""
+        """Assign the page ranges to their present primaries, and give out slots to workers that are above the floor."""
         workers = frozenset(self._choice.stage_of)
         self._at = {rank: {} for rank in (_ANYBODY, _NOBODY, *self._members)}
         self._size = {rank: Counter() for rank in self._at}
@@ -235,7 +243,7 @@ class _Balance:
         total = sum(of_layer.values())
         self._floor = total // len(self._members)
         self._free_slots = total % len(self._members)
-        # Workers that are above the floor already keep their page more: the slots go to them first, without a copy.
+        # Slots go first to workers that have more pages than the floor, so that one page less has to leave them.
         above = [rank for rank in self._members if self._load[rank] > self._floor]
         self._slots = set(sorted(above, key=lambda rank: -self._load[rank])[: self._free_slots])
         self._free_slots -= len(self._slots)
@@ -247,7 +255,7 @@ class _Balance:
         return self._members[-1]
 
     def assigned(self) -> Iterator[tuple[ReplicaSet, Alive, int]]:
-        """(page range, replicas that are members, its primary from now on)."""
+        """(page range, those of its replicas that are members, its new primary), for each page range."""
         yield from self._loss
         for rank in self._members:
             for alive, ranges in self._at[rank].items():
@@ -262,16 +270,17 @@ class _Balance:
         return len(alive) == len(pages.replicas) and self._complete[alive]
 
     def even_out(self) -> None:
-        """Hands pages over until every member has the floor, or one more with a slot."""
+        """Hand pages over until every member has the floor, or one page more if it has a slot."""
         self._hand_to_learners()
-        # First only hand-overs to another host count; what these leave may go anywhere in the stage.
+        # First, pages that lack a copy go only to workers on other hosts than their replicas. The rest may go anywhere
+        # in the stage.
         for least_distance in (1, 0) if self._farthest and not self._replicated else (0,):
             self._least_distance = least_distance
             self._stuck = set()
             for source in (_NOBODY, *self._members):
                 while self._excess(source) and (path := self._search(source)):
                     self._go(path)
-        # What is left cannot be handed over without copies beyond those that are needed anyway: it is copied.
+        # The excess that is left cannot be handed over without further copies, so these copies are made.
         takers = iter(self._members)
         taker = next(takers)
         for source in self._members:
@@ -293,12 +302,13 @@ class _Balance:
     def _room(self, rank: int) -> int:
         return max(0, self._floor + (rank in self._slots or self._free_slots > 0) - self._load[rank])
 
-    # ---- what costs nothing: augmenting paths
+    # ---- hand-overs that need no further copy: augmenting paths
 
     def _search(self, source: int) -> list[Step] | None:
-        """The shortest path on which pages change hands without a copy to a worker with room for them.
+        """The shortest path along which pages can change primaries, without a further copy, to a worker with room.
 
-        An augmenting path of the maximum flow. Workers on a search that failed can be on no later one that succeeds.
+        This is an augmenting path of the maximum flow; None if there is none. The steps are in reverse order. Nodes
+        that a failed search has reached cannot be on any later path, so they are not searched again.
         """
         came: dict[int, tuple[int, Alive | None]] = {}
         queue = deque((source,))
@@ -333,7 +343,8 @@ class _Balance:
             yield None, _SLOT
 
     def _takers(self, alive: Alive) -> Sequence[int]:
-        """The candidates for pages that miss a copy: the farthest worker with room, or else all that are far enough."""
+        """The workers that may become primary of pages that lack a copy: the farthest one with room, if any has room;
+        else all that are far enough, through which a path may go on."""
         best, best_distance = _NOBODY, self._least_distance - 1
         for rank in self._members:
             if self._room(rank):
@@ -353,7 +364,7 @@ class _Balance:
         return self._farthest if self._replicated or rank in alive else self._choice.distance(rank, alive)
 
     def _go(self, path: Sequence[Step]) -> None:
-        """Hands over along a path, which begins with its last step; as much as every step allows."""
+        """Hand pages over along a path of `_search`, which begins with its last step: as many as every step allows."""
         source, taker = path[-1][0], path[0][2]
         amount = self._excess(source)
         for rank, alive, to in path:
@@ -369,7 +380,7 @@ class _Balance:
             if alive is not None:
                 self._hand_over(rank, [alive], to, amount)
 
-    # ---- which pages
+    # ---- choosing the pages that are handed over
 
     def _put(self, rank: int, alive: Alive, ranges: Sequence[ReplicaSet]) -> None:
         self._at[rank].setdefault(alive, []).extend(ranges)
@@ -379,10 +390,11 @@ class _Balance:
             self._load[rank] += num_pages
 
     def _hand_over(self, source: int, which: Sequence[Alive], taker: int, amount: int) -> None:
-        """Moves `amount` pages with these replicas, first those that the taker is a learner of.
+        """Make `taker` the primary of `amount` pages of `source`, of those with the replicas in `which`.
 
-        It takes from the layers of which it has least, so that each layer stays spread over all workers. A page range
-        is split where the rest of it is not to move, or where the taker would have far too much of the layer.
+        Pages of which the taker is a learner come first. Then the taker gets pages of the layers of which it has the
+        least, so that each layer stays spread over all workers. A page range is split if only a part of it has to move,
+        or if the taker would get far more than its share of the layer.
         """
         has, turns = self._pages_by_layer(taker), Counter[int]()
         queue = [(pages, alive) for alive in which for pages in self._at[source][alive]]
@@ -415,7 +427,7 @@ class _Balance:
             self._at[source][alive].append(pages)
 
     def _pages_by_layer(self, rank: int) -> Counter[int]:
-        """Pages of a worker by layer; kept up to date from the first call on."""
+        """Layer -> the number of the worker's pages. From the first call on, `_book` keeps it up to date."""
         if rank not in self._of_layer:
             self._of_layer[rank] = Counter()
             for ranges in self._at[rank].values():
@@ -424,7 +436,7 @@ class _Balance:
         return self._of_layer[rank]
 
     def _hand_to_learners(self) -> None:
-        """Learners of the pages of a worker with too many get them first: a plan that is under way goes on."""
+        """Hand pages of workers with an excess to learners of these pages first, so that an earlier plan goes on."""
         for source in self._at:
             for alive, ranges in list(self._at[source].items()):
                 if any(pages.learners for pages in ranges):
@@ -432,7 +444,7 @@ class _Balance:
                     self._at[source][alive] = [pages for pages in left if pages]
 
     def _without_learned(self, source: int, alive: Alive, pages: ReplicaSet) -> ReplicaSet | None:
-        """Gives the first pages of a range to a learner, as the excess and its room allow; returns the others."""
+        """Hand the first pages of a range to a learner, as many as the excess and its room allow; return the others."""
         for rank in sorted(pages.learners & self._everybody):
             if num_pages := min(self._excess(source), self._room(rank)):
                 head, tail = _split(pages, num_pages)
@@ -441,7 +453,7 @@ class _Balance:
         return pages
 
     def _book(self, source: int, alive: Alive, pages: ReplicaSet, taker: int) -> None:
-        """Counts a page range for its taker; the source's list is not touched."""
+        """Assign a page range to its taker and update all counts. The caller takes it off the source's list."""
         self._put(taker, alive, (pages,))
         self._size[source][alive] -= pages.num_pages
         if source >= 0:
@@ -454,7 +466,7 @@ class _Balance:
             self._free_slots -= 1
 
     def _assign_strays(self) -> None:
-        """Assigns pages without a primary in the stage, each layer over all members with room, in proportion."""
+        """Assign the pages whose primary is not in the stage: each layer to members in proportion to their room."""
         for rank in self._members:
             if self._free_slots and rank not in self._slots:
                 self._slots.add(rank)

@@ -1,15 +1,15 @@
-"""The workers that hold each page of state, as explicit data, and what happens to it: a loss, caught-up learners.
+"""The replica map: which workers hold each page of state, and how losses and learners that caught up change it.
 
-A `ReplicaMap` lists the page ranges of each layer with their replicas. Changes split page ranges: a name of a range in
-a message under way is a union of newer ranges. They are joined again (`joined`) only in a change that finds nothing
-under way, so that no such name is needed any more.
+A `ReplicaMap` lists the page ranges of each layer with their replicas. Changes of the mesh split page ranges, so that a
+range that is named by a message under way is always a union of ranges of the present map. Ranges are joined again
+(`joined`) only in a change that finds no message under way.
 
 After a loss the map is derived from the one before (`promote`), never made anew. Every other change goes from the
-present map to a target in two steps: `with_learners` adds the workers that are to become replicas, `adopt` makes the
-target valid when all of them have the state. `sharding.reshard` puts these steps together.
+present map to a target in two steps: `with_learners` adds, as learners, the workers that have to become replicas, and
+`adopt` switches to the target when all of them have the state. `sharding.reshard` puts these steps together.
 
-A loss concerns few layers of a large mesh. Maps before and after a change share the ranges of all others
-(`LayerReplicas`), and with them what was worked out about these before.
+On a large mesh a loss concerns few layers. The maps before and after a change share the `LayerReplicas` objects of all
+other layers, and with these objects the values that are cached in them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ ReplicaRow = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...]]
 
 _NONE: frozenset[int] = frozenset()
 _FEW = 8
-"""Replicas of a page range up to which rows are kept: of replicated state each row names a whole stage."""
+"""`LayerReplicas.rows` is cached if page ranges have at most this number of replicas. Rows of replicated state would
+take too much memory: each of them names a whole stage."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,13 @@ class ReplicaSet:
     """Pages [first, stop) of one layer's state, and the workers that hold them.
 
     Args:
-        primary: the replica that reduces the pages' gradients, publishes their parameters and sends their state.
+        layer: the number of the layer.
+        first: the first page.
+        stop: the page after the last one.
+        primary: the replica that reduces the pages' gradients, publishes their parameters and sends their state to
+            learners.
         replicas: the workers that have the state, the primary included. Page ranges share the set object, so that a
-            stage with replicated state does not need memory for the square of its workers.
+            stage of n workers with replicated state does not need memory for n sets of n workers.
         learners: workers that are sent every reduced gradient, like a mirror, but do not have the state yet.
 
     A replica or learner may belong to any stage.
@@ -84,7 +89,7 @@ class ReplicaSet:
         return tuple(sorted((self.replicas | self.learners) - {self.primary}))
 
     def reaches(self, rank: int) -> bool:
-        """True if a worker is a replica or a learner of these pages: if it has their reduced gradients."""
+        """True if a worker is a replica or a learner of these pages, so that it gets their reduced gradients."""
         return rank in self.replicas or rank in self.learners
 
     def __str__(self) -> str:
@@ -94,29 +99,31 @@ class ReplicaSet:
 
 
 class LayerReplicas(tuple[ReplicaSet, ...]):
-    """The page ranges of one layer with their replicas, in page order. What follows from them is worked out once.
+    """The page ranges of one layer with their replicas, in page order. Properties that follow from them are cached.
 
-    It is equal to a tuple of the same page ranges, which may stand wherever one of these does (`ranges_of`).
+    It compares equal to a plain tuple of the same page ranges. A `ReplicaMap` may also have plain tuples, which
+    `ranges_of` turns into this class.
     """
 
     def __reduce__(self) -> tuple[type[LayerReplicas], tuple[tuple[ReplicaSet, ...]]]:
-        return LayerReplicas, (tuple(self),)  # without what was worked out
+        return LayerReplicas, (tuple(self),)  # pickled without the cached properties
 
     @cached_property
     def sets(self) -> frozenset[frozenset[int]]:
-        """The different sets of replicas."""
+        """The distinct sets of replicas of the page ranges."""
         return frozenset(pages.replicas for pages in self)
 
     @cached_property
     def keys(self) -> frozenset[PageRange]:
-        """The page ranges alone."""
+        """The page ranges, without their replicas."""
         return frozenset(pages.key for pages in self)
 
     @cached_property
     def joints(self) -> tuple[int, ...]:
-        """The first pages of the page ranges that have the replicas and the primary of the one before, and no learners.
+        """Where page ranges could be joined, as far as their replicas are concerned, ascending.
 
-        Ascending. Those at which no block begins are where page ranges could be joined.
+        These are the first pages of ranges that have the same primary and replicas as the range before, and both of
+        them no learners. A place at which a block begins cannot be a joint after all (`joined`).
         """
         return tuple(pages.first for before, pages in pairwise(self) if _have_the_same(before, pages))
 
@@ -132,23 +139,23 @@ class LayerReplicas(tuple[ReplicaSet, ...]):
 
     @cached_property
     def learners(self) -> frozenset[int]:
-        """The workers that are a learner of any."""
+        """The workers that are a learner of any page range."""
         return _NONE.union(*{pages.learners for pages in self if pages.learners})
 
     @cached_property
     def primaries(self) -> frozenset[int]:
-        """The workers that are the primary of any."""
+        """The workers that are the primary of any page range."""
         return frozenset(pages.primary for pages in self)
 
     @cached_property
     def columns(self) -> npt.NDArray[np.int64]:
-        """First page, number of pages and primary of each page range: [3, n]."""
+        """First page, number of pages and primary of each of the n page ranges: int64 [3, n]."""
         rows = [(pages.first, pages.stop - pages.first, pages.primary) for pages in self]
         return np.array(rows, np.int64).reshape(-1, 3).T
 
     @cached_property
     def primary_pages(self) -> Mapping[int, int]:
-        """Worker -> pages of which it is the primary, of those that are."""
+        """Worker -> the number of pages of which it is the primary; without workers that are the primary of none."""
         found = Counter[int]()
         for pages in self:
             found[pages.primary] += pages.stop - pages.first
@@ -156,7 +163,7 @@ class LayerReplicas(tuple[ReplicaSet, ...]):
 
     @cached_property
     def mirrored_pages(self) -> Mapping[int, int]:
-        """Worker -> pages of which it is a mirror, of those that are."""
+        """Worker -> the number of pages of which it is a mirror; without workers that are a mirror of none."""
         found = Counter[int]()
         for pages in self:
             for rank in pages.replicas:
@@ -198,7 +205,10 @@ class LayerReplicas(tuple[ReplicaSet, ...]):
         return not (ranks.isdisjoint(self.holders) and ranks.isdisjoint(self.learners))
 
     def replaced(self, found: Iterable[ReplicaSet]) -> LayerReplicas:
-        """Other page ranges of the layer: this object where they are the same."""
+        """`found` as the page ranges of the layer. If they are the very same objects, this object itself.
+
+        So maps go on sharing it, with its cached properties.
+        """
         other = LayerReplicas(found)
         return self if len(self) == len(other) and all(map(is_, self, other)) else other
 
@@ -208,7 +218,7 @@ ReplicaMap = Mapping[int, tuple[ReplicaSet, ...]]
 
 
 class PageIndex:
-    """Disjoint page ranges of any layers, such as those of an older mesh epoch, to be found by the pages they have."""
+    """An index of disjoint page ranges, such as those of an older mesh epoch, by the pages that they contain."""
 
     def __init__(self, ranges: Iterable[PageRange]) -> None:
         self._known = frozenset(ranges)
@@ -217,9 +227,9 @@ class PageIndex:
             self._of_layer.setdefault(key[0], []).append(key)
 
     def covering(self, pages: PageRange) -> tuple[PageRange, ...]:
-        """The page ranges that have a part in `pages`, in page order; none unless they have all of it.
+        """The page ranges that together contain `pages`, in page order; empty if some page of it is in none of them.
 
-        What is known of these is known by them of one that is a part of one, or that several were joined to.
+        One of them contains `pages` if it was split off since, and several together if they were joined since.
         """
         if pages in self._known:
             return (pages,)
@@ -233,7 +243,7 @@ class PageIndex:
 
 
 def ranges_of(replicas: ReplicaMap, layer: int) -> LayerReplicas:
-    """The page ranges of a layer with what is known about them."""
+    """The page ranges of a layer as `LayerReplicas`, which is the object in the map if it has this class already."""
     found = replicas[layer]
     return found if isinstance(found, LayerReplicas) else LayerReplicas(found)
 
@@ -244,25 +254,29 @@ def all_replica_sets(replicas: ReplicaMap) -> Iterator[ReplicaSet]:
 
 
 def promote(replicas: ReplicaMap, lost: Collection[int]) -> tuple[ReplicaMap, tuple[ReplicaSet, ...]]:
-    """The map without the lost workers: where a primary is lost, one of the remaining replicas takes its place.
+    """The map without the lost workers. If a primary is lost, one of the remaining replicas becomes the primary.
 
     Learners are not promoted: they have no state. Page ranges stay as they are. The new primaries are chosen so that
-    the pages of the primaries, over all layers, are as even as whole page ranges allow; page ranges with few
-    candidates choose first.
+    the numbers of pages of which workers are the primary, over all layers, are as even as possible without splitting a
+    page range. Page ranges with few candidates choose first.
+
+    Args:
+        replicas: the map before the loss.
+        lost: the workers that are lost.
 
     Returns:
-        The map without the page ranges of which no replica is left; and those page ranges as they were.
+        The map without the page ranges that have no replica left, and these page ranges as they were.
     """
     gone = frozenset(lost)
     layers = {layer: ranges_of(replicas, layer) for layer in sorted(replicas)}
-    left: dict[frozenset[int], frozenset[int]] = {}  # page ranges share sets: each is worked out once
-    kept: dict[int, list[ReplicaSet | None]] = {}  # of layers that the loss concerns
+    left: dict[frozenset[int], frozenset[int]] = {}  # set of replicas -> those of them that are left
+    kept: dict[int, list[ReplicaSet | None]] = {}  # layer -> its new ranges, for layers that the loss concerns
     orphans: list[tuple[int, int, ReplicaSet]] = []  # (layer, index in the layer, page range) whose primary is lost
     dead: list[ReplicaSet] = []
     for layer in (layer for layer, ranges in layers.items() if ranges.concerns(gone)):
         found: list[ReplicaSet | None] = kept.setdefault(layer, [])
         for pages in layers[layer]:
-            # Page ranges share sets, so the loss is worked out once for each set: that counts at 100,000 workers.
+            # Page ranges share sets, so the difference is computed once for each set. At 100,000 workers this matters.
             if pages.replicas not in left:
                 left[pages.replicas] = pages.replicas if pages.replicas.isdisjoint(gone) else pages.replicas - gone
             holding, learning = left[pages.replicas], pages.learners - gone if pages.learners else _NONE
@@ -275,7 +289,7 @@ def promote(replicas: ReplicaMap, lost: Collection[int]) -> tuple[ReplicaMap, tu
                 found.append(pages)
             else:
                 found.append(ReplicaSet(*pages.key, pages.primary, holding, learning))
-    # Promoted pages come on top of what the survivors reduce already, so that is counted first.
+    # Promoted pages come on top of the pages of which survivors are the primary already, so these are counted first.
     candidates = _NONE.union(*(left[pages.replicas] for _, _, pages in orphans))
     load = {rank: sum(ranges.primary_pages.get(rank, 0) for ranges in layers.values()) for rank in candidates}
     chosen = _choose_primaries([(pages, left[pages.replicas]) for _, _, pages in orphans], load)
@@ -286,11 +300,16 @@ def promote(replicas: ReplicaMap, lost: Collection[int]) -> tuple[ReplicaMap, tu
 
 
 def _choose_primaries(orphans: Sequence[tuple[ReplicaSet, frozenset[int]]], load: dict[int, int]) -> list[int]:
-    """A replica for each page range: greedily by load, then changed one at a time while loads become more even."""
+    """Choose a primary for each page range: greedily by load, then changing single choices while loads get more even.
+
+    Args:
+        orphans: (page range, its remaining replicas), of page ranges whose primary is lost.
+        load: rank -> pages of which it is the primary already. It is updated with the choices.
+    """
     order = sorted(range(len(orphans)), key=lambda i: (len(orphans[i][1]), -orphans[i][0].num_pages, orphans[i][0].key))
     chosen = [-1] * len(orphans)
     changed = True
-    # Each change lowers the larger one of two loads, so this ends.
+    # The loop ends: each change moves pages to a worker whose load stays below what the other one's load was.
     while changed:
         changed = False
         for i in order:
@@ -326,16 +345,17 @@ def _cut_layer(ranges: Sequence[ReplicaSet], cuts: Sequence[ReplicaSet]) -> Iter
 
 
 def joined(replicas: ReplicaMap, layout: ModelLayout) -> ReplicaMap:
-    """The same replicas, with neighbouring page ranges of a block joined where they have the same ones. No learners.
+    """The same map, with neighbouring page ranges joined if they lie in one block and have the same replicas.
 
-    Without this, each loss would leave more page ranges, and with them more messages of every step.
+    Ranges with learners are not joined. Without this function, each loss would leave more page ranges, and every step
+    sends messages for each of them.
     """
     layers = {layer: ranges_of(replicas, layer) for layer in replicas}
     return {layer: _joined_layer(ranges, layout.layers[layer]) for layer, ranges in layers.items()}
 
 
 def _joined_layer(ranges: LayerReplicas, layout: LayerLayout) -> LayerReplicas:
-    # No page range has pages of two blocks: these may differ in what reads them, and in whether they are trained.
+    # A page range must not have pages of two blocks, which may have different readers, or be trained and frozen.
     joints = set(ranges.joints).difference(block.first_page for block in layout.blocks)
     if not joints:
         return ranges
@@ -356,7 +376,7 @@ def _have_the_same(before: ReplicaSet, pages: ReplicaSet) -> bool:
 
 
 def with_learners(current: ReplicaMap, target: ReplicaMap) -> ReplicaMap:
-    """The current replicas on the target's page ranges, with the target's other replicas as learners."""
+    """The current map, cut into the target's page ranges, with learners: the target's replicas that are none yet."""
     assert current.keys() == target.keys(), (sorted(current), sorted(target))
     return {layer: _layer_with_learners(ranges_of(current, layer), target[layer]) for layer in sorted(target)}
 
@@ -371,7 +391,8 @@ def _refined(current: Sequence[ReplicaSet], target: Sequence[ReplicaSet]) -> Ite
         while current[place].stop <= goal.first:
             place += 1
         now = current[place]
-        # A name of pages in a message under way must stay a union of present ranges: see the module.
+        # A range that a message under way names must stay a union of present ranges (see the module docstring), so the
+        # target may split ranges but not join them.
         assert now.first <= goal.first and goal.stop <= now.stop, f"page ranges are not joined here: {now} -> {goal}"
         learners = _NONE if goal.replicas is now.replicas else goal.replicas - now.replicas
         if goal.key == now.key and learners == now.learners:
@@ -381,7 +402,10 @@ def _refined(current: Sequence[ReplicaSet], target: Sequence[ReplicaSet]) -> Ite
 
 
 def adopt(learning: ReplicaMap, target: ReplicaMap) -> ReplicaMap:
-    """The target, once all learners of `learning` have the state: no replica in it may be without it."""
+    """The target map, for use once all learners of `learning` have the state.
+
+    Asserts that every replica of the target is a replica or a learner in `learning`, so that none would lack state.
+    """
     assert learning.keys() == target.keys(), (sorted(learning), sorted(target))
     for layer, ranges in target.items():
         if ranges is learning[layer]:
@@ -393,7 +417,7 @@ def adopt(learning: ReplicaMap, target: ReplicaMap) -> ReplicaMap:
 
 
 def graduate(replicas: ReplicaMap, caught_up: Collection[int]) -> ReplicaMap:
-    """The map in which these workers are replicas of the pages that they were learners of. Primaries stay."""
+    """The map in which these workers are replicas of all pages of which they were learners. Primaries stay."""
     ready = frozenset(caught_up)
 
     def after(pages: ReplicaSet) -> ReplicaSet:
@@ -414,14 +438,16 @@ def graduate(replicas: ReplicaMap, caught_up: Collection[int]) -> ReplicaMap:
 def disown(
     replicas: ReplicaMap, rank: int, damaged: Collection[PageRange]
 ) -> tuple[ReplicaMap, tuple[ReplicaSet, ...]]:
-    """The map in which a worker is no replica of the damaged pages any more; where it was the primary, a mirror is.
+    """The map in which one worker is not a replica of damaged pages any more. If it was their primary, a mirror is.
 
     Args:
-        damaged: as the worker's own mesh epoch cuts pages, or the map does. Of a page range that has any such page it
-            gives up all.
+        replicas: the map until now.
+        rank: the worker.
+        damaged: page ranges, which may be cut as in another mesh epoch. The worker gives up every page range of the map
+            that has a damaged page, as a whole.
 
     Returns:
-        The map; and the page ranges of which nobody else is a replica, which stay in the map as they were.
+        The map, and the page ranges that have no other replica, which stay in the map as they were.
     """
     alone: list[ReplicaSet] = []
 
@@ -441,18 +467,23 @@ def disown(
 
 
 def dispensable(replicas: ReplicaMap, gone: Collection[int], leaving: Iterable[int]) -> tuple[int, ...]:
-    """The workers in `leaving` that can be removed now, without `gone`, so that no page loses its last replica.
+    """The workers in `leaving` that can be removed now without removing the last replica of any page.
 
-    Taken in the order of `leaving`: each one that is removed counts as gone for those after it.
+    They are considered in the order of `leaving`: a worker that can be removed counts as gone for those after it.
+
+    Args:
+        replicas: the replica map.
+        gone: workers that are lost, and count as removed already.
+        leaving: workers that want to leave.
     """
     order = dict.fromkeys(leaving)
     if not order:
         return ()
     away = frozenset(gone)
-    remaining: list[int] = []  # replicas of each set, those that are gone left out
-    sets_of: dict[int, list[int]] = {rank: [] for rank in order}
+    remaining: list[int] = []  # for each set of replicas, the number of them that are not gone
+    sets_of: dict[int, list[int]] = {rank: [] for rank in order}  # worker -> indices in `remaining` of its sets
     for held in _different_sets(replicas):
-        if not (left := held - away):  # its pages are lost, whoever leaves
+        if not (left := held - away):  # the pages of this set are lost already, whoever leaves
             continue
         for rank in left & order.keys():
             sets_of[rank].append(len(remaining))
@@ -467,22 +498,26 @@ def dispensable(replicas: ReplicaMap, gone: Collection[int], leaving: Iterable[i
 
 
 def _different_sets(replicas: ReplicaMap) -> Set[frozenset[int]]:
-    """The different sets of replicas that page ranges have."""
+    """The distinct sets of replicas that page ranges have."""
     return {held for layer in replicas for held in ranges_of(replicas, layer).sets}
 
 
 def unsurvived(replicas: ReplicaMap, members: Collection[int], losses: int = 2) -> tuple[int, int]:
-    """The number of sets of `losses` workers whose loss at once loses some page, and the number of all such sets.
+    """Count the sets of `losses` workers whose simultaneous loss would lose all replicas of some page.
 
-    Counted on the distinct sets of replicas: exact, and cheap while at most a few of these are smaller than `losses`.
+    The count is exact. It is cheap as long as only a few distinct sets of replicas have fewer workers than `losses`.
+
+    Returns:
+        (number of such sets, number of all sets of `losses` members).
     """
     among = frozenset(members)
     distinct = _different_sets(replicas)
-    # Larger sets survive that many losses, whichever they are.
+    # Pages with more than `losses` replicas survive any such loss.
     small = {held for held in distinct if len(held) <= losses and held <= among}
-    # A worker that holds a page alone makes every set with it fatal; those sets are counted by subtraction.
+    # If a worker is the only replica of a page, every set with this worker is fatal. These sets are counted together:
+    # all sets, less those that have no such worker.
     alone = {rank for held in small if len(held) == 1 for rank in held}
-    rest = sorted(among - alone)  # every set with a worker that holds a page alone loses that page
+    rest = sorted(among - alone)
     total, good_or_bad = comb(len(among), losses), comb(len(rest), losses)
     bad = set()
     for held in small:
@@ -505,7 +540,11 @@ def to_rows(replicas: ReplicaMap) -> tuple[ReplicaRow, ...]:
 
 
 def from_rows(rows: Sequence[ReplicaRow]) -> ReplicaMap:
-    """The inverse of `to_rows`. Layers without state have no page range; the last layer has one, the loss page."""
+    """The inverse of `to_rows`.
+
+    The layers of the map are 0 to that of the last row. A layer without state has no row, and an empty tuple in the
+    map. The last layer always has a row, as it has the loss page.
+    """
     sets: dict[tuple[int, ...], frozenset[int]] = {}
     equal: dict[frozenset[int], frozenset[int]] = {}
     found: dict[int, list[ReplicaSet]] = {layer: [] for layer in range(rows[-1][0] + 1)} if rows else {}

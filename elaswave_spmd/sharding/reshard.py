@@ -1,20 +1,21 @@
-"""The reshard plan: what becomes of every page of optimizer state when the mesh, the specs or the replicas change.
+"""The reshard plan: what happens to every page of optimizer state when the mesh, the specs or the replicas change.
 
-A plan is a value, computed by one pure function from (the replicas that there are, the workers that are lost) and (the
-new mesh and specs). Everything that moves state follows a plan: promotion after a loss, new mirrors, a newcomer's
-share, layers that move to another stage, the reading of a checkpoint on another mesh. (To choose among thousands of
+A plan is a value, computed by one pure function from (the present replicas, the workers that are lost) and (the new
+mesh and specs). Everything that moves state follows a plan: promotion after a loss, new mirrors, a newcomer's share,
+layers that move to another stage, the reading of a checkpoint on another mesh. (To choose among thousands of
 partitions, `scheduling.stage_search` has a closed form for the bytes of plans that are never made.)
 
 For each page range a plan has some of these:
 
     promotion   the primary is lost; a mirror becomes the primary in place, without a byte being moved
-    copy        the range's primary sends its state to a worker that is to become a replica (the learner of Raft, Ongaro
-                and Ousterhout, 2014: it is sent reduced gradients from the start, and the state in the background)
-    hand-over   when all copies are there, another replica becomes the primary, without a byte being moved
-    drop        when all copies are there, a worker gives up its replica
+    copy        the range's primary sends its state to a learner, a worker that becomes a replica (the learner of Raft,
+                Ongaro and Ousterhout, 2014: it gets reduced gradients from the start, and the state in the background)
+    hand-over   when all copies are complete, another replica becomes the primary, without a byte being moved
+    drop        when all copies are complete, a worker gives up its replica
     lost        no replica is left: only a checkpoint helps
 
-So a plan takes two changes of the mesh epoch: `during` holds at once, and `after` when all copies are there.
+So a plan takes two changes of the mesh epoch. The first one makes `during` the replica map, at once; the second one
+makes it `after`, when all copies are complete.
 """
 
 from __future__ import annotations
@@ -43,12 +44,18 @@ from elaswave_spmd.sharding.state_sharding import StateSharding
 _SHOWN = 24
 
 MASTER_BYTES = 4
-"""Bytes of an element's fp32 master, which is all that a frozen element has."""
+"""Bytes of the fp32 master of one element. A frozen element has no other state."""
 
 
 @dataclass(frozen=True)
 class PageMove:
-    """Pages of which something passes from one worker to another: the state (a copy), or the part of the primary."""
+    """A page range whose state (a copy), or whose role of primary (a promotion, a hand-over), passes to another worker.
+
+    Args:
+        pages: the page range.
+        source: the rank that sends the state, or was the primary.
+        destination: the rank that receives the state, or becomes the primary.
+    """
 
     pages: PageRange
     source: int
@@ -57,16 +64,16 @@ class PageMove:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """The way of the state from the replicas there were to those of a new mesh. Made by `plan_reshard`.
+    """How the state gets from the replicas before a change to those of the new mesh. Made by `plan_reshard`.
 
     Args:
-        layout: the pages.
-        before: the replicas that there were, lost workers included.
+        layout: the pages of each layer.
+        before: the replica map before the change, lost workers included.
         gone: the workers that are lost, or leave at once.
-        sharding: the mesh and specs that the plan leads to; None: the state stays where it is.
-        during: the replicas that hold from now on: primaries promoted, workers that are sent state as learners.
-        after: the replicas that hold when all copies are there.
-        lost: the page ranges without a replica, as they were; they are in neither map.
+        sharding: the mesh and specs that the plan leads to; None if the state stays where it is.
+        during: the replica map from now on: primaries are promoted, and workers that are sent state are learners.
+        after: the replica map when all copies are complete. It has the same page ranges as `during`.
+        lost: the page ranges that have no replica left, as they were. They are in neither `during` nor `after`.
     """
 
     layout: ModelLayout = field(repr=False, hash=False, compare=False)
@@ -79,7 +86,7 @@ class ReshardPlan:
 
     @cached_property
     def promotions(self) -> tuple[PageMove, ...]:
-        """Page ranges of a lost primary (`source`) and the mirror that takes its place."""
+        """The page ranges whose primary (`source`) is lost, each with the mirror (`destination`) that is promoted."""
         was = (
             {of_range.key: of_range for of_range in all_replica_sets(cut_at(self.before, self.during))}
             if self.gone
@@ -93,7 +100,7 @@ class ReshardPlan:
 
     @cached_property
     def copies(self) -> tuple[PageMove, ...]:
-        """State that the primary of a page range sends, one copy for each worker that gets it."""
+        """The copies of state from the primary of a page range to its learners, one for each range and learner."""
         layers = (ranges_of(self.during, layer) for layer in sorted(self.during))
         return tuple(move for ranges in layers if ranges.learners for move in copies(ranges))
 
@@ -103,7 +110,7 @@ class ReshardPlan:
         return frozenset(copy.destination for copy in self.copies)
 
     def copies_to(self, rank: int) -> tuple[PageRange, ...]:
-        """The page ranges whose state one worker is sent, in page order."""
+        """The page ranges whose state one worker is sent, in order of layer and page."""
         return self._copies_by_destination.get(rank, ())
 
     @cached_property
@@ -115,24 +122,24 @@ class ReshardPlan:
 
     @cached_property
     def hand_overs(self) -> tuple[PageMove, ...]:
-        """Page ranges that have another primary once all copies are there."""
+        """The page ranges that get another primary when all copies are complete."""
         pairs = self._changing
         return tuple(PageMove(now.key, now.primary, it.primary) for now, it in pairs if now.primary != it.primary)
 
     @cached_property
     def drops(self) -> tuple[tuple[PageRange, int], ...]:
-        """(page range, rank) of replicas that are given up once all copies are there."""
+        """(page range, rank) of each replica that is given up when all copies are complete."""
         return tuple((now.key, rank) for now, it in self._changing for rank in sorted(now.replicas - it.replicas))
 
     @property
     def _changing(self) -> Iterator[tuple[ReplicaSet, ReplicaSet]]:
-        """The page ranges of layers that have other replicas when all copies are there: now, and then."""
+        """(during, after) of each page range, for the layers whose replicas change when all copies are complete."""
         for layer in sorted(self.during):
             if self.during[layer] is not self.after[layer]:
                 yield from zip(self.during[layer], self.after[layer], strict=True)
 
     def elements(self, pages: PageRange) -> int:
-        """Elements of one kind of state in a page range. The loss page is no state and has none."""
+        """The number of elements of a page range. The loss page has no state, and counts as 0."""
         layer, first, stop = pages
         of_layer = self.layout.layers[layer]
         if of_layer.block_of(first).kind == LOSS:
@@ -141,16 +148,20 @@ class ReshardPlan:
         return end - start
 
     def is_frozen(self, pages: PageRange) -> bool:
-        """True if a page range has a master alone: it is not trained."""
+        """True if a page range is not trained, so that it has no other state than the fp32 master."""
         return self.layout.layers[pages[0]].is_frozen(pages[1])
 
     @cached_property
     def moved_elements(self) -> int:
-        """Elements of one kind of state that the copies move."""
+        """The number of elements that the copies move. All state of an element moves together."""
         return sum(self.elements(copy.pages) for copy in self.copies)
 
     def moved_bytes(self, element_bytes: int) -> int:
-        """Bytes that the copies move; a trained element has `element_bytes`, and a frozen one its master's four."""
+        """The bytes that the copies move.
+
+        Args:
+            element_bytes: bytes of all state of a trained element. A frozen element has the 4 bytes of its master.
+        """
         return sum(self._num_bytes(copy.pages, element_bytes) for copy in self.copies)
 
     def least_bytes(self, element_bytes: int) -> int:
@@ -166,10 +177,10 @@ class ReshardPlan:
 
     @cached_property
     def least_elements(self) -> int:
-        """A lower bound for `moved_elements` of any plan to as many replicas of each page, with primaries as even.
+        """A lower bound for `moved_elements` of any plan with as many replicas of each page and as even primaries.
 
-        The larger one of two: the replicas that pages lack, each looked at alone; and what the members lack of their
-        share as primaries. Trained pages and frozen ones are spread evenly each by themselves.
+        It is the larger of two bounds: the replicas that single pages lack, and the pages that single members lack to
+        have their share as primaries. Both are added up over trained and frozen pages, which are balanced separately.
         """
         if self.sharding is None:
             return 0
@@ -181,9 +192,10 @@ class ReshardPlan:
         return max(self._missing_replicas(sharding, frozen), self._missing_shares(sharding, frozen))
 
     def _missing_replicas(self, sharding: StateSharding, frozen: bool) -> int:
-        """Elements that some worker must get: replicas that a page lacks by number, or in the stage of its layer.
+        """A lower bound from single pages: elements of the replicas that pages lack, by number or within their stage.
 
-        A page needs a primary in its stage, and of replicated state every member of the stage is a replica.
+        A page needs a primary in the stage of its layer. If the state is replicated, every member of that stage has to
+        be a replica.
         """
         found = 0
         for stage, members in enumerate(sharding.stages):
@@ -204,10 +216,11 @@ class ReshardPlan:
         return found
 
     def _missing_shares(self, sharding: StateSharding, frozen: bool) -> int:
-        """Elements that members must get to be primaries of as many pages of their stage as the others, within one.
+        """A lower bound from single members: elements that they lack to be the primary of their share of pages.
 
-        A primary is a replica. Which pages a member would get is open, and the last page of a block may be short: so
-        those are counted first.
+        A member's share is as many pages of its stage as the others have, within one. It can be the primary only of
+        pages of which it is a replica. Which pages it would get is not known here, so the shortest ones are counted
+        first: the last page of a block may be shorter than the others.
         """
         found = 0
         for stage, members in enumerate(sharding.stages):
@@ -215,7 +228,7 @@ class ReshardPlan:
             blocks = [b for layer in layers for b in self.layout.layers[layer].state_blocks if b.frozen == frozen]
             share = sum(block.num_pages for block in blocks) // len(members)
             page_size = self.layout.page_size
-            # Short last pages first: then no choice of pages could have fewer elements, and the bound holds.
+            # The last pages of blocks, shortest first: no choice of pages could have fewer elements than these.
             last = sorted(block.stop - block.start - (block.num_pages - 1) * page_size for block in blocks)
             held = dict.fromkeys(members, 0)
             for layer in layers:
@@ -229,25 +242,29 @@ class ReshardPlan:
         return found
 
     def advanced(self, current: ReplicaMap) -> ReshardPlan:
-        """The rest of this plan, when `current` are the replicas: workers that have got their copies are among them."""
+        """What remains of this plan.
+
+        Args:
+            current: the present replica map, in which learners that have all of their copies are replicas.
+        """
         during = with_learners(current, self.after)
         return ReshardPlan(self.layout, current, frozenset(), self.sharding, during, self.after)
 
     def towards(self, sharding: StateSharding) -> ReshardPlan:
-        """The plan to a mesh and specs, when this is the one in which the state stays where it is."""
+        """The plan that goes on from this one to a mesh and specs. In this one the state must stay where it is."""
         after = rebalance_replicas(self.after, self.layout, sharding)
         during = with_learners(self.after, after)
         return ReshardPlan(self.layout, self.before, self.gone, sharding, during, after)
 
     def adopted(self) -> ReplicaMap:
-        """`after`, when no copy is missing any more."""
+        """The replica map `after`, for use when no copy is missing any more."""
         return adopt(self.during, self.after)
 
     def text(self, element_bytes: int) -> str:
-        """The plan for a person.
+        """The plan in words, for a person to read.
 
         Args:
-            element_bytes: bytes of all kinds of state of one element: 12 with AdamW (fp32 master and two moments).
+            element_bytes: bytes of all state of a trained element: 12 with AdamW (fp32 master and two moments).
         """
         gone = f"without {shortened_workers(sorted(self.gone))}" if self.gone else "no worker is lost"
         lines = [f"reshard plan, {gone}" + (f": {self.sharding}" if self.sharding else "")]
@@ -266,7 +283,7 @@ class ReshardPlan:
     def _moves(
         self, verb: str, moves: Iterable[PageMove], to: str, *, reverse: bool = False, element_bytes: int = 0
     ) -> list[str]:
-        """One line for each pair of workers."""
+        """One line for each pair of workers, with the page ranges that pass between them."""
         of_pair: dict[tuple[int, int], list[PageRange]] = defaultdict(list)
         for move in moves:
             of_pair[move.source, move.destination].append(move.pages)
@@ -286,21 +303,23 @@ def plan_reshard(
     lost: Collection[int] = (),
     to: StateSharding | ReplicaMap | None = None,
 ) -> ReshardPlan:
-    """The plan from the replicas that there are to a mesh and specs.
+    """The plan from the present replicas to a mesh and specs.
 
-    Primaries send the state, and `promote` makes their loads as even as whole page ranges allow. The fewest copies are
-    made that give every page its replicas and every member of a stage its share of primaries (`rebalance_replicas`).
+    Primaries send the state; `promote` makes their numbers of pages as even as possible without splitting a page range.
+    The plan has the fewest copies that give every page its replicas and every member of a stage its share of primaries
+    (`rebalance_replicas`).
 
     Args:
-        before: the replicas that there are, of all layers; they may name lost workers and learners.
-        lost: workers whose replicas are gone.
-        to: a mesh and specs, to which the nearest replica map is found; or a replica map itself, of the same pages;
-            None: the state stays where it is.
+        layout: the pages of each layer.
+        before: the present replica map, of all layers. It may have lost workers, and learners.
+        lost: the workers whose replicas are gone.
+        to: the mesh and specs, for which the nearest replica map is found; or a replica map of the same pages; None if
+            the state stays where it is.
     """
     gone = frozenset(lost)
     left, dead = promote(before, gone)
     stays = ReshardPlan(layout, before, gone, None, left, left, dead)
-    # Without a replica there is nothing to plan: the caller goes back to a checkpoint, or gives up.
+    # If page ranges have no replica left, nothing is planned: the caller goes back to a checkpoint, or gives up.
     if dead or to is None:
         return stays
     if isinstance(to, StateSharding):
@@ -310,12 +329,12 @@ def plan_reshard(
 
 
 def copies(replica_sets: Iterable[ReplicaSet]) -> Iterator[PageMove]:
-    """The copies of state that these page ranges need: from the primary to each learner, by page and destination."""
+    """The copies that these page ranges need: from the primary to each learner, in order of page and destination."""
     return (PageMove(it.key, it.primary, rank) for it in replica_sets for rank in sorted(it.learners))
 
 
 def _ranges(ranges: Iterable[PageRange]) -> str:
-    """Page ranges with those that touch joined: "layer 0 pages 3-5 9, layer 2 pages 0-1"."""
+    """Page ranges in words, adjacent ones together: "layer 0 pages 3-5 9; layer 2 pages 0-1"."""
     by_layer: dict[int, list[int]] = defaultdict(list)
     for layer, first, stop in sorted(ranges):
         by_layer[layer] += range(first, stop)

@@ -1,4 +1,4 @@
-"""The target placement of optimizer state: a mesh, the layers of its stages, a spec, and mirrors of each page."""
+"""The placement of optimizer state that is wanted: a mesh, the layers of its stages, a spec, a number of mirrors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Stages = tuple[tuple[int, ...], ...]
 """Ranks of each stage."""
 
 _PRIMARIES = P("dp")
-"""The spec of the primaries, whatever that of the state: each page has one worker that reduces and publishes it."""
+"""The spec of the primaries, whatever the spec of the state: each page has one worker that reduces and publishes it."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class StateSharding:
         mesh: the workers, by stage, and their failure domains.
         layer_cuts: stage s has layers [layer_cuts[s], layer_cuts[s + 1]).
         spec: the spec of the state, `Shardings.optim`.
-        mirror_count: further replicas of each page, where there are that many other workers.
-        scatter: the most workers that mirror one worker's pages; 0 is the default, at most 4.
+        mirror_count: the number of mirrors of each page; fewer if the mesh has fewer other workers.
+        scatter: the most workers over which the mirrors of one worker's pages are spread; 0 for the default (4, or
+            `mirror_count` if that is more).
     """
 
     mesh: Mesh
@@ -59,23 +60,30 @@ class StateSharding:
     def primary_ranges(
         self, layout: ModelLayout, stage: int, only: Collection[int] | None = None, *, least_joined: int = 0
     ) -> Iterator[tuple[PageRange, int]]:
-        """The page ranges of a new mesh's stage with their primaries, in page order.
+        """The page ranges of one stage of a new mesh, each with its primary, in page order.
 
         Every layer is cut over all workers of the stage, so that moving a layer between stages of n workers is n
-        disjoint transfers (docs/design.md, "Pages are assigned in ranges"). With `least_joined`, layers that are too
-        small for that are cut together with their neighbours, as if they were one. The parts that are one page longer
-        go on from layer to layer where the layer before left off, so that the stage's pages are even within one page. A
-        range lies in one block; the loss page goes to the stage's last worker. The frozen pages of a layer are cut by
-        themselves, so that trained pages, which have gradients and an update, are as even as all pages are.
+        disjoint transfers (docs/design.md, "Pages are assigned in ranges"). With `least_joined`, neighbouring layers
+        that are too small for this are cut together, as if they were one layer.
+
+        If a layer's pages do not divide evenly, some workers get one page more. Layer after layer, other workers do, so
+        that all workers of the stage have equally many pages, within one. Frozen pages are cut separately from trained
+        ones: trained pages have gradients and an update, so their numbers should be even as well.
+
+        A page range lies in one block. The loss page goes to the last worker of the stage.
 
         Args:
-            only: the workers whose page ranges are wanted; None: all.
-            least_joined: of a worker's part of the layers that are cut together; 0: each layer is cut by itself.
+            layout: the pages of each layer.
+            stage: the number of the stage.
+            only: the workers whose page ranges are wanted; None for all.
+            least_joined: layers are cut together until each worker's part of them has at least this number of pages; 0
+                if each layer is cut by itself.
         """
         members, layers = self.stages[stage], [layout.layers[layer] for layer in self.layers_of_stage(stage)]
         places = [i for i, rank in enumerate(members) if only is None or rank in only]
-        # The next layer's longer parts begin where this layer's ended: over the stage, pages are even within one.
-        # Those of the frozen pages begin where the trained pages of all layers ended.
+        # The positions in the stage at which the next worker with one page more is: it goes on from layer to layer, so
+        # that pages are even within one over the whole stage. Frozen pages go on where the trained pages of all layers
+        # end.
         turn, frozen_turn = 0, sum(of_layer.num_trained_pages for of_layer in layers) % len(members)
         for group in _groups(layers, least_joined * len(members)):
             num_trained = sum(of_layer.num_trained_pages for of_layer in group)
@@ -96,10 +104,11 @@ class StateSharding:
     def without_mirrors(
         self, layout: ModelLayout, stages: Iterable[int] | None = None, *, least_joined: int = 0
     ) -> ReplicaMap:
-        """The replicas of a new mesh that the spec alone asks for.
+        """The replica map of a new mesh by the spec alone, without the mirrors of `mirror_count`.
 
         Args:
-            stages: the stages whose layers are wanted; None: all.
+            layout: the pages of each layer.
+            stages: the stages whose layers are wanted; None for all.
             least_joined: as for `primary_ranges`.
         """
         found: dict[int, list[ReplicaSet]] = {}
@@ -118,7 +127,7 @@ class StateSharding:
 
 
 def _groups(layers: Sequence[LayerLayout], least_joined: int) -> Iterator[Sequence[LayerLayout]]:
-    """Neighbouring layers in groups of so many pages at least; the last one has what is left besides."""
+    """Neighbouring layers in groups of at least `least_joined` pages; pages that are left over go to the last group."""
     begin, left = 0, sum(of_layer.num_state_pages for of_layer in layers)
     num_pages = 0
     for end, of_layer in enumerate(layers, 1):
@@ -129,7 +138,11 @@ def _groups(layers: Sequence[LayerLayout], least_joined: int) -> Iterator[Sequen
 
 
 def _tiles(num_pages: int, num_workers: int, longer_from: int) -> np.ndarray:
-    """The pages of each worker, int64 [2, num_workers]: first ones and ends."""
+    """The pages [first, stop) of each worker, int64 [2, num_workers].
+
+    Args:
+        longer_from: the first worker that gets one page more, if the pages do not divide evenly.
+    """
     tiles = TileMap(MeshShape.of(dp=num_workers), _PRIMARIES, (num_pages,), longer_from=longer_from)
     return np.stack([bound[:, 0] for bound in tiles.bounds])
 
@@ -140,8 +153,10 @@ def _cut(
     """State pages of a layer with their primaries, in page order.
 
     Args:
-        pages: all trained ones, or all frozen ones.
-        tiles: int64 [2, workers], the pages of each, from the first one of `pages` on. They may lie outside of it.
+        layer: the layout of the layer.
+        pages: all trained state pages of the layer, or all frozen ones.
+        tiles: int64 [2, num_workers]: the pages [first, stop) of each worker, counted from the first page of `pages`.
+            Where layers are cut together, they may lie before or after this layer's pages.
         primaries: the workers.
     """
     if not pages:

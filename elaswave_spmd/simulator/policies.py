@@ -1,13 +1,16 @@
-"""The answers of elastic systems to lost or slow workers, on one cost model. Each policy names what is modelled of it.
+"""The answers of elastic systems to lost or slow workers, on one cost model. Each policy says what is modelled of it.
 
-Common to all: the same layers, workers, links and seconds. A step takes what `step_time.step_time` gives (as
-workers execute it, with free wires, or the reduction's bytes where these take longer), unless a policy has an order of
-its own. All take the same seconds to detect a loss and to inform all workers. Before the loss all run the same
-placement, with its mirrors; afterwards only our policy has any. Backwards are in two parts in our steps, before a loss
-too, and in those of `reroute`; all others have whole ones. Ratios are over one step before the loss, that of whole
-backwards, so that ratios of policies are those of their steps after it. Steps are those that a policy ends with. Other
-systems' policies are modelled after their papers, not run: nothing here is a measurement of their code. Only our policy
-takes newcomers.
+All policies have the same layers, workers, links and seconds, the same time to detect a loss and to inform all workers,
+and before the loss the same placement, with its mirrors. After the loss only our policy has mirrors, and only our
+policy takes newcomers. The time of a step is that of `step_time.step_time`, unless a policy has an order of actions of
+its own.
+
+Backwards run in two parts in our steps, before a loss as well, and in the steps of `reroute`. All other steps have
+whole backwards. Ratios of throughput are all relative to one and the same step before the loss, with whole backwards,
+so that the ratios of two policies compare like their steps after the loss. The step after the loss is the one that a
+policy ends with, when all moves are done.
+
+The policies of other systems are modelled after their papers and not run: nothing here is a measurement of their code.
 """
 
 from __future__ import annotations
@@ -32,19 +35,20 @@ from elaswave_spmd.simulator.recompute import recompute_step
 from elaswave_spmd.simulator.work import Work
 
 MOST_ACTIONS = 1 << 20
-"""Steps of up to this many actions are simulated as a whole: figures are not to mix them with parts."""
+"""The most actions of a step that is simulated as a whole. It is high, so that figures do not mix whole steps with
+extrapolated parts."""
 
 _MOMENTS = (0.2, 0.5, 0.8)  # moments of a loss within a step, over which its cost is averaged
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Seconds that are assumed, not computed. All elastic policies have the same detection.
+    """Times in seconds that are assumed, not computed. They are the same for all policies.
 
     Args:
-        detect_s: until a loss is noticed and all workers know which ones are left.
-        restart_s: a restart of the whole job: scheduler, processes, communicators, loading the checkpoint.
-        checkpoint_s: between two checkpoints; half of that is computed again after a restart.
+        detect_s: the time until a loss is noticed and all workers know which ones are left.
+        restart_s: the time of a restart of the whole job: scheduler, processes, communicators, loading the checkpoint.
+        checkpoint_s: the time between two checkpoints, half of which is computed again after a restart.
     """
 
     detect_s: float = 1.0
@@ -57,13 +61,14 @@ class Case:
     """A healthy placement, and the change that happens to it.
 
     Args:
-        placement: the placement before.
-        costs: costs on healthy workers.
+        placement: the placement before the change.
+        costs: the costs on healthy workers.
         change: the workers that are lost, slow or new.
-        remaining_steps: the steps over which a move has to pay.
-        mirror_count: mirrors of each page of sharded state.
-        memory_limit: bytes of each worker.
-        layout: the pages of the model; None: those of a model with such costs.
+        remaining_steps: the number of steps over which a move has to pay.
+        mirror_count: the number of mirrors of each page of sharded state.
+        memory_limit: the bytes of memory of each worker.
+        layout: the pages of the model; None for those of a model with such costs.
+        constants: the times that are assumed.
     """
 
     placement: Placement
@@ -110,7 +115,7 @@ class Case:
 
     @cached_property
     def share(self) -> float:
-        """Aggregate speed that is left, over what there was."""
+        """The aggregate speed of the workers after the change, as a fraction of that before it."""
         return remaining_share(self.placement.mesh, self.costs, self.change)
 
     def seconds(self, assignment: Assignment, costs: CostModel, rule: MemoryRule | None = None) -> float:
@@ -128,9 +133,9 @@ class Outcome:
 
     Args:
         policy: its name.
-        step_s: seconds of a step afterwards; inf: it cannot go on.
-        microbatches: micro-batches of such a step.
-        recovery_s: the time that the change costs once, beyond slower steps: waiting, and work done again.
+        step_s: the seconds of a step after the change; inf if the run cannot go on.
+        microbatches: the number of micro-batches of such a step.
+        recovery_s: the seconds that the change costs once, besides slower steps: waiting, and work done again.
         note: one line for tables.
         decision: the decision of our planner; None for other systems.
     """

@@ -1,6 +1,7 @@
 """The store at which the members of a stage's process group meet: a TCPStore of the run, served by the controller.
 
-Neither the store nor the groups of c10d's libraries have secrets: who reaches their ports is let in (docs/security.md).
+Neither the store nor the groups of c10d's libraries authenticate their peers: any process that can reach their ports
+can connect (docs/security.md).
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class HostDevice:
         self._figures = figures
 
     def from_host(self, values: Tensor) -> Tensor:
-        # A copy, since torch's allocator aligns to 64 bytes and a network frame need not be aligned: some kernels
-        # compute other bits for memory with another alignment.
+        # Always copy: torch's allocator aligns to 64 bytes, but a network frame need not be aligned, and some kernels
+        # give other bits for memory with another alignment.
         return torch.empty(values.shape, dtype=values.dtype).copy_(values)
 
     def to_place(self, values: Tensor) -> Tensor:
@@ -63,7 +63,8 @@ class HostDevice:
     def add_up(self, terms: Terms) -> Tensor:
         return add_in_turn(terms)
 
-    mark = staticmethod(perf_counter)  # no method: it is called before and after each program of a layer
+    # The function itself, without a method around it, to save time: it is called before and after each layer program.
+    mark = staticmethod(perf_counter)
 
     def times(self, marks: Sequence[float]) -> list[float]:
         return list(marks)

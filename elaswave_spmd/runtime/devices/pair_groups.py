@@ -1,10 +1,10 @@
-"""Pairs of workers: for each direction in which one sends another something, a group of the two.
+"""Pairs of workers: a process group of two workers for each direction in which one of them sends to the other.
 
 A pair copies bytes from the device of one worker to that of another by NCCL, HCCL or gloo: boundary tensors, and state
-that is moved or copied to new replicas. It has a group for each direction, since a library queues what is called on a
-group: with one group for both ways two workers that send at the same time would wait for each other. A transfer is an
-uneven exchange in which one side sends nothing, which NCCL makes a send and a receive; `send` and `recv` of gloo cannot
-be polled.
+that is moved or copied to new replicas. It has a group for each direction, since a library runs the calls on a group
+one after another: with one group for both directions, two workers that send at the same time would wait for each other.
+A transfer is an uneven all-to-all in which one side sends nothing, which NCCL turns into a send and a receive. `send`
+and `recv` of c10d are not used, as those of gloo cannot be polled.
 
 Pairs are made anew in every mesh epoch, in the background, and ended, as groups of stages are (process_group.py).
 """
@@ -43,7 +43,10 @@ class PairsInBackground:
         The caller must have dropped all transfers before, as for `GroupInBackground.give_up`.
 
         Args:
-            receivers, senders: workers that this one, `rank`, sends to and gets something from.
+            epoch: the number of the mesh epoch.
+            receivers: the workers that this one sends to.
+            senders: the workers that send to this one.
+            rank: this worker.
         """
         for group in self._groups.values():
             group.close()
@@ -57,15 +60,15 @@ class PairsInBackground:
             group.enter_epoch(epoch, (sender, receiver), rank)
 
     def sends_to(self, peer: int) -> bool:
-        """True if a worker is connected for what this one sends it."""
+        """True if the group in which this worker sends to `peer` is connected."""
         return self._is_ready(self._rank, peer)
 
     def receives_from(self, peer: int) -> bool:
-        """True if a worker is connected for what it sends this one."""
+        """True if the group in which `peer` sends to this worker is connected."""
         return self._is_ready(peer, self._rank)
 
     def failure(self, peer: int) -> str:
-        """The reason why a group of this and another worker could not be made; "": there is none."""
+        """The reason why a group with another worker could not be made; "" if none has failed."""
         groups = [self._groups.get(way) for way in ((self._rank, peer), (peer, self._rank))]
         return next((group.failure for group in groups if group is not None and group.failure is not None), "")
 
@@ -73,8 +76,9 @@ class PairsInBackground:
         """Start to send bytes to another worker.
 
         Args:
-            values: contiguous, of one dimension and of type uint8, on the device.
-            what: the kind of message that they belong to. The reason names it if it takes too long.
+            peer: the receiver.
+            values: the bytes, contiguous uint8 [n] on the device.
+            what: the kind of message that they belong to, which the error names if the transfer takes too long.
 
         Raises:
             RuntimeError: the library refuses, since it has lost the connection to the peer.
@@ -83,7 +87,7 @@ class PairsInBackground:
         return self._groups[self._rank, peer].exchange(values, values[:0], (0, size), (0, 0), what)
 
     def receive(self, peer: int, values: Tensor, what: str = "") -> Collective:
-        """Start to receive as many bytes as there is memory for; as `send`."""
+        """Start to receive as many bytes from another worker as `values` has. Arguments and errors are as in `send`."""
         size = values.numel()
         return self._groups[peer, self._rank].exchange(values[:0], values, (0, 0), (size, 0), what)
 

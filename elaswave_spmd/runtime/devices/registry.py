@@ -12,7 +12,7 @@ from elaswave_spmd.runtime.devices.machine import Machine, ThisMachine
 
 
 def device_names() -> tuple[str, ...]:
-    """The names of all kinds: one module in kinds/ each."""
+    """The names of all kinds of devices. Each kind is one module in kinds/."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(kinds.__path__)))
 
 
@@ -38,7 +38,8 @@ def check_usable(name: str, machine: Machine | None = None, also: tuple[str, ...
     """Check that a machine has what a kind of device needs. Imports neither torch nor vendor modules.
 
     Args:
-        machine: None: this machine.
+        name: the name of the kind.
+        machine: the machine; None for this one.
         also: values of `runtime.device` that are not kinds and work on any machine; the error offers them as well.
 
     Raises:

@@ -1,8 +1,8 @@
 """Sums whose order of additions is given: one addition after another, or up to eight terms in one kernel.
 
-Floating-point addition is not associative. Whoever computes such a sum makes the very additions that are asked for, so
-both ways give the same bits. One kernel reads each term once and writes once, where single additions read two tensors
-and write one each: 9 passes over memory in place of 21 for eight terms.
+Floating-point addition is not associative. Both ways make exactly the additions that are asked for, in the given order,
+so they give the same bits. One kernel reads each term once and writes the result once, while each single addition reads
+two tensors and writes one: for eight terms, 9 passes over memory in place of 21.
 """
 
 from __future__ import annotations
@@ -18,21 +18,26 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """A tensor that is added to others. `owned`: its memory may be overwritten with a sum."""
+    """A tensor that is added to others.
+
+    Args:
+        values: the tensor.
+        owned: True if its memory may be overwritten with a sum.
+    """
 
     values: Tensor
     owned: bool
 
 
 Terms: TypeAlias = "Term | tuple[Terms, Terms]"
-"""A sum in its order: a term, or left + right."""
+"""A sum as a binary tree, which gives the order of additions: a term, or (left, right) for left + right."""
 
 
 def add_in_turn(terms: Terms) -> Tensor:
-    """A sum by one addition after another, in memory that may be overwritten where there is any.
+    """Compute a sum by one addition after another, in the memory of an owned term if there is one.
 
     Args:
-        terms: of one shape, dtype and device.
+        terms: the terms, all of one shape, dtype and device.
     """
     return _added(terms).values
 
@@ -43,37 +48,37 @@ def _added(terms: Terms) -> Term:
     left, right = map(_added, terms)
     if left.owned:
         return Term(left.values.add_(right.values), owned=True)
-    # Addition commutes bit for bit.
+    # Addition is commutative bit for bit, so the sum may be stored on either side.
     return Term(right.values.add_(left.values) if right.owned else left.values + right.values, owned=True)
 
 
 class FusedSums:
-    """Sums by kernels of up to eight terms, which are compiled when a form of sum is first asked for (about 0.1 s).
+    """Sums by kernels of up to eight terms. The kernel for a form of sum is compiled at its first use (about 0.1 s).
 
-    Where none can be compiled, additions are made in turn, after a warning.
+    If no kernel can be compiled, there is a warning, and from then on additions are made in turn.
 
     Args:
-        compiled: makes the kernel of a function's text, `torch.cuda.jiterator._create_jit_fn`.
+        compiled: makes a kernel from the text of a function, such as `torch.cuda.jiterator._create_jit_fn`.
     """
 
     MOST = 8
-    """Terms that a kernel takes: a limit of torch's."""
+    """The most terms of a kernel, which is a limit of torch."""
 
     def __init__(self, compiled: Callable[[str], Callable[..., Tensor]]) -> None:
         self._compiled = compiled
-        self._kernels: dict[str, Callable[..., Tensor]] = {}  # by name, which spells the form out
+        self._kernels: dict[str, Callable[..., Tensor]] = {}  # by `_name`, which encodes the form of the sum
         self._works = True
 
     def add_up(self, terms: Terms) -> Tensor:
-        """A sum, as by `add_in_turn`; of three terms and more it is in memory of its own.
+        """Compute a sum with the same bits as `add_in_turn`. With three terms or more it is in new memory.
 
         Args:
-            terms: of one shape and dtype, contiguous, on the GPU that is current.
+            terms: the terms, all of one shape and dtype, contiguous, on the current GPU.
         """
         return self._at_once(self._within_limit(terms)).values
 
     def _within_limit(self, terms: Terms) -> Terms:
-        """The same sum with so few terms that one kernel takes them: parts of it are added up already."""
+        """The same sum with at most MOST terms, after adding up some parts of it."""
         if isinstance(terms, Term):
             return terms
         left, right = map(self._within_limit, terms)
@@ -86,15 +91,15 @@ class FusedSums:
 
     def _at_once(self, terms: Terms) -> Term:
         if isinstance(terms, Term) or _count(terms) == 2 or not self._works:
-            return _added(terms)  # an addition of two in place needs no memory
+            return _added(terms)  # two terms are added in place if one is owned, which needs no memory
         name, values = _name(terms), [term.values for term in _leaves(terms)]
         try:
             if name not in self._kernels:
                 self._kernels[name] = self._compiled(_text(name, terms))
             return Term(self._kernels[name](*values), owned=True)
-        except torch.OutOfMemoryError:  # of one moment; additions in place may need none
+        except torch.OutOfMemoryError:  # it may be over soon, and additions in place may need no memory
             return _added(terms)
-        except RuntimeError as error:  # if the device is at fault, so it is in the additions that follow
+        except RuntimeError as error:  # if the cause is a fault of the device, the additions below fail as well
             self._works = False
             warnings.warn(f"sums are added one by one, as no kernel can be made for them: {error}", stacklevel=2)
             return _added(terms)
@@ -123,7 +128,10 @@ def _name(terms: Terms) -> str:
 
 
 def _text(name: str, terms: Terms) -> str:
-    """The function of one element, in CUDA's C++. There are no products in it that a compiler could fuse with a sum."""
+    """The CUDA C++ function that adds up one element.
+
+    It has no products, so the compiler cannot make fused multiply-adds, which would give other bits.
+    """
     names = iter(range(FusedSums.MOST))
 
     def written(part: Terms) -> str:

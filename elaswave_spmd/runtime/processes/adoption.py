@@ -34,9 +34,9 @@ class Orphans:
 
     Args:
         pids: rank -> process id, of the workers that live.
-        next_rank: all ranks below it have been given to workers.
-        ended: ranks of those whose end nobody has heard of.
-        seconds: for how long they have had no controller.
+        next_rank: the rank above all that the fork server has started a worker with.
+        ended: ranks of the workers that have ended without a controller having handled it.
+        seconds: for how many seconds there was no controller.
         made: the ranks of all workers that the fork server has ever made.
     """
 
@@ -51,7 +51,10 @@ class Orphans:
 
 
 def write_address(directory: str, rank: int, address: str) -> None:
-    """Write down where a worker listens, whole or not at all; a directory that is full keeps it from being adopted."""
+    """Write the address at which a worker listens into its file, atomically.
+
+    Errors are ignored: if the disk is full, the worker just cannot be adopted.
+    """
     path = Path(directory) / _ADDRESS.format(rank)
     new = path.with_suffix(".new")
     with contextlib.suppress(OSError):
@@ -61,7 +64,7 @@ def write_address(directory: str, rank: int, address: str) -> None:
 
 
 def read_address(directory: str, rank: int) -> str | None:
-    """The address at which a worker listens; None: it was no member of the mesh yet."""
+    """The address at which a worker listens; None if it has no file, as it was not a member of the mesh yet."""
     try:
         return (Path(directory) / _ADDRESS.format(rank)).read_text()
     except OSError:
@@ -72,10 +75,10 @@ def read_address(directory: str, rank: int) -> str | None:
 
 
 def listen_for_next(directory: str) -> socket.socket:
-    """The socket at which the next controller asks for the workers.
+    """The fork server's socket at which the next controller asks for the workers.
 
     Raises:
-        OSError: a file system without sockets.
+        OSError: the file system has no sockets.
     """
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -112,11 +115,15 @@ def accept_next(listener: socket.socket) -> tuple[socket.socket, int, int] | Non
 
 
 def ask_for_orphans(directory: str, fds: Sequence[int]) -> tuple[socket.socket, AdoptedProcess, Orphans] | None:
-    """Take over a fork server and its workers. None: there is none that has lost its controller.
+    """Take over a fork server and its workers.
 
     Args:
-        directory: of the sockets, as the journal names it.
-        fds: as `accept_next` returns them.
+        directory: the directory of the sockets, as the journal names it.
+        fds: the two descriptors to send, as described in `accept_next`.
+
+    Returns:
+        The socket for orders, the process of the fork server, and what it says of its workers; None if there is no fork
+        server that has lost its controller.
     """
     link = socket.socket(socket.AF_UNIX)
     link.settimeout(_HELLO_S)
@@ -145,10 +152,10 @@ def _line(link: socket.socket) -> dict[str, Any]:
 
 
 class AdoptedProcess:
-    """A process that is no child of this one, with the part of the interface of `subprocess.Popen` that is needed.
+    """A process that is not a child of this one, with the few methods of `subprocess.Popen` that its users need.
 
     Raises:
-        OSError: it has ended already.
+        OSError: the process has ended already.
     """
 
     def __init__(self, pid: int) -> None:
@@ -160,7 +167,7 @@ class AdoptedProcess:
         return 0 if is_any_ready([self._fd], timeout_s=0.0) else None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end.
+        """Wait for the end of the process.
 
         Raises:
             subprocess.TimeoutExpired: it still runs after `timeout` seconds.

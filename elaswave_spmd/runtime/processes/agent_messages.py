@@ -9,17 +9,20 @@ import msgspec
 from elaswave_spmd import errors
 
 UNEXPECTED = "message that no agent sends or gets"
-"""The reason by which messages are counted that are none of these, or of the other direction."""
+"""The reason under which messages are counted that are not one of these, or come from the wrong side."""
 
-_LONGEST_NAME = 253  # characters; a domain name has no more, and so no name of a node of Kubernetes or of Ray
-_MOST_SHOWN = 64  # of one that is refused
+_LONGEST_NAME = 253  # characters. Domain names have no more, and neither have names of nodes of Kubernetes or Ray
+_MOST_SHOWN = 64  # characters of a refused name that an error shows
 
 
 def refused_name(name: str, where: str) -> errors.ConfigError | None:
-    """Why a machine's name is refused: it is printed as it is, in logs and on terminals. None: it is not.
+    """The error for a machine's name that cannot be accepted; None if it can.
+
+    A name is printed as it is, in logs and on terminals, so it must be printable and not too long.
 
     Args:
-        where: it comes from, for the error.
+        name: the name.
+        where: where the name comes from, for the error.
     """
     if 0 < len(name) <= _LONGEST_NAME and name.isprintable():
         return None
@@ -32,7 +35,7 @@ def refused_name(name: str, where: str) -> errors.ConfigError | None:
 
 
 def shown_name(name: str) -> str:
-    """A name that is refused, for people: escaped, and no longer than most are."""
+    """A refused name in a form that can be shown: escaped and shortened."""
     return ascii(name[:_MOST_SHOWN]) + ("..." if len(name) > _MOST_SHOWN else "")
 
 
@@ -44,8 +47,8 @@ class Problem(msgspec.Struct, frozen=True, array_like=True):
     """An error on its way to another machine.
 
     Args:
-        kind: name of its class, one of `errors`; empty for any other exception.
-        what: what happened; the whole text of an exception that is not a user's error.
+        kind: the name of its class, if that is a user's error of `errors`; empty for any other exception.
+        what: what happened; for an exception that is not a user's error, its whole text.
         fields: the other arguments of the user's error.
     """
 
@@ -77,8 +80,8 @@ class Problem(msgspec.Struct, frozen=True, array_like=True):
 class Hello(AgentMessage, frozen=True):
     """An agent listens at `address` and has room for `capacity` workers on machine `host`.
 
-    An agent that has lost its link to the controller and joins the same run again says so: the peers of `before` are
-    gone.
+    An agent that has lost its link to the controller and joins the same run again names its earlier peer ids in
+    `before`, so that the controller knows that these are gone.
     """
 
     format: int  # `FORMAT_VERSION` of the agent; first, so that it can be read whatever follows
@@ -92,15 +95,17 @@ class Hello(AgentMessage, frozen=True):
 class Back(AgentMessage, frozen=True):
     """An agent has kept its workers while there was no controller, and asks the next one to adopt them.
 
-    In place of Hello, where the run has `timeouts.adopt`. Who does not adopt them answers JoinAgain, or Refused.
+    It is sent in place of Hello in a run with `timeouts.adopt`. A controller that does not adopt the workers answers
+    with JoinAgain or Refused.
 
     Args:
-        hello: with which it would join as a new agent.
-        run, incarnation: of the life of the run that its workers are in.
-        workers: rank -> address of each that lives; "": it was no member of the mesh yet.
-        newcomers: those that have ended, were no members, and that no controller has started anew.
-        gone: all others that have ended.
-        seconds: for how long they have had no controller.
+        hello: the message with which it would join as a new agent.
+        run: the id of the run that its workers are in.
+        incarnation: the number of the life of this run.
+        workers: rank -> address, of each worker that lives; "" for one that was not a member of the mesh yet.
+        newcomers: ranks of workers that have ended, were not members yet, and were not replaced by any controller.
+        gone: ranks of all other workers that have ended.
+        seconds: for how many seconds there was no controller.
     """
 
     hello: Hello
@@ -117,7 +122,7 @@ class Prepared(AgentMessage, frozen=True):
 
 
 class Notice(AgentMessage, frozen=True):
-    """The agent was asked to end (SIGTERM), and will within so many seconds: its workers are to leave before."""
+    """The agent was asked to end (SIGTERM), and will within `within_s` seconds. Its workers should leave before."""
 
     within_s: float
 
@@ -164,16 +169,16 @@ class Refused(AgentMessage, frozen=True):
 
 
 class JoinAgain(AgentMessage, frozen=True):
-    """The run has given up the agent of peer id `peer`, and its workers. It may join again, as a new one."""
+    """The run has given up the agent with the peer id `peer`, and its workers. It may join again as a new agent."""
 
     peer: int
     reason: str
 
 
 class ConnectAgain(AgentMessage, frozen=True):
-    """Only the connection to the agent of peer id `peer` has ended, while workers are taken over: it comes back.
+    """The controller has lost its connection to the agent with the peer id `peer`, while workers are taken over.
 
-    With its workers, by Back, as if its own connection had ended, which it may never notice.
+    The agent sends Back, with its workers, as if its own connection had ended as well. By itself it may never notice.
     """
 
     peer: int
@@ -182,19 +187,19 @@ class ConnectAgain(AgentMessage, frozen=True):
 class Drain(AgentMessage, frozen=True):
     """The workers of the agent are about to leave the run, and LetGo follows when they have.
 
-    If it has not come within `within_s` seconds (None: without a limit) the agent ends all the same.
+    If LetGo has not come within `within_s` seconds, the agent ends nevertheless. None: it waits without a limit.
     """
 
     within_s: float | None
-    says: str  # to who looks at the agent; may be empty
+    says: str  # what the agent prints; may be empty
 
 
 class LetGo(AgentMessage, frozen=True):
-    """Nothing of the run is on the agent any more: it ends.
+    """The run does not need the agent any more: the agent ends.
 
     Args:
-        says: what it prints.
-        lost: workers were lost before they had left. It ends with exit code 1 then.
+        says: what the agent prints.
+        lost: True if workers were lost before they had left. Then the agent ends with exit code 1.
     """
 
     says: str
@@ -210,11 +215,14 @@ class PrepareRun(AgentMessage, frozen=True):
 
 
 class Settled(AgentMessage, frozen=True):
-    """The workers that the agent has kept are adopted, and all that died while there was no controller is made good."""
+    """The adoption is over: the agent's workers are adopted, and the ends of workers before are handled.
+
+    The agent need not report these ends to a further controller.
+    """
 
 
 class Spawn(AgentMessage, frozen=True):
-    """Start worker `rank`. The agent replaces the fields of `spec` that are its machine's: data, directory, host."""
+    """Start worker `rank`. The agent replaces the fields of `spec` that its machine decides: data, directory, host."""
 
     rank: int
     spec: dict[str, Any]
@@ -228,11 +236,11 @@ class Signal(AgentMessage, frozen=True):
 
 
 class ReportExits(AgentMessage, frozen=True):
-    """Report what was refused, and all workers that have ended, then answer ExitsReported."""
+    """Report Refusals and all workers that have ended, then answer ExitsReported."""
 
 
 class BeatsHeard(AgentMessage, frozen=True):
-    """Beats have come. The agent sends the next ones only then."""
+    """The controller has received Beats. Only then the agent sends the next ones."""
 
 
 class Stop(AgentMessage, frozen=True):
@@ -266,7 +274,7 @@ AnyAgentMessage: TypeAlias = (
 )
 
 
-# Immutable, so one serves all threads. To work out the types of all messages takes 40 us.
+# A decoder has no state, so that all threads share this one. Making one for all these types takes 40 us.
 _DECODER = msgspec.msgpack.Decoder(AnyAgentMessage)
 
 
@@ -282,7 +290,8 @@ def decode(data: bytes | memoryview) -> AnyAgentMessage:
     """
     try:
         return _DECODER.decode(data)
-    except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these through: text, and arrays nested deeply
+    # msgspec does not turn these two into its own errors: text that is not UTF-8, and arrays nested too deeply.
+    except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(str(error)) from error
 
 

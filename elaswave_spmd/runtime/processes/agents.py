@@ -1,14 +1,14 @@
-"""The controller's side of the agents: which ones have joined, orders to them, and their reports.
+"""The controller's side of the agents: which agents have joined, orders to them, and their reports.
 
-Orders are sent without waiting for an answer, so a stopped agent blocks no other; only `request_exits` waits, and not
-for long.
+Orders are sent without waiting for an answer, so that an agent that hangs does not block the others. Only
+`request_exits` waits, and not for long.
 
-The first agents are waited for, and prepare before the run begins: the loss of one ends the start. A *late* agent comes
-after that. It asks, is admitted or refused by the controller, and prepares beside the run, which never waits for it:
-what becomes of it is news (`take_news`).
+The run waits for its first agents, which prepare their data before it begins; if one of them is lost, the start ends.
+An agent that asks later is a *late* agent. The controller admits or refuses it, and it prepares while the run goes on.
+The run never waits for it, but learns what happens to it from `take_news`.
 
-Agents of a controller that has died may come *back* to the next one with the workers that they have kept, where that
-one takes over their life of the run; else they are told to join again, without them.
+If a controller dies, its agents keep their workers and may come *back* with them to the next controller, if that one
+continues the same life of the run. Otherwise they are told to join again as new agents, without workers.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, SelectableMailbox
 
 _CONNECT_TIMEOUT_S = 5.0
-_MOST_REFUSED = 100  # agents whose refusals are told
+_MOST_REFUSED = 100  # refused agents that an error message lists
 _REQUEST_TIMEOUT_S = 2.0  # a silent machine must not delay the end of a run that has another reason to end
 _GOODBYE_TIMEOUT_S = 10.0
 _NO_WORKER = "no worker was here"
 _NOT_TAKEN_BACK = "the run goes on without the workers that it has kept"
 _CANNOT_BE = "what it says of its workers cannot be"
-_PEERS = 1_000_000  # ids of agents that a controller may give; the next one of the same life gives others
-_UNKNOWN_RANKS = 100_000  # that a controller may have given to newcomers since the last line of the journal
+_PEERS = 1_000_000  # peer ids that each controller of a life has for its agents; the next controller gives other ids
+_UNKNOWN_RANKS = 100_000  # ranks that a controller may have given to newcomers since the last line of the journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class RemoteExited(Exited):
     """A worker's process on another machine has ended; see `Exited`.
 
     Args:
-        host: the machine.
-        reason: set if the end of the worker was not observed, but its agent was lost, and its workers with it. Then
-            `signal` is SIGKILL and `pid` is 0.
-        not_started: why it could not be started; then `pid` is 0.
+        host: the name of the machine.
+        reason: why the agent was lost, if the worker is lost with it and its end was not observed. Then `signal` is
+            SIGKILL and `pid` is 0. Else empty.
+        not_started: why the worker could not be started; then `pid` is 0. Else empty.
     """
 
     host: str = ""
@@ -68,17 +68,21 @@ class RemoteExited(Exited):
 
 @dataclass
 class Agent:
-    """One agent.
+    """One agent, as the controller knows it.
 
     Args:
-        address: at which its links listen.
-        prepared: it has the run's data, and makes workers.
-        leaving: its workers leave, and nobody is started on it.
-        returned: it was in the run before, and comes back by itself.
-        late: it came when the first agents were all there: the run neither waits for it nor ends with it.
+        peer: the id of its links, which is never given to another agent of the run.
+        host: the name of its machine.
+        capacity: the number of workers that it has room for.
+        address: the address at which its links listen.
+        prepared: True once it has the run's data, so that workers can be started on it.
+        late: True if it came after all of the first agents: the run neither waits for it nor ends with it.
+        leaving: True if its workers leave, so that none is started on it.
+        returned: True if it was in the run before, and has joined again by itself.
         ranks: its workers whose end has not been reported.
-        silent: those of its workers that were lost since nothing was heard of them.
-        addresses: of the workers that it had when it came back: rank -> address, "" of one that was no member yet.
+        silent: those of its workers that were declared lost since nothing was heard of them.
+        addresses: rank -> address, of the workers that it had when it came back; "" for a worker that was not a member
+            of the mesh yet.
     """
 
     peer: int
@@ -98,18 +102,18 @@ class Agent:
 
     @property
     def is_doubtful(self) -> bool:
-        """True while it has not reported the end of a silent worker: its machine may stand still, or be cut off."""
+        """True until it has reported the ends of all silent workers: its machine may hang, or be cut off."""
         return not self.silent.isdisjoint(self.ranks)
 
     @property
     def is_preparing_late(self) -> bool:
-        """True if it has no workers and may be busy for minutes: nobody waits for an answer of it."""
+        """True while it prepares as a late agent: it has no workers, may be busy for minutes, and is not waited for."""
         return self.late and not self.prepared
 
 
 @dataclass(frozen=True, slots=True)
 class AgentCame:
-    """An agent asks to join, with so many places for workers. It waits to be admitted or refused."""
+    """An agent asks to join, with room for `places` workers. It waits to be admitted or refused."""
 
     peer: int
     host: str
@@ -121,10 +125,10 @@ class AgentBack:
     """An agent of the controller before this one is back, with the workers that it has kept.
 
     Args:
-        workers: those that live.
-        newcomers: those that were no members yet, whether they live or have ended.
-        made: all that it has ever had.
-        seconds: for how long they have had no controller.
+        workers: the ranks of its workers that live.
+        newcomers: the ranks of its workers that were not members of the mesh yet, whether they live or have ended.
+        made: the ranks of all workers that it has ever had.
+        seconds: for how many seconds there was no controller.
     """
 
     peer: int
@@ -146,11 +150,11 @@ class AgentReady:
 
 @dataclass(frozen=True, slots=True)
 class AgentGone:
-    """An agent is lost or has failed, and its workers with it; or it did not get in.
+    """An agent is lost or has failed, and its workers with it; or it was not admitted.
 
     Args:
-        joined: workers could have been started on it.
-        reason: in words.
+        joined: True if it had prepared, so that workers could have been started on it.
+        reason: the reason in words.
     """
 
     peer: int
@@ -162,7 +166,7 @@ class AgentGone:
 
 @dataclass(frozen=True, slots=True)
 class AgentNotice:
-    """An agent was asked to end by SIGTERM, and ends within so many seconds, whatever becomes of its workers."""
+    """An agent was asked to end by SIGTERM. It ends within `within_s` seconds, whether its workers have left or not."""
 
     peer: int
     host: str
@@ -174,10 +178,12 @@ class AdoptedLife:
     """The life of a run whose workers a controller adopts from the one before it.
 
     Args:
-        run, incarnation: of the life.
-        generation: of the controller in it.
-        here: the ranks of all workers that the controller's machine has ever had: no agent has one of them.
-        next_rank: all ranks below it have been given to workers, and some above it: the journal has those of members.
+        run: the id of the run.
+        incarnation: the number of the life within the run.
+        generation: the number of the controller within the life.
+        here: the ranks of all workers that the controller's machine has ever had. No agent can have one of them.
+        next_rank: all ranks below this one have been given to workers. Some above it may have been, to newcomers: the
+            journal knows only of members.
     """
 
     run: str
@@ -191,15 +197,15 @@ AgentNews: TypeAlias = AgentCame | AgentBack | AgentReady | AgentGone | AgentNot
 
 
 class Agents:
-    """All agents of a run. For one thread.
+    """All agents of a run. Not thread-safe.
 
     Args:
         rendezvous: (host, port) at which agents look for the run.
-        secret: shared with the agents.
-        credentials: of the run's links.
-        host: address of this machine on which links listen.
-        wanted: number of agents that the run waits for before it begins.
-        life: of the run, whose workers are adopted; None: those of no one.
+        secret: the secret that is shared with the agents.
+        credentials: the credentials of the run's links.
+        host: the address of this machine on which the controller's links listen.
+        wanted: the number of agents that the run waits for before it begins.
+        life: the life of the run whose workers are adopted; None if none are.
 
     Raises:
         ConfigError: the address is in use, or is not one of this machine.
@@ -221,14 +227,15 @@ class Agents:
         self._wanted = wanted
         self._where = ":".join(map(str, rendezvous))
         self._agents: dict[int, Agent] = {}
-        self._asking: dict[int, Agent] = {}  # late ones that are neither admitted nor refused yet
-        self._given_up: dict[int, tuple[Agent, str]] = {}  # and why, until their links have closed
-        self._order: am.PrepareRun | None = None  # to agents that join, once the run is known
+        self._asking: dict[int, Agent] = {}  # late agents that are neither admitted nor refused yet
+        # Agents that are given up, and why. They stay here until their links have closed.
+        self._given_up: dict[int, tuple[Agent, str]] = {}
+        self._order: am.PrepareRun | None = None  # the order for agents that join; None until the run is known
         self._news: list[AgentNews] = []
         self._refused: list[str] = []
         self._exits: list[Exited] = []
         self._beats: list[tuple[int, bytes]] = []
-        self._refusals: dict[int, Counter[str]] = {}  # peer -> what it has refused
+        self._refusals: dict[int, Counter[str]] = {}  # peer -> reason -> connections and messages that it has refused
         self._reported: set[int] = set()  # peers that have answered `request_exits`
         self._problem: Exception | None = None
         # While the first agents prepare, the loss of one ends the start of the run; later it is a loss of workers.
@@ -237,7 +244,8 @@ class Agents:
         self._closed = False
         self._life = life
         self._owners: dict[int, int] = {}  # rank -> the peer that has come back with it
-        self._away: dict[int, AgentGone] = {}  # by peer: lost while workers are taken over, and may be back before long
+        # By peer: agents whose connection was lost while workers are taken over. They may be back before long.
+        self._away: dict[int, AgentGone] = {}
         self._mailbox = SelectableMailbox()
         given = 0 if life is None else (life.generation - 1) * _PEERS
         self._rendezvous = Rendezvous(_listening_address(*rendezvous, host), rendezvous[1], secret, given)
@@ -253,7 +261,7 @@ class Agents:
         return iter(sorted(self._agents.values(), key=lambda agent: (agent.host, -agent.peer)))
 
     def take_news(self) -> list[AgentNews]:
-        """The news of agents since the last call, beside the ends of their workers."""
+        """What has happened to agents since the last call. Ends of workers are not among this; see `poll`."""
         news, self._news = self._news, []
         return news
 
@@ -264,14 +272,14 @@ class Agents:
 
     @property
     def rejected(self) -> Mapping[str, int]:
-        """The connections and messages that were refused here, at the rendezvous and by agents: reason -> number."""
+        """Reason -> number of connections and messages refused, by these links, the rendezvous and all agents."""
         return sum(self._refusals.values(), Counter(self._links.rejected) + Counter(self._rendezvous.rejected))
 
     def wait_for_all(self, timeout_s: float) -> None:
         """Wait until as many agents as wanted have joined.
 
         Raises:
-            RunError: not within `timeout_s` seconds.
+            RunError: they have not joined within `timeout_s` seconds.
         """
         if self._wait_until(lambda: len(self._agents) >= self._wanted, timeout_s):
             return
@@ -296,13 +304,17 @@ class Agents:
         self._preparing = False
 
     def go_on(self, num_workers: int, settings: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-        """The run goes on under this controller, for agents that come back, and those that join. Never waits."""
+        """Note how agents are to prepare, as the run goes on under this controller. Never waits.
+
+        Used in place of `prepare` by a controller that adopts workers.
+        """
         self._order = am.PrepareRun(num_workers, dict(settings), dict(data))
 
     def settle(self) -> None:
-        """The workers of agents that are back are adopted. Those of agents that come back later are lost to the run.
+        """End the adoption: workers of agents that come back later are lost to the run.
 
-        Also an agent whose workers have all ended hears of it: it would tell the next controller of them once more.
+        All agents are told, even those whose workers have all ended. Otherwise they would report these workers to the
+        next controller once more.
         """
         self._life = None
         self._news += self._away.values()
@@ -311,13 +323,13 @@ class Agents:
             self._send(agent, am.Settled())
 
     def give_back(self) -> None:
-        """End as if this process had died: agents keep their workers for another controller."""
+        """Close all links as if this process had died: agents keep their workers for another controller."""
         if not self._closed:
             self._closed = True
             self._close(0)
 
     def dismiss(self, reason: str) -> None:
-        """The run begins again, with the agents that look for it again when they hear this; `end` ends the others."""
+        """Have all agents look for the run again, as it begins again; `end` ends agents that did not get this order."""
         for agent in (*self, *self._asking.values()):
             self._send(agent, am.JoinAgain(agent.peer, reason))
         self._agents.clear()
@@ -326,12 +338,15 @@ class Agents:
     def admit(self, peer: int) -> None:
         """Have an agent that has asked prepare for the run; `AgentReady` or `AgentGone` follows. Never waits."""
         assert self._order is not None, "nothing is decided about agents before the run is known"
-        if (agent := self._asking.pop(peer, None)) is not None:  # else it has gone meanwhile
+        if (agent := self._asking.pop(peer, None)) is not None:  # if it is None, the agent has gone meanwhile
             self._agents[peer] = agent
             self._send(agent, self._order)
 
     def refuse(self, peer: int, error: UserError) -> None:
-        """Have an agent that has asked end, with this error. One that was in the run before ends as the others do."""
+        """Refuse an agent that has asked to join: it ends with this error.
+
+        An agent that was in the run before ends without an error, as the agents of a run that is over do.
+        """
         if (agent := self._asking.pop(peer, None)) is not None:
             problem = am.Problem.from_error(error)
             self._send(agent, am.LetGo(error.what) if agent.returned else am.Refused(problem))
@@ -341,7 +356,7 @@ class Agents:
         agent.ranks.add(rank)
         if agent.peer in self._agents:
             self._send(agent, am.Spawn(rank, dict(spec)))
-        else:  # lost after the launcher chose it, which was told; `poll` reports the worker as lost
+        else:  # the agent was lost after the launcher chose it: `poll` reports the worker as lost
             self._report_lost(agent, "it was lost before")
 
     def signal(self, agent: Agent, rank: int, number: int) -> bool:
@@ -352,30 +367,33 @@ class Agents:
         return True
 
     def drain(self, peer: int, within_s: float | None, says: str) -> None:
-        """The workers of an agent are about to leave: from now on none is started there. Never waits."""
+        """Note that the workers of an agent leave, so that none is started there, and tell the agent. Never waits."""
         if (agent := self._agents.get(peer)) is not None:
             agent.leaving = True
             self._send(agent, am.Drain(within_s, says))
 
     def let_go(self, peer: int, says: str, *, lost: bool) -> None:
-        """Have an agent end: it has no worker any more, or none that matters. It is no loss. Never waits.
+        """Have an agent end that has no workers any more, or none that matters. This is no loss. Never waits.
 
         Args:
-            lost: workers of it were lost before they had left.
+            peer: the agent.
+            says: what it prints.
+            lost: True if workers of it were lost before they had left.
         """
         if (agent := self._agents.pop(peer, None)) is not None:
             self._send(agent, am.LetGo(says, lost))
             self._report_lost(agent, "its machine has left")
 
     def doubt(self, peer: int, ranks: Collection[int]) -> None:
-        """Workers of an agent fell silent: none is started there until the ends of all of them are reported."""
+        """Note that workers of an agent fell silent. None is started there until the ends of all these are reported."""
         if (agent := self._agents.get(peer)) is not None:
             agent.silent |= agent.ranks.intersection(ranks)
 
     def give_up(self, peer: int, reason: str) -> None:
-        """An agent is lost though its connection is not closed. When the order reaches it, it joins again. Never waits.
+        """Treat an agent as lost, with its workers, though its connection is not closed. Never waits.
 
-        Its workers are lost with it. The order may still be queued when the connection ends: then it is sent again.
+        It is sent the order to join again, which reaches it when it goes on or the network is back. If the connection
+        ends before that, the order is sent again.
         """
         if (agent := self._agents.pop(peer, None)) is not None:
             self._given_up[peer] = agent, reason
@@ -405,7 +423,7 @@ class Agents:
         return exits
 
     def end(self, grace_s: float) -> None:
-        """Order all agents to end their workers and themselves. Who asks to join from now on is refused."""
+        """Order all agents to end their workers and themselves. Agents that ask to join from now on are refused."""
         self._ending = True
         for peer in [*self._asking]:
             self.refuse(peer, self._is_ending())
@@ -413,7 +431,7 @@ class Agents:
             self._send(agent, am.Stop(grace_s))
 
     def close(self, timeout_s: float = _GOODBYE_TIMEOUT_S) -> list[Exited]:
-        """Wait until all agents have ended, after `end`, and close all. Returns the exits that `poll` has not.
+        """After `end`: wait until all agents have ended, and close all links. Returns exits that `poll` has not.
 
         A late agent that still prepares has no workers, and is not waited for.
         """
@@ -421,7 +439,7 @@ class Agents:
             return []
         self._closed = True
         self._problem = None
-        with contextlib.suppress(LinksError):  # nothing comes any more: there is nothing to wait for
+        with contextlib.suppress(LinksError):  # the links have failed: no message can come any more
             self._wait_until(lambda: all(agent.is_preparing_late for agent in self), timeout_s, raise_problem=False)
         self._close(100)
         return self._exits
@@ -453,7 +471,7 @@ class Agents:
 
     def _handle(self, item: Item) -> None:
         if isinstance(item, PeerClosed):
-            self._links.drop(item.peer)  # it is closed; nothing is kept of it
+            self._links.drop(item.peer)  # free what the links keep for this peer
             if (agent := self._agents.pop(item.peer, None)) is not None:
                 self._lose(agent, "its connection closed")
                 self._tell_lost(agent, "the connection to it closed")
@@ -475,7 +493,7 @@ class Agents:
             self._handle_newcomer(item.sender, message)
         elif message is None or isinstance(message, am.Hello | am.Back):
             self._links.reject(am.UNEXPECTED)
-        # Else it is of an agent that was refused, or is lost already.
+        # Any other message is from an agent that was refused, or is lost already.
 
     def _handle_message(self, agent: Agent, message: am.AnyAgentMessage | None) -> None:
         """Handle a message of an agent of the run; None: one that could not be decoded."""
@@ -486,7 +504,7 @@ class Agents:
                     self._news.append(AgentReady(agent.peer, agent.host, agent.capacity))
             case am.Notice(within_s) if self._order is not None and not self._preparing:
                 self._news.append(AgentNotice(agent.peer, agent.host, within_s))
-            case am.Notice():  # nothing has begun
+            case am.Notice():  # the run has not begun
                 del self._agents[agent.peer]
                 self._send(agent, am.LetGo(_NO_WORKER))
                 self._lose(agent, "it was asked to end by SIGTERM")
@@ -511,7 +529,7 @@ class Agents:
                 self._links.reject(am.UNEXPECTED)
 
     def _handle_newcomer(self, peer: int, message: am.Hello | am.Back) -> None:
-        """Answer the first message of an agent, if it can be one."""
+        """Answer the first message of an agent."""
         hello = message.hello if isinstance(message, am.Back) else message
         if hello.capacity < 1:
             self._links.reject(am.UNEXPECTED)
@@ -523,7 +541,7 @@ class Agents:
             self._accept_or_refuse(peer, hello)
 
     def _refuse_name(self, peer: int, hello: am.Hello, refusal: ConfigError) -> None:
-        """Refuse an agent whose name cannot be printed as it is, before that is told anywhere."""
+        """Refuse an agent whose name is not printable, before the name gets into a log or onto a terminal."""
         try:
             self._links.connect(peer, hello.address)
         except RunError:
@@ -540,9 +558,9 @@ class Agents:
         if not self._connects(peer, hello):
             return
         late = self._order is not None or len(self._agents) >= self._wanted
-        # The run does not wait for a late one: if it cannot be reached, its link closes.
+        # The run does not wait for the link to a late agent: if the agent cannot be reached, the link closes.
         if not late and self._links.wait_connected([peer], _CONNECT_TIMEOUT_S):
-            # There is no link on which to refuse it.
+            # There is no link over which it could be refused.
             self._refused.append(f"{hello.host}, which cannot be reached at {hello.address} (its option --host)")
             return
         refusal = self._is_ending() if self._ending else self._mismatch(hello)
@@ -564,7 +582,7 @@ class Agents:
         self._links.send(peer, am.encode(answer))
 
     def _mismatch(self, hello: am.Hello) -> ConfigError | None:
-        """Why an agent cannot be one of this run; None: it can."""
+        """Why an agent cannot join this run; None if it can."""
         if mismatch := version_mismatch(hello.format):
             return ConfigError(
                 f"the agent on {hello.host} {mismatch}",
@@ -582,17 +600,20 @@ class Agents:
         return None
 
     def _connects(self, peer: int, hello: am.Hello, kept: Collection[int] | None = None) -> bool:
-        """Open the link to an agent that comes. False: it has said no address.
+        """Open the link to an agent that joins or comes back. Returns False if its address is not valid.
 
         Args:
-            kept: the workers with which it is taken back; None: it is a new agent, and its workers are lost.
+            peer: the id of its links.
+            hello: its first message.
+            kept: the workers with which it is taken back; None if it is a new agent, whose earlier workers are lost.
         """
         try:
             self._links.connect(peer, hello.address)
         except RunError:
             self._links.reject(am.UNEXPECTED)
             return False
-        for former in hello.before:  # it knows that they are gone, perhaps before a closed connection shows it here
+        # The agent says which of its earlier links are gone. This process may not have noticed that they have closed.
+        for former in hello.before:
             self._given_up.pop(former, None)
             if kept is not None:
                 self._away.pop(former, None)
@@ -600,13 +621,13 @@ class Agents:
                 continue
             if kept is None:
                 self._lose(lost, "it has joined again")
-            else:  # its connection alone was lost, while workers are taken over
+            else:  # only its connection was lost, during the adoption
                 lost.ranks.difference_update(kept)
                 self._report_lost(lost, "it has come back without it")
         return True
 
     def _take_back_or_not(self, peer: int, back: am.Back) -> None:
-        """An agent has kept its workers: they are taken over, or it joins again without them."""
+        """Answer an agent that has kept its workers: take them over, or have it join again without them."""
         hello, refusal, why_not = back.hello, self._mismatch(back.hello), self._why_not_taken_back(peer, back)
         is_taken = not self._ending and refusal is None and not why_not
         if not self._connects(peer, hello, back.workers.keys() if is_taken else None):
@@ -628,7 +649,7 @@ class Agents:
             self._news.append(AgentBack(peer, agent.host, frozenset(back.workers), newcomers, made, back.seconds))
 
     def _why_not_taken_back(self, peer: int, back: am.Back) -> str:
-        """Why an agent that has kept its workers joins again without them; empty: it does not."""
+        """Why an agent that has kept its workers has to join again without them; empty if they are taken over."""
         life = self._life
         if life is None or (life.run, life.incarnation) != (back.run, back.incarnation):
             return _NOT_TAKEN_BACK
@@ -645,21 +666,21 @@ class Agents:
         return "" if is_sound else _CANNOT_BE
 
     def _report_lost(self, agent: Agent, reason: str) -> None:
-        # That it is back, which nobody has heard of yet, is true no more.
+        # If the news that it is back was not taken yet, it is out of date.
         self._news = [news for news in self._news if not (isinstance(news, AgentBack) and news.peer == agent.peer)]
         for rank in sorted(agent.ranks):
             self._exits.append(RemoteExited(rank, 0, None, int(signal.SIGKILL), agent.host, reason))
         if agent.ranks:
-            self._mailbox.interrupt("workers are lost")  # `poll` has something to return
+            self._mailbox.interrupt("workers are lost")  # makes `fileno` readable, as `poll` has something to return
         agent.ranks.clear()
 
     def _tell_lost(self, agent: Agent, reason: str) -> None:
-        """Tell an agent that it is lost to the run, if it lives: of two connections only that to it may have ended."""
+        """Tell an agent that it is lost to the run, in case it lives: perhaps only one of two connections has ended."""
         if self._ending or self._order is None:
             return
         with contextlib.suppress(RunError):  # the links are closed
             self._links.connect(agent.peer, agent.address)
-            is_awaited = self._life is not None  # to come back with its workers
+            is_awaited = self._life is not None  # during the adoption it may still come back with its workers
             self._send(agent, am.ConnectAgain(agent.peer) if is_awaited else am.JoinAgain(agent.peer, reason))
 
     def _is_ending(self) -> ConfigError:
@@ -677,16 +698,17 @@ class Agents:
             gone = AgentGone(agent.peer, agent.host, agent.capacity, agent.prepared, reason)
             if self._life is None:
                 self._news.append(gone)
-            else:  # its connection alone may have ended: whether it is lost is known when all is settled
+            else:  # perhaps only its connection has ended: it counts as lost if it is not back when the adoption ends
                 self._away[agent.peer] = gone
         if self._preparing and not agent.late and self._problem is None:
             self._problem = problem or RunError(f"{agent} was lost: {reason}")
 
 
 def _last_words_first(items: Collection[Item]) -> list[Item]:
-    """What has come, and first whatever came from those whose connection has ended.
+    """The items in an order in which messages of agents whose connection has ended come first.
 
-    Their messages come by another connection: after a pause of this process the end may have been filed first.
+    An agent's messages come by another connection than the one whose end is reported. After a pause of this process the
+    end may be first in the mailbox.
     """
     closed = {item.peer for item in items if isinstance(item, PeerClosed)}
 
@@ -697,9 +719,9 @@ def _last_words_first(items: Collection[Item]) -> list[Item]:
 
 
 def _listening_address(name: str, port: int, host: str) -> str:
-    """The one address on which the rendezvous listens: that of its name, or that of the links.
+    """The address on which the rendezvous listens: the address of its name, or else `host`, where the links listen.
 
-    The latter where the name is known to other machines alone, or means the loopback interface on this one.
+    `host` is used if the name is known only to other machines, or means the loopback interface on this one.
     """
     try:
         address = resolve_address(name, where=f"runtime.rendezvous={name}:{port}")

@@ -1,10 +1,10 @@
-"""Heartbeats of the workers of an agent's machine: the agent gathers them, and sends on what has come in one message.
+"""The relay of heartbeats on an agent's machine: the agent gathers those of its workers and sends them on together.
 
     worker's thread --datagram--> BeatRelay --Beats--> controller
          RelayClient <--an answer-- BeatRelay <--BeatsHeard-- controller
 
-The controller of a large run hears machines, not workers. An agent that stands still costs nobody anything: a worker
-whose heartbeat has had no answer sends the next one to the controller itself.
+So the controller of a large run gets one message from each machine, not one from each worker. If the agent hangs, its
+workers are still heard: a worker whose heartbeat got no answer sends the next one to the controller directly as well.
 """
 
 from __future__ import annotations
@@ -19,36 +19,39 @@ from collections.abc import Callable, Container, Sequence
 
 from elaswave_spmd.ready import ready_among
 
-_HEAD = struct.Struct("<qd")  # in front of a heartbeat: its sender's rank, and the seconds until the sender's next one
-_LONGEST = 8192  # bytes of a datagram; a heartbeat has some hundreds
-_MOST_AT_ONCE = 1000  # datagrams that are read before it is looked whether a message is due
-_LONGEST_S = 10.0  # between two messages, whatever workers say
+_HEAD = struct.Struct("<qd")  # precedes each heartbeat: the sender's rank, and the seconds until its next heartbeat
+_LONGEST = 8192  # bytes of a datagram; a heartbeat has a few hundred
+_MOST_AT_ONCE = 1000  # datagrams that are read before the thread checks whether a message is due
+_LONGEST_S = 10.0  # the longest time between two messages, whatever period workers give
 _ANSWER = b"\1"
 
 
 class BeatRelay:
     """The agent's end: a thread that sends on the newest heartbeat of each worker, twice in a worker's period.
 
-    So a heartbeat is answered before its sender's next one is due. One message is on its way at a time: to a controller
-    that is stopped nothing piles up, whose connection the kernel would end.
+    Sending twice in a period means that a heartbeat is answered before its sender's next one is due. Only one message
+    is on its way at a time. Otherwise messages to a stopped controller would pile up until the kernel ends the
+    connection.
 
     Args:
-        path: of its socket, in a private directory. What lies there is replaced.
-        ranks: of the workers that live here, at any time; what comes in the name of others is dropped.
-        send: sends (rank, heartbeat) of those that were heard since the last call. Called by the thread.
+        path: the path of its socket, in a private directory. An existing file there is replaced.
+        ranks: the workers that live on this machine. The container is read whenever a heartbeat comes, and heartbeats
+            in the name of other workers are dropped.
+        send: sends (rank, heartbeat) for each worker that was heard since the last call. Called by the thread.
 
     Raises:
-        OSError, RuntimeError: the socket cannot be made, or no thread can be started.
+        OSError: the socket cannot be made.
+        RuntimeError: no thread can be started.
     """
 
     def __init__(self, path: str, ranks: Container[int], send: Callable[[Sequence[tuple[int, bytes]]], object]) -> None:
         self._path = path
         self._ranks = ranks
         self._send = send
-        self._lock = threading.Lock()  # guards the next two
+        self._lock = threading.Lock()  # guards the next two attributes
         self._newest: dict[int, bytes] = {}
-        self._in_flight: tuple[int, ...] = ()  # ranks whose heartbeats the controller has not answered
-        self._period_s = 0.0  # the shortest that a worker has said since the last message
+        self._in_flight: tuple[int, ...] = ()  # ranks whose heartbeats were sent on and are not answered yet
+        self._period_s = 0.0  # the shortest period that a worker has given since the last message
         with contextlib.ExitStack() as undo:
             self._socket = undo.enter_context(_bound_socket(path))
             self._woken, self._closes = socket.socketpair()
@@ -59,7 +62,7 @@ class BeatRelay:
             undo.pop_all()
 
     def answered(self) -> None:
-        """The controller has heard what was sent last."""
+        """The controller has answered the last message: answer the workers whose heartbeats were in it."""
         with self._lock:
             heard, self._in_flight = self._in_flight, ()
         for rank in heard:
@@ -67,14 +70,14 @@ class BeatRelay:
                 self._socket.sendto(_ANSWER, _address(self._path, rank))
 
     def forget(self, rank: int) -> None:
-        """The worker has ended, and is none of `ranks` any more. Once this has returned nothing of it is sent on."""
+        """A worker has ended, and is not in `ranks` any more. After this call, no heartbeat of it is sent on."""
         with self._lock:
             self._newest.pop(rank, None)
         with contextlib.suppress(OSError):
             os.unlink(_address(self._path, rank))
 
     def close(self) -> None:
-        """End the thread, and remove the socket. Workers go to the controller themselves from now on."""
+        """End the thread and remove the socket. From now on, workers send their heartbeats to the controller."""
         self._closes.close()
         self._thread.join()
         for end in (self._socket, self._woken):
@@ -95,7 +98,10 @@ class BeatRelay:
                 self._send_on()
 
     def _receive(self) -> None:
-        """File what has come, the newest of each worker. No flood keeps the thread from its other duties."""
+        """Read the datagrams that have come and keep the newest of each worker.
+
+        Their number is limited, so that a flood of datagrams does not keep the thread from sending on.
+        """
         with contextlib.suppress(BlockingIOError):
             for _ in range(_MOST_AT_ONCE):
                 self._file(self._socket.recv(_LONGEST + 1))
@@ -111,7 +117,7 @@ class BeatRelay:
             self._newest[rank] = data[_HEAD.size :]
 
     def _send_on(self) -> None:
-        with self._lock:  # also while it is sent: what comes from `forget` on must not overtake it
+        with self._lock:  # held while sending as well: otherwise `forget` could return before the message is sent
             if not self._in_flight:
                 newest, self._newest = self._newest, {}
                 self._in_flight = tuple(newest)
@@ -122,7 +128,8 @@ class RelayClient:
     """A worker's end of its agent's relay. For the thread that sends heartbeats.
 
     Args:
-        path: of the relay's socket.
+        rank: this worker.
+        path: the path of the relay's socket.
 
     Raises:
         OSError: the worker's own socket cannot be made beside it.
@@ -137,15 +144,17 @@ class RelayClient:
         """Hand a heartbeat to the relay. Never waits.
 
         Args:
-            period_s: until the next one.
+            beat: the encoded heartbeat.
+            period_s: the seconds until the next one.
 
         Returns:
-            False if the one before was not answered: then this one is to be sent to the controller as well.
+            False if the heartbeat before was not answered, or if this one could not be handed over: then the caller has
+            to send it to the controller as well.
         """
         was_answered = self._take_answers()
         try:
             self._socket.sendto(_HEAD.pack(self._rank, period_s) + beat, self._path)
-        except OSError:  # its queue is full, or it is not there
+        except OSError:  # the relay's queue is full, or there is no relay
             return False
         return was_answered
 
@@ -168,7 +177,7 @@ def _address(path: str, rank: int) -> str:
 
 
 def _bound_socket(path: str) -> socket.socket:
-    """A datagram socket at `path`, on which nothing blocks. What lies there is replaced."""
+    """A non-blocking datagram socket at `path`. An existing file there is replaced."""
     with contextlib.ExitStack() as undo:
         made = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
         made.setblocking(False)

@@ -34,8 +34,8 @@ def resolve_target(target: str) -> Callable[[dict[str, Any]], object]:
 def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when `parent` dies (Linux); end at once if it is dead already.
 
-    The last resort: workers notice a lost controller by the life pipe, but no process would end and reap the workers of
-    a lost fork server.
+    This is needed for the death of the fork server, after which no process is left to end and reap its workers. (A lost
+    controller is noticed by the life pipe.)
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -56,17 +56,18 @@ _TERMINAL = (signal.SIGINT, signal.SIGHUP)  # Ctrl-C, and the end of the termina
 def set_up() -> None:
     """Give a new worker its own signals, standard input and random state; it gets the `GROUP_SIGNALS` from now on.
 
-    It is the parent of its own strays, so that nobody ends them as long as it lives.
+    The worker becomes the parent of its own strays (strays.py), so that the fork server does not end them while the
+    worker lives.
     """
     adopt_strays()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number in _TERMINAL:  # they reach the whole group; the controller answers them for all
+    for number in _TERMINAL:  # the terminal sends them to the whole group; the controller alone reacts to them
         signal.signal(number, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    # Python's own generator reseeds itself after a fork; these do not. Only if imported already: an import costs
-    # seconds.
+    # Python's own generator reseeds itself after a fork, but those of numpy and torch do not. A module that is not
+    # imported yet needs no new seed, and importing it here would cost seconds.
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
     if (torch := sys.modules.get("torch")) is not None:

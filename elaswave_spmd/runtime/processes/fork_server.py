@@ -1,9 +1,9 @@
 """The fork server: a process that has imported everything a worker needs and makes workers by forking itself.
 
-Started by `ForkServerClient.start`. It has one thread, runs no operator, opens no zmq context, and only waits for three
-events: an order from the controller, the end of a child, the end of the controller. It is the parent
-of all workers, so it alone reaps them, signals them without a race on process ids, and outlives a controller that was
-killed. What a worker leaves behind it ends (strays.py).
+It is started by `ForkServerClient.start`. So that it can fork safely it has one thread, runs no operator and opens no
+zmq context. It only waits for three events: an order from the controller, the end of a child, the end of the
+controller. It is the parent of all workers, so it alone reaps them, can signal them without a race on process ids, and
+outlives a controller that was killed. It also ends the processes that a worker leaves behind (strays.py).
 
 Lines of JSON, controller -> fork server: first the setup, then {"spawn": rank, "spec": {...}}, {"signal": number,
 "rank": rank}, {"orphan_grace_s": seconds}, {"hold": path}, {"settled": true}, {"stop": grace_s}. The setup is answered
@@ -40,8 +40,8 @@ from elaswave_spmd.runtime.processes.adoption import accept_next, listen_for_nex
 from elaswave_spmd.runtime.processes.scratch import hold_lock, hold_scratch
 from elaswave_spmd.runtime.processes.strays import adopt_strays, kill_strays, reap_strays
 
-_REAP_PERIOD_S = 0.01  # while all workers are ended
-_STRAYS_S = 1.0  # for those that are killed: one may be in a call that the kernel does not interrupt
+_REAP_PERIOD_S = 0.01  # how often to look for ended children while all workers are being ended
+_STRAYS_S = 1.0  # how long to wait for killed strays: one may be in a call that the kernel does not interrupt
 
 
 def num_threads() -> int:
@@ -58,24 +58,26 @@ class ForkServer:
     """The fork server's descriptors and living children.
 
     Args:
-        orders: socket to the controller.
-        notices: write end of the pipe on which ended workers are reported.
+        orders: the socket to the controller.
+        notices: the write end of the pipe on which ended workers are reported.
     """
 
     def __init__(self, orders: socket.socket, notices: int) -> None:
         self._orders = orders
         self._notices = notices
-        self._pids: dict[int, int] = {}  # rank -> pid, the living only
-        self._next_rank = 0  # above all that were ever made
-        self._made: list[int] = []  # the ranks of all of them
-        self._others: frozenset[int] = frozenset()  # children that are no workers, and were there before any
-        self._may_have_strays = False  # a worker has ended, and what code of the user has started in it may be left
-        self._ended: list[int] = []  # ranks whose end no controller has made good: there was none, or it was adopting
-        self._is_settled = True  # the controller has made good all that died with the one before
-        self._waited_s = 0.0  # for another controller, since the last one was lost
-        self._listener: socket.socket | None = None  # for the next controller
+        self._pids: dict[int, int] = {}  # rank -> pid, of the living workers
+        self._next_rank = 0  # the rank above those of all workers that were ever started
+        self._made: list[int] = []  # the ranks of all workers that were ever started
+        self._others: frozenset[int] = frozenset()  # children that are not workers, and were there before any worker
+        self._may_have_strays = False  # a worker has ended, and may have left strays
+        self._ended: list[int] = []  # ranks that ended while there was no controller, or while it was still adopting
+        self._is_settled = True  # the controller has handled all ends that happened before it had adopted the workers
+        self._waited_s = 0.0  # how long there has been no controller, since the last one was lost
+        self._listener: socket.socket | None = None  # where the next controller connects
         self._buffer = b""
-        self._locks: list[int] = []  # held as long as a worker lives, but not by processes that code of the user forks
+        # Descriptors of locks. Workers inherit them, so that the locks are held as long as a worker lives. Processes
+        # that a user's code forks in a worker close them.
+        self._locks: list[int] = []
         read, write = os.pipe()  # written by Python's signal handler when a child has ended
         os.set_blocking(read, False)
         os.set_blocking(write, False)
@@ -108,13 +110,13 @@ class ForkServer:
             gc.collect()
             gc.freeze()  # children share these objects' pages as long as no collector writes to them
             if setup["adopt_s"] is not None:
-                with contextlib.suppress(OSError):  # a file system without sockets: nobody adopts
+                with contextlib.suppress(OSError):  # on a file system without sockets, workers cannot be adopted
                     self._listener = listen_for_next(setup["scratch"][0])
             self._answer({"ready": True, "threads": num_threads()})
             self._serve_controllers()
         except _ControllerLostError:
-            # Workers notice by the life pipe, and may write a checkpoint before they end. Those that were waiting for
-            # another controller have had the most of this time already.
+            # Workers notice the loss by the life pipe, and may write a checkpoint before they end. The time that they
+            # have waited for another controller is a part of their grace.
             grace = float(setup["orphan_grace_s"])
             self._wait_until_none(grace - self._waited_s)
             self._end_all(min(grace, 1.0))
@@ -140,9 +142,9 @@ class ForkServer:
         return ""
 
     def _take_by_value(self) -> dict[str, str]:
-        """Have what the run gets by value, for all workers that are forked; spawned ones take it themselves.
+        """Unpickle the objects that the run gets by value, for all forked workers. Spawned workers do this themselves.
 
-        Returns an error's fields, empty on success.
+        Returns the fields of the user's error, empty on success.
         """
         fd = self._setup["by_value"]
         if fd is None or self._setup["method"] != "fork":
@@ -152,16 +154,16 @@ class ForkServer:
             by_value.take(fd)
         except Exception as error:
             return by_value.untakeable(error).fields()
-        os.close(fd)  # the bytes are not kept twice
+        os.close(fd)  # otherwise the bytes would stay in memory twice
         if num_threads() != before:
             return by_value.leaves_threads(num_threads()).fields()
         return {}
 
     def _serve_controllers(self) -> None:
-        """One controller after another, until one orders the end.
+        """Serve one controller after another, until one orders the end.
 
         Raises:
-            _ControllerLostError: the last one is gone, and none came in its place.
+            _ControllerLostError: the last controller is gone, and no other one came in its place.
         """
         while True:
             try:
@@ -201,7 +203,8 @@ class ForkServer:
 
     def _loop(self) -> None:
         while True:
-            # An order that was read together with the one before makes the socket readable no more.
+            # An order that was received together with the one before is in the buffer: the socket does not become
+            # readable for it.
             is_read = b"\n" in self._buffer
             ready = ready_among([self._orders, self._wake_read], 0.0 if is_read else None)
             if self._wake_read in ready:
@@ -223,7 +226,7 @@ class ForkServer:
                 self._answer(done | {"to": order["order"]})
 
     def _execute(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Carry out an order that is not the last one. Returns what is answered."""
+        """Carry out any order but `stop`. Returns the answer."""
         if "spawn" in order:
             rank = int(order["spawn"])
             spec = order["spec"] | {"rank": rank, "life_fd": self._setup["life_fd"]}
@@ -248,7 +251,7 @@ class ForkServer:
     def _fork(self, spec: dict[str, Any]) -> int:
         """Make a worker by a fork. Returns its process id; in the child this never returns."""
         parent = os.getpid()
-        # What is still in the buffers would be written by the child as well.
+        # Text that is still in the buffers would be written a second time by the child.
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -257,7 +260,8 @@ class ForkServer:
         try:
             child.die_with_parent(parent)
             signal.set_wakeup_fd(-1)
-            # The child must not keep the server's descriptors open: their end tells that the server has died.
+            # The child must not keep the server's descriptors open: the controller sees by their end that the server
+            # has died.
             self._orders.close()
             if self._listener is not None:
                 self._listener.close()
@@ -272,7 +276,7 @@ class ForkServer:
             os._exit(1)  # never back into the fork server's loop
 
     def _give_up_locks(self) -> None:
-        """Close the locks in this process, once: their numbers may be those of other files then."""
+        """Close the locks in this process. Only once: afterwards the same numbers may belong to other files."""
         while self._locks:
             os.close(self._locks.pop())
 
@@ -285,7 +289,8 @@ class ForkServer:
             "spec": spec,
             "by_value": self._setup["by_value"],
         }
-        # By a file, since a pipe holds 64 KiB, and writing more would wait for a child that may have failed.
+        # The orders go through a file: a pipe holds 64 KiB, and writing more would wait for a child that may have
+        # failed.
         with tempfile.TemporaryFile("w+") as file:
             json.dump(orders, file)
             file.seek(0)
@@ -321,14 +326,14 @@ class ForkServer:
             }
             with contextlib.suppress(OSError):  # the controller has ended
                 os.write(self._notices, json.dumps(notice).encode() + b"\n")
-        # Each that is killed wakes this process when it has ended; what it leaves behind itself is looked for then.
+        # A killed stray wakes this process when it has ended. Then the strays that it has itself left are killed.
         known = self._others.union(self._pids.values())
         has_ended = reap_strays(known)
         if self._may_have_strays:
             self._may_have_strays = kill_strays(known) or has_ended
 
     def _wait_until_none(self, seconds: float, *, strays: bool = False) -> None:
-        """Wait until all workers are ended and reaped; with `strays`, what they have left behind as well."""
+        """Wait until all workers have ended and are reaped; with `strays`, their strays as well."""
         deadline = time.monotonic() + seconds
         self._reap()
         while (self._pids or (strays and self._may_have_strays)) and time.monotonic() < deadline:
@@ -374,7 +379,8 @@ def run(orders: int, notices: int) -> NoReturn:
     """Serve until the end of the run, then end the process. SIGINT, SIGTERM and SIGHUP must be blocked.
 
     Args:
-        orders, notices: descriptors of the controller's socket, and of the pipe for workers that ended.
+        orders: the descriptor of the socket to the controller.
+        notices: the descriptor of the pipe on which ended workers are reported.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])

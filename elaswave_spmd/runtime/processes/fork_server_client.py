@@ -28,7 +28,7 @@ from elaswave_spmd.runtime.processes.fork_server import num_threads
 from elaswave_spmd.runtime.processes.forked_process import ForkedProcess, fork_process
 from elaswave_spmd.runtime.processes.import_path import interpreter_environment
 
-# The third would otherwise be imported by the first backward, in every worker.
+# Without the third one, every worker would import it in its first backward.
 PRELOAD = ("numpy", "torch", "torch.fx.experimental.symbolic_shapes", "zmq")
 """Modules that the fork server imports by default."""
 
@@ -71,20 +71,23 @@ class ForkServerSpec:
 
     Args:
         preload: modules that the fork server imports, so that workers need not. With "spawn" nothing is preloaded.
-        method: "fork" (milliseconds per worker) or "spawn" (a fresh interpreter each, for devices that cannot).
-        env: environment variables added for the fork server and all workers.
+        method: "fork" (milliseconds per worker), or "spawn" (a fresh interpreter for each worker, for devices whose
+            processes must not be forked).
+        env: environment variables to add for the fork server and all workers.
         scratch: directories (of sockets) that are deleted when the last worker has ended.
-        orphan_grace_s: how long workers may go on after the controller has died, before they are killed.
-        adopt_s: how long workers of a controller that has died wait for the next one, which takes them over with
-            `ForkServerClient.adopt`; a part of `orphan_grace_s`. None: they do not.
-        here: this process has done nothing yet but import modules, so the fork server may be a fork of it that need not
-            import them again. With threads, with `env` and with "spawn" it is a new interpreter all the same.
-        given: what all workers get by value, through a descriptor that the fork server inherits.
-        streams: descriptor (1 for the standard output, 2 for that of errors) -> the descriptor that takes its place in
-            the fork server and all workers; others are those of this process.
+        orphan_grace_s: how many seconds workers may go on after the controller has died, before they are killed.
+        adopt_s: how many of these seconds workers wait for another controller, which takes them over with
+            `ForkServerClient.adopt`; None if they do not wait for one.
+        here: True if this process has only imported modules so far. Then the fork server may be a fork of it, which
+            need not import them again. It is a new interpreter nevertheless if this process has threads, and with `env`
+            or "spawn".
+        given: the classes, functions and objects that all workers get by value (elaswave_spmd/by_value.py), through a
+            descriptor that the fork server inherits; None if there are none.
+        streams: descriptor (1 for standard output, 2 for standard error) -> the descriptor that takes its place in the
+            fork server and all workers. A stream that is not listed is the one of this process.
 
     Raises:
-        ConfigError: an unknown method.
+        ConfigError: the method is unknown.
     """
 
     preload: Sequence[str] = PRELOAD
@@ -103,19 +106,19 @@ class ForkServerSpec:
 
 
 class ForkServerClient:
-    """Makes worker processes. Created by `start`; for one thread; `fileno` and `poll` fit into a select loop.
+    """Makes worker processes. Created by `start` or `adopt`. Not thread-safe; `fileno` and `poll` fit a select loop.
 
-    Invariant: no process outlives the run, but for daemons that code of the user has started. A killed controller
-    closes the life pipe, on which workers end by themselves within `orphan_grace_s` or are killed; the kernel kills the
-    children of a killed fork server, but not what code of the user has started in them.
+    Invariant: no process outlives the run, except for daemons that a user's code has started. If the controller is
+    killed, the life pipe closes, and workers end by themselves within `orphan_grace_s` or are killed. If the fork
+    server is killed, the kernel kills its children, but not the processes that a user's code has started in them.
 
     Args:
-        process: the fork server.
-        orders: socket on which it takes orders and answers.
-        notices: read end of the pipe on which it reports workers that ended.
-        life: write end of the pipe whose end tells workers that this process has ended.
+        process: the process of the fork server.
+        orders: the socket on which it takes orders and answers.
+        notices: the read end of the pipe on which it reports workers that have ended.
+        life: the write end of the life pipe, by whose closing workers notice that this process has ended.
         scratch: directories that are removed when no worker is left.
-        orphan_grace_s: time that workers have to end by themselves after this process.
+        orphan_grace_s: the seconds that workers have to end by themselves after this process has ended.
     """
 
     def __init__(
@@ -135,23 +138,26 @@ class ForkServerClient:
         self._orphan_grace_s = orphan_grace_s
         self._num_orders = 0
         self._num_answered = 0  # the newest order that was answered
-        self._num_late = 0  # the newest whose answer did not come in time
-        self._unsent = b""  # of orders that nobody waits for, or that were given up
+        self._num_late = 0  # the newest order whose answer did not come in time
+        self._unsent = b""  # the rest of orders that the fork server has not read yet
         self._answer_buffer = b""
         self._notice_buffer = b""
         self._ready = False
         self._stopped = False
         self._is_releasing = False
         self._wait_until = math.inf
-        call_in_forks(self.give_back)  # where our ends are kept nobody notices the end of this process
+        # A process that a user's code forks from this one must close these descriptors. If it kept them open, workers
+        # would not notice the end of this process.
+        call_in_forks(self.give_back)
         self.num_threads = 0  # of the fork server; known once it is ready
 
     @classmethod
     def start(cls, target: str, spec: ForkServerSpec) -> ForkServerClient:
-        """Launch the fork server and return at once; it imports what workers need meanwhile.
+        """Launch the fork server and return at once, while it imports the modules that workers need.
 
         Args:
             target: "module:function", called in each worker with its spec plus `rank` and `life_fd`.
+            spec: how the fork server and its workers are made.
         """
         ours, theirs = socket.socketpair()
         notices, notices_theirs = os.pipe()
@@ -160,7 +166,7 @@ class ForkServerClient:
         fds = [theirs.fileno(), notices_theirs, life_theirs, *(() if lent is None else (lent,))]
         may_fork = spec.here and spec.method == "fork" and not spec.env and num_threads() == 1
         process = _start_process(fds, spec, may_fork=may_fork)
-        # Only the fork server may keep its ends, so that either side sees the end of the other.
+        # Only the fork server may keep these descriptors open, so that each side notices when the other one ends.
         theirs.close()
         for fd in fds[1:]:
             os.close(fd)
@@ -183,11 +189,11 @@ class ForkServerClient:
 
     @classmethod
     def adopt(cls, scratch: str, orphan_grace_s: float) -> tuple[ForkServerClient, Orphans] | None:
-        """Take over the fork server of a controller that has died, with its workers; None: there is none.
+        """Take over the fork server of a controller that has died, with its workers; None if there is none.
 
         Args:
-            scratch: its directory.
-            orphan_grace_s: as it was started with.
+            scratch: the directory of its sockets.
+            orphan_grace_s: the value that it was started with.
         """
         notices, notices_theirs = os.pipe()
         life_theirs, life = os.pipe()
@@ -210,9 +216,12 @@ class ForkServerClient:
         return self._process.pid
 
     def wait_at_most_until(self, when: float) -> None:
-        """Wait for no answer from `when` (time.monotonic) on: orders raise, and `stop` kills at once.
+        """Set a deadline after which no answer is waited for: orders raise, and `stop` kills at once.
 
-        A signal handler may call it, also while an answer is waited for.
+        A signal handler may call this, even while another call waits for an answer.
+
+        Args:
+            when: the deadline, in seconds of time.monotonic.
         """
         self._wait_until = min(self._wait_until, when)
 
@@ -221,7 +230,7 @@ class ForkServerClient:
 
         Raises:
             RunError: an import failed (with its traceback), or the server was stopped or has died.
-            ConfigError: what the run gets by value cannot be unpickled there.
+            ConfigError: the objects that the run gets by value cannot be unpickled there.
         """
         if self._stopped:
             raise RunError("the fork server was stopped")
@@ -242,15 +251,16 @@ class ForkServerClient:
 
         Args:
             spec: plain JSON data for the worker's main function.
-            limit_s: seconds after which the worker counts as not started, and is killed should it start later; None: it
-                does not, and that the fork server does not answer is an error.
+            limit_s: the seconds after which the worker counts as not started; should it start later, it is killed. None
+                to wait as long as for any order, after which it is a RunError that the fork server does not answer.
 
         Raises:
-            NotStartedError: the system has nothing left for another process; or it takes too long.
+            NotStartedError: the system has no process, memory, descriptor or disk left, or `limit_s` is over.
         """
         self.ready()
         self.keep_up()
-        if limit_s is not None and self._num_answered < self._num_late:  # nobody waits for it once more
+        # If an earlier order is still not answered, do not wait for the fork server another time.
+        if limit_s is not None and self._num_answered < self._num_late:
             raise NotStartedError(f"the fork server (pid {self.pid}) stands still")
         try:
             answer = self._request({"spawn": rank, "spec": dict(spec)}, limit_s)
@@ -268,35 +278,37 @@ class ForkServerClient:
         """Send a signal to worker `rank`; False if it has ended already.
 
         Args:
-            limit_s: seconds for the answer; None: as many as for any order.
+            rank: the worker.
+            number: the number of the signal.
+            limit_s: the seconds to wait for the answer; None for `_ORDER_TIMEOUT_S`.
         """
         self.ready()
         return bool(self._request({"signal": int(number), "rank": rank}, limit_s)["sent"])
 
     def order_signal(self, rank: int, number: int) -> None:
-        """Order that worker `rank` is sent a signal, and wait for nothing: the fork server may stand still.
+        """Order a signal to worker `rank` without waiting for an answer, for the case that the fork server hangs.
 
-        Nothing happens if the worker has ended by then.
+        The order has no effect if the worker has ended by the time that it is carried out.
         """
         self.ready()
         self._order({"signal": int(number), "rank": rank})
 
     def keep_up(self) -> None:
-        """Send what the fork server did not take yet of orders that nobody waits for, and read their answers.
+        """Send the rest of orders that the fork server has not read yet, and read answers that nobody waits for.
 
-        To be called now and then; never waits. Without it the fork server would wait for the rest of an order, or for
-        room for its answers.
+        Call it regularly; it never waits. Without it the fork server could wait for ever for the rest of an order, or
+        for room for its answers.
         """
         if self._stopped or not self._ready or (not self._unsent and self._num_answered == self._num_orders):
             return
-        with contextlib.suppress(OSError):  # there is no answer yet; or it has died, which `poll` tells
+        with contextlib.suppress(OSError):  # there is no answer yet, or the fork server has died, which `poll` reports
             self._send_some()
             self._answer_buffer += self._orders.recv(65536, socket.MSG_DONTWAIT)
         while b"\n" in self._answer_buffer:
             self._next_answer()
 
     def set_orphan_grace(self, seconds: float) -> None:
-        """Set the time that workers have after this process, if it was not known at `start`. Waits until ready."""
+        """Set `orphan_grace_s`, if it was not known at `start`. Waits until the fork server is ready."""
         self.ready()
         self._request({"orphan_grace_s": seconds})
         self._orphan_grace_s = seconds
@@ -307,14 +319,14 @@ class ForkServerClient:
         self._request({"hold": str(lock)})
 
     def settle(self) -> None:
-        """All that died with the controller before is made good: the next one is not told of it once more.
+        """Tell the fork server that all ends of workers before the adoption are handled. Does not wait.
 
-        Waits for nothing.
+        From now on it would not report them again to a further controller.
         """
         self._order({"settled": True})
 
     def give_back(self) -> None:
-        """End as if this process had died, without a wait: workers that were taken over wait for another controller."""
+        """Close all descriptors as if this process had died, without waiting. Workers wait for another controller."""
         if not self._stopped:
             self._close_our_ends()
             os.close(self._notices)
@@ -361,17 +373,17 @@ class ForkServerClient:
             self._request({"stop": grace_s}, grace_s + _ORDER_TIMEOUT_S)
             self._process.wait(max(0.0, min(_ORDER_TIMEOUT_S, self._wait_until - time.monotonic())))
         except (RunError, subprocess.TimeoutExpired):
-            pass  # it has died, or hangs and is killed below: then the kernel kills its children with it
+            pass  # it has died, or it hangs and is killed below, and the kernel kills its children with it
         exits, _ = self._read_exits()
         self._abandon()
         return exits
 
     def kill(self) -> list[Exited]:
-        """Kill the fork server, and by that all workers, without an order and without a wait for an answer; idempotent.
+        """Kill the fork server, and thereby all workers, without an order and without waiting; idempotent.
 
-        The kernel kills the children of a fork server that dies (Linux); elsewhere they see the end of the life pipe.
+        On Linux the kernel kills the children of a fork server that dies; elsewhere they see the end of the life pipe.
 
-        Returns the exits that `poll` has not reported yet. Workers that end here are not among them.
+        Returns the exits that `poll` has not reported yet. Workers that end by this call are not among them.
         """
         if self._stopped:
             self.end_release()
@@ -389,7 +401,7 @@ class ForkServerClient:
             self.end_release()  # it hangs: killed now, and its children with it
 
     def releasing(self, seconds: float) -> bool:
-        """Begin what `release` does, or go on with it, for so many seconds. True if processes are left."""
+        """Do what `release` does for at most `seconds`. Returns True if processes are left; then call it again."""
         if not self._stopped:
             self._is_releasing = True
             self._close_our_ends()
@@ -403,7 +415,7 @@ class ForkServerClient:
         return False
 
     def end_release(self) -> None:
-        """Kill what is left after `releasing`."""
+        """Kill the processes that are left after `releasing`."""
         if self._is_releasing:
             self._is_releasing = False
             self._kill_and_clean_up()
@@ -440,11 +452,11 @@ class ForkServerClient:
         )
 
     def _request(self, order: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
-        """Send an order, and wait for its answer, for `_ORDER_TIMEOUT_S` if no other time is given."""
+        """Send an order and wait for its answer, for at most `timeout_s` or, if None, `_ORDER_TIMEOUT_S`."""
         deadline = time.monotonic() + (limit_s := _ORDER_TIMEOUT_S if timeout_s is None else timeout_s)
         self._num_orders += 1
         self._send(order | {"order": self._num_orders}, limit_s, deadline)
-        # An answer that comes late, to an order that was given up, is none to this one.
+        # Skip late answers to orders that were given up.
         while (answer := self._receive(limit_s, deadline)).get("to") != self._num_orders:
             pass
         if "error" in answer:
@@ -452,32 +464,38 @@ class ForkServerClient:
         return answer
 
     def _order(self, order: dict[str, Any]) -> None:
-        """Send an order, and wait neither for its answer nor for a fork server that does not read."""
+        """Send an order. Wait neither for its answer nor for a fork server that does not read."""
         self._num_orders += 1
-        with contextlib.suppress(NoAnswerError):  # what is left of it is sent before the next one, or by `keep_up`
+        with contextlib.suppress(NoAnswerError):  # the rest of the order is sent before the next one, or by `keep_up`
             self._send(order | {"order": self._num_orders}, 0.0, time.monotonic())
         self.keep_up()
 
     def _send(self, message: dict[str, Any], timeout_s: float, deadline: float) -> None:
-        """Send a line, after what is left of those before it, until `deadline`, `timeout_s` seconds after the begin.
+        """Send a line, after the rest of earlier lines.
 
-        A line that was begun is ended first: else the fork server would take this one for a part of it.
+        The rest of a line that was begun has to come first: otherwise the fork server would take this line for a part
+        of it.
+
+        Args:
+            message: what is sent as JSON.
+            timeout_s: the time that the caller has given, for the error text.
+            deadline: when that time is over, in seconds of time.monotonic.
         """
         self._unsent += json.dumps(message).encode() + b"\n"
         try:
-            # First, also if there is no time: an order to stop is sent, and not waited for.
+            # Try once even if there is no time left: an order to stop must be sent, though its answer is not awaited.
             while not self._send_some():
                 self._wait_for([], [self._orders], deadline, timeout_s)
         except OSError as error:
             raise self._died() from error
 
     def _send_some(self) -> bool:
-        """Send what the fork server takes now. True if nothing is left.
+        """Send as much of `_unsent` as the socket takes now. Returns True if nothing is left.
 
         Raises:
-            OSError: it has died.
+            OSError: the fork server has died.
         """
-        with contextlib.suppress(BlockingIOError):  # a large order, and a fork server that does not read
+        with contextlib.suppress(BlockingIOError):  # the order is large, and the fork server does not read
             while self._unsent:
                 self._unsent = self._unsent[self._orders.send(self._unsent, socket.MSG_DONTWAIT) :]
         return not self._unsent
@@ -496,7 +514,7 @@ class ForkServerClient:
         return self._next_answer()
 
     def _next_answer(self) -> dict[str, Any]:
-        """The next answer, which has come."""
+        """The next answer, which must be complete in the buffer."""
         line, _, self._answer_buffer = self._answer_buffer.partition(b"\n")
         answer = json.loads(line)
         self._num_answered = max(self._num_answered, answer.get("to", 0))
@@ -537,8 +555,9 @@ def _start_interpreter(fds: Sequence[int], spec: ForkServerSpec) -> subprocess.P
     """Start a fork server in a new interpreter.
 
     Args:
-        fds: its descriptors: of the orders, of the notices, of the life pipe that workers inherit, and of what they get
-            by value, if they get anything.
+        fds: the descriptors that it inherits: of the orders, of the notices, of the life pipe that workers inherit, and
+            of the objects that they get by value, if they get any.
+        spec: how the fork server and its workers are made.
     """
     environment = interpreter_environment(spec.env)
     if spec.method == "fork":

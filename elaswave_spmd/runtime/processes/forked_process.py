@@ -1,4 +1,4 @@
-"""Forked processes: children that keep the modules that this process has imported, and nothing else of it."""
+"""Forked processes: children that keep the imported modules of this process, and nothing else of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_DESCRIPTORS = 1 << 20
 
 
 class ForkedProcess:
-    """A forked child with the part of the interface of `subprocess.Popen` that is needed. For one thread."""
+    """A forked child, with the few methods of `subprocess.Popen` that its users need. Not thread-safe."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -63,12 +63,15 @@ def fork_process(
 ) -> ForkedProcess:
     """Run `main` in a child whose only open descriptors are `keep`, the output streams, and an empty input.
 
-    To be called while this process has one thread: a fork copies only the calling thread, and locks that another one
-    held would stay locked. The child ends with `main`, or with code 1 if it raises. Signals are as after an exec: those
-    that this process handles are at their default there, those that it ignores or blocks stay so.
+    It must be called while this process has only one thread: a fork copies only the calling thread, and locks that
+    another thread held would stay locked. The child ends with code 0 when `main` returns, or with 1 if it raises.
+    Signals are as after an exec: those that this process handles have their default action in the child, those that it
+    ignores or blocks stay ignored or blocked.
 
     Args:
-        streams: output stream of the child -> the descriptor of this process that takes its place.
+        main: what the child does.
+        keep: the descriptors that stay open in the child.
+        streams: output stream of the child (1 or 2) -> the descriptor of this process that takes its place.
     """
     sys.stdout.flush()
     sys.stderr.flush()

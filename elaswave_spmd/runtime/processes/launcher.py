@@ -18,16 +18,17 @@ from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServe
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine of a run, by what it offers: the controller's own, or an agent's.
+    """A machine of a run and what it offers: the controller's own machine, or an agent's.
 
     Args:
-        agent: peer id of its agent; None: the controller's machine.
-        host: its name, which is its failure domain. Agents that fail together have the same.
-        places: for workers; None: no limit.
-        ranks: the workers there whose end has not been reported; of the controller's machine none are listed.
-        is_ready: workers can be started there.
-        is_leaving: its workers leave, and none is started there any more.
-        is_doubtful: a worker there fell silent and its end is not reported: none is started there until it is.
+        agent: the peer id of its agent; None for the controller's machine.
+        host: its name, which is its failure domain. Agents that fail together have the same name.
+        places: the number of workers that it has room for; None if there is no limit.
+        ranks: the workers there whose end has not been reported. For the controller's machine it is empty.
+        is_ready: True if workers can be started there.
+        is_leaving: True if its workers leave, so that none is started there any more.
+        is_doubtful: True if a worker there fell silent and its end is not reported yet. Until it is, no worker is
+            started there.
     """
 
     agent: int | None
@@ -40,24 +41,24 @@ class Machine:
 
     @property
     def free(self) -> int:
-        """The places that no worker has; of a machine without a limit 0."""
+        """The number of places to start workers on. It is 0 for a machine without a limit."""
         if self.places is None or not self.is_ready or self.is_leaving or self.is_doubtful:
             return 0
         return max(0, self.places - len(self.ranks))
 
 
 class Launcher:
-    """All worker processes of a run. For one thread; `fileno` and `poll` fit into a select loop.
+    """All worker processes of a run, on all machines. Not thread-safe; `fileno` and `poll` fit a select loop.
 
     Args:
-        fork_server: makes the workers of this machine; stopped by `stop`.
-        agents: make those of other machines; None if there are none. The launcher is the fork server alone then.
+        fork_server: makes the workers of this machine. `stop` stops it.
+        agents: make the workers of other machines; None if there are none. Then all calls go to the fork server.
     """
 
     def __init__(self, fork_server: ForkServerClient, agents: Agents | None = None) -> None:
         self._fork_server = fork_server
         self._agents = agents
-        self._hosts: dict[int, Agent | None] = {}  # by living rank, None: this machine. Unused without agents
+        self._hosts: dict[int, Agent | None] = {}  # living rank -> agent, None for this machine. Unused without agents
         self._selector: selectors.BaseSelector | None = None
         if agents is not None:
             self._selector = selectors.DefaultSelector()
@@ -73,7 +74,8 @@ class Launcher:
         """Assign machines to workers: the first `num_local` run here, the others on the agents in consecutive ranks.
 
         Args:
-            num_local: None for as many as do not fit on the agents.
+            ranks: the first workers of the run, in the order of their ranks.
+            num_local: the number of workers on this machine; None for as many as do not fit on the agents.
 
         Raises:
             ConfigError: the agents have too little room.
@@ -103,12 +105,12 @@ class Launcher:
         return socket.gethostname() if agent is None else agent.host
 
     def domain_of(self, rank: int) -> tuple[str, ...] | None:
-        """The failure domain of `rank`: its machine. None without agents, when there is one machine."""
+        """The failure domain of `rank`: its machine. None without agents, as there is only one machine then."""
         return None if self._agents is None else (self.host_of(rank),)
 
     @property
     def machines(self) -> tuple[Machine, ...]:
-        """This machine, and those of all agents that have been admitted; none if the run cannot have agents."""
+        """This machine, and the machines of all admitted agents; empty if the run cannot have agents."""
         if self._agents is None:
             return ()
         own = Machine(None, socket.gethostname(), None)
@@ -136,12 +138,15 @@ class Launcher:
         return used
 
     def _assign_newcomer(self, rank: int, host: str | None) -> None:
-        """Assign a machine to a joining worker: none that leaves, or of which nobody knows whether it stands still.
+        """Assign a machine to a joining worker: an agent with a free place, else this machine.
+
+        Agents whose workers leave, and agents that may be hanging, get no worker.
 
         Args:
-            host: the name of the one that was asked for, whose newest agent comes first: an older one of this name may
-                be one that is lost, which nobody has noticed yet. None: the agent used to the smallest fraction of its
-                capacity. Either way this machine, where no agent has a place.
+            rank: the joining worker.
+            host: the name of the machine that was asked for. If several agents have this name, the newest one is taken:
+                an older one may be lost without having been noticed yet. None for the agent that uses the smallest
+                fraction of its capacity.
         """
         used = {peer: len(ranks) for peer, ranks in self._used().items()}
         serving = [a for a in self._agents or () if a.prepared and not (a.leaving or a.is_doubtful)]
@@ -161,28 +166,31 @@ class Launcher:
         self._fork_server.ready()
 
     def hold(self, lock: Path) -> None:
-        """Share the lock of a file as long as a worker of this machine lives, whatever becomes of this process."""
+        """Have the lock of a file held as long as a worker of this machine lives, even if this process ends before."""
         self._fork_server.hold(lock)
 
     def take_back(self, peer: int) -> None:
-        """The workers of an agent that is back, which a controller before this one has started, run there."""
+        """Note that the workers of an agent that is back, which an earlier controller had started, run there."""
         for agent in self._agents or ():
             if agent.peer == peer:
                 self._hosts.update(dict.fromkeys(agent.ranks, agent))
 
     def address_of(self, rank: int) -> str | None:
-        """The address of a worker of an agent that is back; "": it was no member yet; None: it is on this machine."""
+        """The address of a worker that an agent has brought back: "" if it was not a member of the mesh yet.
+
+        Returns None for a worker of this machine.
+        """
         agent = self._hosts.get(rank)
         return None if agent is None else agent.addresses.get(rank)
 
     def settle(self) -> None:
-        """All that died with the controller before is made good."""
+        """Tell all machines that the ends of workers before the adoption are handled (`ForkServerClient.settle`)."""
         self._fork_server.settle()
         if self._agents is not None:
             self._agents.settle()
 
     def dismiss(self, reason: str) -> None:
-        """Have the agents look for the run again, which begins again; before `stop`, which would end them."""
+        """Have the agents look for the run again, as it begins again. Call it before `stop`, which would end them."""
         if self._agents is not None:
             self._agents.dismiss(reason)
 
@@ -193,14 +201,14 @@ class Launcher:
 
         Args:
             spec: plain JSON data for the worker's main function.
-            host: of a newcomer, the machine that was asked for.
-            limit_s: as for ForkServerClient.spawn, if it runs on this machine; others are not waited for.
+            host: for a newcomer, the name of the machine that was asked for.
+            limit_s: as for ForkServerClient.spawn, if the worker runs on this machine. Agents are not waited for.
 
         Returns:
-            Its process id if it runs on this machine, else None.
+            The process id of the worker if it runs on this machine, else None.
 
         Raises:
-            NotStartedError: this machine has nothing left for another process, or takes too long.
+            NotStartedError: this machine has no process, memory, descriptor or disk left, or `limit_s` is over.
         """
         if self._agents is not None and rank not in self._hosts:
             self._assign_newcomer(rank, host)
@@ -235,7 +243,7 @@ class Launcher:
         return self._agents.signal(agent, rank, number)
 
     def order_signal(self, rank: int, number: int) -> None:
-        """Order that worker `rank` is sent a signal, and wait for nothing. Nothing happens if it has ended by then."""
+        """Order a signal to worker `rank` without waiting. The order has no effect if the worker has ended by then."""
         if (agent := self._hosts.get(rank)) is None:
             self._fork_server.order_signal(rank, number)
         else:
@@ -243,7 +251,7 @@ class Launcher:
             self._agents.signal(agent, rank, number)
 
     def keep_up(self) -> None:
-        """See `ForkServerClient.keep_up`: to be called now and then."""
+        """Call it regularly; see `ForkServerClient.keep_up`."""
         self._fork_server.keep_up()
 
     def fileno(self) -> int:

@@ -1,8 +1,8 @@
 """Rendezvous of a run's machines: a port at which the controller gives agents what they need to join the run.
 
-Both ends derive the keys of this one conversation from the shared secret, so it is encrypted, and only who has the
-secret can ask or answer: what is recorded of it is worthless to others, also to pretend to be a run that has ended.
-An agent gets an id, the address of the controller's links, and the run's own credentials.
+Both ends derive the keys of a conversation from the shared secret. So it is encrypted, and only processes that have the
+secret can ask or answer. A recording of it is worthless: it cannot be decrypted, nor replayed to pretend to be a run
+that has ended. An agent gets an id, the address of the controller's links, and the run's own credentials.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _SHORTEST_SECRET = 16  # bytes
 _ANSWER_TIMEOUT_S = 30.0
 _RETRY_S = 0.25
 _CONNECT_S = 2.0  # of one attempt to connect
-_LOOK_S = 1.0  # a signal that comes just before a wait does not interrupt it
+_LOOK_S = 1.0  # the longest wait, since a signal that comes just before a wait does not interrupt it
 _REFUSALS = 3  # failed handshakes in a row: one may be the end of a controller, or a machine that is too busy
-_LARGEST_BYTES = 4096  # of a frame in either direction
+_LARGEST_BYTES = 4096  # the most bytes of a frame, in either direction
 _BAD_QUESTION = "question that is none, at the rendezvous"
 _NOT_DECODED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # the last: of arrays that are nested deeply
 _FAILED_HANDSHAKES = sum(REJECTED_CONNECTIONS)
@@ -51,13 +51,13 @@ _MONITOR_EVENT = struct.Struct("=hi")  # the first frame of a monitor's message:
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
-    """An agent's question; the format comes first, so that it can be read whatever another version sends after it."""
+    """An agent's question. The format comes first, so that it can be read whatever other versions send after it."""
 
     format: int  # `FORMAT_VERSION` of the agent
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """The controller's answer. To another format version it has the format alone."""
+    """The controller's answer. To an agent of another format version, it has only the format."""
 
     format: int  # `FORMAT_VERSION` of the controller
     peer: int = 0
@@ -66,10 +66,11 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NoRunYetError(ConfigError):
-    """Something listens at the rendezvous that gives no answer, or ends each connection.
+    """A process listens at the rendezvous but gives no answer, or ends each connection.
 
-    For who looks for a run for the first time it is no controller, or has another secret. But a controller that ends,
-    and one that is cut off, look the same: who has been in the run before may look again.
+    An agent that looks for a run for the first time takes this for a process that is not a controller, or has another
+    secret. But a controller that is ending, or cut off, looks the same. So an agent that has been in the run before may
+    try again.
     """
 
 
@@ -79,9 +80,9 @@ class Found:
 
     Args:
         peer: the peer id of this agent.
-        address: of the controller's links.
-        credentials: of the run's links.
-        local_host: address of this machine from which the rendezvous was reached.
+        address: the address of the controller's links.
+        credentials: the credentials of the run's links.
+        local_host: the address of this machine from which the rendezvous was reached.
     """
 
     peer: int
@@ -97,7 +98,7 @@ def read_secret(path: str, *, where: str) -> bytes:
         where: the option or setting that named the file, for errors.
 
     Raises:
-        ConfigError: no such file, one that others may read, or one that is too short.
+        ConfigError: the file does not exist, may be read by other users, or is too short.
     """
     file = Path(os.path.expanduser(path))
     fix = f"(umask 077; openssl rand -hex 32 > {path}), and the same file on every machine"
@@ -130,7 +131,7 @@ def resolve_address(host: str, *, where: str) -> str:
     """Resolve a name to an IPv4 address of this machine, to listen on.
 
     Raises:
-        ConfigError: the name is unknown, or is no single address of this machine.
+        ConfigError: the name is unknown, or does not name one single address of this machine.
     """
     try:
         address = socket.gethostbyname(host)
@@ -158,9 +159,10 @@ class Rendezvous:
     """The controller's end: a thread that answers agents, from `announce` until `close`.
 
     Args:
-        host, port: the address at which it listens, and only there.
-        secret: shared with the agents.
-        given: so many peer ids were given at earlier rendezvous of the same run, and are given to nobody again.
+        host: the one address on which it listens.
+        port: the port.
+        secret: the secret that is shared with the agents.
+        given: the number of peer ids that earlier rendezvous of the same run have given, which are not given again.
 
     Raises:
         ConfigError: the address is not of this machine, or in use; or this libzmq cannot encrypt.
@@ -208,8 +210,8 @@ class Rendezvous:
         """Begin to answer.
 
         Args:
-            address: at which the controller's links listen.
-            credentials: of these links.
+            address: the address at which the controller's links listen.
+            credentials: the credentials of these links.
         """
         self._answer = Answer(FORMAT_VERSION, 0, address, credentials.to_dict())
         self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
@@ -231,12 +233,12 @@ class Rendezvous:
         self._context.term()
 
     def _let_go(self) -> None:
-        """In a process that is forked from this one: leave the port to the next controller."""
+        """Close the port in a process that is forked from this one, so that the next controller can listen there."""
         if not self._closed:
             close_bound(self._address)
 
     def _serve(self) -> None:
-        """The thread: answers, admits, and counts what it refuses."""
+        """The thread: it answers questions, admits connections, and counts refusals."""
         poller = zmq.Poller()
         for waited in (self._socket, self._admission.socket, self._monitor, self._stop_read):
             poller.register(waited, zmq.POLLIN)
@@ -255,7 +257,7 @@ class Rendezvous:
                     )
 
     def _reply(self, frames: list[bytes]) -> None:
-        """Answer one question, which comes from a process that has the secret, though perhaps of another version."""
+        """Answer one question. It comes from a process that has the secret, but may be of another version."""
         try:
             if len(frames) != 2:
                 raise msgspec.ValidationError("a question has one frame")
@@ -279,7 +281,10 @@ def find_controller(host: str, port: int, secret: bytes, timeout_s: float) -> Fo
     """Wait until a process listens at the rendezvous, and ask it how to join the run.
 
     Args:
-        host, port: as `conf.schema.endpoint` returns them.
+        host: the name or address of the rendezvous.
+        port: its port.
+        secret: the secret that is shared with the controller.
+        timeout_s: the seconds within which a process must listen there.
 
     Raises:
         RunError: no process listens there within `timeout_s` seconds.
@@ -307,16 +312,17 @@ def find_controller(host: str, port: int, secret: bytes, timeout_s: float) -> Fo
 
 
 class _Inquiry:
-    """One question to what listens at an address, over a connection on which both sides show that they have the secret.
+    """One question to the process that listens at an address, as a context manager.
 
-    A context manager.
+    Both sides of the connection have to show that they have the secret.
     """
 
     def __init__(self, address: str, keys: RunKeys) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer = _new_socket(self._context, zmq.DEALER)
         self._dealer.setsockopt(zmq.RECONNECT_IVL, int(1e3 * _RETRY_S))
-        # While the network is cut the kernel would try more and more seldom, and find it again a minute too late.
+        # While the network is cut, the kernel tries to connect less and less often. Without a limit for one attempt, it
+        # would notice up to a minute too late that the network is back.
         self._dealer.setsockopt(zmq.CONNECT_TIMEOUT, int(1e3 * _CONNECT_S))
         keys.secure_client(self._dealer)
         events = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED_HANDSHAKES
@@ -334,10 +340,12 @@ class _Inquiry:
         self._context.term()
 
     def answer(self, where: str, deadline: float, timeout_s: float) -> Answer:
-        """The answer, once it is there; see `find_controller`.
+        """Wait for the answer. The errors are those of `find_controller`.
 
         Args:
-            deadline: until which a process must listen, `timeout_s` seconds after the begin.
+            where: the rendezvous, for errors.
+            deadline: the time until which a process must listen, in seconds of time.monotonic.
+            timeout_s: the seconds that the caller has given, for errors.
         """
         poller = zmq.Poller()
         poller.register(self._dealer, zmq.POLLIN)
@@ -353,15 +361,16 @@ class _Inquiry:
             if event == zmq.EVENT_CONNECTED:
                 listens, deadline = True, time.monotonic() + _ANSWER_TIMEOUT_S
                 continue
-            if event == zmq.EVENT_DISCONNECTED:  # it has ended: another one may listen there soon
+            if event == zmq.EVENT_DISCONNECTED:  # the process has ended: another one may listen there soon
                 listens, deadline = False, patience
                 continue
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                # Asked on every connection: a controller that ends takes the question along.
+                # Ask again on every connection: if a controller ends, the question is lost with it.
                 self._dealer.send(msgspec.msgpack.encode(Question(FORMAT_VERSION)))
                 refusals = 0
                 continue
-            # A connection that only ends may have met the end of a controller, or a machine that is too busy.
+            # A handshake that fails without a detail may be due to a controller that ends, or to a busy machine. So it
+            # takes _REFUSALS of them in a row; any other failure is final at once.
             refusals += 1 if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else _REFUSALS
             if refusals >= _REFUSALS:
                 is_final = event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -418,7 +427,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _keys_of(secret: bytes) -> RunKeys:
-    """The keys of the rendezvous; those of the run are others, and made anew for each run."""
+    """The keys of the rendezvous. The run's links have other keys, which are made anew for each run."""
     return RunKeys.derive(secret, "rendezvous")
 
 

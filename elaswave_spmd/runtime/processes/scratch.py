@@ -1,12 +1,12 @@
-"""The directory of a command's sockets, which is removed with its last process, however that ends.
+"""The directory of a command's sockets, which is removed with the command's last process, however that ends.
 
-A command and its fork server hold a lock on a file in it, and so do the workers that are forked from there. If all of
-them are killed at once, a process that waits for the lock removes it. Should that one be killed too, the next command
-that makes such a directory beside it does.
+A command, its fork server and the workers that are forked from it hold a lock on a file in the directory. If all of
+them are killed at once, a process that waits for the lock removes the directory (scratch_remover.py). If that process
+is killed too, the next command that makes such a directory beside this one removes it.
 
-They share a lock of the directory itself as well, for programs that remove from /tmp what nobody has used for days:
-systemd-tmpfiles leaves a directory alone, with all that is in it, while another process has it locked (tmpfiles.d(5)).
-Sockets and mutexes are used without their files' times ever changing, so a run of weeks would lose them.
+All of these processes also share a lock of the directory itself. It protects the directory from programs that clean up
+/tmp: systemd-tmpfiles leaves a directory and its content alone while another process has it locked (tmpfiles.d(5)).
+Without the lock a run of weeks would lose its sockets and mutexes, as their use does not change the times of the files.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Scratch:
 
     @classmethod
     def adopted(cls, path: str) -> Scratch:
-        """The directory of a command that has died, whose processes go on; the one that removes it still waits.
+        """The directory of a command that has died and whose processes go on. Its remover process still waits.
 
         Raises:
-            OSError: it is gone, or is being removed.
+            OSError: the directory is gone, or is being removed.
         """
         scratch = cls.__new__(cls)
         scratch.path = path
@@ -49,9 +49,10 @@ class Scratch:
         return scratch
 
     def make_again(self) -> None:
-        """Have another directory instead, for another fork server: the one before has removed its own at its end.
+        """Make a new directory in place of this one, for another fork server, as the one before has removed this one.
 
-        Under another name: whatever still knows the old one, a process that removes it too, has no part in this one.
+        The new directory has another name, so that processes that still know the old one, such as one that removes it,
+        do not touch the new one.
         """
         self.remove()
         self._make()
@@ -60,7 +61,7 @@ class Scratch:
         folder = Path(socket_directory())
         self.path = str(folder)
         _remove_dead(folder.parent)
-        # The file gets its name when it is locked: without it, a directory is left alone.
+        # The file gets its name only when it is locked. Other commands leave a directory without such a file alone.
         new = folder / f".{_OWNER}"
         self._held = hold_lock(new)
         self._kept = _keep_from_cleaners(folder)
@@ -68,12 +69,12 @@ class Scratch:
         self._remover: subprocess.Popen[bytes] | None = _start_remover(folder)
 
     def give_up(self) -> None:
-        """Hold one that was adopted no more, and leave it to its other processes; `remove` does nothing then."""
+        """Stop holding an adopted directory, and leave it to its other processes. `remove` does nothing afterwards."""
         self._close()
         self._held = -1
 
     def remove(self) -> None:
-        """Remove the directory, if its fork server has not; once."""
+        """Remove the directory, unless its fork server has done so. A second call does nothing."""
         if self._held < 0:
             return
         shutil.rmtree(self.path, ignore_errors=True)
@@ -83,20 +84,20 @@ class Scratch:
             self._remover.wait()
 
     def _close(self) -> None:
-        """Hold neither lock any more."""
+        """Give up both locks."""
         os.close(self._held)
         if self._kept is not None:
             os.close(self._kept)
 
 
 def hold_scratch(folder: str) -> list[int]:
-    """Hold a `Scratch` as well, with all processes that are forked from this one later.
+    """Hold the directory of a `Scratch` in this process, and in all processes that are forked from it later.
 
     Returns:
-        The descriptors, whose closing ends it for this process.
+        The descriptors of the locks. Closing them gives the locks up for this process.
     """
     held: list[int] = []
-    # It was made by other means, or its command has ended, and it is being removed.
+    # These errors mean that the directory is not a `Scratch`, or that its command has ended and it is being removed.
     with contextlib.suppress(FileNotFoundError, BlockingIOError):
         held.append(hold_lock(Path(folder) / _OWNER, os.O_RDWR))
         if (kept := _keep_from_cleaners(folder)) is not None:
@@ -105,16 +106,16 @@ def hold_scratch(folder: str) -> list[int]:
 
 
 def remove_with(folder: str, path: Path) -> None:
-    """Have a file removed together with a `Scratch` whose processes are killed, if it is still the same file then."""
+    """Have a file removed together with a `Scratch` whose processes were killed, if it is still the same file then."""
     with contextlib.suppress(OSError), (Path(folder) / scratch_remover.WITH).open("ab") as entries:
         entries.write(scratch_remover.entry(os.fsencode(path.absolute())))
 
 
 def hold_lock(file: str | Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
-    """Share the lock of a file until this process has ended, and all that are forked from it from now on.
+    """Share the lock of a file until this process, and all processes that are forked from it later, have ended.
 
     Returns:
-        The descriptor, whose closing ends it for this process. Programs that are started do not inherit it.
+        The descriptor of the lock. Closing it gives the lock up for this process. Started programs do not inherit it.
     """
     fd = os.open(file, flags | os.O_CLOEXEC, 0o600)
     fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -122,10 +123,10 @@ def hold_lock(file: str | Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
 
 
 def _keep_from_cleaners(folder: str | Path) -> int | None:
-    """Share the lock of a directory, as `hold_lock` does that of a file; None: its file system has no such locks."""
+    """Share the lock of a directory, like `hold_lock` for a file. Returns None if its file system has no such locks."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # It waits, for a moment: nobody but a cleaner that is in there just now takes the lock for itself.
+        # This may wait, but only for a moment: the only programs that take the lock exclusively are cleaners of /tmp.
         fcntl.flock(fd, fcntl.LOCK_SH)
     except OSError:
         os.close(fd)
@@ -134,10 +135,10 @@ def _keep_from_cleaners(folder: str | Path) -> int | None:
 
 
 def _start_remover(folder: Path) -> subprocess.Popen[bytes]:
-    """Start the process that removes the directory if all who hold it are killed.
+    """Start the process that removes the directory if all processes that hold it are killed.
 
-    In a session of its own, since signals to the command's group are not for it, and with nothing of its streams and
-    environment.
+    It runs in a session of its own, so that signals to the command's group do not reach it, and with none of the
+    command's streams and environment.
     """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", scratch_remover.__file__, str(folder), _OWNER],

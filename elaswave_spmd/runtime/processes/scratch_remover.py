@@ -1,8 +1,9 @@
-"""The process that removes a directory of sockets when all that hold it have ended, however they did.
+"""The process that removes a directory of sockets when all processes that use it have ended, however they ended.
 
-A command starts this file as a program of its own, with the directory as its argument (`scratch.Scratch`). It waits for
-the lock that they share: the kernel gives it up with the last of them, even if all were killed at one instant. It is in
-no process group of theirs, has none of their descriptors, and imports next to nothing, so that it costs little.
+A command starts this file as a program of its own, with the directory as its argument (`scratch.Scratch`). The program
+waits for the lock that the command's processes share. The kernel releases the lock with the last of them, even if all
+of them are killed at once. The program is in no process group of theirs, has none of their descriptors, and imports
+next to nothing, so that it costs little.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import os
 import sys
 
 WITH = "with"
-"""A file in the directory that names what is to be removed with it: see `entry`."""
+"""The name of a file in the directory that lists files elsewhere which are to be removed with it, as by `entry`."""
 
 
 def entry(path: bytes) -> bytes:
-    """The entry for a file; it has what tells the file from another one that has taken its name meanwhile.
+    """The entry for a file: its path, and the numbers by which another file that took its name can be told apart.
 
-    Bytes that end with a zero, since any other byte may be part of a name, and this process knows no locale.
+    It is bytes, since this process knows no locale, and ends with a zero, since any other byte may be part of a name.
     """
     status = os.lstat(path)
     return b"%d %d %d %b\0" % (status.st_dev, status.st_ino, status.st_mtime_ns, path)
@@ -33,7 +34,7 @@ def remove_when_free(folder: str, owner: str) -> None:
         return  # it has been removed
     fcntl.flock(fd, fcntl.LOCK_EX)
     with contextlib.suppress(OSError), open(os.path.join(folder, WITH), "rb") as entries:  # mostly there is none
-        for found in entries.read().split(b"\0")[:-1]:  # after the last zero is one that was not written whole
+        for found in entries.read().split(b"\0")[:-1]:  # what follows the last zero was not written completely
             path = found.split(b" ", 3)[3]
             with contextlib.suppress(OSError):
                 if entry(path) == found + b"\0":

@@ -1,7 +1,8 @@
 """The signals that ask a command to end: Ctrl-C, and what batch systems and closed terminals send.
 
-A handler may interrupt anything, so what it does is decided by where the command is: while it starts, the signal is an
-exception; while it has something to save, an event for the thread that decides; while it clears up, nothing.
+A signal handler may interrupt anything, so its effect depends on what the command is doing. While the command starts,
+the signal raises an exception. While it has something to save, the signal is an event for the thread that decides.
+While it cleans up, the signal has no effect.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from elaswave_spmd.forks import set_up_forks
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 SAME_SIGNAL_S = 0.5
-"""Within so many seconds the same signal again is one request: `timeout` signals its command, and then its group."""
+"""The same signal again within this number of seconds counts as one request. The reason is the command `timeout`, which
+signals its command and then the command's group, so that the command gets the signal twice."""
 
 _ALL = 1 << 30
 
 
 class Signalled(KeyboardInterrupt):
-    """A signal asked the command to end where it had nothing to save."""
+    """A signal asked the command to end while it had nothing to save."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -45,16 +47,16 @@ def signal_name(number: int) -> str:
 
 
 class StopSignals:
-    """The stop signals of this process from `__enter__` to `__exit__`. Signals that it ignores stay ignored.
+    """Handles the stop signals of this process from `__enter__` to `__exit__`. Ignored signals stay ignored.
 
-    Without `as_events` or `held` the first signal raises `Signalled` in the main thread, and later ones do nothing:
-    what the first one has begun to clear up is cleared up.
+    Outside of the context managers below, the first signal raises `Signalled` in the main thread. Later ones do
+    nothing, so that the cleanup that the first one has begun is not interrupted.
 
-    A signal that comes again within `SAME_SIGNAL_S` is taken for the one before.
+    A signal that comes again within `SAME_SIGNAL_S` does not count.
 
     Args:
-        numbers: the signals; others do what they did.
-        clock: the time in seconds.
+        numbers: the signals to handle; other signals keep their handlers.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -63,16 +65,16 @@ class StopSignals:
         self._asked_for = numbers
         self._clock = clock
         self._numbers: list[int] = []
-        self._counted: dict[int, float] = {}  # when each signal has counted the last time
-        self._pending: deque[int] = deque()  # signals that no handler has got yet
+        self._counted: dict[int, float] = {}  # signal -> when it counted last
+        self._pending: deque[int] = deque()  # signals that were not passed to a handler yet
         self._before: dict[int, Any] = {}
-        self._held = 0  # signals that raise nothing here
+        self._held = 0  # the number of signals, from the first one of this process, that raise nothing
         self._handler: Callable[[int], None] | None = None
         self._raised = False
 
     @property
     def first(self) -> int | None:
-        """The number of the first signal that has come; None: none has."""
+        """The number of the first signal that has come; None if none has."""
         return self._numbers[0] if self._numbers else None
 
     @property
@@ -84,7 +86,7 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():  # Python has handlers in this thread only
             set_up_forks(self._give_back, self._asked_for)  # what code of the user forks ends by them
             for number in self._asked_for:
-                # A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP: so it stays.
+                # A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP. Both must stay ignored.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._came)
         return self
@@ -99,33 +101,35 @@ class StopSignals:
 
     @contextlib.contextmanager
     def as_events(self, handler: Callable[[int], None], count: int = 2) -> Iterator[None]:
-        """A `with` that passes the first signals to `handler`. One more raises, as nothing seems to answer them.
+        """A context that passes the first `count` signals to `handler`. One more raises `Signalled`.
+
+        It does so since a user who signals so often has got no reaction.
 
         Args:
-            handler: gets a signal's number. It mostly runs inside Python's signal handler, so it must be short and must
-                not block.
-            count: signals, counted from the first that came, that raise nothing.
+            handler: gets the number of the signal. It mostly runs inside Python's signal handler, so it must be short
+                and must not block.
+            count: the number of signals that raise nothing, counted from the first one that this process got.
         """
         with self._holding(count, handler):
-            self._pass_on()  # also what has come while signals were held
+            self._pass_on()  # signals that came while they were held
             yield
 
     @contextlib.contextmanager
     def passing_to(self, handler: Callable[[int], None]) -> Iterator[None]:
-        """A `with` that passes all signals to `handler`, as `as_events` does, and that none of them interrupts."""
+        """A context that passes all signals to `handler`, as `as_events` does, however many there are."""
         with self._holding(_ALL, handler):
             self._pass_on()
             yield
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """A `with` that the next signal interrupts, also inside a `with` that passes signals on."""
+        """A context in which the next signal raises `Signalled`, even inside one that passes signals on."""
         with self._holding(len(self._numbers), None):
             yield
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """A `with` that no signal interrupts. `check` afterwards raises what has come."""
+        """A context that no signal interrupts. `check` raises afterwards if one has come."""
         with self._holding(_ALL, None):
             yield
 
@@ -142,7 +146,7 @@ class StopSignals:
         """Raise the first signal that has come, if one has.
 
         Raises:
-            Signalled: once; the one that raises later is the caller that has something to clear up.
+            Signalled: a signal has come. It is raised only once in this process, here or from the signal handler.
         """
         if self._numbers:
             self._raise()
@@ -160,7 +164,7 @@ class StopSignals:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Pass pending signals to the handler, each once, also where another signal interrupts this method."""
+        """Pass pending signals to the handler, each once, even if another signal interrupts this method."""
         with contextlib.suppress(IndexError):
             while self._handler is not None:
                 self._handler(self._pending.popleft())

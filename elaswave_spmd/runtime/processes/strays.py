@@ -1,12 +1,14 @@
-"""Strays: what code of the user has started in a worker, and that outlives the worker, such as a pool of processes.
+"""Strays: processes that a user's code has started in a worker and that outlive the worker, such as a process pool.
 
-Nobody else would end them: they wait for orders that never come, each with a copy of the worker's memory and of its
-descriptors. A worker, and the fork server, become the parents of what their descendants leave behind (Linux:
-PR_SET_CHILD_SUBREAPER). So a worker's strays come to the fork server when the worker has ended, and it ends them; one
-whose own parent in the worker ends stays the worker's until then.
+Without this module they would stay for ever: they wait for orders that never come, each with a copy of the worker's
+memory and descriptors. Therefore each worker, and the fork server, becomes a *subreaper* (Linux:
+PR_SET_CHILD_SUBREAPER): the kernel makes it the parent of processes whose own parents among its descendants have ended.
+While a worker lives, its strays are the worker's children, and are left alone. When the worker ends they become
+children of the fork server, which ends them.
 
-Two are left alone. What has a process group of its own, as a daemon has, was meant to stay. And a resource tracker, as
-`multiprocessing` has it, ends by itself after the others, when it has removed what they have left in /dev/shm.
+Two kinds of processes are left alone even then. A process with a process group of its own, such as a daemon, was meant
+to stay. And a resource tracker of `multiprocessing` ends by itself after the others, when it has removed what they have
+left in /dev/shm.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ _TRACKER = b"resource_tracker"  # of multiprocessing, and of the packages that a
 
 
 def adopt_strays() -> frozenset[int]:
-    """Make this process the parent of what its descendants leave behind, where the kernel can tell who that is.
+    """Make this process the parent of processes that its descendants leave behind, if the kernel can list children.
 
     Returns:
-        The process ids of the children that it has already.
+        The process ids of the children that this process has already; empty if the kernel cannot list them.
     """
     if sys.platform != "linux" or (found := _children()) is None:
         return frozenset()
@@ -36,10 +38,10 @@ def adopt_strays() -> frozenset[int]:
 
 
 def reap_strays(known: Collection[int]) -> bool:
-    """Reap the children of this process that have ended, but for those that are known; for its only thread.
+    """Reap the children of this process that have ended, except for `known` ones. For a process with one thread.
 
     Returns:
-        True if there was any. What it has left behind itself is a stray then.
+        True if there was any. Processes that it has left behind itself are strays now.
     """
     found = False
     for pid in (_children() or frozenset()) - frozenset(known):
@@ -49,10 +51,10 @@ def reap_strays(known: Collection[int]) -> bool:
 
 
 def kill_strays(known: Collection[int]) -> bool:
-    """Kill the children of this process that nobody needs any more. Returns True if there was any.
+    """Kill the strays among the children of this process. Returns True if there was any.
 
     Args:
-        known: process ids of children that are no strays.
+        known: process ids of children that are not strays.
     """
     found = False
     for pid in (_children() or frozenset()) - frozenset(known):
@@ -64,7 +66,7 @@ def kill_strays(known: Collection[int]) -> bool:
 
 
 def _children() -> frozenset[int] | None:
-    """The children of this process's only thread, or of its first one; None where the kernel does not tell."""
+    """The children of this process's main thread; None if the kernel does not list them."""
     try:
         listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
     except OSError:
@@ -73,10 +75,10 @@ def _children() -> frozenset[int] | None:
 
 
 def _is_left_behind(pid: int) -> bool:
-    """True of a process that has nothing to do any more; see the top of the file.
+    """True for a stray that is to be ended; see the module docstring.
 
     Raises:
-        OSError: it has ended.
+        OSError: the process has ended.
     """
-    command = Path(f"/proc/{pid}/cmdline").read_bytes()  # empty if it has ended, and is to be reaped
+    command = Path(f"/proc/{pid}/cmdline").read_bytes()  # empty if it has ended and is not reaped yet
     return bool(command) and os.getpgid(pid) == os.getpgrp() and _TRACKER not in command

@@ -1,10 +1,11 @@
 """`train --supervise`: a small process that starts a run's controller, and starts it again when it dies.
 
-The next controller adopts the workers that still live (docs/protocol.md, A1 to A12); where there are none, it goes on
-from the newest checkpoint. What counts as a death is an end by a signal, or by an exit code that the command line does
-not have. Exit codes of its own are ends that were told, and end the supervisor with the same code.
+The next controller adopts the workers that still live (docs/protocol.md, A1 to A12). If there are none, it goes on from
+the newest checkpoint. A controller has *died* if it was ended by a signal, or with an exit code that the command line
+never uses. With any other exit code it has ended on purpose, and the supervisor ends with the same code.
 
-The controller is in a session of its own, so that each signal reaches it once: the supervisor passes them on.
+The controller is in a session of its own, so that signals of the terminal reach only the supervisor, which passes each
+of them on once.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.regular_files import read_regular
 
 VARIABLE = "ELASWAVE_SPMD_SUPERVISOR"
-"""The descriptor, in the environment of a supervised command, on which it tells the directory of its run."""
+"""The environment variable with the descriptor on which a supervised command writes the directory of its run."""
 ADOPT_S = 120
-"""timeouts.adopt of a supervised command that names none."""
+"""`timeouts.adopt` in seconds, for a supervised command that does not set it."""
 
-_STOPPED_S = 10.0  # that a controller may stand still (SIGSTOP) before another one takes its place
+_STOPPED_S = 10.0  # how long a controller may be stopped (SIGSTOP) before another one takes its place
 _POLL_S = 0.05
-_REST_S = 5.0  # for processes of earlier controllers to end, once the last one has
+_REST_S = 5.0  # how long to wait, after the last controller has ended, for processes of earlier ones to end
 _PR_SET_CHILD_SUBREAPER = 36
 _OWN_EXIT_CODES = (0, 1, 2, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
 _SUMMARY, _METRICS, _EPOCHS = "summary.json", "metrics.jsonl", "epochs.jsonl"
@@ -44,23 +45,23 @@ class Deaths:
     """The deaths of controllers since a step was committed last.
 
     Args:
-        steps: committed so far.
-        in_a_row: deaths in which no step was committed; 0: none yet.
+        steps: the number of steps that were committed by the last death.
+        in_a_row: the number of deaths since these steps were committed, without another step between them.
     """
 
     steps: int = 0
     in_a_row: int = 0
 
     MOST = 3
-    """So many deaths in a row without a step between them: the next controller would die as well."""
+    """After this number of deaths in a row, the next controller would probably die as well."""
 
     def one_more(self, steps: int) -> Deaths:
-        """A controller has died, when so many steps were committed."""
+        """The value after one more controller has died, when `steps` steps were committed."""
         return replace(self, in_a_row=self.in_a_row + 1) if steps <= self.steps else Deaths(steps, 1)
 
     @property
     def are_too_many(self) -> bool:
-        """True if no other controller is to be started."""
+        """True if no other controller should be started."""
         return self.in_a_row >= self.MOST
 
 
@@ -72,7 +73,7 @@ class Ended:
 
     @property
     def is_death(self) -> bool:
-        """True if nobody meant it."""
+        """True if the controller did not end on purpose."""
         return self.code not in _OWN_EXIT_CODES
 
     def __str__(self) -> str:
@@ -84,20 +85,23 @@ class Ended:
 
 
 def supervised_by(environment: MutableMapping[str, str]) -> int | None:
-    """The descriptor of the supervisor that has started this process, which is taken out; None: it has none."""
+    """The descriptor to write to if a supervisor has started this process, else None. Removes it from `environment`."""
     number = environment.pop(VARIABLE, None)
     return int(number) if number is not None and number.isdigit() else None
 
 
 def with_adoption(words: Sequence[str]) -> list[str]:
-    """The words of a supervised command: its workers wait for the next controller, unless they say something else."""
+    """The arguments of a supervised command, with `timeouts.adopt` added unless they set it.
+
+    By this setting its workers wait for the next controller.
+    """
     named = any(word.lstrip("+").startswith("timeouts.adopt=") for word in words)
     return [*words, *([] if named else [f"timeouts.adopt={ADOPT_S}"])]
 
 
 def end_orphans(run_dir: Path) -> None:
-    """End the workers of a run whose result is written, and which wait for a controller that need not come."""
-    from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient  # not before it is needed
+    """End the workers of a run whose result is written. They still wait for another controller, which will not come."""
+    from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient  # imported only if needed
 
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
         lines = (json.loads(line) for line in read_regular(run_dir / _EPOCHS).splitlines() if b'"scratch"' in line)
@@ -110,13 +114,13 @@ def supervise(words: Sequence[str]) -> int:
     """Run the command of this process with a supervisor.
 
     Args:
-        words: of the command, without the flag.
+        words: the arguments of the command, without the flag.
 
     Returns:
-        The exit code: that of the last controller; 1 if it died and no other one was started.
+        The exit code of the last controller; 1 if it died and no other one was started.
 
     Raises:
-        ConfigError: a signal of the terminal or of a batch system could not be passed on: this is no command of ours.
+        ConfigError: this process was not started by a command line, so its command cannot be started again.
     """
     whole, typed = sys.orig_argv, sys.argv[1:]
     if whole[len(whole) - len(typed) :] != typed:
@@ -133,21 +137,21 @@ class _Supervisor:
     """One supervisor: it starts one controller after another.
 
     Args:
-        program: what is started, without the words of the run.
-        words: those.
+        program: the command that is started, without the arguments of the run.
+        words: the arguments of the run.
     """
 
     def __init__(self, program: Sequence[str], words: list[str]) -> None:
         self._program = program
         self._words = words
         self._signals: deque[int] = deque()  # filled by handlers
-        self._is_asked = False  # to end
-        self._asked_by = int(signal.SIGTERM)
-        self._is_last = False  # it was asked to, and the controller that is started adopts workers only to save
+        self._is_asked = False  # a signal has asked the run to end
+        self._asked_by = int(signal.SIGTERM)  # the number of this signal
+        self._is_last = False  # the controller that was asked to end has died; the next one only saves the state
         self._run_dir = ""
 
     def run(self) -> int:
-        """Run until the run has ended, or dies without getting any further. Returns the exit code."""
+        """Run until the run has ended, or its controllers die without committing steps. Returns the exit code."""
         # The fork server of a controller that has died becomes a child of this process, and is reaped here.
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -164,7 +168,7 @@ class _Supervisor:
             if self._run_dir and (Path(self._run_dir) / _SUMMARY).exists():
                 end_orphans(Path(self._run_dir))
                 self._wait_for_the_rest()
-                return 0  # it died when the result was written
+                return 0  # the controller died after the result was written
             if why_not := self._why_not_again(deaths := deaths.one_more(self._steps())):
                 self._say(f"the controller {ended}; {why_not}")
                 return 1
@@ -176,7 +180,7 @@ class _Supervisor:
             words = words_resuming(self._words, self._run_dir)
 
     def _why_not_again(self, deaths: Deaths) -> str:
-        """Why no other controller is started; empty: one is."""
+        """Why no other controller is started, in words; empty if one is."""
         waits = f"; workers that still live save their state and end, after timeouts.adopt ({ADOPT_S} s by default)"
         if self._is_last:
             return f"it had been asked to end, and is not started again{waits}"
@@ -207,8 +211,8 @@ class _Supervisor:
         while True:
             with contextlib.suppress(BlockingIOError):
                 written += os.read(read, 65536)
-            # One that was started to save is told to end once it has begun: before that a signal would kill it. A user
-            # who asks twice means now.
+            # A controller that was started only to save gets the signal once it has begun, which it shows by writing
+            # its directory. Before that the signal would kill it. A user's second signal is passed on at once.
             while self._signals and (not self._is_last or written or len(self._signals) > 1):
                 self._pass_on(self._signals.popleft(), process.pid)
             pid, status = self._next_change()
@@ -228,20 +232,21 @@ class _Supervisor:
                     self._say(
                         f"the controller (process {process.pid}) has stood still for {_STOPPED_S:g} s: it is killed"
                     )
-                    # Killed, it has no lock on the run any more, and whatever it was about to write is not written.
+                    # It must be dead before the next controller starts: it holds the lock of the run, and could still
+                    # write its files.
                     os.kill(process.pid, signal.SIGKILL)
                     stopped_at = None
                 time.sleep(_POLL_S)
 
     def _next_change(self) -> tuple[int, int]:
-        """A child that has ended, was stopped, or goes on; (0, 0): none."""
+        """(pid, status) of a child that has ended, was stopped or was continued; (0, 0) if there is none."""
         try:
             return os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
         except ChildProcessError:
             return 0, 0
 
     def _wait_for_the_rest(self) -> None:
-        """Wait until nothing is left of controllers that have died, mostly for milliseconds, but not for ever."""
+        """Wait until no processes of dead controllers are left. This mostly takes milliseconds, and has a limit."""
         deadline = time.monotonic() + _REST_S
         with contextlib.suppress(ChildProcessError):
             while time.monotonic() < deadline:
@@ -249,7 +254,7 @@ class _Supervisor:
                     time.sleep(_POLL_S)
 
     def _pass_on(self, number: int, pid: int) -> None:
-        """Pass a signal on to the controller; a Ctrl-Z stops its whole group, and then this process."""
+        """Pass a signal on to the controller. Ctrl-Z stops the controller's whole group, and then this process."""
         if number == signal.SIGTSTP:
             self._signal_group(pid, signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
