@@ -318,8 +318,7 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
         checkpoint, bad = load_newest_good(path, settings.train.resume_at)
         step, lines = checkpoint.step, _lines(path, checkpoint.step)
         saved = without_average(checkpoint.manifest.identity, identity)
-        identity = as_far_as_saved(identity, saved)
-        found = check_schedule_change(saved, identity, settings, lines, step, where=where)
+        found = check_schedule_change(saved, as_far_as_saved(identity, saved), settings, lines, step, where=where)
         check_identity(checkpoint.manifest.layout, layout_fingerprint(plan.description.layout), where=where)
         until = found.same_until
         if same and until < max(lines, default=0):
