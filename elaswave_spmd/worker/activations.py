@@ -1,10 +1,10 @@
 """Activations: what one layer hands to the next, a tensor or a flat tuple of tensors, and the gradient of it.
 
 Floating-point tensors are in the compute dtype, others are as the layer made them; all are contiguous, with the strides
-that follow from their shapes (`in_plain_strides`), and so are their gradients. Of a tuple some
-tensors may be without gradient: integers, and what depends on no parameter and no input with a gradient, such as a
-mask. `requires_grad` marks the others; the gradient of an activation has a tensor for each of these. A named tuple
-arrives at the next layer as one with the same fields.
+that follow from their shapes (`in_plain_strides`), and aligned, and so are their gradients. Of a tuple some tensors may
+be without gradient: integers, and what depends on no parameter and no input with a gradient, such as a mask.
+`requires_grad` marks the others; the gradient of an activation has a tensor for each of these. A named tuple arrives at
+the next layer as one with the same fields.
 
 Between stages a tensor is sent as it is. The tensors of a tuple are sent together, as bytes, with their forms in the
 message.
@@ -31,6 +31,9 @@ Activation: TypeAlias = Tensor | tuple[Tensor, ...]
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+ALIGNMENT = 64
+"""Bytes: addresses of memory that torch allocates are multiples of it."""
 
 
 def tensors_of(value: Activation) -> tuple[Tensor, ...]:
@@ -156,6 +159,29 @@ def in_plain_strides(tensor: Tensor) -> Tensor:
     return tensor.as_strided(shape, strides)  # `view` goes on with the strides that it finds
 
 
+def in_own_memory(y: Activation, parameters: Tensor) -> Activation:
+    """A layer's output, without tensors that are part of its parameters, or that are not aligned.
+
+    Parameters are updated in place, and with ZeRO-3 their memory is freed behind the layer, while the next layer and
+    stage may need the output for longer. And a tensor that begins in the middle of another one arrives in another stage
+    as an aligned copy, with which kernels may compute other bits (`HostDevice.from_host`).
+
+    Args:
+        parameters: the layer's, flat.
+    """
+    if isinstance(y, Tensor):
+        return y if _is_aligned_alone(y, parameters) else y.clone()
+    if all(_is_aligned_alone(one, parameters) for one in y):
+        return y
+    return like(y, (one if _is_aligned_alone(one, parameters) else one.clone() for one in y))
+
+
+def _is_aligned_alone(tensor: Tensor, parameters: Tensor) -> bool:
+    """True if a tensor begins where memory is allocated, and shares none with the parameters."""
+    mine, theirs = tensor.untyped_storage().data_ptr(), parameters.untyped_storage().data_ptr()
+    return tensor.data_ptr() % ALIGNMENT == 0 and (mine != theirs or not mine)
+
+
 @lru_cache(maxsize=1024)
 def _plain_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides = accumulate((max(size, 1) for size in reversed(shape[1:])), operator.mul, initial=1)
@@ -199,10 +225,15 @@ def gradient_of(x: Activation) -> Activation | None:
 
     It is zero for a tensor that the layer ignores: the layer before expects a gradient.
     """
-    made = [torch.zeros_like(t, requires_grad=False) if t.grad is None else in_plain_strides(t.grad) for t in graded(x)]
+    made = [torch.zeros_like(t, requires_grad=False) if t.grad is None else _aligned(t.grad) for t in graded(x)]
     if isinstance(x, Tensor):
         return made[0] if made else None
     return tuple(made) or None
+
+
+def _aligned(gradient: Tensor) -> Tensor:
+    """A gradient in the strides of its shape, and aligned, as it arrives in another stage: autograd may give a view."""
+    return in_plain_strides(gradient.clone() if gradient.data_ptr() % ALIGNMENT else gradient)
 
 
 def zero_gradient(y: Activation) -> Activation:

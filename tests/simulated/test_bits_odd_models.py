@@ -119,6 +119,29 @@ class Spread(nn.Module):
         return x[:, None, :, 0, 0].expand(-1, TOKENS, -1)
 
 
+class Queries(nn.Module):
+    """Gives a parameter of its own beside its input, as detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.empty(3, WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.query
+
+
+class Answered(nn.Module):
+    """Uses what `Queries` gave, also for the gradient of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        memory, query = x
+        return memory + torch.tanh(self.project(query)).mean(0)
+
+
 class Buffered(Mix):
     """Has a constant that is registered as a buffer."""
 
@@ -180,6 +203,7 @@ CASES: dict[str, Callable[[], LayeredModel]] = {
     "channels last": model(Pooled, Convolved, Convolved, Spread),
     "no parameters": model(Nothing, Mix, Nothing),
     "its input": model(Same, Same, tied=True),
+    "its own parameter": model(Queries, Answered),
     "odd parameters": model(Scaled, Scaled),
     "a buffer": model(Buffered),
     "batch norm, evaluated": model(Evaluated, Evaluated),

@@ -28,6 +28,7 @@ from elaswave_spmd.worker.activations import (
     graded,
     gradient_of,
     handed_on,
+    in_own_memory,
     in_words,
     leaf,
     marked,
@@ -544,8 +545,9 @@ class StagePrograms:
     def _call(self, layer: int, x: Activation, keys: Keys, batch: Any, phase: str = "forward") -> Activation:
         """The layer's output, or the loss, or (loss, weight), after the last layer, in its one form on every mesh.
 
-        An output is contiguous and in the compute dtype even where no stage ends behind the layer. Otherwise the next
-        layer would see other strides, or another dtype, when the stages are cut elsewhere, and other kernels could run.
+        An output is contiguous, aligned and in the compute dtype even where no stage ends behind the layer. Otherwise
+        the next layer would see other strides, or another dtype, when the stages are cut elsewhere, and other kernels
+        could run.
         """
         try:
             y = self._compute(layer, x, keys, batch)
@@ -555,7 +557,8 @@ class StagePrograms:
             raise
         if layer == self._last:
             return checked_loss(y)
-        return checked_output(y, self._values[layer].flat.dtype, self._name_of(layer))
+        parameters = self._values[layer].flat
+        return in_own_memory(checked_output(y, parameters.dtype, self._name_of(layer)), parameters)
 
     def _name_of(self, layer: int) -> str:
         return self._values[layer].layout.name

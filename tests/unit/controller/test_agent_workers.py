@@ -18,7 +18,7 @@ from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.adoption import write_address
 from elaswave_spmd.runtime.processes.rendezvous import Found, NoRunYetError
-from elaswave_spmd.runtime.processes.stop_signals import Signalled
+from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals
 from elaswave_spmd.runtime.transport.credentials import RunKeys
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.runtime.transport.mailbox import Envelope, PeerClosed, SelectableMailbox
@@ -220,7 +220,7 @@ def machine_of(monkeypatch: pytest.MonkeyPatch, workers: AgentWorkers) -> tuple[
     """A machine with these workers, and their fork server."""
     fork_server = ForkServer()
     monkeypatch.setattr(agent_machine, "start_fork_server", lambda *_, **__: fork_server)
-    machine = agent_machine.Machine(30.0)
+    machine = agent_machine.Machine(30.0, StopSignals(()))
     machine.workers = workers
     return machine, fork_server
 

@@ -70,6 +70,26 @@ def test_what_the_next_layer_is_given_has_the_strides_of_its_shape(shape: tuple[
     assert isinstance(found, Tensor) and found.stride() == wanted and torch.equal(found, x)
 
 
+def test_what_the_next_layer_is_given_is_aligned_and_no_parameter() -> None:
+    """A view that begins in the middle would be an aligned copy in another stage; parameters change, or are freed."""
+    flat = torch.randn(64)
+    whole, part, own = torch.randn(1, 5, 10), torch.randn(1, 5, 10)[:, 1:], flat[:32].view(4, 8).requires_grad_()
+    assert part.is_contiguous() and part.data_ptr() % a.ALIGNMENT
+    assert a.in_own_memory(whole, flat) is whole
+    found = a.in_own_memory((whole, part, own), flat)
+    assert found[0] is whole
+    for one, other in zip(found[1:], (part, own), strict=True):
+        assert torch.equal(one, other) and one.requires_grad == other.requires_grad
+        assert not one.data_ptr() % a.ALIGNMENT and one.untyped_storage().data_ptr() != flat.data_ptr()
+    found[2].sum().backward()
+    assert own.grad is not None and torch.equal(own.grad, torch.ones(4, 8)), "its gradient reaches the parameter"
+    x = torch.randn(1, 4, 10, requires_grad=True)
+    torch.cat([torch.randn(1, 1, 10), x], 1).square().sum().backward()
+    gradient = a.gradient_of(x)
+    assert isinstance(gradient, Tensor) and not gradient.data_ptr() % a.ALIGNMENT
+    assert x.grad is not None and torch.equal(gradient, x.grad)
+
+
 def test_a_tensor_is_sent_as_it_is() -> None:
     tensor = torch.randn(2, 3)
     assert a.packed(tensor) is tensor and a.forms_sent(tensor) == ((), ())

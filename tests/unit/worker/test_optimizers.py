@@ -71,6 +71,23 @@ def test_updating_in_pieces_gives_the_bits_of_updating_as_a_whole(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("threads", [3, 8])
+def test_several_threads_compute_the_bits_of_one(optimizer: PageOptimizer, threads: int) -> None:
+    """They divide tensors of more than 32,768 elements by their lengths, which differ from mesh to mesh."""
+    pages = 7 * 512 + 3
+    cuts = [0, 2049 * ALIGNED, 2051 * ALIGNED, pages * ALIGNED]
+    wanted = steps_of(optimizer, pages * ALIGNED, [0, pages * ALIGNED], 3, decays=True, divisor=1.37)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for some in (cuts, [cuts[0], cuts[-1]]):
+            found = steps_of(optimizer, pages * ALIGNED, some, 3, decays=True, divisor=1.37)
+            assert all(map(torch.equal, found, wanted))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 @pytest.mark.parametrize("divisor", [1.0, 2.7])
 def test_clipping_is_a_division_of_the_gradient(optimizer: PageOptimizer, divisor: float) -> None:
     param, grad = torch.randn(640), torch.randn(640)

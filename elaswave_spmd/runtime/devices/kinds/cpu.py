@@ -40,10 +40,17 @@ class Cpu:
 
     def open(self, index: int, island: Island) -> Device:
         import torch
+        from torch.utils import deterministic
 
         from elaswave_spmd.runtime.devices.host import HostDevice
 
         torch.set_num_threads(island.threads)
+        if island.threads > 1:
+            # Else the gradient of an indexing with tensors, `weight[tokens]`, is added up by several threads in the
+            # order of their times. (Not use_deterministic_algorithms, which imports the compiler.)
+            torch.set_deterministic_debug_mode("error")
+            # It would also fill new tensors; every buffer here is written before it is read.
+            deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         return HostDevice(self)
 
     def group_environment(self, given: Mapping[str, str]) -> dict[str, str]:
