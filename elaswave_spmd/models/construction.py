@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.utils import deterministic
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,16 @@ def constructing(seed: int, layers: Collection[str] | None = None) -> Iterator[N
     token = _present.set(_Construction(seed, layers))
     # Not torch.use_deterministic_algorithms, which imports the compiler: seconds, for each worker.
     before = torch.get_deterministic_debug_mode()
+    filled = deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
     torch.set_deterministic_debug_mode("warn")
+    # A device of this process that is deterministic itself has switched the filling off.
+    deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with seeded(seed, ""):
             yield
     finally:
         torch.set_deterministic_debug_mode(before)
+        deterministic.fill_uninitialized_memory = filled  # pyright: ignore[reportAttributeAccessIssue]
         _present.reset(token)
 
 

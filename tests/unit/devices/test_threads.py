@@ -11,6 +11,7 @@ from tests.waiting import PATIENCE_S
 _SCRIPT = """
 import sys
 import torch
+from elaswave_spmd.models.construction import constructing
 from elaswave_spmd.runtime.devices import Island, device_of
 
 threads = int(sys.argv[1])
@@ -18,6 +19,8 @@ device_of("cpu").open(0, Island(1, threads))
 assert torch.get_num_threads() == threads
 assert torch.get_deterministic_debug_mode() == (2 if threads > 1 else 0)
 assert threads == 1 or not torch.empty(100_000).isnan().all(), "no new tensor is filled"
+with constructing(0):
+    assert torch.empty(100_000).isnan().all(), "which shows what a constructor leaves as it found it"
 draw = torch.Generator().manual_seed(1)
 weight = torch.randn(7, 64, generator=draw).requires_grad_()
 tokens, dy = torch.randint(7, (64, 128), generator=draw), torch.randn(64, 128, 64, generator=draw)
