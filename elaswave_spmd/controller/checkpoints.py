@@ -158,9 +158,13 @@ class CheckpointCoordinator:
             newest = self._spec.orders.newest_due(newest - 1)
         return newest > self._incomplete and self.awaits(newest)
 
-    def worker_lost(self) -> None:
-        """A worker is lost: what it had not written yet of checkpoints until now will not come."""
-        self._incomplete = self._committed
+    def worker_lost(self, until: int | None = None) -> None:
+        """A worker is lost: what it had not written yet of checkpoints will not come.
+
+        Args:
+            until: the step after which it had left, and of later ones had no part; None: it was a member until now.
+        """
+        self._incomplete = max(self._incomplete, self._committed if until is None else until)
 
     def committed(self, step: int) -> None:
         """A step is committed."""

@@ -462,9 +462,9 @@ class Controller:
         lost = self._failures.suspected(suspects, now)
         if standstill is not None and self._done_by is None:
             lost += self._failures.stands_still(standstill)
-        actions: list[Action] = self._released.overdue(now)
+        actions, unwritten = self._released.overdue(now)
         if actions:
-            self._checkpoints.worker_lost()  # what they were writing will not come
+            self._checkpoints.worker_lost(until=unwritten)  # what they were writing will not come
         if silent := [suspect.rank for suspect in suspects if suspect.is_silent]:
             # First: nobody is to be started in their place on a machine that is given up, or may soon be.
             actions += self._machines.fallen_silent(silent, self._io.machines(), self._ready)
@@ -664,7 +664,7 @@ class Controller:
         self._worker_states.removed(rank, lost=lost)
         self._roster.remove(rank)
         if not lost:
-            self._released.let_go(rank, self._io.now())
+            self._released.let_go(rank, self._io.now(), self.protocol.version)
         else:
             self._checkpoints.worker_lost()
             # It may live on: a process that is stopped, or that other machines cannot reach

@@ -24,30 +24,35 @@ class ReleasedWorkers:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._until: dict[int, float] = {}  # rank -> when it is to have ended; in this order
+        self._until: dict[int, tuple[float, int]] = {}  # rank -> when it is to have ended, its last step; in this order
 
-    def let_go(self, rank: int, now: float) -> None:
-        """A worker has been told to end."""
-        self._until[rank] = now + self._seconds
+    def let_go(self, rank: int, now: float, step: int) -> None:
+        """A worker has been told to end.
+
+        Args:
+            step: the last one of which it may have to write state.
+        """
+        self._until[rank] = now + self._seconds, step
 
     def ended(self, rank: int) -> None:
         """A process has ended. Workers that were not let go are ignored."""
         self._until.pop(rank, None)
 
-    def overdue(self, now: float) -> list[Action]:
-        """End those that should have ended by now, each once. With every tick."""
+    def overdue(self, now: float) -> tuple[list[Action], int]:
+        """End those that should have ended by now, each once. With every tick.
+
+        Returns:
+            The actions, and the last step of which the state of one of them will not be written any more; 0: of none.
+        """
         ranks: list[int] = []
-        for rank, until in self._until.items():
+        for rank, (until, _) in self._until.items():
             if now <= until:
                 break
             ranks.append(rank)
         if not ranks:
-            return []
-        for rank in ranks:
-            del self._until[rank]
+            return [], 0
+        step = max(self._until.pop(rank)[1] for rank in ranks)
         what = f"{named_workers(ranks)} left, did not end within {self._seconds:g} s (timeouts.shutdown), and "
         what += "are killed" if len(ranks) > 1 else "is killed"
-        return [
-            Record(KILLED, {"ranks": ranks, "seconds": self._seconds, "message": what}),
-            *(Kill(rank) for rank in ranks),
-        ]
+        record = Record(KILLED, {"ranks": ranks, "seconds": self._seconds, "message": what})
+        return [record, *(Kill(rank) for rank in ranks)], step

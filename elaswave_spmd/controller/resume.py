@@ -350,10 +350,18 @@ def _finish_rollback(run_dir: Path) -> None:
     """Discard what a controller had given up as wrong, and was killed before it had removed.
 
     Raises:
-        CheckpointError: a file of the run is damaged.
+        CheckpointError: a file of the run is damaged, or the run was going back to its begin.
         FilesError: it cannot be written.
     """
-    if (step := going_back_to(run_dir)) is not None:
+    step = going_back_to(run_dir)
+    if step == 0:
+        raise CheckpointError(
+            f"the run in {run_dir} was going back to its begin when its controller was killed",
+            rule="a run is resumed from a checkpoint, and all of its checkpoints may be wrong (its event rollback)",
+            where=str(run_dir / EVENTS),
+            fix="begin it again, by its own command with another run.dir",
+        )
+    if step is not None:
         print(f"the run was going back to step {step} when its controller was killed: that is done first", flush=True)
         discard_after(run_dir, step)
 

@@ -71,7 +71,8 @@ def wanted_stages(stages: Stages, planned: int) -> int:
     """The number of stages that `next_stages` was last asked for, by the stages that it has made.
 
     It makes fewer than wanted only where no stage has two workers. So with more workers than stages these are as many
-    as are wanted, also where the run was moved to another number on purpose. Otherwise some may have been given up.
+    as are wanted, also where the run was moved to another number on purpose. Otherwise some may have been given up, and
+    the planned number is taken: where the run was moved to fewer stages, newcomers open others then.
 
     Args:
         planned: that the run began with.

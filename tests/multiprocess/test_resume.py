@@ -113,6 +113,16 @@ def test_a_run_that_was_killed_while_it_went_back_does_so_first(shared: Path, ki
     assert bits(killed) == bits(shared / "undisturbed")
 
 
+def test_a_run_that_was_killed_while_it_went_back_to_its_begin_is_not_resumed(shared: Path, killed: Path) -> None:
+    """There is nothing that could be trusted; and nothing is removed."""
+    with (killed / "events.jsonl").open("a") as events:
+        events.write(json.dumps({"event": "rollback", "time": 1.0, "step": 0, "given_up": 9}) + "\n")
+    before, lines = checkpoints(killed), read_metrics(killed)
+    done = train(shared, f"train.resume={killed.name}")
+    assert done.code == 2 and "was going back to its begin" in done.err, done
+    assert checkpoints(killed) == before and read_metrics(killed) == lines
+
+
 def test_killed_twice_and_resumed_on_two_other_meshes(shared: Path, killed: Path) -> None:
     name, newest = killed.name, checkpoints(killed)[-1]
     # The kill may have come while they were written.

@@ -6,9 +6,11 @@ A worker takes SIGTERM as a request to leave, and its handler only notes it. A f
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import signal
+import socket
 import struct
 import time
 
@@ -22,26 +24,40 @@ class TermInForks:
     """Lets SIGTERM end the processes that are forked from this one, unless it was sent to this one as well.
 
     Batch systems and systemd send SIGTERM to all processes of a job. A worker goes on for a while then, to leave in an
-    orderly way, and may need its forks for that.
+    orderly way, and may need its forks for that. To be made by the main thread.
     """
 
     def __init__(self) -> None:
         self._came = mmap.mmap(-1, 8)  # shared with the forks: the time of this process's newest SIGTERM
+        # Python calls a handler when the main thread is back from a call of a library, which may take seconds. It
+        # writes to this socket at once.
+        self._unhandled, self._written = socket.socketpair()
+        for end in (self._unhandled, self._written):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         set_up_forks(self._in_fork, {signal.SIGTERM})
 
     def came(self) -> None:
         """This process has got SIGTERM. For its handler: it does not block."""
         struct.pack_into("d", self._came, 0, time.monotonic())
+        with contextlib.suppress(BlockingIOError):
+            self._unhandled.recv(4096)
 
     def _in_fork(self) -> None:
+        signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, self._end)
 
     def _end(self, *_: object) -> None:
         began = time.monotonic()  # of the machine, so it can be compared with the other process's
         while time.monotonic() < began + _ONE_SIGNAL_S:
-            (came,) = struct.unpack_from("d", self._came, 0)
-            if came > began - _ONE_SIGNAL_S:
+            if self._has_come_since(began - _ONE_SIGNAL_S):
                 return
             time.sleep(0.01)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
+
+    def _has_come_since(self, earliest: float) -> bool:
+        """True if the process that forked this one has got SIGTERM, in a fork."""
+        with contextlib.suppress(BlockingIOError):  # nothing is there
+            return bool(self._unhandled.recv(1, socket.MSG_PEEK))
+        return struct.unpack_from("d", self._came, 0)[0] > earliest

@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from tests.waiting import PATIENCE_S
 
 _SCRIPT = """
-import multiprocessing, os, signal, sys, time
+import hashlib, multiprocessing, os, signal, sys, threading, time
 from elaswave_spmd.runtime.processes.term_in_forks import TermInForks
 
 def work(pipe):
@@ -25,8 +27,14 @@ ours, theirs = context.Pipe()
 child = context.Process(target=work, args=(theirs,))
 child.start()
 ours.recv()
-if sys.argv[1] == "group":
-    os.killpg(0, signal.SIGTERM)
+if sys.argv[1] != "alone":
+    began = time.monotonic()
+    if sys.argv[1] == "busy":  # in a call during which Python calls no handler
+        threading.Timer(0.2, os.killpg, (0, signal.SIGTERM)).start()
+        while time.monotonic() < began + 2:
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000)
+    else:
+        os.killpg(0, signal.SIGTERM)
     began = time.monotonic()
     while time.monotonic() < began + 2:  # longer than it looks whether it was meant alone
         ours.recv()
@@ -55,5 +63,6 @@ def test_terminate_ends_a_fork_of_a_process_that_only_notes_the_signal() -> None
     assert _result("alone") == str(-signal.SIGTERM)
 
 
-def test_a_fork_outlives_a_signal_to_the_whole_group() -> None:
-    assert _result("group") == str(-signal.SIGTERM), "and later ends by its own"
+@pytest.mark.parametrize("which", ["group", "busy"])
+def test_a_fork_outlives_a_signal_to_the_whole_group(which: str) -> None:
+    assert _result(which) == str(-signal.SIGTERM), "and later ends by its own"
