@@ -190,7 +190,7 @@ class FailureHandler:
         self._unexplained: dict[int, int] = {}
         # Rank -> how a member was lost, until the epoch without it begins: only then has its loss a line in the log.
         self._untold: dict[int, str] = {}
-        # Rank of a worker that is started for the first mesh in place of a lost one -> how many were lost in that place.
+        # Rank of a worker started for the first mesh in place of a lost one -> how many were lost in that place before.
         self._lost_before: dict[int, int] = {}
         # The version, whether it was being validated, and the members, when the run stood still last.
         self._stood_still: tuple[int, bool, tuple[int, ...]] | None = None
@@ -215,6 +215,7 @@ class FailureHandler:
         headline = exception_line(report)
         if self._survives_exceptions and rank not in self._protocol.placement.mesh:  # it has not joined, or has left
             return self._declare_lost(rank, f"an exception: {headline}", now)
+        # Its links failed, for lack of memory, say: that is the fault of its machine, and no sign of a bug.
         if self._survives_exceptions and message.is_deaf:
             return self._declare_lost(rank, headline, now)
         if not self._may_stop_saved or message.is_deaf:
@@ -386,7 +387,7 @@ class FailureHandler:
         A nonzero exit code ends the run, as an exception does; so does a crash in native code on a second worker.
         """
         if (exited := event.exited) is None:
-            # From a death watch. Another event will tell how the process ended; it can be awaited, as nobody trains yet.
+            # From a death watch. A later event tells how the process ended, and can be awaited, as nobody trains yet.
             return []
         if exited.signal is None and exited.code:
             self._ending = _AwaitReport(event, event.at + _LAST_WORDS_S)
