@@ -120,7 +120,7 @@ class Supervision:
         self._ticked = now
 
     def last_sign(self, rank: int, faulted_at: float | None) -> Sign | None:
-        """The instant of a worker's death if fault injection wrote it down, else its last sign of life; None if unknown.
+        """The instant of a worker's death, if fault injection wrote it down; else its last sign of life, if any.
 
         Args:
             faulted_at: the time at which a fault was injected into the worker, if one was.
