@@ -260,7 +260,7 @@ class Links:
         life_fd: read end of a pipe whose write end only the controller holds; when it ends `ControllerLost` is filed.
         silence_s: for tcp: a link to a worker is closed if it is not connected within this many seconds, or if nothing
             that was sent over it has been acknowledged for so long. None: there is no limit. The link to the controller
-            has no limit in any case; whoever is cut off from the controller decides by `unacknowledged_s`.
+            has none in any case, as the controller itself gives up a worker that is cut off from it.
 
     Raises:
         ConfigError: unknown transport, a directory that is missing, not private or has too long a path, or an address
