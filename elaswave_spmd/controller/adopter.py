@@ -125,7 +125,7 @@ class Adopter:
 
     @property
     def last_epoch(self) -> int:
-        """The newest mesh epoch that the previous controller can have begun, by the journal."""
+        """The number that the adoption has in the journal. All mesh epochs of the previous controller are below it."""
         return self._adoption.last_epoch
 
     @property

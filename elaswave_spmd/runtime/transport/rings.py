@@ -74,8 +74,7 @@ class RingWriter:
             view.release()
 
     def must_ring(self) -> bool:
-        """True if the reader sleeps and has to be woken; then False until it sleeps again. Call it after every record.
-        """
+        """True, once, if the reader sleeps and has to be woken. To be called after every record."""
         with self._fence:  # the barrier between storing the tail and looking at `waiting`
             pass
         if not self._words[_WAITING]:

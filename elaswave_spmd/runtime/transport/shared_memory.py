@@ -146,7 +146,7 @@ class SharedMemory:
             return None
         if lent is None:
             self.view[block.at : block.at + num_bytes] = payload.cast("B")
-        # Listed only after it is written: a listed block could be taken by another link if this one is closed meanwhile.
+        # Listed only after it is written: if this link is closed meanwhile, another one could take a listed block.
         with self._lock:
             self._number = block.number = self._number + 1
             self._map[block.at - _LINE] = 1
