@@ -60,15 +60,15 @@ class _Sender:
 class SharedInbox:
     """The rings of all peers, and the order of their messages. It is the `Source` of the mailbox.
 
-    The consuming thread calls `drain` and `sleeps`. The event-loop thread of the links calls the methods for what
-    arrives over sockets. A lock lets one thread in at a time.
+    The consuming thread calls `drain` and `sleeps`; the event-loop thread of the links calls `add_ring`, `accept` and
+    `skip`; any thread may call the others. A lock lets one thread in at a time.
 
     Args:
         mailbox: messages are filed here.
         limits: the limits of messages; a message beyond them is rejected.
         on_broken: called with a peer and the number of its link when nothing more is taken from that link. The peer
-            cannot see that and has to be told, or it would go on sending. Called in either thread, with the lock held:
-            so it must not call this object.
+            cannot see that and has to be told, or it would go on sending. Called in any of these threads, with the lock
+            held: so it must not call this object.
     """
 
     def __init__(self, mailbox: Mailbox, limits: MessageLimits, on_broken: Callable[[int, int], None]) -> None:
