@@ -1,7 +1,7 @@
-"""The actions that the controller decides on: the protocol's (recovery/actions.py), and the ones below.
+"""The actions that the controller decides on: those of the protocol (recovery/actions.py), and the ones below.
 
-They are carried out by `Controller.execute`, in the order of one queue. All are plain values, so that a decision can be
-tested without a process, and replayed.
+`Controller.execute` carries them out in the order of one queue. All are plain values, so that a decision can be tested
+without a process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Spawn:
     """Start these workers. Each sends Ready when it can be given work.
 
     Args:
-        host: of newcomers, the machine that was asked for; None: where there is most room.
+        newcomers: False for the workers of the first mesh; True for all that are started later, or in place of them.
+        host: for newcomers, the machine on which they are to run; None for the one with the most room.
     """
 
     ranks: tuple[int, ...]
@@ -33,14 +34,17 @@ class Spawn:
 
 @dataclass(frozen=True)
 class AdmitAgent:
-    """Have an agent that has asked to join prepare for the run."""
+    """Let an agent that has asked to join prepare for the run: it gets the data, and reports when it is ready."""
 
     peer: int
 
 
 @dataclass(frozen=True)
 class DoubtAgent:
-    """These workers of an agent fell silent: none is started there until the agent has reported their ends."""
+    """Workers of an agent fell silent, so its machine may be cut off: start no worker there for now.
+
+    The doubt ends when the agent has reported the ends of these workers.
+    """
 
     peer: int
     ranks: frozenset[int]
@@ -48,7 +52,10 @@ class DoubtAgent:
 
 @dataclass(frozen=True)
 class GiveUpAgent:
-    """An agent is lost with all of its workers, though its connection is not: it joins again when it hears of that."""
+    """Treat an agent and all of its workers as lost, though its connection still exists.
+
+    When the agent hears of it, it joins the run again as a new agent.
+    """
 
     peer: int
     reason: str
@@ -56,11 +63,11 @@ class GiveUpAgent:
 
 @dataclass(frozen=True)
 class DrainAgent:
-    """The workers of an agent are about to leave: none is started there any more, and the agent hears of it.
+    """Tell an agent that its workers are about to leave, and start no more workers there.
 
     Args:
-        within_s: seconds after which it ends whatever has become of them; None: it waits.
-        says: what it prints.
+        within_s: seconds after which the agent ends, even if its workers have not left; None if it waits for them.
+        says: the text that the agent prints.
     """
 
     peer: int
@@ -70,10 +77,11 @@ class DrainAgent:
 
 @dataclass(frozen=True)
 class LetAgentGo:
-    """The workers of an agent have left: it ends, and prints what it `says`.
+    """Tell an agent to end, as its workers have left.
 
     Args:
-        lost: some were lost before they had left, which the agent's exit code tells.
+        says: the text that the agent prints.
+        lost: True if some of its workers were lost before they had left; the agent's exit code says so.
     """
 
     peer: int
@@ -83,24 +91,27 @@ class LetAgentGo:
 
 @dataclass(frozen=True)
 class RefuseAgent:
-    """Have an agent that has asked to join end, with this error."""
+    """Tell an agent that has asked to join to end, with this error."""
 
     peer: int
     error: UserError
 
 
 AgentOrder: TypeAlias = AdmitAgent | RefuseAgent | DrainAgent | LetAgentGo | DoubtAgent | GiveUpAgent
-"""An order carries out a decision about one agent. It is void if the agent has gone meanwhile."""
+"""A decision about one agent. It has no effect if the agent has gone meanwhile."""
 
 
 @dataclass(frozen=True)
 class UsePlaces:
-    """Start workers on agents that have come, as far as they are to be used, once what was decided before is done."""
+    """Start workers on agents that have joined, as far as the run may grow (`Machines.use_places`).
+
+    It is an action and not decided at once, so that the starts that are queued before it are counted.
+    """
 
 
 @dataclass(frozen=True)
 class Connect:
-    """A worker is ready: open the link to it, and watch for its death where it holds a mutex for that."""
+    """Open the link to a worker that is ready, and watch for its death if it holds a mutex for that."""
 
     rank: int
     address: str
@@ -109,9 +120,9 @@ class Connect:
 
 @dataclass(frozen=True)
 class AdoptWorker:
-    """Open a link to a worker of the controller before, and tell it that this one has taken its place.
+    """Open a link to a worker of the previous controller, and tell it that this one has taken that controller's place.
 
-    Adopted is its answer. A worker that was no member yet cannot be found, and is ended.
+    The worker answers with Adopted. A worker that was not a member yet has no known address, and is killed.
     """
 
     rank: int
@@ -119,21 +130,22 @@ class AdoptWorker:
 
 @dataclass(frozen=True)
 class FindShards:
-    """Look for shards on the disk whose reports a controller of the past may not have lived to count."""
+    """Look for shards on the disk whose reports may have been lost with the previous controller."""
 
 
 @dataclass(frozen=True)
 class Settled:
-    """All that died with the controller before is made good: the next one need not know of it."""
+    """The adoption is complete: a later controller need not repeat anything for the previous one."""
 
 
 @dataclass(frozen=True)
 class CameBack:
-    """The controller has adopted its workers, and a mesh of so many members goes on. For the run log.
+    """The controller has adopted its workers, and training goes on. For the run log.
 
     Args:
-        steps: that the controller before had not written down, and follow.
-        seconds: for how long there was none.
+        workers: the number of members of the newest mesh.
+        steps: the number of steps that the previous controller had not written down. They are committed next.
+        seconds: how long there was no controller.
     """
 
     workers: int
@@ -143,7 +155,7 @@ class CameBack:
 
 @dataclass(frozen=True)
 class RecordLostWorker:
-    """A member of the mesh was found to be lost at time `at`. For the run log; what follows are other actions."""
+    """A member of the mesh was found to be lost at time `at`. For the run log only; other actions remove the member."""
 
     rank: int
     at: float
@@ -151,14 +163,14 @@ class RecordLostWorker:
 
 @dataclass(frozen=True)
 class Kill:
-    """End a worker's process for certain, even one that is stopped."""
+    """Kill a worker's process (SIGKILL, which also ends a process that is stopped)."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class EvictWorker:
-    """A member is lost to the run though its process lives: what it computes is wrong."""
+    """Treat a member as lost although its process lives, because what it computes is wrong."""
 
     rank: int
     reason: str
@@ -166,10 +178,12 @@ class EvictWorker:
 
 @dataclass(frozen=True)
 class LinkFailed:
-    """Two workers live and cannot reach each other, though their link was made again: one of them has to go.
+    """Two workers live, but cannot reach each other even after their link was opened again: one of them has to go.
 
     Args:
-        rank: the one that goes, unless they are on two machines.
+        ends: the two workers.
+        rank: the worker that goes if both are on one machine. If not, one of the machines goes (Machines.link_failed).
+        reason: what happened to the link, in words.
     """
 
     ends: frozenset[int]
@@ -182,10 +196,10 @@ class GoBack:
     """The run begins again at a checkpoint, since what was committed after it may be wrong.
 
     Args:
-        reason: in words.
-        newest: the last version that is not in doubt.
-        without: workers that are wrong, and do not come back.
-        is_undecided: nothing shows who is wrong, or who else is.
+        reason: why the run goes back, in words.
+        newest: the last version that is not in doubt; the checkpoint is of this one or an older one.
+        without: workers that compute wrongly, and are left out.
+        is_undecided: True if nothing shows which worker is wrong, or whether others are wrong, too.
     """
 
     reason: str
@@ -196,7 +210,12 @@ class GoBack:
 
 @dataclass(frozen=True)
 class Record:
-    """Write a line into the run's events."""
+    """Write an event to the run's events.jsonl.
+
+    Args:
+        kind: the name of the event.
+        fields: its fields, JSON-ready; `message` is the text for the display.
+    """
 
     kind: str
     fields: Mapping[str, object] = field(default_factory=dict)
@@ -228,10 +247,10 @@ class WriteManifest:
 
 @dataclass(frozen=True)
 class FindCheckpoint:
-    """Finish the manifest that is being written, and look for the newest good checkpoint.
+    """Finish the manifest that is being written, and look for the newest good checkpoint; CheckpointFound follows.
 
     Args:
-        newest: of this step or an older one; None: of any.
+        newest: checkpoints of later steps are ignored; None for all.
     """
 
     newest: int | None = None
@@ -239,7 +258,7 @@ class FindCheckpoint:
 
 @dataclass(frozen=True)
 class ReportExits:
-    """Report the processes that have ended until now, then ExitsReported."""
+    """Report all processes that have ended until now, as WorkerEnded events; ExitsReported follows them."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +271,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class End:
-    """The run ends in this way. Actions that are still queued are dropped."""
+    """The run ends with this outcome. Actions that are still queued are dropped."""
 
     outcome: Outcome
 

@@ -1,11 +1,10 @@
 """A controller that comes back: it adopts the workers of one that has died, and the step under way goes on.
 
 The rules are A1 to A12 of docs/protocol.md. `Adoption` (resume.py) has the facts with which such a controller begins,
-from the run's directory and the fork server. `Adopter` is its first act: it asks every living worker for what its
-predecessor may not have written down, and turns the answers into actions. After these it works like any other
-controller. Workers of other machines are asked when their agents come back with them. The answers are complete when
-every member of the newest mesh epoch has answered or is known to have ended; a member that has done neither by the
-deadline is lost.
+from the run's directory and the fork server. `Adopter` is what it does first: it asks every living worker for what the
+previous controller may not have written down, and turns the answers into actions. Then it works like any other
+controller. Workers on other machines are asked when their agents come back. The answers are complete when every member
+of the newest mesh epoch has answered or is known to have ended; a member that has done neither by the deadline is lost.
 """
 
 from __future__ import annotations
@@ -49,21 +48,22 @@ if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
 
 
-_UNKNOWN = ("?",)  # the failure domain of a member whose agent has not come back: it is lost
+_UNKNOWN = ("?",)  # the failure domain of members whose agents have not come back, who are lost
 
 
 @dataclass
 class _Gathered:
-    """The workers that have been asked, and what has come of it.
+    """The workers that were asked, and their answers so far.
 
     Args:
-        awaited: they have not answered: rank -> the time until which an answer counts, by the clock of the adoption.
-        made: ranks of all workers, living or not, of the machines that are known by now.
-        newcomers: those that were about to join, whether they live or have ended meanwhile.
-        seconds: for how long there has been no controller.
-        hosts: rank -> machine, of those of agents.
-        late: they have not answered in time.
-        doubted: the connections to their agents have ended, which may be back with them: they may live.
+        awaited: rank -> deadline in seconds of `Adopter._clock`, of the workers that have not answered yet.
+        made: ranks of all workers, living or not, that were ever started on the machines that are known by now.
+        newcomers: ranks of the workers that were about to join, whether they live or have ended meanwhile.
+        seconds: how long there was no controller.
+        hosts: rank -> machine, of the workers of agents.
+        answers: rank -> its answer, of the workers that live.
+        late: ranks of the workers that did not answer in time.
+        doubted: ranks of the workers whose agent's connection has ended. They may live, and the agent may come back.
     """
 
     awaited: dict[int, float]
@@ -77,17 +77,21 @@ class _Gathered:
 
 
 class Adopter:
-    """The first act of a controller that comes back, on its thread: events in, actions out, until `is_over`.
+    """What a controller that comes back does first. Events go in, actions come out, until `is_over`.
 
-    A worker that is asked has as long to answer as the failure detector gives to the longest action, its first one, as
-    it may be in the middle of one. Machines that have not come back are waited for as long as for any other action.
-    Both are counted as the failure detector counts: a tick is one heartbeat period at most. So a pause of this process
-    or of its machine, in which answers wait to be read, is no time that anybody has had.
+    All methods are called by the controller's thread. `Controller` passes it only the events that concern the adoption
+    (`postpones`), and handles the others afterwards.
+
+    A worker may be in the middle of an action when it is asked. So it has as long to answer as the failure detector
+    allows for the longest action, a worker's first one. Machines that have not come back are awaited as long as any
+    other action may take (timeouts.progress). Time is counted as the failure detector counts it: a tick counts as one
+    heartbeat period at most. So a pause of this process or of its machine, in which answers cannot be read, uses up
+    nobody's time.
 
     Args:
         adoption: the facts with which the controller begins.
-        validated: the newest step whose validation is written down; 0: none is.
-        ended_at: the step after which the run ends early by its validations; None: it does not, by those so far.
+        validated: the newest step whose validation is written down; 0 if none is.
+        ended_at: the step after which the run ends early, by the validations so far; None if it does not.
     """
 
     def __init__(
@@ -110,27 +114,29 @@ class Adopter:
         self._validated = validated
         self._ended_at = ended_at
         self._timeouts = plan.settings.timeouts
-        self._clock = 0.0  # in seconds since the begin
-        self._ticked = 0.0  # when it was counted last, by the controller's clock
+        self._clock = 0.0  # seconds since the adoption began, without pauses of this process
+        self._ticked = 0.0  # when the last tick was counted, in seconds of the controller's clock
         made = {*adoption.pids, *adoption.made}
         self._gathered = _Gathered({}, made, set(adoption.newcomers), adoption.seconds)
-        self._members: frozenset[int] | None = None  # of the newest mesh epoch; None: not known since the last answer
+        # The members of the newest mesh epoch, by the answers so far; None if it has to be found again.
+        self._members: frozenset[int] | None = None
         self.is_over = False
-        """True once the controller is one as any other."""
+        """True once the adoption is complete, and the controller works like any other one."""
 
     @property
     def last_epoch(self) -> int:
-        """The newest mesh epoch that there can be."""
+        """The number that the adoption has in the journal. All mesh epochs of the previous controller are below it."""
         return self._adoption.last_epoch
 
     @property
     def longest_s(self) -> float:
-        """Seconds that a worker may take to answer: by then all have, or are lost."""
-        # The dead of this machine are known to the fork server. Of the living one may be in the middle of an action.
+        """The number of seconds that a worker may take to answer, after which it is lost."""
+        # The fork server knows which workers of this machine have died, so nobody waits for those. A living worker may
+        # be in the middle of an action: timeouts.progress bounds any action, timeouts.start the first one.
         return max(self._timeouts.progress, self._timeouts.start)
 
     def postpones(self, event: Event) -> bool:
-        """True if an event has nothing to do with it, and is to be decided about afterwards."""
+        """True if an event does not concern the adoption, and has to wait until it is over."""
         if isinstance(event, Received):
             return not isinstance(event.message, m.Adopted | m.Heartbeat)
         return not isinstance(event, WorkerEnded | AgentBack | BeatsReceived | Tick)
@@ -168,16 +174,17 @@ class Adopter:
         return [*actions, *(self._finish(now) if self._are_all_here() else [])]
 
     def _ask(self, ranks: Collection[int]) -> list[Action]:
-        """Ask workers for what they know. One that was asked before has no more time by that."""
+        """Ask workers for what they know. The deadline of a worker that was asked before stays as it is."""
         until = self._clock + self.longest_s
         for rank in ranks:
             self._gathered.awaited.setdefault(rank, until)
         return [AdoptWorker(rank) for rank in sorted(ranks)]
 
     def _agent_back(self, event: AgentBack) -> list[Action]:
-        """An agent has kept its workers: they are asked as those of this machine.
+        """An agent has come back with its workers, which are asked like those of this machine.
 
-        It may have been here before, if its connection alone was lost. Then those that have answered live as before.
+        It may have come back before, if only its connection was lost since. Then workers that have answered already are
+        not asked again.
         """
         gathered = self._gathered
         for rank in event.made - event.workers:
@@ -195,7 +202,7 @@ class Adopter:
                 self._supervision.heartbeat(beat, now)
 
     def _ended(self, rank: int) -> None:
-        """A worker has ended, whatever it had answered."""
+        """A worker has ended. If it has answered before, its answer does not count any more."""
         gathered = self._gathered
         gathered.awaited.pop(rank, None)
         gathered.doubted.discard(rank)
@@ -204,7 +211,7 @@ class Adopter:
             self._supervision.forget(rank)
 
     def _tick(self, now: float) -> list[Action]:
-        """Count the time, and give up those who have not answered in theirs."""
+        """Advance the clock, and kill the workers whose deadline has passed without an answer."""
         gathered = self._gathered
         self._clock += min(now - self._ticked, self._timeouts.heartbeat)
         self._ticked = now
@@ -216,7 +223,11 @@ class Adopter:
         return [Kill(rank) for rank in late]
 
     def _are_all_here(self) -> bool:
-        """True if nobody who could answer is missing."""
+        """True if no answer is missing any more.
+
+        With agents that is so when all members of the newest mesh epoch are of machines that are here, or when it has
+        taken too long.
+        """
         gathered = self._gathered
         if gathered.awaited:
             return False
@@ -228,9 +239,13 @@ class Adopter:
         return bool(self._members) and self._members <= gathered.made - gathered.doubted
 
     def _finish(self, now: float) -> list[Action]:
-        """All have answered, or are lost: the state of the run is known."""
+        """End the adoption: all workers have answered or are lost, so the state of the run is known.
+
+        Returns the actions by which training goes on; or, if it cannot, those by which the run begins again at its
+        newest checkpoint.
+        """
         self.is_over = True
-        for rank in sorted(missing := set(self._gathered.doubted)):  # their agents are not back once more
+        for rank in sorted(missing := set(self._gathered.doubted)):  # their agents did not come back a second time
             self._ended(rank)
         self._gathered.made -= missing
         answers, adoption, protocol = self._gathered.answers, self._adoption, self._protocol
@@ -251,7 +266,7 @@ class Adopter:
         living = sorted({*adoption.pids, *(rank for rank in self._gathered.hosts if rank in answers)})
         actions: list[Action] = [
             CameBack(len(members), len(steps), self._gathered.seconds),
-            *(Kill(rank) for rank in living if rank not in members),  # it was lost, or has left
+            *(Kill(rank) for rank in living if rank not in members),  # the previous controller had lost or released it
         ]
         for rank in members:
             self._roster.add(rank, adoption.pids.get(rank))
@@ -281,10 +296,11 @@ class Adopter:
         return [*actions, Settled(), *protocol.begin_generation(before)]
 
     def _number_anew(self, members: Collection[int], num_dead: int) -> int:
-        """The number of workers that are started anew, in place of those that were about to join.
+        """The number of workers to start in place of those that were about to join, which are not adopted.
 
-        Spares are among the latter, as nothing tells them apart, and are started with the others that the settings
-        name: only what goes beyond their number was to join. With replacements the places of the dead are taken.
+        Nothing distinguishes a spare from a worker that was about to join. Spares are started again by the settings
+        (elastic.spares), so only workers beyond their number count here. With replacements (elastic.replaces) the
+        places of dead members are filled as well, and so count as taken under elastic.max_workers.
         """
         elastic = self._plan.settings.elastic
         number = sum(rank not in members for rank in self._gathered.newcomers) - elastic.spares
@@ -294,7 +310,7 @@ class Adopter:
         return max(0, number)
 
     def _why_lost(self, rank: int) -> str:
-        """Why a member has not answered, in words."""
+        """The reason why a member is lost, in words."""
         if rank in self._gathered.late:
             return "it has not answered the controller that came back"
         if self._adoption.has_agents and rank not in self._gathered.made:
@@ -302,10 +318,11 @@ class Adopter:
         return "its process ended while there was no controller"
 
     def _with_domains(self, placement: Placement) -> Placement:
-        """The placement with the machine of each worker, which only controllers know, where there are several.
+        """The placement with the topology of the machines, which a Reconfigure does not contain.
 
-        Machines that are missing count as one. No micro-batches are dealt by host then (`Placement.by_groups`): the
-        settings refuse process groups where controllers come back.
+        Without agents there is only one machine, and nothing to add. All machines that have not come back count as one.
+        The hosts affect only where replicas go, not how micro-batches are assigned (`Placement.by_groups`): settings
+        with process groups refuse controllers that come back.
         """
         if not self._adoption.has_agents:
             return placement
@@ -317,17 +334,22 @@ class Adopter:
         return replace(placement, mesh=replace(placement.mesh, topology=Topology.of(domains)))
 
     def _is_done_again(self, reached: int) -> bool:
-        """True if the workers are at lines that an earlier life of the run has written: it was resumed before them.
+        """True if metrics.jsonl has lines beyond the workers that an earlier life of the run wrote.
 
-        The newest line may be one ahead of the workers for another cause, as whoever had reported it has died. What is
-        further ahead they do a second time, and so it is where they may still wait for a validation that whoever wrote
-        the next line must have answered.
+        Then this life was resumed at an older checkpoint, and its workers do those steps a second time (A6). A single
+        line ahead of the workers usually has a simpler cause: the workers that had applied and reported that step have
+        died. But if the step that the workers are at is validated, they may still wait for that validation, and the
+        controller that wrote the next line must have had it: that line is from an earlier life as well.
         """
         ahead = self._protocol.version - reached
         return ahead > 1 or (ahead == 1 and self._plan.job.validates_at(reached))
 
     def _newest(self) -> m.Reconfigure | None:
-        """The Reconfigure of the newest mesh epoch; a worker whose message is none has gone wrong, and is lost."""
+        """The Reconfigure of the newest mesh epoch; None if there is none.
+
+        A worker whose answer contains no valid Reconfigure, although it says that it is in an epoch, is dropped from
+        the answers: it has gone wrong.
+        """
         answers = self._gathered.answers
         for answer in sorted(answers.values(), key=lambda answer: answer.epoch, reverse=True):
             with contextlib.suppress(msgspec.MsgspecError, ValueError, TypeError):
@@ -340,7 +362,10 @@ class Adopter:
         return None
 
     def _unreported(self, rank: int, answer: m.Adopted, answers: Mapping[int, m.Adopted]) -> list[Action]:
-        """Actions for what a member has reported to nobody yet: damaged state, links that ended, a request to leave."""
+        """Actions for what a member could not report while there was no controller.
+
+        These are damaged state, results that differed, links that ended, and a request to leave.
+        """
         actions: list[Action] = []
         for report in answer.damaged:
             actions += self._protocol.damaged(report)
@@ -377,7 +402,8 @@ class Adopter:
         """The workers cannot be adopted: the run begins again at its newest checkpoint.
 
         Args:
-            mesh: on which it begins; None: on that of its begin.
+            why: the reason, in words.
+            mesh: the mesh on which it begins again; None for the mesh of the settings.
         """
         settings, adoption = self._plan.settings, self._adoption
         step = adoption.newest_checkpoint

@@ -1,4 +1,4 @@
-"""The steps at which the results of each worker were checked last: if it is wrong, all since then may be."""
+"""The step in which each worker's results were checked last. If it is found to be wrong, all later results may be."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from elaswave_spmd.scheduling.placement import Placement
 
 
 class CheckedSteps:
-    """The last committed step in which one kind of results of each worker was checked.
+    """For each worker, the last committed step in which its results of one kind were checked.
 
     Args:
-        draw: what is checked in each step.
+        draw: the results that are checked in each step.
     """
 
     def __init__(self, draw: CheckDraw, protocol: ControllerProtocol) -> None:
         self._draw = draw
         self._protocol = protocol
-        self._placements: dict[int, Placement] = {}  # of the newest mesh epochs
+        self._placements: dict[int, Placement] = {}  # mesh epoch -> placement, of the two newest epochs
         self._first = protocol.began_at  # the step at which the run begins
         self._unchecked: set[int] = set()  # steps whose checks were dropped
         self._by_rank: dict[int, int] = {}
@@ -33,13 +33,13 @@ class CheckedSteps:
 
     @property
     def trusted(self) -> int | None:
-        """The last step up to which all members were checked; None: nothing is ever checked."""
+        """The last step up to which all members were checked; None if nothing is ever checked."""
         if not self._draw.rate:
             return None
         return min((self._by_rank.get(rank, self._first) for rank in self._protocol.members), default=self._first)
 
     def begun(self, begun: EpochBegun) -> None:
-        """A mesh epoch begins, perhaps without the checks of the step under way."""
+        """A mesh epoch begins. The checks of the step under way may have been dropped (`begun.checks_dropped`)."""
         if self._draw.rate:
             self._placements[begun.placement.mesh.epoch] = begun.placement
             if begun.checks_dropped:
@@ -48,7 +48,7 @@ class CheckedSteps:
                 del self._placements[old]
 
     def placement_of(self, applied: m.Applied) -> Placement | None:
-        """The placement on which a committed step was computed and checked; None: it was not checked."""
+        """The placement with which a committed step was computed and checked; None if it was not checked."""
         placement = self._placements.get(applied.epoch, self._protocol.placement)
         if not self._draw.rate or placement.mesh.epoch != applied.epoch or applied.step in self._unchecked:
             return None

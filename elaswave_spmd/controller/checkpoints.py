@@ -1,7 +1,7 @@
-"""The controller's side of durable checkpoints: it collects the workers' reports until all shards are there.
+"""The controller's side of checkpoints: it collects the workers' reports until a checkpoint has all of its shards.
 
-Workers write shards; once every page of state is in one, the manifest that makes them a checkpoint is written (by a
-thread behind ControllerIO). Nothing here does I/O.
+Workers write the shards. Once every page of state is in one of them, the controller has the manifest written that makes
+them a checkpoint (by a thread behind ControllerIO). Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """The facts about a run that stand in each of its checkpoints.
+    """The facts about a run that each of its checkpoints contains.
 
     Args:
         run: id of the run.
-        incarnation: of its controller.
-        step: at which this controller begins.
-        newest: the step of the newest checkpoint that is in the run's directory already; 0: none.
-        fingerprint: all that the run's bits depend on.
-        layout: fingerprint of the layout of its state.
-        kinds: of state: the master parameters and what the optimizer keeps.
-        num_pages: pages of state in all layers together.
+        incarnation: the number of this life of the run, which the ballots of its shards contain.
+        step: the version at which this controller begins.
+        newest: the step of the newest checkpoint that is in the run's directory already; 0 if there is none.
+        fingerprint: everything that the bits of the run depend on.
+        layout: the fingerprint of the layout of the state.
+        kinds: the kinds of state: the master parameters, and the tensors that the optimizer keeps.
+        num_pages: the number of pages of state in all layers together.
         orders: what workers need to know to write their shards.
-        came_back: a controller before this one was killed, and its workers go on: `step` is no checkpoint.
+        came_back: True if this controller adopts the workers of one that has died. Then there is no checkpoint of
+            `step` in general.
     """
 
     run: str
@@ -93,15 +94,16 @@ def _newest(start: ResumePoint, run_dir: Path) -> int:
 
 @dataclass
 class _Pending:
-    """A checkpoint whose shards are coming in since a time."""
+    """A checkpoint some of whose shards have been reported."""
 
-    since: float
-    shards: dict[str, ShardInfo] = field(default_factory=dict)
-    copy_ms: float = 0.0
-    write_ms: float = 0.0
-    is_queued: bool = False
-    ranges: set[PageRange] = field(default_factory=set)  # of all shards; they may overlap, and be of two mesh epochs
-    num_pages: int = 0  # of these, each range counted once
+    since: float  # when the first shard was reported, in seconds of the controller's clock
+    shards: dict[str, ShardInfo] = field(default_factory=dict)  # by name
+    copy_ms: float = 0.0  # the longest of any worker: how long training stood still for the copy of its state
+    write_ms: float = 0.0  # the longest of any worker: how long it took to write its shard
+    is_queued: bool = False  # True once its manifest is being written
+    # The page ranges of all shards. Shards may be of two mesh epochs, so ranges may overlap.
+    ranges: set[PageRange] = field(default_factory=set)
+    num_pages: int = 0  # pages in `ranges`, each range counted once: an upper bound of the pages that are there
 
     def add(self, shard: ShardInfo) -> None:
         """One more shard is on the disk."""
@@ -112,29 +114,33 @@ class _Pending:
 
 
 class CheckpointCoordinator:
-    """The checkpoints of one controller's run: reports of workers in, actions out.
+    """Collects the shards of a run's checkpoints. Reports of workers go in, actions come out.
+
+    All methods are called by the controller's thread.
 
     Args:
-        compares: a checkpoint is complete only once all replicas of its state were found to be the same.
+        spec: the facts about the run that each checkpoint contains.
+        compares: True if a checkpoint is complete only once all replicas of its state were found to be equal.
     """
 
     def __init__(self, spec: CheckpointSpec, *, compares: bool = False) -> None:
         self._spec = spec
         self._compares = compares
-        self._agreed = spec.step  # the newest version at which all replicas were the same
+        self._agreed = spec.step  # the newest version at which all replicas were found to be equal
         self._distrusted: dict[int, int] = {}  # step -> the mesh epoch in which its replicas differed
         self._pending: dict[int, _Pending] = {}
         self._newest = spec.newest
         self._committed = spec.step
-        self._incomplete = 0 if spec.came_back else spec.step  # checkpoints up to this step may miss a shard for ever
-        self._last: Save | None = None  # the checkpoint at which the run stops
+        # A checkpoint of this step or before may lack a shard forever, as its worker was lost before it was written.
+        self._incomplete = 0 if spec.came_back else spec.step
+        self._last: Save | None = None  # the order to save the state with which the run stops; None while it goes on
         self._failed: dict[int, str] = {}  # step -> why it will have no checkpoint
         self._not_removed = ""  # why an older checkpoint is still there that the newest was to replace
         self._validation: dict[str, object] | None = None
 
     @property
     def newest(self) -> int:
-        """The step of the newest checkpoint of this run; 0: it has none."""
+        """The step of the newest complete checkpoint in this run's directory; 0 if there is none."""
         return self._newest
 
     def why_not(self, step: int) -> str:
@@ -143,15 +149,16 @@ class CheckpointCoordinator:
 
     def awaits(self, step: int) -> bool:
         """True if the checkpoint of a step is due, and may still come."""
-        # Those up to where it was resumed may lie in another directory.
+        # A run that was resumed writes no checkpoint of the step at which it begins, or of one before; these may be in
+        # another directory, so `_newest` does not tell.
         newest = max(self._newest, self._spec.step if not self._spec.came_back else 0)
         return self._spec.orders.is_due(step) and step > newest and step not in self._failed
 
     @property
     def awaits_newest(self) -> bool:
-        """True if the newest checkpoint that is due will still come. Older ones, if they come, come before it.
+        """True if the newest checkpoint that is due is still expected. Older ones, if they come, come before it.
 
-        One that is known to be lost is not waited for, but the newest one before it is.
+        If the newest one is known to be lost, this is about the newest one before it.
         """
         newest = self._spec.orders.newest_due(self._committed)
         while newest in self._failed:
@@ -171,7 +178,7 @@ class CheckpointCoordinator:
         self._committed = step
 
     def validated(self, step: int, loss: float) -> None:
-        """A validation is known. Later manifests name the newest one, for readers; resuming does not use it."""
+        """A validation is complete. Later manifests contain the newest one, for people; resuming does not use it."""
         self._validation = {"step": step, "loss_hex": loss.hex()}
 
     def stop_and_save(self, save: Save) -> None:
@@ -183,16 +190,17 @@ class CheckpointCoordinator:
         self._failed.pop(save.version, None)
 
     def wrote(self, message: ShardWritten, now: float) -> list[Action]:
-        """A worker's shard is on the disk, or it could not be written."""
+        """A worker's shard is on the disk, or it could not be written (`message.error`)."""
         if message.epoch <= self._distrusted.get(message.step, -1):
-            return []  # it may be of a wrong replica
+            return []  # the shard may be from a wrong replica
         if message.step <= self._newest:
-            return []  # a shard of pages that another worker has written too, as the mesh changed meanwhile
+            return []  # a surplus shard: the mesh changed, and another worker has written the same pages, too
         if message.step in self._failed and message.step not in self._distrusted:
-            return []  # another part of it is missing for good, which has been reported
+            return []  # another shard of this checkpoint is missing for good, which has been reported
         if message.error:
             last = self._last
-            # Orders to save come once more when one more worker is lost: a failure of the first attempt is history.
+            # When one more worker is lost the order to save is given again, in a newer mesh epoch. Then a failure of
+            # the first attempt does not matter any more.
             if last is not None and message.step == last.version and message.epoch < last.epoch:
                 return []
             return self._abandon(message.step, f"worker {message.rank}: {message.error.splitlines()[0]}")
@@ -214,7 +222,7 @@ class CheckpointCoordinator:
         return self._complete_if_whole(message.step, pending)
 
     def found(self, shards: Iterable[ShardInfo], now: float) -> list[Action]:
-        """Shards are on the disk whose reports a controller of the past may not have lived to count."""
+        """Shards were found on the disk whose reports may have been lost with the previous controller."""
         steps: set[int] = set()
         for shard in shards:
             if shard.step > self._newest and shard.step not in self._failed:
@@ -223,19 +231,19 @@ class CheckpointCoordinator:
         return [action for step in sorted(steps) for action in self._complete_if_whole(step, self._pending[step])]
 
     def compared(self, version: int) -> list[Action]:
-        """All replicas were the same at a version: what waits for that may be complete."""
+        """All replicas were equal at a version. Returns the manifests of the checkpoints that waited only for this."""
         self._agreed = max(self._agreed, version)
         waiting = [(step, pending) for step, pending in self._pending.items() if step <= version]
         return [action for step, pending in waiting for action in self._complete_if_whole(step, pending)]
 
     def distrust(self, version: int, epoch: int) -> list[Action]:
-        """Replicas differed at a version: what was saved of it up to this mesh epoch may be wrong."""
+        """Replicas differed at a version: the shards of it that were written up to this mesh epoch may be wrong."""
         self._distrusted[version] = epoch
         is_pending = version in self._pending
         return self._abandon(version, "replicas of its state differ") if is_pending else []
 
     def written(self, event: ManifestWritten, now: float) -> list[Action]:
-        """A manifest is on the disk, or could not be written."""
+        """A manifest is on the disk, so its checkpoint is complete; or it could not be written (`event.error`)."""
         step = event.manifest.step
         pending = self._pending.pop(step)
         if event.error:
@@ -262,22 +270,24 @@ class CheckpointCoordinator:
     def removed(self, event: OldRemoved) -> list[Action]:
         """Older checkpoints were removed, or one could not be."""
         before, self._not_removed = self._not_removed, event.why_not
-        if not event.why_not or event.why_not == before:  # the same one stays in the way of each
+        # The same directory that cannot be removed is reported once, not after each new checkpoint.
+        if not event.why_not or event.why_not == before:
             return []
         message = f"an older checkpoint could not be removed: {event.why_not.splitlines()[0]}"
         return [Record("checkpoint_kept", {"step": event.step, "message": message})]
 
     def _forget_before(self, step: int) -> None:
-        """Drop what is known of steps that are older than the newest checkpoint: nothing is expected of them any more.
+        """Drop what is known of steps that are older than the newest checkpoint, as no shards of them are expected.
 
-        Of validated ones it is asked why they have no checkpoint, as the best of them are kept.
+        Why a validated step has no checkpoint is kept, since `why_not` is asked for it: the best of them are to have
+        one.
         """
         validated = self._spec.orders.validate_every
         self._failed = {s: why for s, why in self._failed.items() if s > step or (validated and s % validated == 0)}
         self._distrusted = {s: epoch for s, epoch in self._distrusted.items() if s > step}
 
     def _complete_if_whole(self, step: int, pending: _Pending) -> list[Action]:
-        """Complete a checkpoint if all of its pages are there, and are not in doubt."""
+        """Complete a checkpoint if all of its pages are there, and, with `compares`, its replicas were equal."""
         if pending.is_queued or pending.num_pages < self._spec.num_pages:
             return []
         if self._compares and step > self._agreed:
@@ -285,7 +295,7 @@ class CheckpointCoordinator:
         return self._complete(step, pending)
 
     def _complete(self, step: int, pending: _Pending) -> list[Action]:
-        """All pages are there: the manifest may be written."""
+        """Have the manifest written, if all shards, or those of one mesh epoch, contain all pages."""
         for shards in sets_of_shards(pending.shards.values()):
             try:
                 manifest = self._manifest_of(step, shards)
@@ -310,7 +320,7 @@ class CheckpointCoordinator:
         )
 
     def _abandon(self, step: int, why: str) -> list[Action]:
-        """No checkpoint of a step is to be expected, unless its manifest is being written: it was whole by then."""
+        """Give up the checkpoint of a step, unless its manifest is being written already: then it was complete."""
         if step in self._pending and self._pending[step].is_queued:
             return []
         self._failed[step] = why

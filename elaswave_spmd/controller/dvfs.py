@@ -1,13 +1,15 @@
-"""Device frequencies (DVFS) of a run: when nothing else is left to change, devices that would wait are slowed down.
+"""Device frequencies (DVFS) of a run: when no move gains anything, devices that would have to wait are slowed down.
 
-Paces come from scheduling.dvfs, and go to the workers, which keep to them within each step (`worker.pacing`). Devices
-are set by a guard in another process, which puts them back even if this one dies; emulated ones by their workers. When
-the mesh changes all are normal again. Workers report their times as they would be at the normal frequency. Figures of
-energy are modelled, not measured.
+A pace is the list of frequencies of a worker's device within each step. Paces are planned by scheduling.dvfs and sent
+to the workers, which keep to them (`worker.pacing`). Frequencies of real devices are set by a guard in another process,
+which resets them even if this process dies; those of emulated devices are set by their workers. When the mesh changes
+all devices return to the normal frequency. Workers report their times as they would be at the normal frequency. Energy
+figures are modelled, not measured.
 
-A plan knows the mean times of actions, not how they vary. So hints are on trial: where steps take longer with them than
-without, all devices are normal again until the mesh changes. Until that is known hints stay as they are: measured times
-change all the while, and hints that followed them would never be judged.
+A plan knows the mean times of actions, but not how much they vary. So lower frequencies are tried first: if steps take
+longer with them than without, all devices return to the normal frequency until the mesh changes. During a trial the
+frequencies stay as they are. Measured times change all the time, and frequencies that followed them could never be
+judged.
 """
 
 from __future__ import annotations
@@ -34,21 +36,21 @@ from elaswave_spmd.scheduling.rebalance import frequency_hints
 from elaswave_spmd.scheduling.step_time import Assignment, stage_seconds
 
 Pids: TypeAlias = Mapping[int, int | None]
-"""Rank -> process id of a worker; None, or missing: it runs on another machine."""
+"""Rank -> process id of a worker; None or missing if it runs on another machine."""
 
 SOCKET = "frequencies.sock"
 """The guard's socket in the run's directory of sockets."""
 
-_GRAIN = 0.01  # frequencies are multiples of it, rounded up
-_LEAST_CHANGE = 0.02  # paces whose frequencies differ by less from what is set are left alone
+_GRAIN = 0.01  # frequencies are rounded up to multiples of this
+_LEAST_CHANGE = 0.02  # a new pace is not sent if its frequencies differ by less than this from the present ones
 _KINDS = {FORWARD: 0, BACKWARD: 1, WEIGHTS: 2}
 
 TRIAL_STEPS = 8
 """Steps with paces, and at most as many without, whose medians are compared."""
 
-_FEWEST_WITHOUT = 3  # steps to compare with; by fewer nothing is judged
-_UNDER_WAY = 4  # steps after an order that may have run without it, or with some of both
-_LONGER = 1.05  # times as long: what is beyond is no noise of a median
+_FEWEST_WITHOUT = 3  # a trial is judged only if there are at least this many steps without paces
+_UNDER_WAY = 4  # this many steps after an order are left out, as they may have run partly without it
+_LONGER = 1.05  # a trial fails if its median step takes more than this many times as long, which is beyond noise
 
 
 class Guard(Protocol):

@@ -40,10 +40,14 @@ class BeatsReceived:
 class WorkerEnded:
     """A worker's process has ended, or the worker is to be treated as if it had.
 
+    There may be two of these events about one worker: a death watch reports the end at once, and the second event tells
+    how the process ended, once it is reaped.
+
     Args:
-        at: when that was seen, by the clock of `ControllerIO.now`.
-        exited: how the process ended, once it is reaped; a death watch reports the end before that is known. So there
-            may be two of these events about one worker, and the second one tells how it ended.
+        rank: the worker.
+        reason: what happened, in words.
+        at: the time at which the end was noticed, in seconds of `ControllerIO.now`.
+        exited: how the process ended; None if that is not known (yet).
     """
 
     rank: int
@@ -69,11 +73,11 @@ class ManifestWritten:
 
 @dataclass(frozen=True, slots=True)
 class OldRemoved:
-    """Older checkpoints, which are not to be kept any more, were removed after one was complete.
+    """After a new checkpoint was complete, the older ones that are not kept any more were removed.
 
     Args:
-        step: of the new one.
-        why_not: the reason for which one of them is still there; "" if none is.
+        step: the step of the new checkpoint.
+        why_not: why one of the older ones could not be removed; empty if all were.
     """
 
     step: int
@@ -99,12 +103,17 @@ class CheckpointFound:
 
 @dataclass(frozen=True, slots=True)
 class ExitsReported:
-    """The answer to ReportExits: an event WorkerEnded came before for every process that had ended until then."""
+    """The answer to ReportExits: every process that had ended by then has had its WorkerEnded before this event."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A process of the run, in words, has refused so many connections and messages since it began."""
+    """A process of the run has refused connections or messages.
+
+    Args:
+        process: the process, in words.
+        counts: reason -> number of refusals since the process began.
+    """
 
     process: str
     counts: Mapping[str, int]
@@ -112,7 +121,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class MoveRequested:
-    """Micro-batches, layers or workers are to be moved."""
+    """Micro-batches, layers or workers are to be moved, to the placement that `goal` describes."""
 
     goal: Goal
 

@@ -2,12 +2,12 @@
 
 Everything here takes events and returns actions, on the controller's thread. The common case, a worker that is killed
 while the run can go on without it, is short: `worker_ended` -> `_declare_lost` -> `ControllerProtocol.lost`, which
-begins a change of the mesh. The rest of the file is about the ends of a run, and about telling a lost device, after
-which the run goes on, from a bug in the program, after which it would fail again on the next worker.
+begins a change of the mesh. The rest of the file is about the ways in which a run ends, and about telling two causes
+apart: a lost device, after which the run can go on, and a bug in the program, which would fail on the next worker too.
 
-Where the cause of an end is not known yet (the report of a worker that failed may still be on its way when its process
-has ended), the run is `ending`: for at most a second the only events that count are those that tell more about the
-cause.
+When a run has to end, its cause may not be known yet: a worker's process may be seen to end before the worker's report
+of an exception arrives. So the run is `ending` first. For at most a second, only events count that tell more about the
+cause, or that bring the checkpoint with which the run begins again.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
 from elaswave_spmd.run_dir.discard import ROLLBACK
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 
-_LAST_WORDS_S = 1.0  # how long the report of a worker that failed may take after its process ended
-_MOST_STARTS = 3  # how often the first mesh waits for a worker in one place
-_START = 0  # the step of what fails before the first one
-_WITH_REPORT = 1  # the exit code of a worker whose report comes as Failed
-_MOST_TOLD = 8  # lost workers whose ends are told one by one
+_LAST_WORDS_S = 1.0  # how long to wait for the report (Failed) of a worker after its process has ended
+_MOST_STARTS = 3  # how many workers, one after the other, the first mesh waits for in one place
+_START = 0  # the step under which crashes before the first step are counted
+_WITH_REPORT = 1  # the exit code of a worker that sends a report (Failed) before it ends
+_MOST_TOLD = 8  # how many lost workers an error names one by one
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -67,7 +67,7 @@ _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal
 
 @dataclass(frozen=True)
 class _AwaitReport:
-    """A loss ends the run. The worker's own report, if one comes, tells more than its exit."""
+    """A loss ends the run. Its worker's report is awaited until a time, as it tells more than how the process ended."""
 
     gone: WorkerEnded
     until: float
@@ -75,14 +75,18 @@ class _AwaitReport:
 
 @dataclass(frozen=True)
 class _AwaitExits:
-    """A worker's report ends the run, unless it turns out that a worker was killed: then that is the cause."""
+    """A worker's report ends the run, unless it turns out that another worker was killed: then that is the cause."""
 
     error: RunError
 
 
 @dataclass(frozen=True)
 class SaveEnded:
-    """The run stops: workers are too few, or somebody wants it to. Its state is saved; `why_not`: or could not be."""
+    """The run stops with its state saved: too few workers are left, or somebody asked for it.
+
+    Args:
+        why_not: the reason why the state could not be saved; empty if it was.
+    """
 
     save: Save
     why_not: str = ""
@@ -90,7 +94,7 @@ class SaveEnded:
 
 @dataclass(frozen=True)
 class _AwaitCauses:
-    """The run cannot go on. The ends of some workers are not explained yet: one may be a crash."""
+    """The run cannot go on. Until a time it is awaited how some lost workers ended: one of them may have crashed."""
 
     end: Unrecoverable | SaveEnded
     until: float
@@ -98,7 +102,7 @@ class _AwaitCauses:
 
 @dataclass(frozen=True)
 class _AwaitCheckpoint:
-    """All that is left to know is the newest checkpoint, from which the run may begin again."""
+    """The answer to FindCheckpoint is awaited: the newest checkpoint, from which the run may begin again."""
 
     end: Unrecoverable | GoBack
 
@@ -111,15 +115,15 @@ class FailurePolicy:
     """The settings that decide what a failure leads to.
 
     Args:
-        survives: the run goes on after a loss (elastic.enabled).
-        replaces: a worker is started in place of each that is lost (elastic.replace or elastic.spares).
-        start_s: how long a worker of the first mesh may take to be ready (timeouts.start).
-        min_workers: with fewer the run does not begin again (elastic.min_workers).
-        max_skipped: this many steps in a row without an update end the run (optim.max_skipped): their gradient is not
-            finite, or the weight of their loss not above 0.
-        restarts: the run may begin again: its workers can be started a second time.
-        mesh: of the run, for the mesh of fewer workers with which it begins again.
-        saves: the run writes checkpoints (checkpoint.every).
+        survives: True if the run goes on after a loss (elastic.enabled).
+        replaces: True if a worker is started in place of each that is lost (elastic.replace or elastic.spares).
+        start_s: how many seconds a worker of the first mesh may take to be ready (timeouts.start).
+        min_workers: with fewer workers the run does not begin again (elastic.min_workers).
+        max_skipped: this many steps in a row without an update end the run (optim.max_skipped). A step has no update
+            if its gradient is not finite, or if the weight of its loss is not above 0.
+        restarts: True if the run may begin again, as its workers can be started a second time.
+        mesh: the mesh of the run, from which the mesh is made on which it begins again.
+        saves: True if the run writes checkpoints (checkpoint.every).
     """
 
     survives: bool
@@ -140,8 +144,8 @@ class FailurePolicy:
             start_s=settings.timeouts.start,
             min_workers=elastic.min_workers,
             max_skipped=settings.optim.max_skipped,
-            # Agents end with the launcher that they have met, so a run with agents cannot start its workers again;
-            # but for those that another controller may adopt: they look for the run, and join it again.
+            # Agents end when the launcher that they have joined ends, so a run with agents cannot start its workers
+            # again. The exception are agents with timeouts.adopt: they look for the run and join it again.
             restarts=settings.runtime.rendezvous is None or settings.timeouts.adopt is not None,
             mesh=settings.mesh,
             saves=settings.checkpoint.every > 0,
@@ -154,9 +158,10 @@ class FailureHandler:
     All methods are called by the controller's thread, with events in the order in which they came.
 
     Args:
-        replacements: what is started in place of workers that are lost.
-        run_dir: the run's directory, in which the state lies that the error of a saved run names.
-        came_back: the run has begun under another controller.
+        roster: the workers that live, as far as is known.
+        replacements: the workers that are started in place of lost ones.
+        run_dir: the run's directory, for the paths of checkpoints that errors name.
+        came_back: True if this controller adopts the workers of one that has died.
     """
 
     def __init__(
@@ -174,61 +179,70 @@ class FailureHandler:
         self._roster = roster
         self._replacements = replacements
         self._run_dir = run_dir
-        # The step at which the run begins. One that a controller takes over has begun at another one.
+        # The step at which the run began; -1, which is no step, if it began under another controller.
         self._first = protocol.version if not came_back else -1
         self._num_skipped = 0  # steps in a row without an update
-        self._crashes: dict[int, tuple[int, str]] = {}  # step -> (rank, report) of the first one
+        self._crashes: dict[int, tuple[int, str]] = {}  # step -> (rank, report) of the first worker that crashed in it
         self._links = BrokenLinks()
-        self._signal = ""  # by which the run was asked to end
-        self._cause: RunError | None = None  # for which the run stops, with its state saved
-        self._unexplained: dict[int, int] = {}  # rank -> the step in which its end was seen, before its cause is known
-        self._untold: dict[int, str] = {}  # rank -> how a lost member went, which has no line while its epoch has none
-        self._lost_before: dict[int, int] = {}  # rank -> how many were lost in its place while workers start
+        self._signal = ""  # the name of the signal by which the run was asked to end
+        self._cause: RunError | None = None  # the error for which the run stops, once its state is saved
+        # Rank -> step under way, of members whose process has ended and of which it is not known yet how.
+        self._unexplained: dict[int, int] = {}
+        # Rank -> how a member was lost, until the epoch without it begins: only then has its loss a line in the log.
+        self._untold: dict[int, str] = {}
+        # Rank of a worker started for the first mesh in place of a lost one -> how many were lost in that place before.
+        self._lost_before: dict[int, int] = {}
         # The version, whether it was being validated, and the members, when the run stood still last.
         self._stood_still: tuple[int, bool, tuple[int, ...]] | None = None
         self._ending: _Ending | None = None
 
     @property
     def is_ending(self) -> bool:
-        """True once nothing counts any more but `decide_while_ending`."""
+        """True once the run has to end. From then on events go to `decide_while_ending` only."""
         return self._ending is not None
 
     # ---- workers
 
     def failed(self, message: m.Failed, now: float) -> list[Action]:
-        """A worker reports an exception that it cannot go on after.
+        """A worker reports an exception after which it cannot go on.
 
-        Others go on without it. The same step failing on a second worker is a bug in the program, not a lost device:
-        the run ends. It ends, too, where this worker alone has some of the state. It is there still, and is saved.
+        The others go on without it. If the same step has failed on another worker before, this is taken for a bug in
+        the program, not for a lost device, and the run ends. The run also ends if this worker has the only replica of
+        some page: its process still has the state, which can be saved.
         """
         rank, step, report = message.rank, message.step, message.report
         self._unexplained.pop(rank, None)
         headline = exception_line(report)
         if self._survives_exceptions and rank not in self._protocol.placement.mesh:  # it has not joined, or has left
             return self._declare_lost(rank, f"an exception: {headline}", now)
+        # Its links failed, for lack of memory, say: that is the fault of its machine, and no sign of a bug.
         if self._survives_exceptions and message.is_deaf:
             return self._declare_lost(rank, headline, now)
         if not self._may_stop_saved or message.is_deaf:
             if (bug := self._end_by_bug(message)) is not None:
                 return bug
         elif self._cause is not None:
-            return []  # the run ends: whoever has failed keeps its state until it is saved
+            return []  # the run ends already: this worker keeps its state until it is saved
         elif self._is_bug(message) or self._protocol.holds_alone(rank):
             return self._stop_for(WorkerError(*self._first_crash(message)))
         self._crashes[step] = rank, report
         return self._declare_lost(rank, f"an exception: {headline}", now)
 
     def refused(self, message: m.Refused, now: float) -> list[Action]:
-        """A worker that starts refuses what the run was given, its model. All others would: it is no loss.
+        """A worker that starts refuses the model or the plan of the run.
 
-        Once the run has begun, its workers have accepted it: then this worker alone is at fault.
+        Before the run has begun this ends the run, as every other worker would refuse it, too. Once it has begun, other
+        workers have accepted the same model, so the fault is with this worker: it is lost.
         """
         if self._protocol.started:
             return self._declare_lost(message.rank, f"refused: {message.error['what']}", now)
         return [End(RunStopped(ModelError(**message.error)))]
 
     def computes_otherwise(self, rank: int, error: UserError, now: float) -> list[Action]:
-        """A worker that starts has computed other bits than the others: the run is refused, or goes on without it."""
+        """A worker that starts has computed other bits than the first one in its check of the model.
+
+        Before the run has begun this ends the run with `error`; afterwards the run goes on without the worker.
+        """
         if self._protocol.started:
             return self._declare_lost(rank, error.what, now)
         return [End(RunStopped(error))]
@@ -236,35 +250,36 @@ class FailureHandler:
     def worker_ended(self, event: WorkerEnded) -> list[Action]:
         """A worker's process has ended."""
         if event.rank not in self._roster:
-            # It has left, or is known to be lost: a death watch reports a death before the process is reaped, so the
-            # second event about the same worker brings the exit code.
+            # The worker has left, or is known to be lost. A death watch reports a death before the process is reaped,
+            # so there may be a second event about the same worker, which brings the exit code.
             return self._stop_for(crash) if (crash := self._explain(event)) is not None else []
         if not self._policy.survives:
             if event.exited is not None and event.exited.signal is not None:
                 return [End(RunStopped(RunError(str(event.exited))))]
-            if self._cause is not None:  # it was to save its state
+            if self._cause is not None:  # it was to save its state first, and has ended before that
                 return [End(RunStopped(self._cause))]
             self._ending = _AwaitReport(event, event.at + _LAST_WORDS_S)
             return []
         if not self._protocol.started:
             return self._ended_at_start(event)
         if event.rank in self._protocol.placement.mesh:
-            # Filed under the step that was under way: two crashes in one step are taken for a bug.
+            # Crashes are counted by the step that was under way: two in one step are taken for a bug.
             self._unexplained[event.rank] = self._protocol.version + 1
-            if (crash := self._explain(event)) is not None:  # the stop first: nobody is started in its place
+            # The actions of the stop come before those of the loss, so that no replacement is started.
+            if (crash := self._explain(event)) is not None:
                 return [*self._stop_for(crash), *self._declare_lost(event.rank, event.reason, event.at)]
         return self._declare_lost(event.rank, event.reason, event.at)
 
     def not_started(self, rank: int, why: str, now: float) -> list[Action]:
-        """A newcomer could not be started, as the system has nothing left for it: it is lost before it joined."""
+        """A newcomer could not be started, for lack of memory or processes, say: it is lost before it joined."""
         reason = f"it could not be started: {why}"
         if not self._policy.survives:
             return [End(RunStopped(RunError(f"worker {rank}: {reason}")))]
-        # The next one in its place with the next tick, not at once: there is as little left for it now.
+        # Its replacement is started with the next tick, not at once: now it would fail for the same reason.
         return self._declare_lost(rank, reason, now, replaced_at_once=False)
 
     def withdrawn(self, rank: int, reason: str, now: float) -> list[Action]:
-        """A worker that is no member goes with its machine, and no state with it. Another one may get its place."""
+        """A worker that is not a member is lost with its machine. It has no state; another one may get its place."""
         self._roster.remove(rank)
         self._links.forget(rank)
         change = self._protocol.lost(rank, reason, spare=self._replacements.lost(rank))
@@ -272,7 +287,10 @@ class FailureHandler:
         return [*ended, *change, *self.replace_lost(now)]
 
     def suspected(self, suspects: Sequence[Suspect], now: float) -> list[Action]:
-        """Workers live, as far as is known, and hang, or are not ready in time. They are lost."""
+        """The failure detector suspects workers: they hang, fell silent, or were not ready in time.
+
+        They are treated as lost; in a run that does not survive losses this ends the run.
+        """
         actions: list[Action] = []
         late = [suspect.rank for suspect in suspects if suspect.rank not in self._protocol.addresses]
         if late and not (self._policy.survives or self._protocol.started):
@@ -286,14 +304,14 @@ class FailureHandler:
         return actions
 
     def stands_still(self, found: Standstill) -> list[Action]:
-        """All members live and wait, and nothing comes. They send everything again that another one may lack.
+        """All members live and wait, and no message comes. They are told to send again whatever others may lack.
 
-        No rule of the protocol leads there, so if the same step stands still once more, sending again does not help:
-        the run ends, with its state saved.
+        By the rules of the protocol this cannot happen, so a message was lost, or there is a bug. If the same step
+        stands still once more, sending again does not help: the run ends, with its state saved.
         """
         protocol = self._protocol
         if not protocol.started or protocol.is_saving or self._cause is not None:
-            return []  # workers start, or the state is being saved: there are deadlines for both
+            return []  # workers are starting, or the state is being saved: both have deadlines of their own
         at = protocol.version, protocol.is_validating, protocol.members
         is_again, self._stood_still = at == self._stood_still, at
         waits = found.told(protocol.members)
@@ -313,7 +331,7 @@ class FailureHandler:
         return [record, *self._stop_for(RunError(f"the run stands still, also after all was sent again: {what}"))]
 
     def computes_wrongly(self, rank: int, reason: str, now: float) -> list[Action]:
-        """A worker lives, and what it computes is wrong: it is lost. The step that is under way begins anew."""
+        """A worker lives, but computes wrong results: it is treated as lost. The step under way begins anew."""
         if not self._policy.survives:
             return [End(RunStopped(RunError(f"worker {rank}: {reason}")))]
         return self._declare_lost(rank, reason, now)
@@ -339,7 +357,10 @@ class FailureHandler:
         self._links.forget(rank)
 
     def replace_lost(self, now: float) -> list[Action]:
-        """Start the workers that are missing by now. With every loss, and with every tick, since starts are limited."""
+        """The actions that start workers in the empty places, as far as the limit on starts allows it now.
+
+        Called with every loss, and with every tick for those that the limit has held back.
+        """
         protocol = self._protocol
         if protocol.version >= protocol.steps or protocol.stops or self.is_ending:
             return []
@@ -347,25 +368,27 @@ class FailureHandler:
 
     @property
     def _may_stop_saved(self) -> bool:
-        """True while there is state to go on from later: at the end what is left is to collect the weights."""
+        """True while a saved state is worth going on from: after the last step only the weights are left to collect."""
         protocol = self._protocol
         return protocol.started and (protocol.version < protocol.steps or protocol.is_validating)
 
     @property
     def _survives_exceptions(self) -> bool:
-        """True while the run can go on after an exception: not while the first workers start.
+        """True while the run can go on after a worker's exception, which is not so while the first workers start.
 
-        An exception before the first step is one of the program or of its machine: the next worker would raise it, too.
+        What raises an exception before the first step is the program or its machine: the next worker would raise it,
+        too.
         """
         return self._policy.survives and self._protocol.started
 
     def _ended_at_start(self, event: WorkerEnded) -> list[Action]:
-        """A worker of the first mesh has ended before there is one. What ends it from outside is a loss.
+        """A worker's process has ended before the first mesh is formed. If it was killed from outside, it is lost.
 
-        An exit code is the end of the run, as an exception is; so is a crash in native code that repeats.
+        A nonzero exit code ends the run, as an exception does; so does a crash in native code on a second worker.
         """
         if (exited := event.exited) is None:
-            return []  # a death watch; what follows tells how the process ended, which is no hurry while nobody trains
+            # From a death watch. A later event tells how the process ended, and can be awaited, as nobody trains yet.
+            return []
         if exited.signal is None and exited.code:
             self._ending = _AwaitReport(event, event.at + _LAST_WORDS_S)
             return []
@@ -378,21 +401,22 @@ class FailureHandler:
     def _declare_lost(
         self, rank: int, reason: str, at: float, *, is_late: bool = False, replaced_at_once: bool = True
     ) -> list[Action]:
-        """Go on without a worker. A worker is lost once, whichever of its detectors is the first.
+        """Go on without a worker. Several detectors may report the same loss; only the first report counts.
 
         Args:
-            is_late: it is given up since it was not ready in time.
-            replaced_at_once: if at all, and once the first mesh is formed; else with the next tick.
+            is_late: True if it is given up because it was not ready in time.
+            replaced_at_once: False if its replacement is to be started with the next tick. Has no effect while the
+                first mesh is not formed.
         """
         if rank not in self._roster:
             return []
-        # Now, not with RemoveMember, which carries the decision out: what comes in between is of a lost worker already.
+        # At once, and not when RemoveMember is carried out: an event between the two must find that the worker is lost.
         self._roster.remove(rank)
         self._links.forget(rank)
         if not self._protocol.started:
             return self._lost_at_start(rank, reason, at, is_late=is_late)
         mesh, is_spare = self._protocol.placement.mesh, rank in self._replacements.spares
-        # Of members that are gone since the mesh was made; those before have a line of their own.
+        # Workers that are not in the present mesh were lost before it was made: their loss has its line in the log.
         self._untold = {other: how for other, how in self._untold.items() if other in mesh}
         if rank in mesh:
             self._untold[rank] = reason if reason.startswith(f"worker {rank} ") else f"worker {rank}: {reason}"
@@ -406,13 +430,14 @@ class FailureHandler:
             record = self._record_loss(rank, reason, "spare", f"spare worker {rank} is lost ({reason})")
             return [record, RemoveMember(rank, lost=True), *replacement]
         record = self._record_loss(rank, reason, "join", f"worker {rank} is lost before it joined ({reason})")
-        return [record, Kill(rank), *change, *replacement]  # it may live, and be late
+        return [record, Kill(rank), *change, *replacement]  # its process may live: it may just have been late
 
     def _lost_at_start(self, rank: int, reason: str, now: float, *, is_late: bool) -> list[Action]:
-        """The first mesh is formed without a worker, or with the one that is started in its place.
+        """A worker is lost before the first mesh is formed: this goes on without it, or waits for a replacement.
 
-        The first mesh does not wait for the third one in a place, nor for a second one where the first was late: what
-        ends or stops workers in every start shall not keep the others waiting for ever.
+        The first mesh waits for up to `_MOST_STARTS` workers in one place, one after the other, and for no further one
+        if the second was late: a fault that ends or stops workers at every start must not keep the others waiting
+        forever. A replacement that is not awaited joins the mesh later, as a newcomer.
         """
         record = self._record_loss(rank, reason, "start", f"worker {rank} is lost while workers start ({reason})")
         number = self._lost_before.pop(rank, 0) + 1
@@ -421,38 +446,39 @@ class FailureHandler:
         self._lost_before.update(dict.fromkeys(ranks, number))
         awaited = ranks[0] if ranks and number < (2 if is_late else _MOST_STARTS) else None
         change = self._protocol.lost(rank, reason, replacement=awaited)
-        # It may live, and be late: who is no member of the first mesh is not removed from it, and is ended here.
+        # Its process may live, if it was just late. If it is not in the first mesh, no RemoveMember kills it.
         ended = [] if RemoveMember(rank, lost=True) in change else [Kill(rank)]
         return [record, *ended, *change, *started]
 
     def _record_loss(self, rank: int, reason: str, phase: str, message: str) -> Record:
-        """The event of a worker that is lost as no member of the mesh."""
+        """The log line for the loss of a worker that is not a member of the mesh."""
         mesh = self._protocol.placement.mesh
         about = {"ranks": [rank], "mesh_epoch": mesh.epoch, "mesh": mesh.shape.name}
         return Record("fail", {**about, "phase": phase, "reason": reason, "message": message})
 
     def _is_bug(self, message: m.Failed) -> bool:
-        """True if a report ends the run: no loss is survived now, or another worker has failed in this step.
+        """True if a report ends the run: it cannot survive an exception now, or another worker failed in this step.
 
-        The same step on the same data raises the same exception on every worker that runs it. So two workers that fail
-        in one step are taken for a bug in the program: without an end, all would be lost one after the other.
+        A bug raises the same exception on every worker that runs the same step on the same data. So if two workers fail
+        in one step it is taken for a bug in the program: the run would otherwise lose all workers, one after the other.
         """
         return not self._survives_exceptions or self._first_crash(message)[0] != message.rank
 
     def _first_crash(self, message: m.Failed) -> tuple[int, str]:
-        """The first worker that has failed in the step of a report, and its own report."""
+        """The first worker that failed in the step of this report, and the report of that worker."""
         return self._crashes.get(message.step, (message.rank, message.report))
 
     def _end_by_bug(self, message: m.Failed) -> list[Action] | None:
-        """The end of the run without anything to save, if this report ends it."""
+        """End the run without saving state, if this report ends it; else None."""
         if not self._is_bug(message):
             return None
-        # A worker may have failed because another one was killed: then that is the cause, and its exit is known by now.
+        # This worker may have failed because another one was killed, which is the true cause then. That process has
+        # ended by now, so ReportExits finds it.
         self._ending = _AwaitExits(WorkerError(*self._first_crash(message)))
         return [ReportExits()]
 
     def _stop_for(self, cause: RunError) -> list[Action]:
-        """The run cannot go on, and has all of its state: that is saved first, and `cause` is what ends it."""
+        """Stop the run for `cause`. All state is still there, and is saved first if training could go on from it."""
         if self._cause is not None:
             return []
         self._cause = cause
@@ -461,11 +487,14 @@ class FailureHandler:
         return [*self._protocol.stop(cause.headline, at_once=True)]
 
     def _explain(self, event: WorkerEnded) -> RunError | None:
-        """Note how a member's process ended, which is mostly known some time later than the fact that it did.
+        """Note how a member's process ended. This is usually known later than the fact that it ended.
 
-        A crash in native code (a signal, no report) is counted like an exception: two in one step are a bug, for which
-        the run ends. With exit code 1 comes the report of an exception, which explains the end; the exit may be read
-        before it.
+        A crash in native code (a signal or an exit code, without a report) is counted like an exception: two in one
+        step are taken for a bug, for which the run ends. A worker that exits with code 1 has sent a report, which may
+        be read after the exit: then the report explains the end.
+
+        Returns:
+            The error that ends the run if this is the second crash in its step; else None.
         """
         if event.exited is None or event.exited.code == _WITH_REPORT:
             return None
@@ -482,10 +511,11 @@ class FailureHandler:
     # ---- links
 
     def link_closed(self, *ends: int, was_linked: bool = True) -> None:
-        """A link between two workers, or the controller's to one, has ended: with one of its ends, or by itself.
+        """A link has ended, either because one of its ends died, or by itself. That is decided by later heartbeats.
 
         Args:
-            was_linked: False if there was none, and one of the two wanted it.
+            ends: the two workers, or one for its link with the controller.
+            was_linked: False if there was no link, and one of the two had something to send on it (C16).
         """
         if all(rank in self._roster for rank in ends):
             self._links.closed(*ends, was_linked=was_linked)
@@ -493,7 +523,14 @@ class FailureHandler:
                 self._protocol.missed(frozenset(ends))
 
     def heartbeat(self, rank: int, now: float, *, is_relayed: bool) -> list[Action]:
-        """A worker lives. If it has lost a link, to a worker that lives as well, the link is made again, once."""
+        """A worker sends a heartbeat. If a link of it was lost and the other end lives as well, it is opened again.
+
+        A link between two workers is opened again once; if it fails again, one of the two has to go (LinkFailed). A
+        worker whose link to the controller was lost while it lives is lost.
+
+        Args:
+            is_relayed: True if the worker's agent has sent the heartbeat on.
+        """
         actions: list[Action] = []
         for verdict in self._links.heartbeat(rank, now, is_relayed=is_relayed):
             if verdict.lost is None:
@@ -507,22 +544,22 @@ class FailureHandler:
         return actions
 
     def cannot_reach(self, rank: int, reason: str, now: float) -> list[Action]:
-        """A worker and another one that stays cannot reach each other: it is lost."""
+        """The worker is lost, as it and another worker, which stays, cannot reach each other."""
         return self._declare_lost(rank, reason, now)
 
     # ---- the end of a run
 
     def stop_requested(self, signal: str) -> None:
-        """A user or a batch system wants the run to end: it does not begin again, and its end is told as theirs."""
+        """A user or a batch system asks the run to end. It will not begin again, and ends with StoppedBySignal."""
         self._signal = signal
 
     def end(self, why: Unrecoverable | SaveEnded, now: float) -> list[Action]:
-        """The run cannot go on, or stops with its state saved. A crash that brought it to that is shown."""
+        """The run cannot go on, or stops with its state saved. If a crash led to it, the error will show that crash."""
         self._ending = _AwaitCauses(why, now + _LAST_WORDS_S)
         return self._end_with_causes(now)
 
     def go_back(self, action: GoBack) -> list[Action]:
-        """Begin the run again at a checkpoint from before something was committed that may be wrong, if it can."""
+        """Begin the run again at a checkpoint that is older than what may be wrong; end the run if it cannot."""
         if not self._policy.restarts:
             why = "a run with agents cannot begin again by itself, as they end with it"
             return self._cannot_go_back(action, f"{why}: resume it from a checkpoint of step {action.newest} or before")
@@ -535,7 +572,7 @@ class FailureHandler:
         return [End(RunStopped(self._error(f"{action.reason}; the run ends, since {why}")))]
 
     def _back_to(self, action: GoBack, checkpoint: SavedState | None) -> list[Action]:
-        """The run begins again at this checkpoint, or as it began if there was none yet."""
+        """The run begins again at this checkpoint, or as it began at step 0 if there is no checkpoint yet."""
         policy, protocol = self._policy, self._protocol
         num_members = policy.mesh.shape.num_workers if policy.replaces else len(protocol.members)
         left = num_members - (0 if policy.replaces else len({*action.without} & {*protocol.members}))
@@ -571,7 +608,7 @@ class FailureHandler:
         return [Record(ROLLBACK, fields), End(back)]
 
     def decide_while_ending(self, event: Event, now: float) -> list[Action]:
-        """The decision about an event once the run is ending."""
+        """The actions that follow from an event once the run is ending, by what is still awaited."""
         match self._ending:
             case _AwaitReport() as state:
                 return self._await_report(state, event, now)
@@ -616,7 +653,7 @@ class FailureHandler:
         return self._end_with_causes(now)
 
     def _end_with_causes(self, now: float) -> list[Action]:
-        """The end, once all causes are known or have been waited for long enough."""
+        """The actions that end the run, once it is known how all lost workers ended, or the time for that is over."""
         state = self._ending
         assert isinstance(state, _AwaitCauses)
         if self._unexplained and now < state.until:
@@ -638,9 +675,10 @@ class FailureHandler:
                 return [FindCheckpoint()]
 
     def _has_survived(self, step: int) -> bool:
-        """True if a crash in a step has nothing to do with what happens now: others have committed the step since.
+        """True if a crash in a step has nothing to do with what happens now, as that step was committed since.
 
-        An exception in the validation of the newest step counts as one of that step.
+        An exception in the validation after the newest step is counted as one of that step, so it still matters while
+        the validation is under way.
         """
         protocol = self._protocol
         is_under_way = protocol.is_validating or not protocol.started
@@ -652,14 +690,15 @@ class FailureHandler:
         return [End(RunStopped(self._error(f"the run cannot go on: {end.reason}{self._how_lost()}")))]
 
     def _how_lost(self) -> str:
-        """How the members went whose loss is the end: no `fail` tells of them, as no mesh without them came."""
+        """How the members were lost whose loss ends the run. No mesh without them begins, so the log has no `fail`
+        line for them."""
         mesh = self._protocol.placement.mesh
         lost = [how for rank, how in sorted(self._untold.items()) if rank in mesh]
         more = f"; {len(lost) - _MOST_TOLD} more" if len(lost) > _MOST_TOLD else ""
         return f" ({'; '.join(lost[:_MOST_TOLD])}{more})" if lost else ""
 
     def _stop(self, save: Save, message: str) -> list[Action]:
-        """The end; an exception after the saved version, which brought it to that, is shown."""
+        """The end of a run that was saved. The message also shows an exception in a step after the saved version."""
         newest = max(self._crashes, default=0)
         if newest > save.version:
             rank, report = self._crashes[newest]
@@ -667,26 +706,30 @@ class FailureHandler:
         return [End(RunStopped(self._error(f"the run stops: {message}")))]
 
     def _stopped_for(self, state: str) -> list[Action]:
-        """The end of a run that cannot go on, with what became of its state."""
+        """The end of a run that stops for `_cause`.
+
+        Args:
+            state: a sentence that says where the state was saved, or why it could not be.
+        """
         cause = self._cause
         if isinstance(cause, WorkerError):
             return [End(RunStopped(WorkerError(cause.rank, cause.report, state)))]
         return [End(RunStopped(RunError(f"{cause}. {state}")))]
 
     def _error(self, message: str) -> RunError:
-        """The error of an end; one that was asked for is no failure."""
+        """The error that ends the run. A run that was asked to end by a signal did not fail: StoppedBySignal."""
         return StoppedBySignal(message) if self._signal else RunError(message)
 
     def _restart(self, end: Unrecoverable, checkpoint: SavedState | None) -> list[Action]:
-        """The run begins again with the workers that are left, if they are enough and have something to begin with.
+        """The run begins again with the workers that are left; empty if they are too few or have no state to begin at.
 
-        That is a good checkpoint. Before the first step is committed it is also what the run began with: initial values
-        are a function of the seed, and a checkpoint of another directory is still there.
+        The state to begin at is a good checkpoint. Before the first step is committed, what the run began with serves
+        as well: initial values are a function of the seed, and a checkpoint in another directory is still there.
         """
         policy, protocol = self._policy, self._protocol
         left = policy.mesh.shape.num_workers if policy.replaces else len(protocol.members)
         is_lost = end.lost or not protocol.members
-        # Before the first epoch no state is lost: workers that end at every start would do so again.
+        # Before the first mesh is formed there is no state to lose: workers that end at every start would do so again.
         is_begin = checkpoint is None and protocol.started and protocol.version == self._first
         nothing = checkpoint is None and not is_begin
         if self._signal or nothing or not is_lost or not policy.restarts or left < policy.min_workers:
@@ -710,14 +753,15 @@ class FailureHandler:
         return [Record("restart", fields), End(RestartFrom(self._run_dir, mesh, step, is_begin=is_begin))]
 
     def _mesh_for(self, num_workers: int) -> MeshSettings:
-        """The run's own mesh if it has so many workers, ragged stages included; else one as even as can be."""
+        """The run's own mesh if it has this many workers, with its ragged stages if any; else as even as possible."""
         mesh = self._policy.mesh
         return mesh if num_workers == mesh.shape.num_workers else mesh_of(num_workers, mesh)
 
     def _killed(self, event: WorkerEnded) -> list[Action]:
-        """The end of the run, if the worker was killed: that is the cause, and what others report a consequence.
+        """End the run if the worker was killed by a signal: this is the cause, and what others report its consequence.
 
-        A worker that is known to be lost has been killed by the controller, for certain: it does not count.
+        A worker that is not in the roster any more was declared lost before, and the controller killed it: it does not
+        count.
         """
         if event.exited is None or event.exited.signal is None or event.rank not in self._roster:
             return []
@@ -725,12 +769,16 @@ class FailureHandler:
 
 
 def _is_crash(exited: Exited) -> bool:
-    """An end that a bug can cause; SIGKILL and SIGTERM come from outside."""
+    """True for an end that a bug in native code can cause. SIGKILL and SIGTERM come from outside."""
     return exited.signal in _CRASHES or exited.code not in (None, 0, _WITH_REPORT)
 
 
 def mesh_of(num_workers: int, mesh: MeshSettings) -> MeshSettings:
-    """A mesh of so many workers, as they are inside, on as many stages as `mesh` has or on fewer, as even as can be."""
+    """A mesh of `num_workers` workers whose stages are as even as possible.
+
+    It has as many stages as `mesh`, or one for each worker if they are fewer. The axes inside a worker (tp, fsdp) are
+    those of `mesh`.
+    """
     stages = min(num_workers, mesh.shape.num_stages)
     sizes = even_counts(num_workers, stages)
     if len(set(sizes)) == 1:

@@ -1,4 +1,4 @@
-"""Everything that a controller does to the outside, behind one protocol, and the real one over processes and links.
+"""The controller's input and output: the interface `ControllerIO`, and `ProcessIO`, which has real processes and links.
 
 The simulated cluster (tests/cluster) passes its own `ControllerIO` to the same Controller.
 """
@@ -79,9 +79,9 @@ from elaswave_spmd.worker.spec import LinkSpec, OptionSpec, RunSpec, WorkerSpec
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
 
-_LOOK_S = 1.0  # between two looks at what was refused
-_POLL_S = 0.1  # how long the end of a worker that has no death watch can go unnoticed
-_FORK_SERVER_S = 10.0  # that the fork server is waited for while others train, or may know why the run ends
+_LOOK_S = 1.0  # seconds between two checks whether anything was refused
+_POLL_S = 0.1  # the longest time, in seconds, that the end of a worker without a death watch goes unnoticed
+_FORK_SERVER_S = 10.0  # seconds to wait for the fork server when it starts a newcomer, or reports exits at an end
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class Spawned:
     """A worker that was started.
 
     Args:
-        pid: its process id; None: it runs on another machine.
-        domain: its failure domain; None: that of all the others.
-        why_not: it could not be started; empty: it was.
+        pid: its process id; None if it runs on another machine, or could not be started.
+        domain: its failure domain; None if the run has only one.
+        why_not: the reason why it could not be started; empty if it was.
     """
 
     pid: int | None = None
@@ -100,21 +100,28 @@ class Spawned:
 
 
 class ControllerIO(Protocol):
-    """The controller's only way to the outside: what it does, and the events that it gets. For one thread."""
+    """The controller's only way to the outside: what it does, and the events that it gets.
+
+    All methods but `stop_requested` are called by the controller's thread.
+    """
 
     def now(self) -> float:
         """Seconds of a clock that never runs back."""
         ...
 
     def next_event(self, until: float) -> Event:
-        """The next thing that has happened. Tick once the clock has reached `until`, whatever else waits.
+        """The next event. Waits for one until the clock has reached `until`, and then returns a Tick.
 
-        But never twice in a row while something else waits: a clock that is always late would let nothing else through.
+        A Tick that is due comes before everything else that waits, but not twice in a row: if the controller were
+        always late for its deadlines, no other event would ever get through.
         """
         ...
 
     def next_ends(self) -> list[WorkerEnded]:
-        """The ends of workers that have been found and are the very next events; they are none any more."""
+        """Remove and return those next events that are ends of workers, as far as they are known already. Never waits.
+
+        The controller decides all of them at once, as the workers of a machine end together.
+        """
         ...
 
     def stop_requested(self, number: int) -> None:
@@ -126,17 +133,21 @@ class ControllerIO(Protocol):
         ...
 
     def connect(self, rank: int, address: str, *, holds_mutex: bool) -> str:
-        """A worker is ready: open the link to it, and watch for its death where it holds its mutex for that.
+        """Open the link to a worker that is ready, and watch for its death.
+
+        Args:
+            holds_mutex: True if the worker holds the mutex by which its death is noticed at once.
 
         Returns:
-            Why its death is noticed only later, when the process is reaped; empty: it holds no mutex, or is watched.
+            The reason why the mutex cannot be watched, so that the death is noticed only when the process is reaped;
+            empty if it is watched, or if the worker holds no mutex.
         """
         ...
 
     def adopt(self, rank: int, generation: int) -> None:
-        """Open the link to a worker of the controller before, and tell it the generation and address of this one.
+        """Open the link to a worker of the previous controller, and send it this one's generation and address.
 
-        A worker of which nobody knows where it listens, as it was no member of the mesh yet, is ended.
+        A worker whose address nobody knows is killed: it was not a member of the mesh yet.
         """
         ...
 
@@ -145,15 +156,19 @@ class ControllerIO(Protocol):
         ...
 
     def spawn(self, rank: int, host: str | None = None) -> Spawned:
-        """Start a worker; `host`: of a newcomer, the machine that was asked for."""
+        """Start a worker.
+
+        Args:
+            host: for a newcomer, the machine on which it is to run; None for the one with the most room.
+        """
         ...
 
     def machines(self) -> tuple[Machine, ...]:
-        """The machines of the run as they are now; none if it cannot have others than this one."""
+        """The machines of the run as they are now; empty if the run can have no other machine than this one."""
         ...
 
     def order_agent(self, order: AgentOrder) -> None:
-        """Carry out a decision about an agent; one that has gone meanwhile is ignored. Never waits."""
+        """Carry out a decision about an agent. Never waits. Does nothing if the agent has gone meanwhile."""
         ...
 
     def kill(self, rank: int) -> None:
@@ -165,14 +180,14 @@ class ControllerIO(Protocol):
         ...
 
     def last_rejections(self) -> list[Rejected]:
-        """All that was refused since the last event of this kind, here and by agents, now that the run ends.
+        """At the end of the run: the counts of all that was refused, if they have grown since the last Rejected.
 
         Waits for the answers of agents for up to 2 seconds.
         """
         ...
 
     def report_exits(self) -> None:
-        """Put WorkerEnded of every process that has ended by now, and then ExitsReported, among the next events."""
+        """Queue a WorkerEnded for every process that has ended by now, and then ExitsReported, as the next events."""
         ...
 
     def faulted_at(self, rank: int) -> float | None:
@@ -199,48 +214,59 @@ class ControllerIO(Protocol):
         """Write a checkpoint's manifest in the background; ManifestWritten follows. Old checkpoints are removed.
 
         Args:
-            trusted: the newest checkpoint of this step or before stays, however old it is; None: there is none such.
-            best: validated steps from the lowest loss to the highest, whose first ones stay (checkpoint.keep_best).
+            trusted: a version up to which all checks have agreed: the newest checkpoint up to it is kept, however old
+                it is. None if none has to be kept for this reason.
+            best: the validated steps from the lowest loss to the highest. The checkpoints of the first ones are kept
+                (checkpoint.keep_best).
         """
         ...
 
     def find_checkpoint(self, newest: int | None) -> None:
-        """Finish what is being written; then CheckpointFound is among the next events, of a step up to `newest`."""
+        """Wait for manifests that are being written, then look for the newest good checkpoint; CheckpointFound follows.
+
+        Args:
+            newest: checkpoints of later steps are ignored; None for all.
+        """
         ...
 
     def find_shards(self) -> list[ShardInfo]:
-        """Shards on the disk that this life of the run has written, of checkpoints without a manifest."""
+        """The shards on the disk that workers have written in this life of the run and that no manifest lists."""
         ...
 
     def settle(self) -> None:
-        """All that died with the controller before is made good."""
+        """Note that the adoption is complete: a later controller need not repeat anything for the previous one."""
         ...
 
     def finish_writing(self) -> list[ManifestWritten | OldRemoved]:
-        """Wait until all manifests are written. Returns what has not been an event yet."""
+        """Wait until all manifests are written. Returns the results that have not been returned as events yet."""
         ...
 
     def close(self) -> None:
-        """Close everything but the workers' processes; they are the launcher's to end.
+        """Close everything except the workers' processes, which the launcher ends.
 
-        What is still being written or removed is waited for, for `timeouts.shutdown` at most.
+        Waits for the thread that writes manifests and removes old checkpoints, for `timeouts.shutdown` at most.
         """
         ...
 
 
 class ProcessIO:
-    """The controller's side of real worker processes. All but the threads inside is for the controller's thread.
+    """The `ControllerIO` over real worker processes and links.
+
+    It uses threads of its own: that of the links, those of the death watch, one that writes manifests, and one that
+    plans changes of the mesh.
 
     Args:
-        scratch: directory of the sockets.
+        launcher: starts the workers and reports how they end.
+        scratch: the directory of the sockets.
         run_dir: the run's directory, for the journal, manifests and the administrators' socket.
-        frequency_guard: socket of the process that sets the devices' frequencies, or None.
-        adoption: this controller adopts the workers of one that has died; None: it does not.
+        checkpoints: the facts about the run that the journal and the workers' shards contain.
+        frequency_guard: the socket of the process that sets the devices' frequencies, or None.
+        adoption: the facts for adopting the workers of a controller that has died; None if there are none to adopt.
 
     Raises:
         ConfigError: the links, or the store where groups meet, cannot be opened with these settings.
         DataError: the journal is damaged.
-        FilesError: it cannot be written.
+        FilesError: the journal cannot be written.
     """
 
     def __init__(
@@ -263,7 +289,7 @@ class ProcessIO:
         self._stops: deque[StopRequested] = deque()  # filled by a signal handler
         self._rejected: Counter[str] = Counter()
         self._look_at = 0.0
-        self._has_ticked = False  # the event before was a Tick: what has come meanwhile is looked at before another one
+        self._has_ticked = False  # True if the last event was a Tick: then everything else comes before the next Tick
         self._deaths: deque[WorkerEnded] = deque()  # filled by the death watch's threads; a deque needs no lock
         agents = self._agents
         host, transport = listen_host(settings.runtime), cast(Transport, settings.runtime.transport)
@@ -301,7 +327,8 @@ class ProcessIO:
             self._mutexes = table
             self._watcher = death_watch.DeathWatch(table, self._died) if table is not None else None
             undo.pop_all()
-        # Above all that were given to workers: where agents may keep some, the journal is the only one to know.
+        # Higher than all ranks that were ever given. If agents can keep workers while there is no controller, the next
+        # controller learns it from the journal only: workers that it has not heard of may still come back.
         self._next_rank = 0 if adoption is None else adoption.next_rank
         self._journals_ranks = settings.timeouts.adopt is not None and settings.runtime.has_agents
         self._planning = PlanThread(self._mailbox.interrupt)
@@ -335,7 +362,7 @@ class ProcessIO:
             left = until - time.monotonic()
             if left <= 0 and not self._has_ticked:
                 self._has_ticked = True
-                return Tick()  # before the mailbox: a flood of messages must not keep the detector from its deadlines
+                return Tick()  # before the mailbox: a flood of messages must not delay the failure detector
             self._has_ticked = False
             item = self._mailbox.get(max(0.0, min(left, _POLL_S)))
             self._ready += [*self._asked(), *self._ended_after_words(), *self._rejections()]
@@ -354,7 +381,7 @@ class ProcessIO:
         return found
 
     def stop_requested(self, number: int) -> None:
-        # In the handler of a signal: a deque and a wake-up, nothing else.
+        # Runs in a signal handler, which may interrupt anything: so it only appends to a deque and wakes the thread.
         self._stops.append(StopRequested(signal_name(number)))
         self._mailbox.interrupt("a signal")
 
@@ -364,10 +391,10 @@ class ProcessIO:
     def connect(self, rank: int, address: str, *, holds_mutex: bool) -> str:
         try:
             self._links.connect(rank, address)
-        except RunError as error:  # no address, as of a worker that has gone wrong; or no descriptor is left here
+        except RunError as error:  # what the worker sent is no address, or this process has no descriptor left
             self._ready.append(WorkerEnded(rank, str(error), time.monotonic()))
-            self.kill(rank)  # it lives, and its heartbeats would go on
-        # A worker that died between its Ready and this call is not watched: its mutex is free already.
+            self.kill(rank)  # its process lives, and would go on sending heartbeats
+        # `watch` is False for a worker that died between its Ready and this call, as its mutex is free already.
         try:
             if holds_mutex and self._watcher is not None and not self._watcher.watch(rank):
                 self._ready.append(WorkerEnded(rank, "its process ended while it started", time.monotonic()))
@@ -381,7 +408,8 @@ class ProcessIO:
         if not address:
             self.kill(rank)
             return
-        self.connect(rank, address, holds_mutex=False)  # its end is noticed when it is reaped
+        # The mutex belongs to the previous controller's table, so the worker's end is noticed when it is reaped.
+        self.connect(rank, address, holds_mutex=False)
         self._links.send(rank, encode(Adopt(generation, self._links.address)))
 
     def disconnect(self, rank: int) -> None:
@@ -427,7 +455,7 @@ class ProcessIO:
         return self._launcher.agents if isinstance(self._launcher, Launcher) else None
 
     def kill(self, rank: int) -> None:
-        # Nothing is waited for: the fork server may stand still, and what this worker does counts no more.
+        # Does not wait for the fork server's answer: it may be stopped, and what this worker does counts no more.
         self._launcher.order_signal(rank, signal.SIGKILL)
 
     def reject(self, reason: str) -> None:
@@ -435,12 +463,12 @@ class ProcessIO:
 
     def last_rejections(self) -> list[Rejected]:
         if (agents := self._agents) is not None:
-            agents.request_exits()  # with which they tell their refusals
+            agents.request_exits()  # agents send their counts of refusals along with the answer
         self._look_at = 0.0
         return self._rejections()
 
     def report_exits(self) -> None:
-        # Signal 0 reaches nobody, but the launcher's answer comes after the notices of all that have ended.
+        # Signal 0 to no worker does nothing, but its answer comes after the notices of all processes that have ended.
         with contextlib.suppress(NoAnswerError):
             self._launcher.signal(-1, 0, _FORK_SERVER_S)
         self._ready += [*self._ended_after_words(), ExitsReported()]
@@ -492,7 +520,10 @@ class ProcessIO:
             self._mutexes.close()
 
     def _mutex_of(self, rank: int) -> tuple[str, int] | None:
-        """The mutex that a new worker on this machine holds while it lives; None: its end is noticed later."""
+        """The mutex (path of the table, position in it) that a new worker on this machine holds while it lives.
+
+        None if there is none: then the worker's end is noticed only when its process is reaped.
+        """
         if self._mutexes is None:
             return None
         try:
@@ -506,12 +537,12 @@ class ProcessIO:
         return [self._stops.popleft() for _ in range(len(self._stops))]
 
     def _ended_after_words(self) -> list[Event]:
-        """Ends and news as `_ended` has them, each end after all that has come from that worker.
+        """The events of `_ended`, with the messages of the mailbox in an order that shows causes before consequences.
 
-        A worker that fails says why before its process ends. A controller that does not get to read for a moment finds
-        both, and the end alone would not tell the user of the exception, nor of the steps that were done before. What
-        others have said comes after the ends, which may be the cause of it. Heartbeats that agents have sent on come
-        first.
+        Messages of the workers that have ended come before their ends. A worker that fails reports why before its
+        process ends; if the controller finds both at once and took the end first, the user would not see the exception,
+        nor the steps that the worker had reported. Messages of the other workers come after the ends, which may be
+        their cause. Heartbeats that agents have sent on come first.
         """
         ended, beats = self._ended(), self._beats()
         if not ended:
@@ -536,8 +567,9 @@ class ProcessIO:
             if isinstance(self._launcher, Launcher):
                 self._launcher.take_back(event.peer)
             self._next_rank = max(self._next_rank, 1 + max(event.made, default=-1))
-        # An agent may be back whose connection was lost just before: first whoever was lost with that. Whoever else has
-        # ended comes after those that are back, as they may have ended since their agent said that they live.
+        # If an agent's connection was lost and the agent is back already, the workers that were lost with that
+        # connection come before its AgentBack. All other ends come after it: they may be ends of workers that AgentBack
+        # lists as living.
         lost: list[WorkerEnded] = []
         ended: list[WorkerEnded] = []
         for exited in exits:
@@ -546,7 +578,7 @@ class ProcessIO:
         return [*lost, *back, *found, *ended, *(event for event in news if not isinstance(event, AgentBack))]
 
     def _beats(self) -> list[BeatsReceived]:
-        """Heartbeats that agents have sent on since the last call; what is none is counted."""
+        """Heartbeats that agents have sent on since the last call. What is not a heartbeat is counted as rejected."""
         if self._agents is None or not (found := self._agents.take_beats()):
             return []
         event, refused = heartbeats_in(found)
@@ -555,7 +587,7 @@ class ProcessIO:
         return [event] if event is not None else []
 
     def _event_of(self, item: Item) -> Event | None:
-        """The event that an item of the mailbox is; None if it is none, and has only woken the thread."""
+        """The event for an item of the mailbox; None if there is none, as for an item that only wakes the thread."""
         match item:
             case Envelope():
                 return self._decode(item)
@@ -567,7 +599,7 @@ class ProcessIO:
                 return None
 
     def _decode(self, envelope: Envelope) -> Received | None:
-        """The message; None if it is none, which is counted."""
+        """Decode a message; None if it cannot be decoded, which is counted as rejected."""
         try:
             return Received(decode(envelope.header), envelope.payloads, envelope.sender)
         except msgspec.MsgspecError:
@@ -575,7 +607,7 @@ class ProcessIO:
             return None
 
     def _rejections(self) -> list[Rejected]:
-        """The counts of all that this process has refused, if they have grown. Looked at once a second."""
+        """The counts of all that this process has refused, if they have changed. Checked once in `_LOOK_S`."""
         if (now := time.monotonic()) < self._look_at:
             return []
         self._look_at = now + _LOOK_S
@@ -587,13 +619,18 @@ class ProcessIO:
         return [Rejected("the controller", counts)]
 
     def _died(self, rank: int) -> None:
-        """Called in the death watch's thread, at the instant of the death: a deque and a wake-up, nothing else."""
+        """A worker's process has died. Called in a death watch's thread, so it only appends to a deque and wakes the
+        controller's thread."""
         self._deaths.append(WorkerEnded(rank, "its process ended", time.monotonic()))
         self._mailbox.interrupt("a process ended")
 
 
 def heartbeats_in(sent_on: Iterable[tuple[int, bytes]]) -> tuple[BeatsReceived | None, list[str]]:
-    """The heartbeats in what agents have sent on, (rank, encoded message); and why the others are refused."""
+    """The heartbeats among the messages that agents have sent on, and the reasons why the others are refused.
+
+    Args:
+        sent_on: (rank, encoded message) of each.
+    """
     beats: list[Heartbeat] = []
     refused: list[str] = []
     for rank, header in sent_on:
@@ -626,7 +663,7 @@ def listen_host(runtime: RuntimeSettings) -> str:
     """The address on which links of the controller's machine listen.
 
     Raises:
-        ConfigError: it is not one of this machine's, or one that other machines do not reach.
+        ConfigError: the address in the settings is not one of this machine, or other machines cannot reach it.
     """
     meeting = None if runtime.rendezvous is None else endpoint("runtime.rendezvous", runtime.rendezvous)[0]
     if runtime.host is not None:
@@ -648,7 +685,7 @@ def listen_host(runtime: RuntimeSettings) -> str:
 
 
 def credentials_of(runtime: RuntimeSettings) -> Credentials | None:
-    """New credentials for the links of a run; None where all of them are sockets in a private directory.
+    """New credentials for the links of a run; None if it needs none, as all links are sockets in a private directory.
 
     Raises:
         ConfigError: encryption is wanted, and this libzmq has none.
@@ -657,7 +694,7 @@ def credentials_of(runtime: RuntimeSettings) -> Credentials | None:
 
 
 def newest_checkpoint(run_dir: Path, newest: int | None = None) -> SavedState | None:
-    """The newest good checkpoint in a run's directory, of a step up to `newest`."""
+    """The newest good checkpoint in a run's directory, of a step up to `newest` if given; None if there is none."""
     try:
         return load_newest_good(run_dir, newest)[0]
     except CheckpointError:
@@ -667,12 +704,13 @@ def newest_checkpoint(run_dir: Path, newest: int | None = None) -> SavedState | 
 class _ManifestWriter:
     """The journal of mesh epochs, and a thread that writes manifests and removes old checkpoints.
 
-    Nothing in the controller waits for a disk but the journal, whose line comes before a Prepare.
+    The controller's thread waits for the disk only for the journal, whose line must be on it before a Prepare is sent.
 
     Args:
-        record: what the journal says of workers that may be adopted (timeouts.adopt); {}: they may not.
-        adoption: the controller goes on with the journal of one that has died.
-        patience_s: how long `close` waits for the thread.
+        record: the fields of the journal's first line by which workers may be adopted (timeouts.adopt); empty if they
+            may not.
+        adoption: set if the controller goes on with the journal of one that has died; else None.
+        patience_s: for how many seconds `close` waits for the thread.
     """
 
     def __init__(
@@ -687,7 +725,7 @@ class _ManifestWriter:
         patience_s: float,
     ) -> None:
         self._patience_s = patience_s
-        self._is_left = False  # nobody waits for the thread any more
+        self._is_left = False  # True once `close` has given up waiting for the thread
         self._run_dir = run_dir
         self._settings = settings
         self._mailbox = mailbox
@@ -696,16 +734,18 @@ class _ManifestWriter:
         self._results: deque[ManifestWritten | OldRemoved] = deque()
         self._thread: threading.Thread | None = None
         self._journal = Journal(run_dir)
-        if adoption is not None:  # the number of this line is that of no mesh epoch
-            here = record[SCRATCH]  # another one, if the fork server before had ended
+        if adoption is not None:  # the epoch number in this line does not begin a mesh epoch
+            here = record[SCRATCH]  # differs from the previous one if the previous fork server had ended
             moved = {} if here == adoption.scratch else {SCRATCH: here}
             self._journal.append(
                 spec.incarnation, adoption.last_epoch, "adopt", generation=adoption.generation, **moved
             )
             return
-        # If this controller dies, the next one reads here what the run was, to complete what the workers wrote.
+        # If this controller dies, the next one reads from this line what the run is, to complete the checkpoint that
+        # the workers write.
         about = {"run": spec.run, "identity": spec.fingerprint, "layout": spec.layout, "kinds": spec.kinds}
-        # With them it may also adopt workers that still live. The journal is its owner's alone.
+        # With the credentials the next controller can also adopt workers that still live. They are safe here, as only
+        # the owner of the journal can read it.
         links = {"credentials": credentials.to_dict()} if credentials is not None else {}
         self._journal.append(spec.incarnation, 0, "resume" if spec.step else "start", **about, **links, **record)
 
@@ -729,9 +769,9 @@ class _ManifestWriter:
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self) -> None:
-        """End the thread, or leave it to the end of the process where a disk keeps it: it removes nothing more then.
+        """End the thread. If a slow disk keeps it longer than `patience_s`, leave it: it removes nothing more then.
 
-        Whatever the run has to know of its checkpoints was waited for before, by `finish`.
+        A run that needs the results of the thread calls `finish` before this.
         """
         if self._thread is not None:
             self._manifests.put(None)
@@ -746,7 +786,8 @@ class _ManifestWriter:
             manifest, trusted, best = due
             error = why_not = ""
             try:
-                # The lines and validations up to this step are part of what a resumed run begins with.
+                # On the disk before the manifest: a run that is resumed from the checkpoint needs the metrics and the
+                # validations up to its step.
                 sync_file(self._run_dir / METRICS)
                 sync_file(self._run_dir / EVENTS)
                 write_manifest(checkpoint_path(self._run_dir, manifest.step), manifest)
@@ -755,7 +796,8 @@ class _ManifestWriter:
             self._tell(ManifestWritten(manifest, error))
             if error:
                 continue
-            # The new checkpoint is complete, whatever becomes of old ones. Those that stay are read as a whole first.
+            # Reported first: the new checkpoint is complete, whether or not the old ones can be removed. Before `prune`
+            # removes any, it reads those that it keeps as a whole.
             try:
                 keep, keep_best = self._settings.keep, self._settings.keep_best
                 prune(self._run_dir, keep, trusted, best, keep_best, is_over=lambda: self._is_left)

@@ -1,11 +1,12 @@
 """The controller of a run: it takes one event at a time, decides, and carries out the actions that were decided.
 
-It decides membership, never the outcome of a step (docs/protocol.md, S2). One thread. Everything outside is behind
-`ControllerIO`: real processes and links (io.py), or the simulated cluster of the tests.
+It decides membership, never the outcome of a step (docs/protocol.md, S2). All of it runs on one thread. Everything
+outside is behind `ControllerIO`: real processes and links (io.py), or the simulated cluster of the tests.
 
-To follow an event: `decide` says which collaborator handles it, and `_execute` what becomes of the actions that it
-returns. A killed worker, for example, is WorkerEnded here, then FailureHandler.worker_ended, ControllerProtocol.lost,
-and back here the actions RemoveMember and Broadcast(Prepare). docs/protocol.md goes on from there.
+To follow an event through the code, read `decide`, which picks the collaborator that handles it, and then `_execute`,
+which carries out the actions that the collaborator returns. A killed worker, for example, arrives as WorkerEnded and
+goes to FailureHandler.worker_ended and ControllerProtocol.lost, which return the actions RemoveMember and
+Broadcast(Prepare) for `_execute`. docs/protocol.md goes on from there.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
 
 _ACKNOWLEDGED_STEPS = 32
-"""Steps from one Written to the next, where workers keep their reports for a controller that comes back."""
+"""The number of steps from one Written message to the next. With `timeouts.adopt` workers keep their reports of steps
+until a Written covers them, for a controller that comes back."""
 
 
 class Controller:
@@ -126,11 +128,14 @@ class Controller:
     detector), checkpoints, the rescheduler and administration. The run log listens.
 
     Args:
-        checkpoints: the facts about the run that stand in its checkpoints, and the step at which the run begins.
-        frequencies: of the workers' devices; None: they stay as they are.
-        model_checks: with what is known of an earlier run; None: nothing is.
-        has_gone_back: the run has begun again before, since nobody could tell which worker was wrong.
-        adoption: the controller adopts the workers of one that has died; None: it starts its own.
+        checkpoints: the facts about the run that each of its checkpoints contains, and the step at which the run
+            begins.
+        frequencies: control of the frequencies of the workers' devices; None if they are left alone.
+        model_checks: compares what workers computed when they checked the model, also with the digests of an earlier
+            run; None if there are no such digests.
+        has_gone_back: True if the run has been restarted from a checkpoint before because it could not be decided
+            which worker computes wrongly.
+        adoption: the facts for adopting the workers of a controller that has died; None if this one starts its own.
     """
 
     def __init__(
@@ -189,7 +194,8 @@ class Controller:
         self._rescheduler = Rescheduler(policy, measured, self.protocol, frequencies, self._roster)
         self._worker_states = WorkerStates(self.protocol, self._roster, self._replacements, self._rescheduler)
         self._keeps_best = settings.checkpoint.keep_best > 0
-        self._done_by: float | None = None  # all is trained, and checkpoints are waited for until this time
+        # The time until which the last checkpoints are waited for, once all steps are done; None before that.
+        self._done_by: float | None = None
         self._admin = Administration(
             self.protocol,
             self._roster,
@@ -200,7 +206,7 @@ class Controller:
             settings.elastic,
         )
         self._generation = FIRST
-        self._later: deque[Event] = deque()  # what has come while workers were adopted
+        self._later: deque[Event] = deque()  # events that the adopter has postponed until the workers are adopted
         self._adopter: Adopter | None = None
         if adoption is not None:
             self._generation = adoption.generation
@@ -221,17 +227,19 @@ class Controller:
         """Run until the job has finished, has stopped, or must begin again.
 
         Raises:
-            RunError: workers contradict each other; the fork server died; the run's files cannot be written.
+            RunError: workers report different numbers for the same step; the fork server died; the run's files cannot
+                be written.
         """
         try:
             self._log.started()
             self.execute(self.start())
             while self.outcome is None:
-                # A Tick comes at the failure detector's next deadline at the latest: nothing else polls.
+                # If nothing else happens, this returns a Tick when the failure detector is due.
                 event = self._next_event()
                 if self._adopter is not None and self._adopter.postpones(event):
-                    self._later.append(event)  # neither refused nor logged before it is known how far the run is
-                    if isinstance(event, StopRequested):  # but answered: whoever asks may not want to wait
+                    # Neither refused nor logged yet: both need the version and mesh epoch, which the adoption finds.
+                    self._later.append(event)
+                    if isinstance(event, StopRequested):  # acknowledged at once: the user may not want to wait
                         self.execute(self._stopping.requested_early(event, self._adopter.longest_s))
                     continue
                 if isinstance(event, Received) and (why := self._refusal(event)):
@@ -255,7 +263,7 @@ class Controller:
         return self.outcome
 
     def _next_event(self) -> Event:
-        """The next event, and first those that have come while workers were adopted."""
+        """The next event. Events that were postponed while workers were adopted come before new ones."""
         if self._later and self._adopter is None:
             return self._later.popleft()
         return self._io.next_event(self._supervision.next_tick)
@@ -263,8 +271,8 @@ class Controller:
     def _take(self, event: Event) -> None:
         """Decide about an event, and carry out what follows.
 
-        With the end of a worker those of others are decided that come next, as all workers of a machine end with it: so
-        the mesh changes once for all of them.
+        If a worker has ended, the WorkerEnded events that directly follow are decided together with this one: when a
+        machine fails all of its workers end, and the mesh should change once for all of them.
         """
         now, events = self._io.now(), [event]
         if isinstance(event, WorkerEnded) and self._adopter is None:
@@ -276,11 +284,14 @@ class Controller:
         self.execute(actions)
 
     def stop_requested(self, number: int) -> None:
-        """A signal asks the run to end. The one method that a signal's handler may call, at any moment."""
+        """A signal asks the run to end. This is the only method that a signal handler may call; it may at any time."""
         self._io.stop_requested(number)
 
     def _refusal(self, event: Received) -> str:
-        """Why a message cannot be right, so that nothing acts on it or writes it down; empty if it can."""
+        """The reason why a message cannot be right; empty if it can. A refused message is neither logged nor handled.
+
+        Also notes the sender of an acceptable Ready, since what else a worker may send depends on that.
+        """
         protocol = self.protocol
         last_epoch = protocol.last_epoch if self._adopter is None else self._adopter.last_epoch
         at = ControllerPosition(protocol.version, last_epoch, self._roster.num_ranks, self._ready)
@@ -309,8 +320,8 @@ class Controller:
     def decide(self, event: Event, now: float) -> Iterable[Action]:
         """The actions that follow from an event.
 
-        `run` has already refused messages that cannot be right, and events that the adopter postpones are decided
-        after it.
+        `run` has already refused messages that cannot be right. It also holds back the events that the adopter
+        postpones, so they arrive here only when the adoption is over.
         """
         if (adopter := self._adopter) is not None:
             if isinstance(event, AgentBack):
@@ -329,10 +340,10 @@ class Controller:
         if self._failures.is_ending:
             if isinstance(event, Tick):
                 self._supervision.postpone(now)  # the run ends anyway: no worker is suspected any more
-            # The end of a process may overtake what its worker has sent. A step that was committed has its line,
-            # whatever ends the run.
+            # The end of a process may be seen before the last messages of its worker. Every step that was committed
+            # must have its line in the metrics, whatever ends the run, so Applied still counts.
             if isinstance(event, Received) and isinstance(event.message, m.Applied):
-                with suppress(RunError):  # of a disagreement: the run ends by what came first
+                with suppress(RunError):  # reports that differ: the run ends already, with its first cause
                     return self.protocol.applied(event.message)
             return self._failures.decide_while_ending(event, now)
         match event:
@@ -341,24 +352,25 @@ class Controller:
             case BeatsReceived(beats):
                 actions: list[Action] = []
                 for beat in beats:
-                    if not self._failures.is_ending:  # by what the one before has shown
+                    if not self._failures.is_ending:  # the heartbeat before this one may have led to the end
                         actions += self._heard(beat, now, is_relayed=True)
                 return actions
             case WorkerEnded():
                 self._released.ended(event.rank)
                 return self._failures.worker_ended(event)
             case LinkEnded(peer):
-                # No loss by itself: mostly the worker's process ended too, which comes as WorkerEnded. If its
-                # heartbeats go on, the link alone was lost (BrokenLinks).
+                # This alone is no loss. Usually the worker's process has ended too, which arrives as WorkerEnded. If
+                # the worker's heartbeats go on, only the link was lost (BrokenLinks).
                 self._failures.link_closed(peer)
             case AgentCame():
                 return self._machines.agent_came(event)
             case AgentBack(peer, workers=workers):
                 if workers and workers <= self._roster.pids.keys():
-                    return []  # they are adopted: it had been here before, and its connection alone was lost
-                return [GiveUpAgent(peer, "it has come back too late")]  # its workers are lost, and it joins again
+                    return []  # its workers are adopted already: only its connection was lost since
+                # Its workers were declared lost when the adoption ended. It joins again as a new agent.
+                return [GiveUpAgent(peer, "it has come back too late")]
             case AgentReady():
-                # Those who are missing come first. Their starts are carried out before places are counted.
+                # Replacements for lost workers first: UsePlaces counts the free places after these were started.
                 return [*self._machines.agent_ready(event, now), *self._failures.replace_lost(now), UsePlaces()]
             case AgentGone():
                 return self._machines.agent_gone(event)
@@ -382,7 +394,7 @@ class Controller:
         if not isinstance(message, m.Heartbeat):
             self._supervision.moved()
         match message:
-            # First those that a large mesh sends thousands of: each class before the right one takes its time.
+            # The messages that a large mesh sends by the thousand are matched first: `match` tries case by case.
             case m.Heartbeat():
                 return self._heard(message, now, is_relayed=False)
             case m.Applied():
@@ -391,7 +403,7 @@ class Controller:
                 self._rescheduler.report(message)
             case m.StepReport():
                 return protocol.report_received(message)
-            case m.Ready() if message.rank in self._roster:  # else it was lost while it started
+            case m.Ready() if message.rank in self._roster:  # otherwise the worker was lost while it started
                 self._supervision.watch(message.rank, now)
                 connect = Connect(message.rank, message.address, message.holds_mutex)
                 if self._replacements.ready(message):
@@ -441,11 +453,11 @@ class Controller:
             case m.Failed():
                 return failures.failed(message, now)
             case m.Ready() | m.Checked() | m.Constructed() | m.Refused():
-                pass  # of a worker that is lost meanwhile
+                pass  # from a worker that was declared lost meanwhile
             case m.FinalPages() | m.GroupLost() | m.PairLost():
-                pass  # of a worker that is lost meanwhile, or for the log alone
+                pass  # only the run log uses these, and it has had them in `_take`
             case m.Adopted():
-                pass  # of a worker that has answered too late, and is ended
+                pass  # from a worker that answered after its deadline, and has been killed
             case _:
                 raise AssertionError(f"the controller got {message}")
         return []
@@ -455,8 +467,8 @@ class Controller:
         return self._failures.heartbeat(beat.rank, now, is_relayed=is_relayed)
 
     def _tick(self, now: float) -> Iterable[Action]:
-        """Deadlines: workers that hang or do not start, a last checkpoint. Workers that are started by now."""
-        # Not at every tick: it takes a look at all sets of replicas.
+        """What is due by the clock: deadlines of workers and of the last checkpoint, and starts that had to wait."""
+        # Only when it is needed: `free_to_leave` goes through all replica sets.
         free = self.protocol.free_to_leave if self._supervision.has_overdue_leavers else ()
         suspects, standstill = self._supervision.tick(now, self.protocol.unanswered, free)
         lost = self._failures.suspected(suspects, now)
@@ -466,7 +478,8 @@ class Controller:
         if actions:
             self._checkpoints.worker_lost(until=unwritten)  # what they were writing will not come
         if silent := [suspect.rank for suspect in suspects if suspect.is_silent]:
-            # First: nobody is to be started in their place on a machine that is given up, or may soon be.
+            # Before the losses are carried out: these start replacements, and none may go to a machine that is given
+            # up here, or may be soon.
             actions += self._machines.fallen_silent(silent, self._io.machines(), self._ready)
         actions += [*lost, *self._failures.replace_lost(now)]
         if self._machines.has_arrivals:
@@ -478,7 +491,10 @@ class Controller:
     # ---- carrying actions out
 
     def execute(self, actions: Iterable[Action]) -> None:
-        """Carry actions out, and those that follow from them, from one queue: consequences come after their causes."""
+        """Carry out actions and those that follow from them, in one queue.
+
+        What follows from an action comes after all actions that were queued before.
+        """
         queue = deque(actions)
         while queue and self.outcome is None:
             action = queue.popleft()
@@ -488,16 +504,16 @@ class Controller:
             self._log.action(action, self._io.now())
 
     def _is_overtaken(self, action: Action) -> bool:
-        """True for a Prepare that another one follows in the queue: several workers are lost at the same moment.
+        """True for a Prepare that is followed by a newer one in the queue, as when several workers are lost at once.
 
-        The last one is at least as urgent, and nobody ever hears of the mesh epochs before it. Each would cost a line
-        on the disk and a message to all members: with a rack of 500 workers of 10,000, five million of these.
+        Only the last of them is sent; no worker ever hears of the mesh epochs before it. Each would cost a line on the
+        disk and a message to all members: five million messages if a rack of 500 workers out of 10,000 is lost.
         """
         prepare = action.message if isinstance(action, Broadcast) else None
         return isinstance(prepare, m.Prepare) and prepare.epoch < self.protocol.last_epoch
 
     def _execute(self, action: Action) -> Iterable[Action]:
-        """Carries one action out. Returns what follows from it."""
+        """Carry one action out. Returns the actions that follow from it."""
         io, now = self._io, self._io.now()
         match action:
             case Send(rank, message):
@@ -530,7 +546,8 @@ class Controller:
             case EvictWorker(rank, reason):
                 return self._failures.computes_wrongly(rank, reason, now)
             case LinkFailed(ends, rank, reason):
-                if ends <= self._roster.pids.keys():  # else what was decided before has settled it
+                # Skipped if an action before this one has removed one of the two workers.
+                if ends <= self._roster.pids.keys():
                     if (severed := self._machines.link_failed(action, io.machines(), now)) is not None:
                         return severed
                     return self._failures.cannot_reach(rank, reason, now)
@@ -547,13 +564,15 @@ class Controller:
             case Save():
                 self._stopping.begin(action, now)
             case Unrecoverable() if self._done_by is not None:
-                return [End(RunFinished())]  # the result is here; its best checkpoint will not come
+                # All steps are done and the weights are collected; only checkpoints were waited for, and will not come.
+                return [End(RunFinished())]
             case Unrecoverable():
                 return self._failures.end(action, now)
             case Done():
                 self._done_by = self._done_by or now + self._plan.settings.timeouts.shutdown
                 return self._end_if_saved(now)
-            case End(outcome):  # whoever is lost, or asks, after all results have come: they stay
+            case End(outcome):
+                # Once all results are here the run has finished, whatever loss or request has ended it after that.
                 self.outcome = outcome if self._done_by is None else RunFinished()
             case PlanChange(request):
                 io.plan(request)
@@ -568,19 +587,21 @@ class Controller:
         return []
 
     def _broadcast(self, action: Broadcast) -> None:
-        self._supervision.moved()  # those who had waited for it may go on: for their first mesh, perhaps
+        # Members may have been waiting for this message (for the first Reconfigure, say), so it counts as movement.
+        self._supervision.moved()
         if isinstance(action.message, m.Prepare):
             # On the disk before any worker knows of the epoch: workers stamp their checkpoint shards with it, and a
             # later controller has to know which epochs there were.
             self._io.journal(action.message)
-        # Encoded once: at a thousand workers the encoding would cost more than all the rest of a change.
+        # Encoded once for all receivers: with a thousand workers, encoding it for each would cost more than all the
+        # rest of the reconfiguration.
         for receivers, encoded in self._packer.encoded(action.ranks, action.message, action.peers):
             header = stamped(encoded, self._generation)
             for rank in receivers:
                 self._io.send(rank, header)
 
     def _committed(self, applied: m.Applied, now: float) -> list[Action]:
-        """A step is committed: everybody who follows the steps hears of it."""
+        """A step is committed: tell all collaborators that count steps. Returns the actions that follow."""
         self._supervision.committed()
         self._checkpoints.committed(applied.step)
         self._verifier.committed(applied)
@@ -592,9 +613,10 @@ class Controller:
         return [*acknowledged, *planned, *self._failures.committed(applied, now)]
 
     def _acknowledge(self) -> list[Action]:
-        """Tell workers that they need not keep their reports of steps any more, where a controller may come back.
+        """Tell workers that they need not keep their reports of steps up to the version any more (Written).
 
-        Carried out after the lines of these steps are written, as what follows from a step comes after it.
+        They keep them only with `timeouts.adopt`. This action is carried out after the log has written the lines of
+        these steps, as `execute` logs a Committed before the actions that follow from it.
         """
         if self._plan.settings.timeouts.adopt is None or not self.protocol.version:
             return []
@@ -603,7 +625,7 @@ class Controller:
     # ---- validations
 
     def _validated(self, done: ValidationDone) -> list[Action]:
-        """All losses of a validation are there."""
+        """All losses of a validation have arrived. Returns the early end's record, if this loss ends the run."""
         loss = mean_loss(self._plan, done)
         self._log.validations.add(done.step, loss)
         self._checkpoints.validated(done.step, loss)
@@ -617,8 +639,10 @@ class Controller:
         return Record("early_stop", {"step": step, **about, "message": f"the run ends after step {step}: {why}"})
 
     def _end_if_saved(self, now: float) -> list[Action]:
-        """The end of a run whose result is there, once its newest checkpoint is on the disk, and the best if it keeps
-        that."""
+        """The end of a run whose result is complete, once its newest checkpoint is on the disk, or time is up.
+
+        With `checkpoint.keep_best` the checkpoints of the best validated steps are waited for as well.
+        """
         if self._done_by is None:
             return []
         ranked = (step for step in self._log.validations.ranked if not self._checkpoints.why_not(step))
@@ -630,7 +654,8 @@ class Controller:
 
     @property
     def _trusted(self) -> int | None:
-        """The last version that no member can have spoiled, if the run may go back to before it (verify.action)."""
+        """The last version that all checks in use have confirmed; None without `verify.action=rollback`, or if no check
+        is in use. The newest checkpoint up to it must be kept, as the run may have to go back to it."""
         if self._plan.settings.verify.action != "rollback":
             return None
         agreed = self.protocol.agreed if self._plan.job.verify_every else None
@@ -638,10 +663,10 @@ class Controller:
         return min((version for version in known if version is not None), default=None)
 
     def _spawn(self, ranks: Iterable[int], newcomers: bool, host: str | None, now: float) -> list[Action]:
-        """Start workers. One that cannot be started is lost, and all others go on.
+        """Start workers. A newcomer that cannot be started is lost, and all others go on.
 
         Raises:
-            RunError: it is one of the first: nothing has begun that could go on.
+            RunError: one of the first workers cannot be started: nothing has begun yet that could go on.
         """
         actions: list[Action] = []
         for rank in ranks:
@@ -657,7 +682,11 @@ class Controller:
         return actions
 
     def _remove_member(self, rank: int, lost: bool) -> None:
-        """A worker is no member any more: nothing that it sends or does counts from now on."""
+        """The worker is not a member any more: nothing that it sends or does counts from now on.
+
+        Args:
+            lost: True if it failed: its process is killed. False if it has left: it ends by itself.
+        """
         self._supervision.forget(rank)
         self._failures.worker_removed(rank)
         self._notices.removed(rank, lost=lost)
@@ -667,7 +696,7 @@ class Controller:
             self._released.let_go(rank, self._io.now(), self.protocol.version)
         else:
             self._checkpoints.worker_lost()
-            # It may live on: a process that is stopped, or that other machines cannot reach
+            # Its process may still live: it may be stopped, or on a machine that the others cannot reach.
             self._io.kill(rank)
             self._io.disconnect(rank)
 
@@ -677,16 +706,20 @@ class Controller:
         return self._checkpoints.written(event, now)
 
     def _finish(self) -> None:
-        """The end of a run that has trained to its last step: all workers may go, the result is written."""
-        # The loop has ended, so what is written now is no event any more.
+        """End a run that has trained to its last step: write the result, and let all workers go.
+
+        Raises:
+            RunError: pages of the trained weights are missing.
+        """
+        # The loop has ended, so manifests that are completed now do not arrive as events any more.
         for result in self._io.finish_writing():
             now = self._io.now()
             for action in self._of_checkpoints(result, now):
                 self._log.action(action, now)
         if not self._log.has_all_weights:
             raise RunError("all workers have finished, but pages of the trained weights have not come")
-        # First: if this controller dies over it, or its disk is full, workers have the state still, and save it or give
-        # it to the next controller.
+        # Before the workers get Stop: if this controller dies while it writes the result, or the disk is full, workers
+        # still have the state, and save it or give it to the next controller.
         self._log.finished()
         stop = stamped(m.encode(m.Stop()), self._generation)
         for rank in (*self.protocol.addresses, *self._replacements.spares):
@@ -702,12 +735,14 @@ def _protocol_of(
     *,
     came_back: bool,
 ) -> ControllerProtocol:
-    """The controller's protocol of a run, by its settings.
+    """Make the controller's protocol of a run from its settings.
 
     Args:
-        version: at which it begins.
-        known: the validations until then.
-        came_back: it adopts the workers of a controller that has died.
+        version: the version at which this controller begins.
+        assigner: decides how many micro-batches each worker gets.
+        draw: which computations are checked (verify.rate).
+        known: the validations up to `version`.
+        came_back: True if it adopts the workers of a controller that has died.
     """
     settings, job = plan.settings, plan.job
     spec = ProtocolSpec(
@@ -718,7 +753,8 @@ def _protocol_of(
         mean_loss=partial(mean_loss, plan),
         version=version,
         began_at=0 if came_back else None,
-        # A controller that comes back has the addresses of all from any of them.
+        # A controller that comes back must get the addresses of all members from any one of them. So with
+        # timeouts.adopt every member is sent all addresses, on meshes of any size.
         widest=WIDEST if settings.timeouts.adopt is None else None,
         tells_hosts=settings.runtime.collectives == GROUP,
     )
@@ -736,7 +772,7 @@ def _protocol_of(
 
 
 def _bounds_of(plan: RunPlan) -> MessageBounds:
-    """The ids and sizes that messages of a run can have."""
+    """The ids and sizes that messages of a run can have; the controller refuses any others."""
     chaos = plan.settings.chaos
     spawns = chaos.random or any(event.kind == "join" for event in chaos.events)
     return message_bounds(plan.job, plan.description.layout, spawns=spawns, pairs=plan.settings.runtime.pairs)

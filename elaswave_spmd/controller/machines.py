@@ -1,29 +1,31 @@
-"""Machines that come while the run goes on: which agents get in, and what their places are used for.
+"""Machines that join or are lost while the run goes on: which agents are admitted, and what their places are used for.
 
-Everything here takes facts and returns actions, on the controller's thread. An agent that asks is admitted unless the
-run is about to end; it prepares beside the run, and nothing waits for it. When it is ready its places are used in this
-order:
+A place of a machine is room for one worker. Everything here takes facts and returns actions, on the controller's
+thread. An agent that asks to join is admitted unless the run is about to end. It prepares while the run goes on, and
+nothing waits for it. When it is ready its places are used in this order:
 
-1. Empty places of the mesh, with elastic.replace or elastic.spares, are filled where there is most room, which is there
-   now (Replacements does that).
+1. With elastic.replace or elastic.spares, lost workers are replaced on the machine with the most room, which is now the
+   new one (Replacements does that).
 2. Workers are started there until the run has as many as it was started with, or elastic.max_workers. So a machine that
    was lost and comes back gives the run its size again. That is decided once, when the agent is ready: a worker that is
    lost later is a loss like any other.
 3. The places that are left serve for later replacements and spares, and for `ctl add`.
 
-All of these starts count in the limit of elastic.replacements_per_minute; what it holds back waits.
+All of these starts count towards the limit of elastic.replacements_per_minute; starts beyond it wait.
 
-A machine that is cut off or stands still loses its workers by their silence, long before its agent's connection ends,
-which may even outlive the cut. So an agent none of whose workers is heard any more is given up with them: when it hears
-of that, it joins again as a new one. Workers that are still starting tell nothing of their machine until they should
-have been ready, and go with it. Of an agent with one worker nobody can tell whether the worker hangs or the machine is
-gone; it is given up as well. Until that is known, nobody is started where a worker has fallen silent.
+If a machine is cut off or stops, its workers are lost because they fall silent. That is noticed long before the
+connection to its agent ends, which may even survive the failure. So if none of an agent's workers is heard any more,
+the agent is given up with them; when it hears of that, it joins again as a new one. Workers that are still starting say
+nothing about their machine until their time to be ready is over, and are given up with it. If an agent has a single
+worker, a worker that hangs cannot be told from a machine that is gone, so the agent is given up as well. Until this is
+decided, no worker is started on a machine where one has fallen silent.
 
 The network may also fail between two machines that both reach the controller. Their workers cannot work together, so
-one machine has to go, and all of its workers at once: were it one worker after the other, each loss would cost the run
-another wait, and some of both machines might go. Its agent can be heard and joins again within a second. Its places are
-used after a pause, which is twice as long each time: while the network is as it was, each try costs the run a wait. The
-pause begins when the agent is back: a machine that takes long to come back is not used at once either.
+one machine has to go, with all of its workers at once. If they went one after the other, each loss would make the run
+wait once more, and workers of both machines might go. The agent of that machine still has its connection and joins
+again within a second. Its places are used only after a pause, which doubles each time, since every attempt makes the
+run wait while the network is still broken. The pause begins when the agent is back, so a machine that takes long to
+come back is not used at once either.
 """
 
 from __future__ import annotations
@@ -56,16 +58,22 @@ from elaswave_spmd.runtime.processes.launcher import Machine
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 3600.0
 
 AGENT = "agent"
-"""The event in which a run tells of its agents."""
+"""The kind of the events about agents."""
 
 
 @dataclass(frozen=True)
 class _Pause:
-    """A machine is not used for so many seconds since it is back, for a reason."""
+    """A machine is not used for some time after it has come back.
+
+    Args:
+        seconds: the length of the pause.
+        reason: why, in words.
+        until: the end of the pause, in seconds of the controller's clock; infinite while the machine is not back.
+    """
 
     seconds: float
     reason: str
-    until: float = math.inf  # until it is back
+    until: float = math.inf
 
 
 class Machines:
@@ -73,7 +81,7 @@ class Machines:
 
     Args:
         roster: gives new ranks, and knows which workers live.
-        num_workers: that the run was started with.
+        num_workers: the number of workers that the run was started with.
     """
 
     def __init__(
@@ -89,9 +97,9 @@ class Machines:
         self._roster = roster
         self._replacements = replacements
         self._aim = elastic.max_workers or num_workers
-        self._arrived: deque[AgentReady] = deque()  # agents whose places have not been looked at
+        self._arrived: deque[AgentReady] = deque()  # agents that are ready and whose places were not used yet
         self._paused: dict[str, _Pause] = {}  # by host
-        self._severed: set[int] = set()  # agents that were given up since workers there cannot reach others
+        self._severed: set[int] = set()  # agents that were given up because their workers cannot reach others
 
     def agent_came(self, event: AgentCame) -> list[Action]:
         """An agent asks to join."""
@@ -126,12 +134,13 @@ class Machines:
         return bool(self._arrived)
 
     def use_places(self, machines: Sequence[Machine], now: float) -> list[Action]:
-        """Start workers on the agents that are ready since the last call. Before the first step they wait.
+        """Start workers on the agents that have become ready, up to the number of workers that the run is to have.
 
-        They also wait while the limit on starts holds workers back.
+        Before the first mesh is formed, and while the limit on starts is reached, they wait for a later call.
 
         Args:
-            machines: of the run, as they are now.
+            machines: the machines of the run, as they are now.
+            now: the time in seconds, by the controller's clock.
         """
         if not self._protocol.started or self._why_not():
             return []
@@ -167,17 +176,21 @@ class Machines:
         return host in self._paused and now < self._paused[host].until
 
     def link_failed(self, failed: LinkFailed, machines: Sequence[Machine], now: float) -> list[Action] | None:
-        """Two workers cannot reach each other. If they are on two machines, one of these is given up.
+        """Two workers cannot reach each other. If they are on two machines, one of the machines is given up.
 
-        That is an agent's, the one with fewer workers. None: they are on one machine, and so their network is.
+        It is a machine with an agent, and the one with fewer living workers.
 
         Args:
-            machines: of the run, as they are now.
+            machines: the machines of the run, as they are now.
+
+        Returns:
+            The actions; empty if one of the machines is being given up already. None if both workers are on the same
+            machine, so that no network between machines has failed.
         """
         pids = self._roster.pids
         own = next((machine for machine in machines if machine.agent is None), None)
         places = {rank: machine for machine in machines if machine.agent is not None for rank in machine.ranks}
-        # A worker elsewhere that no machine has is one of a machine that was given up: its end is the next event.
+        # A worker without a process id here that no machine lists is of a machine that was given up: its end follows.
         ends = {rank: places.get(rank) or (None if pids[rank] is None else own) for rank in failed.ends}
         if own is None or len({*ends.values()}) == 1:
             return None
@@ -203,13 +216,14 @@ class Machines:
     def fallen_silent(
         self, ranks: Collection[int], machines: Sequence[Machine], ready: Collection[int]
     ) -> list[Action]:
-        """These workers are lost, as nothing is heard of them. Their machines may be cut off, or stand still.
+        """These workers are lost because they fell silent. Their machines may be cut off, or stopped.
 
-        The actions come before those that start workers in their place.
+        The actions must be carried out before those that start workers in their place.
 
         Args:
-            machines: of the run, as they are now.
-            ready: all workers that have ever been ready: since then their silence, or their life, tells something.
+            machines: the machines of the run, as they are now.
+            ready: all workers that have ever been ready. Only of these does it say something about the machine that
+                they live or are silent.
         """
         if not self._elastic.enabled:
             return []  # the run ends with its workers
@@ -220,7 +234,8 @@ class Machines:
             if machine.agent is None or not silent:
                 continue
             watched, living = machine.ranks.intersection(ready), machine.ranks & self._roster.pids.keys()
-            if living and (not watched or living & watched):  # one lives, or nobody can tell yet
+            # A worker of the machine lives, or none was ready yet: then it is not known whether the machine is lost.
+            if living and (not watched or living & watched):
                 actions.append(DoubtAgent(machine.agent, silent))
             else:
                 actions.append(GiveUpAgent(machine.agent, reason))
@@ -233,7 +248,7 @@ class Machines:
         return len(self._roster) - num_spares - num_leaving + self._replacements.num_unfilled
 
     def _why_not(self) -> tuple[str, str] | None:
-        """Why nobody joins the run, and by which rule; None: agents may."""
+        """The reason why no agent may join the run, and the rule; None if agents may join."""
         protocol = self._protocol
         if not self._elastic.enabled:
             return "the run has elastic.enabled=false", "the machines of a run that is not elastic stay the same"

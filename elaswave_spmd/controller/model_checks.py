@@ -1,4 +1,4 @@
-"""The checks of the model that workers make before they are ready: their results, compared with each other."""
+"""Compares the results of the model check, which every worker makes before it is ready, between the workers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
 
 MODEL_CHECK = "model_check"
-"""The event of the first worker that has passed."""
+"""The kind of the event about the first worker that has passed the check."""
 
 
 class ModelChecks:
-    """Compares the digests of what each worker has computed with those of the first one, and of the run before.
+    """Compares the digests of each worker's results with those of the first worker, and of the run that is resumed.
 
-    Each worker has found by itself that a micro-batch has the same result twice. What is alike at all times on one
-    worker, and other on the next one, is seen here: other libraries or another processor, a number of the worker's own,
-    the order of a set, and what the first micro-batch has left behind in a global variable.
+    Each worker has found by itself that it computes the same result of a micro-batch twice. This finds what is
+    reproducible on one worker and different on another: other libraries, another processor, a number that differs
+    between workers (such as a process id), the order of a set, or what the first micro-batch has left behind in a
+    global variable.
 
     Args:
-        plan: of the run.
-        known: layer -> digest, in hexadecimal, when the run that is resumed was checked; empty if it was not.
+        plan: the plan of the run.
+        known: layer -> digest, in hexadecimal, from the check of the run that is resumed; empty or None if there was
+            none.
         given: as in `Constructions`.
     """
 
@@ -44,12 +46,12 @@ class ModelChecks:
         self._known = known or {}
         self._first: m.Checked | None = None
         self._split: SplitBackward | None = None
-        self._is_recorded = False  # one that has passed
+        self._is_recorded = False  # True once the event of the first worker that passed was written
 
     def difference(self, message: m.Checked) -> UserError | None:
-        """The error if a worker has read other samples, or has computed other bits, than the first one.
+        """The error if a worker has read other samples or computed other bits than the first worker; None if it agrees.
 
-        The bits are also held to those of the run that is resumed.
+        The bits are also compared with those of the run that is resumed.
         """
         first = self._first = self._first or message
         if message.samples != first.samples:
@@ -66,14 +68,14 @@ class ModelChecks:
 
     @property
     def split(self) -> SplitBackward | None:
-        """The layers whose backward may be in two parts, by the first worker that has passed; None: there are none."""
+        """The layers whose backward may run in two parts, by the first worker's report; None if there are none."""
         if self._split is None and self._first is not None:
             kept = {layer: (kept, output, put_off) for layer, _, kept, output, put_off, _ in self._first.layers}
             self._split = _split_of(self._plan, [kept[kind] for kind in self._first.kinds])
         return self._split
 
     def passed(self, message: m.Checked) -> list[Action]:
-        """A worker has passed. The first one is recorded: the bytes that each kind of layer takes are those of all."""
+        """A worker has passed. Only the first one is recorded, as each kind of layer takes the same bytes on all."""
         if self._is_recorded:
             return []
         self._is_recorded = True
@@ -107,10 +109,11 @@ class ModelChecks:
 
 
 class Constructions:
-    """Compares what the constructors of a model made on each worker: initial values, and constants.
+    """Compares the initial values and constants that the constructors of a model made on each worker.
 
-    Both are made under generators with the run's seed. A constructor that reads the clock, a process id, or the order
-    of a set makes others on each worker. Given weights (`model.init_from`) may be other files on other machines.
+    Constructors run with generators that are seeded by the run. One that reads the clock or a process id, or depends on
+    the order of a set, makes different values on each worker. Files of given weights (`model.init_from`) may differ
+    between machines.
 
     Args:
         given: (name, False, digest) of the weights as the controller reads them.

@@ -1,8 +1,9 @@
-"""Finds the living workers of a controller that has died, when the run is resumed: they are adopted, not ended.
+"""When a run is resumed: finds the workers that still live although their controller has died, and adopts them.
 
-The run's journal names the directory of their sockets, and says with which settings they were started. Whoever has
-locked the run's directory may take them over (docs/protocol.md, A2). Those of other machines are found by their agents,
-which look for a controller at the rendezvous of the run: whether there are any is known when they have come.
+The run's journal names the directory of their sockets, and has a digest of the settings with which they were started.
+The process that has locked the run's directory may adopt them (docs/protocol.md, A2). Workers on other machines are
+found through their agents, which look for a controller at the rendezvous of the run: whether there are any is known
+only when the agents have come back.
 """
 
 from __future__ import annotations
@@ -49,17 +50,26 @@ _OTHER_SETTINGS = (
 
 
 def adoption_record(settings: Settings, scratch: str) -> dict[str, Any]:
-    """The fields of the journal's first line by which the next controller finds the workers, and knows them again."""
+    """The fields of the journal's first line by which the next controller finds the workers and checks their settings.
+
+    Args:
+        scratch: the directory of the sockets.
+    """
     mesh = checks.plain(dataclasses.asdict(settings.mesh))
     grace = settings.timeouts.orphan_grace
     return {SCRATCH: scratch, "mesh": mesh, "settings": _digest(settings), ORPHAN_GRACE: grace}
 
 
 def _digest(settings: Settings) -> str:
-    """A digest of the settings by which workers train; the mesh is the journal's, as it may have begun again."""
+    """A digest of the settings with which workers train.
+
+    Without the mesh, which the journal has by itself, as the run may have begun again on another one.
+    """
     fields = without_those_of_one_command(settings.to_dict())
-    del fields["mesh"], fields["runtime"]["local_workers"]  # an agent may come back, or not
-    if settings.runtime.launcher == RAY:  # its supervisor finds both anew for each controller, and tells the agents
+    # Without local_workers, which may differ: an agent may come back, or not.
+    del fields["mesh"], fields["runtime"]["local_workers"]
+    # Ray's supervisor determines these two for each controller, and tells the agents.
+    if settings.runtime.launcher == RAY:
         del fields["runtime"]["rendezvous"], fields["runtime"]["agents"]
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
@@ -69,10 +79,10 @@ class OrphanedRun:
     """The living workers of a controller that has died, adopted with their fork server.
 
     Args:
-        settings: of the run, on the mesh that it was started with.
-        fork_server: the parent of those of this machine, and the directory of its sockets; None: it has ended, and
-            workers may live on other machines.
-        start: where the run stands.
+        settings: the settings of the run, with the mesh on which it was started.
+        fork_server: the parent of the workers on this machine, and the directory of its sockets; None if it has ended,
+            so that workers may live on other machines only.
+        start: the point at which the run goes on.
     """
 
     settings: Settings
@@ -90,7 +100,7 @@ class OrphanedRun:
         return RunDir.reopen(self.adoption.run_dir)
 
     def give_back(self) -> None:
-        """Leave the workers to another controller: this one cannot begin, and has told them nothing yet."""
+        """Leave the workers to another controller, as this one cannot begin. It has sent them nothing yet."""
         if self.fork_server is not None:
             client, scratch = self.fork_server
             client.give_back()
@@ -100,11 +110,11 @@ class OrphanedRun:
 
 
 def find_orphaned_run(settings: Settings) -> OrphanedRun | None:
-    """Adopt the workers of the run that is resumed; None: it has none that wait for a controller.
+    """Adopt the workers of the run that is resumed; None if no workers of it wait for a controller.
 
     Raises:
-        ConfigError: another controller drives the run; or the workers were started with other settings, or on another
-            mesh than is named.
+        ConfigError: another controller has locked the run; or the workers were started with other settings, or on
+            another mesh than the settings name.
     """
     resume, place = settings.train.resume, settings.run.dir
     if settings.timeouts.adopt is None or resume is None or settings.train.resume_at is not None:
@@ -115,7 +125,7 @@ def find_orphaned_run(settings: Settings) -> OrphanedRun | None:
     if not any(SCRATCH in line for line in read_journal(path)):
         return None
     lock = lock_resumed(path, checks.override("train.resume", resume))
-    # A controller that ends empties the file of its lock, and takes its agents along.
+    # A controller that ends in an orderly way empties its lock file and ends its agents. One that is killed does not.
     may_have_agents = settings.runtime.has_agents and lock.was_left
     found = None
     try:
@@ -129,7 +139,7 @@ def find_orphaned_run(settings: Settings) -> OrphanedRun | None:
 def newcomers(scratch: str, orphans: Orphans) -> tuple[int, ...]:
     """The workers that were about to join: those that live and have no address, and those that ended without one.
 
-    Whoever was a member once has written its address, and is not started anew where it had left.
+    A worker that was ever a member has written its address. So one that has left is not counted, and not started again.
     """
     known = sorted({*orphans.pids, *orphans.ended})
     return tuple(rank for rank in known if read_address(scratch, rank) is None)
@@ -138,7 +148,8 @@ def newcomers(scratch: str, orphans: Orphans) -> tuple[int, ...]:
 def _adopt(settings: Settings, path: Path, lock: RunLock, *, may_have_agents: bool) -> OrphanedRun | None:
     """Adopt the workers of the run in `path`, whose lock is held.
 
-    Returns: None if there are none, or if they are to end.
+    Returns:
+        None if there are no such workers, or if they have to end, as the run was going back to a checkpoint.
     """
     journal = read_journal(path)
     lines = [line for line in journal if line["incarnation"] == journal[-1]["incarnation"]]
@@ -176,7 +187,7 @@ def _adopt(settings: Settings, path: Path, lock: RunLock, *, may_have_agents: bo
             made=orphans.made,
             has_agents=settings.runtime.has_agents,
             scratch=folder,
-            # As if it had been known at once that nobody lives.
+            # If no worker is left after all, the run begins again as if that had been known at once.
             mesh=settings.mesh if settings.runtime.has_agents else None,
         )
         known = {line.step: line for line in read_metrics(path)}

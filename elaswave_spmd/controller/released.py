@@ -1,9 +1,10 @@
-"""Workers that were let go, until their processes have ended: one that hangs over its last checkpoint is killed.
+"""Workers that have left and were told to end: one whose process does not end in time is killed.
 
-Who has left is no member any more, and no deadline of the living holds for it (supervision.py). It still writes what
-waits for its disk. Its machine is not let go before it has ended, so without an end it would keep that for ever.
+A worker that has left is not a member any more, so the failure detector does not watch it (supervision.py). It still
+writes its part of a checkpoint. Its machine is released only when its process has ended. Without this deadline, a
+worker that hangs while it writes would keep the machine forever.
 
-Decides on the controller's thread, from facts.
+Everything here takes facts and returns actions, on the controller's thread.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from elaswave_spmd.controller.actions import Action, Kill, Record
 from elaswave_spmd.mesh.mesh import named_workers
 
 KILLED = "killed"
-"""The event of workers that were let go and did not end."""
+"""The kind of the event about workers that were told to end, and did not."""
 
 
 class ReleasedWorkers:
     """The workers that have been told to end.
 
     Args:
-        seconds: that they have for it (timeouts.shutdown).
+        seconds: how long they may take (timeouts.shutdown).
     """
 
     def __init__(self, seconds: float) -> None:
@@ -35,7 +36,7 @@ class ReleasedWorkers:
         self._until[rank] = now + self._seconds, step
 
     def ended(self, rank: int) -> None:
-        """A process has ended. Workers that were not let go are ignored."""
+        """A worker's process has ended. Does nothing if the worker was not told to end."""
         self._until.pop(rank, None)
 
     def overdue(self, now: float) -> tuple[list[Action], int]:

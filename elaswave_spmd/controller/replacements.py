@@ -1,14 +1,14 @@
-"""Workers that are started in place of lost ones, and spares, which wait beside the mesh to take such a place at once.
+"""Replacements for lost workers, and spares: workers that are ready, and wait outside of the mesh to replace one.
 
-Everything here takes facts and returns actions or values, on the controller's thread. A place is left empty by a member
-that is lost, or by a worker that is lost on its way into the mesh. It is filled by a spare, if one is ready, else by
-the next worker that gets ready. What is started for a place and what is started as a spare are therefore the same kind
-of worker: which of the two it becomes is decided when it is ready.
+Everything here takes facts and returns actions or values, on the controller's thread. A place becomes empty when a
+member is lost, or a worker that was about to join. It is filled by a spare if one is ready, else by the next worker
+that becomes ready. So workers that are started for a place and workers that are started as spares are of the same kind:
+which of the two a worker becomes is decided when it is ready.
 
-The number of starts in a minute is limited: a worker that dies in every start must not take the processors from those
-that train. Starts on machines that come count as well (machines.py): one that is given up and comes back for ever must
-not change the mesh for ever. `elastic.replace` and `elastic.spares` differ only in the number of workers that are
-started ahead.
+The number of starts in a minute is limited, so that workers that die at every start do not take processor time from
+those that train. Starts on machines that join count as well (machines.py), so that a machine that is given up and comes
+back again and again does not change the mesh all the time. `elastic.replace` and `elastic.spares` differ only in the
+number of workers that are started in advance.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class ReplacementPolicy:
     """The settings of what is started when workers are lost.
 
     Args:
-        replaces: places that are left empty are filled (elastic.replace, or spares).
-        spares: workers that wait beside the mesh (elastic.spares).
-        per_minute: workers that are started in place of others, and on machines that come, within a minute
+        replaces: True if empty places are filled (elastic.replace, or elastic.spares).
+        spares: the number of workers that wait outside of the mesh (elastic.spares).
+        per_minute: how many workers may be started within a minute, as replacements or on machines that join
             (elastic.replacements_per_minute).
     """
 
@@ -47,7 +47,7 @@ class ReplacementPolicy:
 
 
 class Replacements:
-    """The places that are empty, and the workers beside the mesh that are to fill them.
+    """The empty places of the mesh, and the workers outside of the mesh that will fill them.
 
     Args:
         roster: gives new ranks.
@@ -56,17 +56,19 @@ class Replacements:
     def __init__(self, policy: ReplacementPolicy, roster: Roster) -> None:
         self._policy = policy
         self._roster = roster
-        self._places = 0  # empty, and no spare was there for them
-        self._starting: set[int] = set()  # workers that were started by this, and are not ready
-        self._waiting: dict[int, Ready] = {}  # spares that are ready, in the order in which they came
-        self._first_spares = policy.spares  # that have not been started yet: they replace nobody, and are not limited
+        self._places = 0  # the number of empty places for which no spare was ready
+        self._starting: set[int] = set()  # workers that were started by this object and are not ready yet
+        self._waiting: dict[int, Ready] = {}  # spares that are ready, in the order in which they became ready
+        # The number of first spares that are still to be started. They replace nobody, so they are not limited.
+        self._first_spares = policy.spares
         self._starts: deque[float] = deque()  # times of the starts within the last minute
-        self._reported: set[str] = set()  # of whom it was told that the limit holds them back; until it does not
+        self._reported: set[str] = set()  # the kinds of starts for which it was reported that the limit delays some
 
     @property
     def spares(self) -> Mapping[int, bool]:
-        """Rank -> whether it is ready, of the workers that wait beside the mesh or are to. None has a place to fill."""
-        # Of those that start, as many are to fill places as are empty: the oldest, as they are ready first, mostly.
+        """Rank -> whether it is ready, of the spares: workers outside of the mesh that have no empty place to fill."""
+        # Of the workers that start, as many as there are empty places will fill these: the oldest, which are usually
+        # ready first. The others are spares.
         starting = sorted(self._starting)[self._places :] if self._policy.spares else []
         return MappingProxyType(dict.fromkeys(self._waiting, True) | dict.fromkeys(starting, False))
 
@@ -76,7 +78,7 @@ class Replacements:
         return max(0, self._places - len(self._starting))
 
     def ready(self, message: Ready) -> bool:
-        """A worker is ready. Returns True if it waits as a spare: the mesh does not hear of it."""
+        """A worker is ready. Returns True if it waits as a spare, so that the protocol must not add it to the mesh."""
         if message.rank not in self._starting:
             return False
         self._starting.remove(message.rank)
@@ -87,7 +89,7 @@ class Replacements:
         return True
 
     def lost(self, rank: int) -> Ready | None:
-        """A worker is lost. Returns the spare that takes its place; None if none does now, or it had no place."""
+        """A worker is lost. Returns the spare that takes its place; None if none is ready, or it had no place."""
         if rank in self._starting or rank in self._waiting:
             self._starting.discard(rank)
             self._waiting.pop(rank, None)
@@ -98,10 +100,11 @@ class Replacements:
         return None
 
     def due(self, now: float, *, spares: bool) -> tuple[tuple[int, ...], list[Action]]:
-        """Start what is missing, as far as the limit allows.
+        """Start the replacements and spares that are missing, as far as the limit allows.
 
         Args:
-            spares: spares are wanted by now: after the first workers have started.
+            now: the time in seconds, by the controller's clock.
+            spares: True if spares are started as well, which is so once the first mesh is formed.
 
         Returns:
             The ranks that are started, and the actions that start them and report what the limit holds back.
@@ -118,10 +121,11 @@ class Replacements:
         return ranks, [Spawn(ranks), *held_back]
 
     def allow(self, number: int, now: float) -> tuple[int, list[Action]]:
-        """So many workers are to be started on machines that have come, now or as soon as the limit allows.
+        """Ask to start `number` workers on machines that have joined.
 
         Returns:
-            The number of those that may be started now, and are counted; and the actions that report the others.
+            The number of workers that may be started now, which are counted; and the actions that report that the
+            others have to wait.
         """
         allowed = self._allow(number, now)
         return allowed, self._held_back(number - allowed, "further", "started", now)
@@ -134,7 +138,7 @@ class Replacements:
         return allowed
 
     def _held_back(self, number: int, which: str, done: str, now: float) -> list[Action]:
-        """The event that workers are not replaced, or not started, for now: once until all are."""
+        """The event that the limit delays starts of one kind. It is written once, until none is delayed any more."""
         if number <= 0:
             self._reported.discard(which)
             return []

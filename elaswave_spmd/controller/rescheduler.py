@@ -1,7 +1,7 @@
-"""Rescheduling by measured times: micro-batches and layers go where they take least, while training goes on.
+"""Rescheduling by measured times: moves micro-batches and layers to where they take the least time, during training.
 
-Nothing here changes a bit: what is moved are micro-batches, layers and state, by planned changes of the mesh epoch.
-When there is nothing to move, frequencies follow.
+Micro-batches, layers and their state are moved by planned changes of the mesh epoch, which change no bit of the result.
+When no move gains anything, device frequencies may be lowered instead (dvfs.py).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from elaswave_spmd.scheduling.rebalance import Decision, PlanSettings, reassign_
 from elaswave_spmd.scheduling.split_backward import SplitBackward, best_limits, executed, priced
 from elaswave_spmd.scheduling.step_time import Assignment, state_of, step_time
 
-_MOST_DOUBLINGS = 6
-_SHORT_STEP_S = 0.05
-_TIMED_WORKERS = 32
+_MOST_DOUBLINGS = 6  # the number of reviews that must ask for a change doubles with each change, at most this often
+_SHORT_STEP_S = 0.05  # seconds; nothing is moved for shorter steps, whose differences are noise
+_TIMED_WORKERS = 32  # on larger meshes a change after a loss does not compare candidates by their step time
 _SLOW, _FAST = 0.8, 0.9  # relative speeds below which a worker is logged as slow, and above which as recovered
 
 
@@ -40,8 +40,10 @@ class MeasuredCosts:
     """The cost model of a run, as measured up to now. Assigns micro-batches by it when members have come or gone.
 
     Args:
-        base: what is known of the layers before anything is measured.
-        follows_speeds: micro-batches go where they take least (schedule.microbatches); else evenly.
+        settings: the settings of the schedule.
+        base: the costs of the layers by estimate or profile, before anything is measured.
+        follows_speeds: True if faster workers get more micro-batches (schedule.microbatches); False if all get the
+            same number.
     """
 
     def __init__(self, settings: ScheduleSettings, base: CostModel, *, follows_speeds: bool) -> None:
@@ -73,11 +75,11 @@ class MeasuredCosts:
 
     @property
     def lasting(self) -> CostModel:
-        """The costs to plan with: of what was measured, that which lasts (schedule.lasting)."""
+        """The costs to plan with. With schedule.lasting, only differences that have lasted for some time count."""
         return self._lasting.planned if self._settings.lasting else self.costs
 
     def review(self, now: float) -> bool:
-        """Take note of the costs as measured up to now. Returns True once it is known what lasts.
+        """Take note of the costs as measured up to now. Returns True once it is known which differences last.
 
         Args:
             now: seconds of a clock that never runs back.
@@ -86,7 +88,7 @@ class MeasuredCosts:
         return self._lasting.is_covered
 
     def measured(self, message: Measured) -> None:
-        """A worker reports what its layers took in a step, at the normal frequency, and what they keep."""
+        """A worker reports the times of its layers in a step (as at the normal frequency), and the memory they keep."""
         self._base = self._base.with_memory(message.memory)
         if message.link:
             self._links[message.rank] = message.link
@@ -97,8 +99,11 @@ class MeasuredCosts:
                 self._samples[message.step].append(LayerSample(message.rank, layer, *each))
 
     def committed(self, step: int, members: Collection[int]) -> int:
-        """A step is committed: every member has reported the one before the last. Returns how many steps that adds."""
-        members = frozenset(members)  # there may be thousands, each looked up
+        """A step is committed, so every member has reported its times of the step before the last.
+
+        Returns the number of steps whose measurements are complete now.
+        """
+        members = frozenset(members)  # thousands of look-ups follow on a large mesh
         self._profile = self._profile.forget(self._profile.workers.keys() - members)
         complete = sorted(s for s in self._samples if s < step - 1)
         for old in complete:
@@ -118,7 +123,8 @@ class MeasuredCosts:
         costs, order, cuts = self.lasting, old.microbatch_order, old.layer_cuts
         candidates = reassign_microbatches(Assignment.of(old), num_microbatches, stages, costs, self._settings.align)
         found = [candidate.counts for candidate in candidates]
-        large = sum(map(len, stages)) > _TIMED_WORKERS  # everybody waits for this: no lists of a large mesh are timed
+        # All members wait for this decision, and on a large mesh it takes long to compute the step time of a candidate.
+        large = sum(map(len, stages)) > _TIMED_WORKERS
         if len(found) == 1 or len(stages) != len(cuts) - 1 or large:
             return found[0]
         costs = priced(costs, split)
@@ -129,8 +135,11 @@ class MeasuredCosts:
         return min(found, key=seconds)
 
     def limited(self, placement: Placement, split: SplitBackward) -> Assignment:
-        """The placement with the limits of its workers: those that `plan_change` plans with, once it is known what
-        lasts of the measured costs; until then those by rule."""
+        """The placement with the limits of its workers.
+
+        These are the limits that `plan_change` plans with, once it is known which of the measured differences last;
+        until then those by rule.
+        """
         by_rule = executed(Assignment.of(placement), split)
         if not (self.is_measured and self._lasting.is_covered):
             return by_rule
@@ -143,11 +152,15 @@ class ReschedulePolicy:
     """The settings of what a run may change by itself.
 
     Args:
-        steps: of the run.
-        mirror_count: mirrors of each page.
-        drain_below: a worker of a smaller relative speed than this is drained, if `min_workers` stay; 0: none.
-        tries_backwards: it is tried in the run whether weight gradients are put off.
-        interrupted_every: numbers of steps after which the run validates, or writes a checkpoint; 0: never.
+        schedule: the settings of the schedule.
+        steps: the number of the run's last step.
+        mirror_count: the number of mirrors of each page.
+        drain_below: a worker whose relative speed stays below this is asked to leave (elastic.evict_slower_than); 0 if
+            none is.
+        min_workers: no worker is asked to leave if there are no more than these.
+        tries_backwards: True if a trial during the run decides whether weight gradients are put off.
+        interrupted_every: the run validates, or writes a checkpoint, every so many steps; 0 for never. Such steps take
+            longer, which a trial has to leave out.
     """
 
     schedule: ScheduleSettings
@@ -178,12 +191,12 @@ class ReschedulePolicy:
 
 
 class Rescheduler:
-    """Decides what moves, from what was measured.
+    """Decides from measured times what is moved. Called by the controller's thread; plans are made by another one.
 
     Args:
-        measured: the costs; they are kept up to date here.
-        frequencies: those of the workers' devices.
-        roster: for the processes of workers, whose devices are slowed down.
+        measured: the measured costs. This object keeps them up to date.
+        frequencies: controls the frequencies of the workers' devices.
+        roster: the process ids of the workers, by which their devices are found.
     """
 
     def __init__(
@@ -203,23 +216,23 @@ class Rescheduler:
             protocol, measured, tries=policy.tries_backwards, interrupted_every=policy.interrupted_every
         )
         self._roster = roster
-        self._observed = 0  # steps since the mesh was last changed
+        self._observed = 0  # steps with complete measurements since the mesh epoch began
         self._epoch = protocol.placement.mesh.epoch
         self._asked: tuple[Goal, int] | None = None  # the goal of the last reviews, and how many had it in a row
         self._members = protocol.placement.mesh.members
-        self._changes = 0  # made since members came or went
+        self._changes = 0  # the number of changes that this has made since members last came or went
         self._planned: Planned | None = None  # the last plan
         self._is_planning = False
         self._reviewed = 0  # the step of the last review
-        self._content = 0  # reviews in a row that asked for nothing
+        self._content = 0  # the number of reviews in a row that found nothing to move
         self._slow: set[int] = set()
-        self._too_slow: defaultdict[int, int] = defaultdict(int)  # rank -> reviews in a row
+        self._too_slow: defaultdict[int, int] = defaultdict(int)  # rank -> reviews in a row that found it too slow
         self._started = protocol.placement
         self._rule = MemoryRule(protocol.placement.shardings, policy.mirror_count)
 
     @property
     def slow(self) -> Collection[int]:
-        """The members that are slow, by what lasts of their measured times."""
+        """The members that are slow, by the differences of their measured times that last."""
         return self._slow
 
     @property
@@ -237,7 +250,7 @@ class Rescheduler:
         return self._frequencies.begun(placement, version)
 
     def committed(self, step: int, now: float) -> list[Action]:
-        """A step is committed: now and then it is reviewed what could be better.
+        """A step is committed. Every `schedule.every` steps, review whether a move would gain something.
 
         Args:
             now: seconds of a clock that never runs back.
@@ -274,7 +287,8 @@ class Rescheduler:
         self._reviewed = step
         request = self._request(costs, max(0, self._policy.steps - step))
         known = self._planned
-        # Other groupings take seconds to look at, on up to 256 workers: once, as long as the mesh and the costs stay.
+        # With `regroups` a plan also tries other numbers of workers per stage, which takes seconds on up to 256
+        # workers. So a plan is used again as long as the mesh and the costs, rounded, stay the same.
         if known is not None and request.settings.regroups and known.request.key == request.key:
             return [*actions, *self._judge(known.decision, costs)]
         if not self._is_planning:
@@ -283,7 +297,7 @@ class Rescheduler:
         return actions
 
     def planned(self, event: Planned) -> list[Action]:
-        """A plan is made. If the mesh has changed meanwhile, or is about to, it is of no use."""
+        """A plan is ready. It is dropped if the mesh has changed meanwhile, or is about to."""
         self._is_planning = False
         epoch, asked = self._protocol.placement.mesh.epoch, event.request
         if not self._protocol.settled or (epoch, self._protocol.running) != (asked.placement.mesh.epoch, asked.running):
@@ -292,16 +306,16 @@ class Rescheduler:
         if event.decision is not None:
             return self._judge(event.decision, asked.costs)
         if last is not None and last.request.placement.mesh.epoch == epoch:
-            return []  # it was said
+            return []  # that nothing fits was recorded in this mesh epoch already
         return [Record("plan", {"ranks": [], "mesh_epoch": epoch, "reason": event.why_not, "message": event.why_not})]
 
     def _judge(self, decision: Decision | None, costs: CostModel) -> list[Action]:
         """Decide what follows from a plan at one review.
 
         Args:
-            decision: None: nothing fits in memory.
+            decision: None if no placement fits in memory.
         """
-        if decision is None or decision.before.seconds < _SHORT_STEP_S:  # what differs is noise, and nothing to gain
+        if decision is None or decision.before.seconds < _SHORT_STEP_S:
             return []
         step = self._reviewed
         actions = self._name_slow(costs, step)
@@ -311,14 +325,16 @@ class Rescheduler:
         if goal is None:
             self._asked = None
             self._content += 1
-            if self._content >= self._settings.patience and not self._backwards.is_trying:  # hints come last
+            # Frequencies come last: only when nothing has moved for a while, and not during another trial.
+            if self._content >= self._settings.patience and not self._backwards.is_trying:
                 here, running = self._protocol.placement, self._protocol.running
                 actions += self._frequencies.hint(here, running, costs, step, self._roster.pids)
             return actions
         self._content = 0
         times = self._asked[1] + 1 if self._asked is not None and _alike(self._asked[0], goal) else 1
         self._asked = goal, times
-        # Each change has to be asked for twice as long as the one before: noise cannot drive micro-batches to and fro.
+        # Each change must be asked for by twice as many reviews in a row as the one before, so that noise does not move
+        # micro-batches back and forth.
         if times >= self._settings.patience * 2 ** min(self._changes, _MOST_DOUBLINGS):
             self._asked = None
             self._changes += 1
@@ -347,10 +363,10 @@ class Rescheduler:
         )
 
     def _state_limit(self, costs: CostModel) -> float:
-        """The most bytes of state that a plan may give a worker: no plan by measured times makes one a bottleneck.
+        """The most bytes of state that a plan may give to one worker; without it a plan could overload one's memory.
 
-        It is twice the even share on the mesh that the run was started with, or what some worker has anyhow. Where
-        schedule.memory_limit says what fits, that alone counts.
+        It is twice the mean of the workers on the mesh that the run was started with, or the most that some worker has
+        at present if that is more. With schedule.memory_limit there is no such limit, as that setting says what fits.
         """
         if self._settings.memory_limit is not None:
             return math.inf
@@ -360,7 +376,10 @@ class Rescheduler:
         return max(2 * even, *state_of(Assignment.of(self._protocol.placement), costs, self._rule))
 
     def _goal(self, decision: Decision) -> Goal | None:
-        """The next move, if one gains enough: micro-batches first, which move no state; layers when that is done."""
+        """The next move, if one gains enough; else None.
+
+        Micro-batches come first, as they move no state; layers are moved when micro-batches gain nothing more.
+        """
         before, now, later = decision.before.seconds, decision.now, decision.later
         if self._settings.microbatches and now.time.seconds <= before * (1 - self._settings.min_gain):
             return self._goal_of(now.assignment, before, now.time.seconds, "micro-batches assigned by speed")
@@ -402,7 +421,7 @@ class Rescheduler:
         return actions
 
     def _drain_slowest(self, costs: CostModel) -> list[Action]:
-        """Drains the slowest worker if it has been too slow in several reviews."""
+        """Ask the slowest worker to leave if it was too slow in several reviews in a row, and enough others stay."""
         members, drain_below = self._protocol.placement.mesh.members, self._policy.drain_below
         for rank in members:
             self._too_slow[rank] = self._too_slow[rank] + 1 if costs.speed(rank) < drain_below else 0
@@ -419,5 +438,5 @@ def _times_as_long(speed: float) -> str:
 
 
 def _alike(one: Goal, other: Goal) -> bool:
-    """True if two goals are the same kind of change, if not the very same micro-batches."""
+    """True if two goals have the same stages and layers; their numbers of micro-batches may differ."""
     return (one.stages, one.layer_cuts) == (other.stages, other.layer_cuts)

@@ -1,4 +1,4 @@
-"""The begin of a run: initial values, or a checkpoint of an earlier one; in either case its directory is locked.
+"""Where a run begins: with initial values, or from a checkpoint of an earlier run. Its directory is locked in any case.
 
 Also here: `complete`, which makes a checkpoint of the shards that workers wrote after their controller had died.
 """
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _Record = TypeVar("_Record")
 
-_REAPING_S = 10.0  # for a fork server to end workers that take too long
+_REAPING_S = 10.0  # how long a fork server may take to end workers that live longer than they may
 _WAITING = "waiting for the workers of a controller that was killed: they write their state"
 
 
@@ -62,19 +62,20 @@ class Adoption:
 
     Args:
         run_dir: the run's directory.
-        generation: of this controller.
-        last_epoch: the newest mesh epoch in the journal.
-        prepared: the Prepare that was journaled last; None: the mesh has never been about to change.
-        credentials: of the run's links; None: they need none.
-        newest_checkpoint: its step; 0: there is none.
-        pids: rank -> process id, of the workers that live.
+        generation: the generation of this controller.
+        last_epoch: the epoch number of the journal's next line, which this controller's adoption takes. It is above all
+            mesh epochs so far, and new ones are above it.
+        prepared: the Prepare that was journaled last; None if the mesh has never been about to change.
+        credentials: the credentials of the run's links; None if they need none.
+        newest_checkpoint: the step of the newest checkpoint; 0 if there is none.
+        pids: rank -> process id, of the workers on this machine that live.
         next_rank: all ranks below it have been given to workers.
-        newcomers: ranks of those that were about to join, whether they live or have ended meanwhile.
-        seconds: for how long they have had no controller.
-        made: ranks of all that this machine has ever had.
-        has_agents: workers may live on other machines, whose agents come back with them.
+        newcomers: ranks of the workers that were about to join, whether they live or have ended meanwhile.
+        seconds: how long the workers have had no controller.
+        made: ranks of all workers that were ever started on this machine.
+        has_agents: True if workers may live on other machines, whose agents come back with them.
         scratch: the directory of the sockets, as the journal names it.
-        mesh: on which the run begins again, if nobody is left; None: on that of its begin.
+        mesh: the mesh on which the run begins again if no worker is left; None for the mesh of the settings.
     """
 
     run_dir: Path
@@ -99,15 +100,18 @@ class ResumePoint:
 
     Args:
         run: id of the run.
-        incarnation: of its controller.
-        checkpoint: that it goes on from; None: it begins with initial values.
-        bad: newer checkpoints that are not whole, and why.
-        lines: of metrics.jsonl that are known, by step: those after the checkpoint are computed again.
-        validations: (step, micro-batches) -> loss_hex of validations that are known.
-        digests: layer -> digest of the bits that its kind computed when the run was checked first (`model_check`).
-        schedule_change: its length and learning rates beside those that it was saved with; None: a new run.
-        locks: held as long as the run lasts; the last one is that of its own directory.
-        adoption: the controller adopts living workers, which are at about the last known line; None: it does not.
+        incarnation: the number of this life of the run.
+        checkpoint: the checkpoint from which it goes on; None if it begins with initial values.
+        bad: (path, reason) of newer checkpoints that are not good.
+        lines: step -> line of metrics.jsonl, of the steps that were committed before. Steps after the checkpoint are
+            computed again, and must have the same bits as their lines.
+        validations: (step, number of micro-batches) -> loss_hex of the validations that were made before.
+        digests: layer -> digest of the bits that its kind of layer computed when the run was first checked
+            (`model_check`).
+        schedule_change: how the length and the learning rates differ from those of the saved run; None for a new run.
+        locks: held as long as the run lasts; the last one is that of the run's own directory.
+        adoption: the facts for adopting living workers, which are at about the step of the last line; None if there
+            are none.
     """
 
     run: str
@@ -128,22 +132,26 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
-        """The version that the run begins at."""
+        """The version at which the run begins, or at which an adopted run goes on."""
         if self.adoption is not None:
             return max(self.lines, default=0)
         return self.checkpoint.step if self.checkpoint is not None else 0
 
     @property
     def last_line(self) -> MetricsLine | None:
-        """The line of that step."""
+        """The line of metrics.jsonl of `step`; None if there is none."""
         return self.lines.get(self.step)
 
     def is_in(self, run_dir: Path) -> bool:
-        """True if the checkpoint is one of this directory, not of the run that this one came from."""
+        """True if there is a checkpoint and it is in this directory, not in that of another run."""
         return self.checkpoint is not None and self.checkpoint.path.parents[1].absolute() == run_dir.absolute()
 
     def announce(self, observer: RunObserver, mesh: str) -> None:
-        """Log that the run is resumed, if it is. The observer gets the lines that must come out again bit for bit."""
+        """Log that the run is resumed, if it is, and give the observer the lines that must come out bit for bit again.
+
+        Args:
+            mesh: the name of the mesh's shape.
+        """
         if self.adoption is not None:
             observer.expect(self.lines, self.validations, first=self.step + 1, same=True)
             return
@@ -175,12 +183,12 @@ class ResumePoint:
         }
 
     def life_began(self) -> None:
-        """A life of the run has begun in its directory, or goes on: its end is the end of all that was there before."""
+        """Note in the lock of the run's directory that a life of the run has begun, or goes on (RunLock.life_began)."""
         for lock in self.locks[-1:]:
             lock.life_began()
 
     def close(self) -> None:
-        """Gives the locks up."""
+        """Release the locks."""
         for lock in self.locks:
             lock.close()
 
@@ -190,9 +198,11 @@ class _Source:
     """An earlier run, from whose newest good checkpoint this one goes on.
 
     Args:
-        lock: of its directory. It is kept as long as this run lasts, also where this run has another directory:
-            another controller must not remove the checkpoint that workers are reading.
-        is_run_dir: this run goes on in the same directory.
+        path: its directory.
+        lock: the lock of its directory. It is kept as long as this run lasts, even if this run has another directory:
+            no other controller may remove the checkpoint that workers are reading.
+        is_run_dir: True if this run goes on in the same directory.
+        checkpoint: the checkpoint from which this run goes on.
         bad, lines, digests, schedule_change: as in ResumePoint.
         validations: the events of validations that are still valid.
     """
@@ -212,11 +222,12 @@ def open_run(plan: RunPlan, data: PreparedData, again: Path | None = None) -> tu
     """Open and lock the run's directory, and find where the run begins.
 
     Args:
-        again: the directory of a run that has committed no step, and begins once more as it did; None: of no other one.
+        again: the directory of a run that begins once more as it began, in the same directory; else None.
 
     Raises:
-        ConfigError: the directory cannot be used; another controller drives it; the run has other bits.
-        CheckpointError: nothing to resume from.
+        ConfigError: the directory cannot be used; another controller has locked it; or the run would not compute the
+            same bits as the one that it resumes.
+        CheckpointError: there is no good checkpoint to resume from, or records of the run are missing.
     """
     with contextlib.ExitStack() as undo:
         source = None
@@ -243,10 +254,10 @@ def open_run(plan: RunPlan, data: PreparedData, again: Path | None = None) -> tu
 def _open_directory(
     plan: RunPlan, source: _Source | None, again: Path | None, undo: contextlib.ExitStack
 ) -> tuple[RunDir, ResumePoint]:
-    """The run's directory, locked: that of the run it resumes, or of the one that it begins again, or a new one.
+    """Open and lock the run's directory: that of the run that it resumes or begins again, or a new one.
 
     Args:
-        undo: gets what gives it up, if the run does not begin.
+        undo: gets the callbacks that release the directory if the run does not begin.
     """
     if source is not None and source.is_run_dir:
         remove_unfinished(source.path)
@@ -269,9 +280,9 @@ def _open_directory(
 
 
 def _copy_records(source: _Source, run_dir: RunDir, job: Job) -> None:
-    """Begin the files of a new directory as those of the run that is resumed, up to the checkpoint.
+    """Copy records of the run that is resumed, up to the checkpoint, into the files of a new directory.
 
-    These are its metrics; and its validations, where they decide about the end of the run or the best checkpoint.
+    These are the metrics, and the validations if an early end or the choice of the best checkpoint depends on them.
     """
     for line in source.lines.values():
         if line.step <= source.checkpoint.step:
@@ -295,7 +306,7 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
     path = Path(os.path.expanduser(resume))
     where = checks.override("train.resume", resume)
     with contextlib.ExitStack() as undo:
-        # Before anything is read: a controller that still lives would write on.
+        # Locked before anything is read: if the controller of that run still lives, it goes on writing.
         lock = lock_resumed(path, where)
         undo.callback(lock.close)
         # Workers of a controller that was killed may still write their state, which this run goes on from.
@@ -311,8 +322,9 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
                 where=checks.override("train.resume_at", settings.train.resume_at),
                 fix="run.dir=DIR",
             )
-        _finish_rollback(path)  # first: nothing of what may be wrong is completed
-        # Then: the newest checkpoint may be one that the workers wrote on their own. For another one it may be unread.
+        _finish_rollback(path)  # before `complete`, which must not complete a checkpoint that may be wrong
+        # Before the newest checkpoint is looked for, which may be one that workers wrote without a controller. If
+        # train.resume_at names an older one, it does not matter that the newest cannot be read now.
         with contextlib.suppress(*(() if settings.train.resume_at is None else (UnreadableError,))):
             complete(path)
         checkpoint, bad = load_newest_good(path, settings.train.resume_at)
@@ -327,7 +339,7 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
         if same and settings.train.steps < max(lines, default=0):
             what = f"train.steps={settings.train.steps} is fewer than the {max(lines)} steps that {path} has committed"
             raise _elsewhere(what, "what a run has committed is not written over", where)
-        # Steps that are computed again with other learning rates are not those that are known.
+        # Steps that are computed again with other learning rates need not have the bits of their old lines.
         lines = {number: line for number, line in lines.items() if number <= until}
         validations = [event for event in still_valid(_read(read_events, path), "validation") if event["step"] <= until]
         if plan.job.early_stop is not None:
@@ -347,7 +359,7 @@ def going_back_to(run_dir: Path) -> int | None:
 
 
 def _finish_rollback(run_dir: Path) -> None:
-    """Discard what a controller had given up as wrong, and was killed before it had removed.
+    """Discard the results that a controller had given up as wrong, if it was killed before it had removed them.
 
     Raises:
         CheckpointError: a file of the run is damaged, or the run was going back to its begin.
@@ -392,7 +404,10 @@ def lock_resumed(path: Path, where: str) -> RunLock:
 
 
 def orphan_grace(path: Path, settings: Settings) -> float:
-    """Seconds that workers of the run's last life may take to end: longer than now, where they wait to be adopted."""
+    """The number of seconds that workers of the run's last life may take to end.
+
+    This is longer than the present setting if that life allowed its workers to wait for adoption, by its journal.
+    """
     journal = read_journal(path)
     lives = (line for line in journal if line["incarnation"] == journal[-1]["incarnation"])
     return max([settings.timeouts.orphan_grace, *(float(line[ORPHAN_GRACE]) for line in lives if ORPHAN_GRACE in line)])
@@ -463,9 +478,9 @@ def _elsewhere(what: str, rule: str, where: str, exists: str = "") -> ConfigErro
 
 
 def _check_validations(job: Job, known: Mapping[tuple[int, int], str], step: int) -> None:
-    """Refuse a run whose earlier validations are not all known: they decide after which step it ends.
+    """Refuse a run that lacks an earlier validation: all of them decide after which step it ends.
 
-    That of the checkpoint's own step is made again.
+    The validation of the checkpoint's own step may be missing, as it is made again.
 
     Raises:
         CheckpointError: one is missing.
@@ -502,19 +517,22 @@ def _new_id() -> str:
     return secrets.token_hex(8)
 
 
-# Checkpoints that workers wrote when their controller was gone: the next controller completes those that are whole.
-def complete(run_dir: Path) -> Path | None:
-    """Writes the manifest of the newest checkpoint that lacks one and whose shards hold everything.
+# ---- checkpoints that workers wrote when their controller had died, which the next controller completes
 
-    The lines of metrics.jsonl that its controller did not live to write come from the workers' own reports, and what is
-    in them of settings from the identity in the dead controller's journal: whether the run that is to go on has the
-    same bits is checked afterwards. Only the holder of the run's lock may call this.
+
+def complete(run_dir: Path) -> Path | None:
+    """Write the manifest of the newest checkpoint that lacks one and whose shards contain all pages.
+
+    Lines of metrics.jsonl that the dead controller did not write are made from the workers' own reports. Values in them
+    that follow from settings are taken from the identity in the dead controller's journal; whether the run that goes on
+    has the same identity is checked later. Only the holder of the run's lock may call this.
 
     Returns:
-        The checkpoint's directory; None where there is nothing to complete.
+        The checkpoint's directory; None if there is nothing to complete.
 
     Raises:
-        UnreadableError: a checkpoint that may be completed cannot be read now. Who goes on all the same removes it.
+        UnreadableError: a checkpoint that could perhaps be completed cannot be read now. A run that goes on from an
+            older one removes it.
         CheckpointError: the records of the run are missing or damaged.
         FilesError: the disk is full.
     """
@@ -522,7 +540,7 @@ def complete(run_dir: Path) -> Path | None:
         if has_manifest(path):
             return None
         shards, bad = find_shards(path)
-        if shards and _complete_one(run_dir, path, shards):  # there are none if no worker lived to write its own
+        if shards and _complete_one(run_dir, path, shards):
             return path
         if unread := [error.what for _, error in bad if isinstance(error, UnreadableError)]:
             raise UnreadableError(
@@ -541,7 +559,7 @@ def _complete_one(run_dir: Path, path: Path, shards: list[ShardInfo]) -> bool:
     Raises:
         UnreadableError, CheckpointError, FilesError: as for `complete`.
     """
-    # Shards of an earlier incarnation may be of another attempt at the same step, which wrote other pages.
+    # Only of one incarnation: an earlier life may have computed the same step in another attempt.
     newest = max(shard.ballot.incarnation for shard in shards)
     manifest = _manifest(run_dir, [shard for shard in shards if shard.ballot.incarnation == newest])
     lines = None if manifest is None else _missing_lines(run_dir, path, manifest)
@@ -554,7 +572,7 @@ def _complete_one(run_dir: Path, path: Path, shards: list[ShardInfo]) -> bool:
             reopened.write_metrics(line)
     finally:
         reopened.close()
-    # And on the disk before it, as it is: the lines of a controller that was killed were only with the system.
+    # Flushed to the disk before the manifest, which is, too: the system may still hold the dead controller's lines.
     for name in (METRICS, EVENTS):
         with writing(run_dir / name):
             sync_file(run_dir / name)
@@ -568,10 +586,10 @@ def _complete_one(run_dir: Path, path: Path, shards: list[ShardInfo]) -> bool:
 
 
 def _manifest(run_dir: Path, shards: list[ShardInfo]) -> Manifest | None:
-    """The manifest of shards of one incarnation; None: pages are missing, or its journal has no identity of the run.
+    """The manifest of shards of one incarnation; None if pages are missing, or if the journal has no identity for it.
 
-    The identity is the dead controller's own, from its journal: that of the run which is about to go on may differ, and
-    is compared with it later.
+    The identity is taken from the dead controller's journal. That of the run that is about to go on may differ, and is
+    compared with it later.
     """
     ballot = max(shard.ballot for shard in shards)
     journal = [line for line in read_journal(run_dir) if line["incarnation"] == ballot.incarnation]
@@ -587,7 +605,7 @@ def _manifest(run_dir: Path, shards: list[ShardInfo]) -> Manifest | None:
 
 
 def _missing_lines(run_dir: Path, path: Path, manifest: Manifest) -> list[MetricsLine] | None:
-    """The lines up to the checkpoint's step that metrics.jsonl lacks; None: one is not known."""
+    """The lines up to the checkpoint's step that metrics.jsonl lacks; None if one of them cannot be made."""
     step = manifest.step
     try:
         rate = LearningRate.of_identity(manifest.identity)  # of the dead controller's run

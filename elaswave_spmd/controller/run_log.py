@@ -1,8 +1,8 @@
-"""The log of a run: everything that is written down about it. It only listens; nothing is decided here.
+"""The log of a run: metrics, events, summary and result. It only listens; nothing is decided here.
 
-`RunLog` is given every event that the controller takes and every action that it carries out, and passes each to those
-of its parts that it concerns: metrics and the result, mesh epochs and what they cost, compiled programs, damaged copies
-of state, groups of stages, steps without an update.
+The controller gives `RunLog` every event that it takes and every action that it carries out. `RunLog` passes each to
+the parts that it concerns: metrics and the result, mesh epochs and their cost, compiled programs, damaged replicas,
+process groups of stages, steps without an update.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Recovered:
-    """The line `recovered` of an epoch, kept until all of its members have applied the first step.
+    """The `recovered` event of a mesh epoch, kept until all of its members have applied the epoch's first step.
 
     Args:
-        missing: the members that have not.
+        step: that first step.
+        fields: the fields of the event, except `all_applied_at`.
+        missing: the members that have not applied the step yet.
     """
 
     step: int
@@ -52,13 +54,19 @@ class _Recovered:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A loss: when it was seen, and the last that is known of the worker before."""
+    """A loss of a worker, as it was noticed.
+
+    Args:
+        at: the time at which it was noticed, in seconds of the controller's clock.
+        sign: the worker's death or last sign of life before; None if it is not known.
+    """
 
     at: float
     sign: Sign | None
 
     @property
     def detect_ms(self) -> float | None:
+        """Milliseconds from the last sign of the worker until the loss was noticed."""
         return None if self.sign is None else max(0.0, round(1e3 * (self.at - self.sign.at), 3))
 
     @property
@@ -67,14 +75,16 @@ class _Seen:
 
 
 class EpochEvents:
-    """Writes `fail`, `leave`, `join`, `link`, `rebalance` and `recovered` lines.
+    """Writes the events `fail`, `leave`, `join`, `link`, `rebalance` and `recovered`.
+
+    Fields that end in `_at` are times of the controller's clock in seconds (CLOCK_MONOTONIC on Linux, which is the same
+    in all processes of a machine). These are the times at which the loss was noticed (seen_at), the first Prepare was
+    sent (prepared_at), the last StepReport arrived (answered_at), the Reconfigure was sent (placed_at), the next step
+    was committed (committed_at), and the last member had applied it (all_applied_at).
 
     Args:
-        element_bytes: of all kinds of state together, per element.
-
-    Their fields that end in `_at` are times of the controller's clock (CLOCK_MONOTONIC on Linux, the same in all
-    processes of a machine): the loss was seen, the first Prepare was sent, the last StepReport came, the Reconfigure
-    was sent, the next step was committed, the last member had applied it.
+        observer: writes the events.
+        element_bytes: bytes of all kinds of state together, per element.
     """
 
     def __init__(self, observer: RunObserver, element_bytes: int) -> None:
@@ -88,7 +98,7 @@ class EpochEvents:
         self._answered_at = 0.0
 
     def first_mesh(self, planned: Mesh, first: m.Reconfigure) -> None:
-        """The first workers have their places. Writes an event if they are others than planned."""
+        """The Reconfigure of the first mesh has been sent. Writes a `begin` event if its members are not as planned."""
         if first.stages != planned.stages:
             tp, fsdp = planned.shape.axis_size("tp"), planned.shape.axis_size("fsdp")
             mesh = MeshShape.of_stages(map(len, first.stages), tp=tp, fsdp=fsdp).name
@@ -103,15 +113,15 @@ class EpochEvents:
             )
 
     def lost(self, rank: int, at: float, sign: Sign | None) -> None:
-        """A loss was seen at a time; `sign`: the last that is known of the worker."""
+        """The loss of a member was noticed, at time `at`. Args as in `_Seen`."""
         self._seen.setdefault(rank, _Seen(at, sign))
 
     def preparing(self, now: float) -> None:
-        """A Prepare has been sent. Of a change that begins again the first one counts."""
+        """A Prepare has been sent. If a change begins again, the time of its first Prepare counts."""
         self._prepared_at = self._prepared_at or now
 
     def answered(self, now: float) -> None:
-        """A StepReport has come."""
+        """A StepReport has arrived."""
         self._answered_at = now
 
     def begun(self, epoch: EpochBegun, now: float) -> None:
@@ -154,28 +164,33 @@ class EpochEvents:
                 placed_at=now,
                 message=_text(kind, ranks, reasons, epoch),
             )
-        self._seen.clear()  # losses that are seen from now on belong to the next epoch
+        self._seen.clear()  # losses that are noticed from now on belong to the next mesh epoch
 
     def _bytes(self, epoch: EpochBegun) -> tuple[int, int]:
-        """Bytes of state that are copied because of an epoch, and the fewest that any plan could copy.
+        """The bytes of state that are copied because of a mesh epoch, and the fewest that any reshard plan could copy.
 
-        They are counted when the Reconfigure has been sent, so that no worker waits for the log.
+        They are counted after the Reconfigure was sent, so that no worker waits for this.
         """
         if epoch.plan is None:
             return 0, 0
         return epoch.plan.moved_bytes(self._element_bytes), epoch.plan.least_bytes(self._element_bytes)
 
     def committed(self, line: MetricsLine, now: float) -> None:
-        """A step has committed; the first one after an event shows what the event cost."""
+        """A step is committed. The first step after a change of members shows what the change cost: `penalty_ms`.
+
+        The penalty is the time of this step, less the usual time of a step, less the time for the micro-batches that
+        are computed again.
+        """
         epoch, self._disturbed = self._disturbed, None
         if epoch is None:
             self._usual.append(line.seconds)
         elif self._usual:
             usual = statistics.median(self._usual)
             placement, workers = epoch.placement, len(epoch.placement.mesh.members)
-            # Members of the epoch before: a loss or a leave had one more, a join one less.
+            # The number of members before the change: one more for each that was lost or has left, one less for each
+            # that has joined.
             before = workers + sum({"join": -1, "link": 0}.get(kind, 1) for kind in epoch.kinds.values())
-            # Seconds of one micro-batch through one stage, if all workers are busy all the time.
+            # Seconds that one micro-batch takes on one stage, if all workers are busy all the time.
             microbatch = usual * before / (placement.num_microbatches * placement.num_stages)
             redo = epoch.microbatches_redone * microbatch / workers
             penalty = 1e3 * (line.seconds - usual - redo)
@@ -194,12 +209,16 @@ class EpochEvents:
         waiting = self._recovered
         if waiting is None or step != waiting.step:
             return
-        waiting.missing.discard(rank)  # there may be thousands
+        waiting.missing.discard(rank)
         if not waiting.missing:
             self._write_recovered(now)
 
     def _write_recovered(self, all_applied_at: float | None) -> None:
-        """Writes the line: everybody has applied the step, or (None) the next epoch came first."""
+        """Write the `recovered` event that is waiting, if there is one.
+
+        Args:
+            all_applied_at: when the last member had applied the step; None if the next mesh epoch came before that.
+        """
         waiting, self._recovered = self._recovered, None
         if waiting is not None:
             self._observer.on_event("recovered", **waiting.fields, all_applied_at=all_applied_at)
@@ -220,7 +239,7 @@ def _text(kind: str, ranks: list[int], reasons: list[str], epoch: EpochBegun) ->
 class CompilationLog:
     """Writes the events `compile` and `recompile`, and the record's `compiled`.
 
-    Workers compile everything before they are ready; what they compile afterwards holds training up.
+    Workers compile all programs before they are ready. Training has to wait for any that they compile later.
     """
 
     def __init__(self, observer: RunObserver, record: RunRecord) -> None:
@@ -235,7 +254,7 @@ class CompilationLog:
             self._observer.on_event("compile", rank=message.rank, programs=message.compiled, message=text)
 
     def measured(self, message: Measured) -> None:
-        """A worker reports its times, and how many programs it has compiled so far."""
+        """A worker reports its times of a step, and how many programs it has compiled so far."""
         rank, step = message.rank, message.step
         known = self._compiled.setdefault(rank, [0, 0]) if message.compiled else [0, 0]
         if (more := message.compiled - sum(known)) > 0:
@@ -245,14 +264,14 @@ class CompilationLog:
 
 
 class DamageLog:
-    """Writes the events `corruption` and `device`: damaged memory that workers found in their own copies of state, and
-    devices that failed and were brought back."""
+    """Writes the events `corruption` (a worker found that its replica of state has changed in memory) and `device` (a
+    device failed and was reset)."""
 
     def __init__(self, observer: RunObserver) -> None:
         self._observer = observer
 
     def damaged(self, message: Damaged) -> None:
-        """A worker's copies are not what it wrote, or its device failed. Other replicas take over meanwhile."""
+        """A worker's replica is not what it had written, or (if there is a reason) its device failed."""
         if message.reason:
             self._device(message)
             return
@@ -282,9 +301,12 @@ class DamageLog:
 
 
 class GroupLog:
-    """Writes `group` lines: from this step on parameters are published through groups, and sums and reduced gradients
-    from the step after it on; or all by links again, also since a group has failed, the first of each mesh epoch. Where
-    stages have no groups there is nothing to write."""
+    """Writes `group` events: whether a step is exchanged through process groups or through links.
+
+    An event says that from its step on parameters are published through groups, and partial sums and reduced gradients
+    from the step after it on; or that everything goes through links again, in a new mesh epoch or because a group has
+    failed. Only the first failure of each mesh epoch is written. Without process groups nothing is written.
+    """
 
     def __init__(self, observer: RunObserver) -> None:
         self._observer = observer
@@ -292,14 +314,18 @@ class GroupLog:
         self._failed_in = -1  # the newest mesh epoch in which a group has failed
 
     def lost(self, message: m.GroupLost, version: int) -> None:
-        """A worker reports that the group of its stage has failed. `version`: the step that was committed last."""
+        """A worker reports that the process group of its stage has failed.
+
+        Args:
+            version: the step that was committed last.
+        """
         if message.epoch > self._failed_in:
             self._failed_in = message.epoch
             self._serves = False
             self._write(version + 1, message.epoch, f"worker {message.sender}: {message.reason}")
 
     def committed(self, applied: Applied) -> None:
-        """A step is published in the one way or the other."""
+        """A step is committed. Writes an event if it was exchanged in another way than the step before."""
         grouped = applied.extension == m.GROUPED
         if grouped != self._serves and applied.epoch > self._failed_in:
             self._serves = grouped
@@ -317,8 +343,8 @@ class GroupLog:
 
 
 class PairLog:
-    """Writes `pair` lines: two workers send each other over links for the rest of a mesh epoch, as their pair has
-    failed. Where workers have no pairs there is nothing to write."""
+    """Writes `pair` events: the pair of two workers (runtime.pairs) has failed, so they use their link for the rest of
+    the mesh epoch. Without pairs nothing is written."""
 
     def __init__(self, observer: RunObserver) -> None:
         self._observer = observer
@@ -326,7 +352,11 @@ class PairLog:
         self._lost: set[tuple[int, int]] = set()  # pairs that have failed in this mesh epoch
 
     def lost(self, message: m.PairLost, version: int) -> None:
-        """A worker reports that a pair has failed; the other one may, too. `version`: as for `GroupLog.lost`."""
+        """A worker reports that a pair has failed. The other worker may report it as well; it is written once.
+
+        Args:
+            version: as for `GroupLog.lost`.
+        """
         if message.epoch > self._epoch:
             self._epoch = message.epoch
             self._lost.clear()
@@ -346,11 +376,11 @@ class PairLog:
 
 
 class RunLog:
-    """Listens to a run and writes it down.
+    """Listens to a run and logs it. All methods are called by the controller's thread.
 
     Args:
         observer: the run's directory, display and boards.
-        start: where the run begins.
+        start: the point at which the run begins.
     """
 
     def __init__(self, plan: RunPlan, observer: RunObserver, start: ResumePoint) -> None:
@@ -360,11 +390,11 @@ class RunLog:
         self._num_workers = plan.placement.mesh.num_workers
         self._version = start.step
         self._committed_at = 0.0
-        # The first mesh has its configuration: steps are timed from then on.
+        # True once the Reconfigure of the first mesh was sent. Steps are timed from then on.
         self._placed = start.adoption is not None
-        # Of steps that were done, or under way, while there was no controller:
+        # Steps still to come that were done, or under way, while there was no controller: nobody has timed them.
         self._missing = 0
-        self._each_s: float | None = None
+        self._each_s: float | None = None  # seconds to write down for each of them; None to time the step under way
         self._record = RunRecord(plan.description.layout, averages=averages(plan.job.optimizer))
         self.validations = Validations(plan.job, start.validations, start.step)
         """The losses of validations, which the controller adds when it decides about them."""
@@ -375,15 +405,16 @@ class RunLog:
         self._groups = GroupLog(observer)
         self._pairs = PairLog(observer)
         self._rejections = RejectionLog(observer, self._record.rejected)
-        self._data_seconds: dict[int, float] = {}  # of steps that are not committed yet: the longest of any worker
+        # Step that is not committed yet -> the longest time in seconds that any worker waited for its data.
+        self._data_seconds: dict[int, float] = {}
 
     @property
     def has_all_weights(self) -> bool:
-        """True once every page of the trained parameters has come."""
+        """True once all pages of the trained parameters have arrived."""
         return self._record.has_all_weights
 
     def started(self) -> None:
-        """The run begins: its header, and where it goes on from if it is resumed."""
+        """The run begins. Writes its header, and from where it goes on if it is resumed."""
         plan, observer = self._plan, self.observer
         observer.on_start(run_info(plan, plan.data, observer.run_dir.path, self._start.step))
         if (adoption := self._start.adoption) is not None:
@@ -478,7 +509,7 @@ class RunLog:
                 self._record.lost_workers["run"] += list(action.kinds.values()).count("fail")
                 self._num_workers = action.placement.mesh.num_workers
                 self._epochs.begun(action, now)
-            case RemoveMember(rank):  # its report of bytes is no part of the summary
+            case RemoveMember(rank):  # the summary counts the bytes of the final members only
                 self._record.finished.pop(rank, None)
             case Record(kind, fields):
                 if kind == MODEL_CHECK:
@@ -495,17 +526,18 @@ class RunLog:
                 self.observer.on_costs(text)
 
     def lost(self, rank: int, at: float, sign: Sign | None) -> None:
-        """A member was found to be lost at a time; `sign`: the last that is known of it."""
+        """The loss of a member was noticed, at time `at`; `sign` is its death or last sign of life, if known."""
         self._epochs.lost(rank, at, sign)
 
     def finished(self) -> None:
-        """The run is complete: its weights and summary."""
+        """The run is complete. Writes its weights and summary."""
         plan, record = self._plan, self._record
         self._rejections.flush()
         if record.last is None:  # resumed at its last step: nothing was left but to collect the weights
             record.last = self._start.last_line
         elif not record.num_updates:
-            # Fewer steps than optim.max_skipped: without a word the run would look like one that has learned.
+            # Every step was skipped, in fewer steps than optim.max_skipped, which would have ended the run. Without
+            # this event the run would look like one that has trained.
             number, last = record.num_steps, record.last.step
             which = f"step {last}, the only one," if number == 1 else f"none of the steps {last - number + 1} to {last}"
             message = f"{which} had {'no' if number == 1 else 'an'} update: the weights are as they were before"
@@ -515,7 +547,7 @@ class RunLog:
         self.observer.on_finish(summary, record.weights, record.averages)
 
     def stopped(self, error: BaseException) -> None:
-        """The run ends before its last step."""
+        """The run ends before its last step, by an error or a request to stop."""
         with suppress(FilesError):  # the disk is full, which may be why it ends
             self._rejections.flush()
         self.observer.on_stop(error)
@@ -543,7 +575,7 @@ class RunLog:
         self._version = applied.step
         self._groups.committed(applied)
         self._epochs.committed(line, now)
-        # The report that commits a step is also that of a member which has applied it.
+        # The Applied that commits a step also says that its sender has applied it.
         self._epochs.applied(applied.rank, applied.step, now)
         is_usual = not is_missing and not (applied.step > 1 and job.validates_at(applied.step - 1))
         self._record.add_step(line, after_validation=not is_usual)
@@ -558,7 +590,7 @@ class RunLog:
 
 
 def mean_loss(plan: RunPlan, done: ValidationDone) -> float:
-    """The mean loss of a validation: per token, per sample where these are no tokens, or by the weights of losses."""
+    """The mean loss of a validation: per token; per sample if samples are not tokens; or by the weights of losses."""
     job = plan.job
     number = job.num_validation_microbatches * job.microbatch_size * job.seq_len
     return _ratio(done.total, number if done.weight is None else done.weight)

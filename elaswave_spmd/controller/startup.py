@@ -1,7 +1,8 @@
 """The start of a run, from settings to a running controller: launcher, plan, the run's directory, and restarts.
 
-`run` is the entry for the command line, and uses `train`, which is that for Python; `_Lives` has the order in which
-everything is made and taken down again.
+`run` is the entry for the command line. It calls `train`, which is the entry for Python. `_Lives` fixes the order in
+which everything is made and taken down again. A *life* is the time from one start of the workers to their end: a run
+that begins again from a checkpoint has several.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from elaswave_spmd.weights.resolve import resolved
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
 
-_SAVED_S = 0.05  # between two looks at workers that save their state
+_SAVED_S = 0.05  # seconds between two checks whether workers that save their state have ended
 
 
 def run(
@@ -72,14 +73,18 @@ def run(
     callbacks: Sequence[Callback] = (),
     run_dir_fd: int | None = None,
 ) -> int:
-    """Train with these settings. Returns the exit code; a run that did not finish has said why, and how to go on.
+    """Train with these settings. If the run does not finish, print why, and how to go on.
 
     Args:
-        here: as for ForkServerClient.start, if this is a command's process.
-        command: as it was typed, for the command that goes on.
-        signals: that ask the run to end, where the caller has them already.
-        callbacks: that hear of the run, before those that `run.callbacks` names.
-        run_dir_fd: a descriptor to which the run's directory is written, a line for a supervisor; None: there is none.
+        here: as for ForkServerClient.start; True only in the process of a command.
+        command: the command as it was typed; the command that resumes the run is made from it.
+        signals: the handler of the signals that ask the run to end; None if the caller has none yet.
+        callbacks: are told of the run, before those that `run.callbacks` names.
+        run_dir_fd: a descriptor to which the path of the run's directory is written as one line, for a supervisor; None
+            if there is no supervisor.
+
+    Returns:
+        The exit code of the command.
 
     Raises:
         UserError: bad input, found before the first step; nothing is left behind.
@@ -100,10 +105,10 @@ def run(
 
 @dataclass(frozen=True)
 class _Begun:
-    """A life of a run that may train from now on, and is to be ended.
+    """A life of a run for which everything is made, and has to be taken down at its end.
 
     Args:
-        start: where it begins; it holds the locks.
+        start: the point at which the life begins; it holds the locks of the run's directories.
     """
 
     run_dir: RunDir
@@ -114,11 +119,11 @@ class _Begun:
 
 
 class Unfinished(Exception):  # noqa: N818  (it wraps an error)
-    """A run did not finish. Caught by the two that answer for it, the command line and `elaswave_spmd.train`.
+    """A run did not finish. The command line and `elaswave_spmd.train` catch it and report it to the user.
 
     Attributes:
-        error: that ended it.
-        run_dir: what the run has written and leaves; None: nothing.
+        error: the exception that ended the run.
+        run_dir: the directory that the run leaves behind; None if it leaves nothing.
     """
 
     def __init__(self, error: BaseException, run_dir: Path | None) -> None:
@@ -139,10 +144,11 @@ def train(
     """Train with these settings, to the end.
 
     Args:
-        signals: that ask the run to end, entered by the caller.
+        signals: the handler of the signals that ask the run to end; the caller has entered it.
         here: as for ForkServerClient.start.
-        given: what the run gets by value.
-        callbacks, run_dir_fd: as for `run`.
+        given: objects that workers get by value, as they cannot import them; None if there are none.
+        callbacks: as for `run`.
+        run_dir_fd: as for `run`.
 
     Returns:
         The run's directory.
@@ -181,10 +187,10 @@ def _refuse_agents(settings: Settings, given: ByValue) -> None:
 
 
 class _Lives:
-    """The lives of one run: it begins again, mostly from its checkpoint, where state was lost for good.
+    """The lives of one run. When state is lost for good the run begins again, usually from a checkpoint.
 
     Attributes:
-        run_dir: what the run has written and leaves; None: nothing.
+        run_dir: the directory that the run leaves behind; None if it leaves nothing.
     """
 
     def __init__(
@@ -200,7 +206,7 @@ class _Lives:
         self._signals = signals
         self._given = given
         self._listeners = LastingListeners(settings, signals, callbacks)
-        self._has_gone_back = False  # since nobody could tell which worker was wrong
+        self._has_gone_back = False  # True once it went back as it could not be decided which worker was wrong
         self._has_begun_again = False
         self._captured: CapturedOutput | None = None  # what workers print, where a live view is shown
         self.run_dir: Path | None = None
@@ -209,12 +215,13 @@ class _Lives:
         """Run from the first worker to the last step.
 
         Raises:
-            BaseException: what ended it; all workers are gone.
+            BaseException: what ended the run; all workers are gone.
         """
         try:
             self._run(here=here)
         except BaseException as error:
-            # Between two lives, or in the begin of a later one: whatever ends one that trains has ended them already.
+            # For an error between two lives, or at the begin of a later one. An error during a life has ended the
+            # listeners already, and then this does nothing.
             self._listeners.end(error)
             raise
 
@@ -226,12 +233,12 @@ class _Lives:
         while True:
             match self._run_once(settings, again, here=here):
                 case RestartFrom() as restart:
-                    if restart.doubted is not None:  # first: nothing that follows leaves what may be wrong
+                    if restart.doubted is not None:  # first of all: no failure below may leave wrong results behind
                         discard_after(restart.run_dir, restart.step)
                         self._listeners.given_up(restart.step)
                     restarts.count(restart)
                     self._has_begun_again = True
-                    here = False  # by now this process has had threads, and must not fork
+                    here = False  # the last life has started threads in this process, so it must not fork any more
                     if settings.run.display == LIVE:  # the terminal may be gone by now
                         settings = replace(settings, run=replace(settings.run, display=AUTO))
                     self._has_gone_back |= restart.is_undecided
@@ -253,22 +260,22 @@ class _Lives:
                     return
 
     def _run_once(self, settings: Settings, again: Path | None, *, here: bool) -> Outcome:
-        """One life, from its first worker to its end or to the loss after which it has to begin again.
+        """Carry out one life of the run, to its end or to the loss after which the run has to begin again.
 
         Args:
-            again: the directory of the life before, if the run begins as that one did; else None.
+            again: the directory of the life before, if the run begins once more as that one did; else None.
         """
-        # A signal that comes before the workers are adopted is an event afterwards: they have state to save.
+        # Held, as workers that can be adopted have state to save: the controller handles the signal after the adoption.
         with self._signals.held():
-            # A run that begins again has ended its workers.
+            # Not for a run that begins again: it has ended its own workers.
             if not self._has_begun_again and (orphaned := find_orphaned_run(settings)) is not None:
                 return self._go_on(orphaned)
-        self._signals.check()  # one may have come by now, or while the last life was cleared up
-        # No signal finds the directory half made, or with nobody who removes it.
+        self._signals.check()  # a signal may have come by now, or while the last life was cleaned up
+        # Held, so that no signal interrupts between the making of the scratch directory and the code that removes it.
         with self._signals.held():
             scratch = Scratch()
-            # Started first: this process has one thread now, and the fork server imports the rest while this one finds
-            # the data.
+            # Started before everything else: this process still has a single thread, so it may fork, and the fork
+            # server imports torch while this process looks for the data.
             try:
                 with self._interrupted():
                     launcher = start_launcher(
@@ -282,16 +289,17 @@ class _Lives:
 
     @contextlib.contextmanager
     def _interrupted(self) -> Iterator[None]:
-        """A `with` that signals interrupt, though they are held around it; one that has come already does at once."""
+        """A context in which signals raise, within one in which they are held. A signal that is pending raises now."""
         with self._signals.raising():
             self._signals.check()
             yield
 
     def _go_on(self, orphaned: OrphanedRun) -> Outcome:
-        """The life of a controller that has come back: as `_run_once`, with the workers of the one before."""
+        """Carry out the life of a controller that has come back: as `_run_once`, with its predecessor's workers."""
         settings = orphaned.settings
         with contextlib.ExitStack() as unmade:
-            unmade.callback(orphaned.give_back)  # until a controller is made, an error leaves them to the next one
+            # Until a controller is made, an error must not end the workers: they are left for the next controller.
+            unmade.callback(orphaned.give_back)
             raise_fd_limit_for(settings)
             agents = open_agents(settings, orphaned.start)
             if agents is not None:
@@ -304,7 +312,7 @@ class _Lives:
             return self._run_with(launcher, settings, scratch.path, None, orphaned, undo)
 
     def _new_fork_server(self, settings: Settings) -> tuple[ForkServerClient, Scratch]:
-        """A fork server for newcomers, in place of one that has ended with its workers."""
+        """A fork server that starts newcomers, in place of the predecessor's, which has ended with its workers."""
         scratch = Scratch()
         try:
             return fork_server_of(settings, scratch.path, captured=self._captured), scratch
@@ -314,7 +322,7 @@ class _Lives:
 
     @contextlib.contextmanager
     def _ending(self, launcher: Launcher, scratch: Scratch) -> Iterator[None]:
-        """A `with` at whose end no process of the life is left, nor the directory of its sockets."""
+        """A context at whose end all processes of the life are ended and the directory of its sockets is removed."""
         try:
             yield
         finally:
@@ -333,22 +341,27 @@ class _Lives:
         orphaned: OrphanedRun | None = None,
         until_made: contextlib.ExitStack | None = None,
     ) -> Outcome:
-        """Carry out a life, from its data to the end of its workers.
+        """Carry out a life, from the preparation of its data to the end of its workers.
 
         Args:
-            until_made: what is undone if no controller can be made.
+            launcher: starts the workers.
+            scratch: the directory of the sockets.
+            again: as for `_run_once`.
+            orphaned: the run whose workers are adopted; None if this life starts its own.
+            until_made: undone if no controller can be made; None if there is nothing to undo.
         """
-        # After the fork server was started: what a user's file imports may start threads.
+        # Only after the fork server was started: callbacks are a user's code, whose imports may start threads.
         self._listeners.load_callbacks()
         data = prepare_data(data_spec(settings))
-        # Imported here: it brings torch, which the fork server is importing meanwhile for the workers.
+        # Imported here and not at the top, as it imports torch: the fork server does the same meanwhile, for workers.
         from elaswave_spmd.worker.plan_run import check_given_weights, plan_run, read_profile
 
         self._listeners.prepare_texts(data)
         costs = read_profile(settings.schedule.profile) if settings.schedule.profile else None
         plan = plan_run(settings, data, costs=costs)
         check_given_weights(plan)
-        # Planned twice where there are agents: what is wrong with the settings is found before anybody waits for them.
+        # With agents the run is planned twice: this first plan finds errors in the settings before it waits for agents,
+        # and the second one below uses the topology of the machines that came.
         if orphaned is not None:
             if launcher.agents is not None:
                 launcher.agents.go_on(most_workers(settings), settings.to_dict(), data.to_dict())
@@ -358,20 +371,20 @@ class _Lives:
         return self._train(plan, launcher, begun)
 
     def close(self) -> None:
-        """Closing again is allowed."""
+        """Stop capturing what workers print. Idempotent."""
         if self._captured is not None:
             self._captured.close()
             self._captured = None
 
     def _show_captured(self) -> None:
-        """Show what workers have printed while there was no view."""
+        """Print what workers have written to the captured output and the live view has not shown."""
         if self._captured is not None:
             with contextlib.suppress(OSError):  # the terminal is closed
                 for line in self._captured.lines(rest=True):
                     print(line, file=sys.stderr)
 
     def _train(self, plan: RunPlan, launcher: Launcher, begun: _Begun) -> Outcome:
-        """Train, to the end of the workers."""
+        """Train until the workers have ended, and discard the run's directory if nothing in it is worth keeping."""
         run_dir = begun.run_dir
         before, self.run_dir = self.run_dir, run_dir.path
         if self._run_dir_fd is not None:
@@ -381,9 +394,10 @@ class _Lives:
             outcome = self._control(plan, launcher, begun)
             has_started = begun.controller.protocol.started
             if self._signals.first is not None and not has_started and run_dir.discard():
-                self.run_dir = None  # nothing was done: the same command can be given again
+                self.run_dir = None  # no step was done, so the user can simply give the same command again
             if isinstance(outcome, RunStopped) and isinstance(outcome.error, UserError):
-                # Refused by a worker before it was ready: bad input, as if it had been found before any worker started.
+                # A worker has refused the input before it was ready. This is treated like bad input that is found
+                # before any worker is started: nothing is left behind.
                 run_dir.discard()
                 self.run_dir = before
         return outcome
@@ -397,19 +411,20 @@ class _Lives:
         orphaned: OrphanedRun | None,
         until_made: contextlib.ExitStack,
     ) -> _Begun:
-        """All that a controller needs, and the controller. Until workers train, an error leaves no trace of the run.
+        """Make the controller, and everything that it needs. An error in here leaves no trace of the run.
 
-        Afterwards the directory stays, with its log.
+        Once this has returned, the run's directory stays, with its log.
         """
         signals = self._signals
         with contextlib.ExitStack() as undo:
-            # No signal comes between the making of a directory and the note that it is to be removed. One that is
-            # resumed stays anyway, and may be waited for.
+            # For a new directory signals are held, so that none interrupts between its making and the callback that
+            # discards it. A directory that is resumed stays in any case, and opening it may have to wait for the
+            # workers of a killed controller, which a signal must be able to interrupt.
             with signals.held() if plan.settings.train.resume is None else contextlib.nullcontext():
                 if orphaned is None:
                     run_dir, start = open_run(plan, plan.data, again)
                     undo.callback(start.close)
-                else:  # `until_made` leaves all to the next controller
+                else:  # on an error `until_made` gives the locks and the workers back, for the next controller
                     run_dir, start = orphaned.open_run_dir(), orphaned.start
                 undo.callback(run_dir.discard)
             if orphaned is None:
@@ -438,10 +453,11 @@ class _Lives:
         return _Begun(run_dir, start, observer, frequencies, controller)
 
     def _control(self, plan: RunPlan, launcher: Launcher, begun: _Begun) -> Outcome:
-        """Let the controller train; then end the workers, and put the run's directory in order."""
+        """Let the controller train; then end the workers, and clean up the checkpoints in the run's directory."""
         run_dir, observer = begun.run_dir, begun.observer
         ends = self._listeners.ending(observer)
-        may_be_completed = True  # after an exception
+        # True if shards without a manifest may be a whole checkpoint, which is so after an exception.
+        may_be_completed = True
         with contextlib.closing(begun.start):
             try:
                 with observer, ends as end, begun.frequencies, contextlib.ExitStack() as ended:
@@ -450,7 +466,7 @@ class _Lives:
                     try:
                         with self._signals.as_events(begun.controller.stop_requested):
                             end.outcome = outcome = begun.controller.run()
-                    except Exception:  # else a signal asks for the end at once
+                    except Exception:  # not KeyboardInterrupt: then a signal asks to end at once, without saving
                         if begun.controller.protocol.started:
                             members = begun.controller.protocol.placement.mesh.members
                             self._let_save(launcher, members, plan.settings.timeouts.orphan_grace)
@@ -461,26 +477,29 @@ class _Lives:
                     launcher.stop(grace_s=0.0)
                     remove_superfluous(run_dir.path)
                     if isinstance(outcome, RunFinished):
-                        # Else what the workers have written may still be completed, now or by the next controller.
+                        # Only here: after any other end, shards without a manifest may still become a checkpoint, now
+                        # (`complete` below) or with the next controller.
                         remove_unfinished(run_dir.path)
                         self._remove_worse(run_dir.path)
             finally:
                 if may_be_completed:
-                    # Its last lines name the newest checkpoint: also one whose last report had not come yet. What
-                    # cannot be completed now is said by whoever resumes the run, and hides no other error here.
+                    # The command's last lines name the newest checkpoint. That may be one whose last shard was written
+                    # and not reported before the end. If it cannot be completed now, the error is left to the command
+                    # that resumes the run, so that it does not hide the error that ended this one.
                     with contextlib.suppress(OSError, RunError, UserError):
                         complete(run_dir.path)
         return outcome
 
     def _let_save(self, launcher: Launcher, members: Iterable[int], seconds: float) -> None:
-        """Wait until members have saved their state and ended, whose controller has closed its links to them.
+        """Wait until the members have saved their state and ended. The controller has closed its links to them.
 
-        They finish the step under way, as if it had been killed. A signal ends the waiting.
+        To the members this looks as if the controller had been killed, so they finish the step under way and save. A
+        signal ends the waiting.
         """
         left, until, signals = list(members), time.monotonic() + seconds, list[int]()
         with contextlib.suppress(OSError):  # the terminal is closed
             print(f"the workers save their state, within {seconds:g} s; a signal ends them at once", flush=True)
-        # An error here hides no other one: the fork server has died, say, and with it all that there is to wait for.
+        # A RunError is suppressed, as another error is being raised: if the fork server has died, so have its workers.
         with self._signals.passing_to(signals.append), contextlib.suppress(RunError):
             while left and not signals and time.monotonic() < until:
                 launcher.poll()
@@ -490,17 +509,17 @@ class _Lives:
                     left.pop()
 
     def _remove_worse(self, run_dir: Path) -> None:
-        """Remove the checkpoints that were among the best until the last validations."""
+        """Remove the checkpoints that the last validations have pushed out of the best (`checkpoint.keep_best`)."""
         settings = self._settings.checkpoint
         if settings.keep_best:
             prune(run_dir, settings.keep, None, ranked_steps(run_dir), settings.keep_best)
 
 
 def beginning_again(settings: Settings, restart: RestartFrom) -> Settings:
-    """The settings of a run that begins as it did, or goes back, on the mesh that is left.
+    """The settings of a run that begins again as it began, or goes back to a checkpoint, on the mesh that is left.
 
-    Faults are injected at the first attempt of a step: those of the steps that were begun have happened. Those with a
-    rate may happen in every step.
+    Injected faults of steps that were begun before are left out: a fault happens at the first attempt of its step only.
+    Faults with a rate stay, as they may happen in every step.
     """
     chaos, last = settings.chaos, restart.step if restart.doubted is None else restart.doubted
     events = tuple(event for event in chaos.events if event.rate or event.step > last + 1)
@@ -509,13 +528,16 @@ def beginning_again(settings: Settings, restart: RestartFrom) -> Settings:
 
 
 def with_local_workers(runtime: RuntimeSettings, most: int) -> RuntimeSettings:
-    """The settings of a mesh with so many workers: fewer may be left than the controller's machine was to have."""
+    """The settings with `local_workers` limited to `most`, the number of workers of the new mesh.
+
+    Fewer workers may be left than the settings gave to the controller's machine.
+    """
     local = runtime.local_workers
     return runtime if local is None else replace(runtime, local_workers=min(local, most))
 
 
 class Restarts:
-    """The restarts of one command: a run that gets no further is not begun again for ever."""
+    """Counts the restarts of one command, so that a run that gets no further is not begun again forever."""
 
     _MAX_IN_A_ROW = 3
 
@@ -523,10 +545,10 @@ class Restarts:
         self._steps: list[int] = []
 
     def count(self, restart: RestartFrom) -> None:
-        """The run is about to begin again.
+        """Count a restart.
 
         Raises:
-            RunError: the run has been begun again at the same checkpoint too often.
+            RunError: the run has begun again after the same step too often.
         """
         self._steps.append(restart.step)
         if self._steps[-self._MAX_IN_A_ROW - 1 :].count(restart.step) > self._MAX_IN_A_ROW:
@@ -545,11 +567,14 @@ def make_controller(
     frequencies: Frequencies | None = None,
     has_gone_back: bool = False,
 ) -> Controller:
-    """The controller of a run over real processes.
+    """Make the controller of a run whose workers are real processes.
 
     Args:
-        scratch: directory of the sockets.
-        start: the point at which the run begins; None: with initial values.
+        launcher: starts the workers.
+        observer: the run's directory, display and boards.
+        scratch: the directory of the sockets.
+        start: the point at which the run begins; None for a new run, which begins with its initial values.
+        frequencies: as in Controller.
         has_gone_back: as in Controller.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The end of a run that is saved: it was asked to end, or too few workers are left."""
+"""The end of a run whose state is saved first, because it was asked to end or too few workers are left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 
 
 class Stopping:
-    """The end of a run whose state is saved first: too few workers are left, or somebody wants the run to end.
+    """Stops a run after its state was saved. All methods are called by the controller's thread.
 
     Args:
         seconds: how long the last checkpoint may take (timeouts.shutdown).
@@ -30,13 +30,13 @@ class Stopping:
         self._checkpoints = checkpoints
         self._failures = failures
         self._seconds = seconds
-        self._signal = ""  # by which the run was asked to end
-        self._is_asked_early = False  # while workers were adopted
-        self._save: Save | None = None
-        self._until = 0.0
+        self._signal = ""  # the name of the signal by which the run was asked to end
+        self._is_asked_early = False  # True if the run was asked to end while workers were being adopted
+        self._save: Save | None = None  # the newest order to save the state
+        self._until = 0.0  # the time until which the checkpoint is waited for
 
     def requested(self, event: StopRequested) -> list[Action]:
-        """Somebody asks the run to end: its step is finished, its state is saved. Asked twice, it ends at once."""
+        """A signal asks the run to end: it finishes its step, saves its state and ends; or at once, by a second one."""
         protocol, name = self._protocol, event.signal
         if self._signal:
             what = f"the run stops at once, after a second signal ({name}); the step under way is not saved"
@@ -44,7 +44,7 @@ class Stopping:
         self._signal = name
         self._failures.stop_requested(name)
         if self._failures.is_ending:
-            return []  # for another reason, within a second
+            return []  # it ends already, for another reason, within a second
         if not protocol.started:
             return [End(RunStopped(StoppedBySignal(f"the run was stopped by {name} while its workers started")))]
         actions = protocol.stop(f"it was asked to by {name}")
@@ -54,10 +54,10 @@ class Stopping:
         return [Record("signal", {"signal": name, "message": message}), *actions]
 
     def requested_early(self, event: StopRequested, within_s: float) -> list[Action]:
-        """Somebody asks the run to end while workers are adopted. `requested` follows when it is known where they are.
+        """A signal asks the run to end while workers are adopted. `requested` is called after the adoption.
 
         Args:
-            within_s: seconds after which that is known.
+            within_s: the longest time in seconds that the adoption may take.
         """
         name = event.signal
         if self._is_asked_early:
@@ -71,19 +71,22 @@ class Stopping:
         return [Record("signal", {"signal": name, "message": message})]
 
     def left_alone(self, rank: int) -> list[Action]:
-        """A worker got SIGTERM in a run that does not survive its loss: the run is saved while the worker is there."""
+        """A worker got SIGTERM in a run that does not survive its loss: stop and save while the worker still lives."""
         if not self._protocol.started:
-            return []  # nobody is a member yet
+            return []  # there are no members yet, and nothing to save
         return [*self._protocol.stop(f"worker {rank} was asked to end by SIGTERM, and elastic.enabled is false")]
 
     def begin(self, save: Save, now: float) -> None:
-        """The workers have been ordered to write their state; again if one more is lost meanwhile."""
+        """The workers have been ordered to write their state. Called again if one more worker is lost meanwhile."""
         self._save = save
         self._until = now + self._seconds
         self._checkpoints.stop_and_save(save)
 
     def check(self, now: float) -> list[Action]:
-        """The end of the run, if there is nothing to wait for any longer. After each tick and report of a shard."""
+        """The actions that end the run, if its checkpoint is complete, has failed, or has taken too long.
+
+        Called with each tick and after each report about a checkpoint.
+        """
         if self._save is None or self._failures.is_ending:
             return []
         if self._checkpoints.newest >= self._save.version:

@@ -1,7 +1,9 @@
-"""Supervision of workers that live: heartbeats, and the deadlines that silence misses. Ends of processes are events.
+"""Supervision of workers that live: their heartbeats, and deadlines for them.
 
-Which detector notices a loss first (the death watch, the fork server or silence) does not matter: all of them become
-the event WorkerEnded. A closed link is no loss by itself (recovery/failure_detector.py, BrokenLinks).
+This finds workers that hang or are not ready in time, and a run in which nothing moves. The end of a process is noticed
+elsewhere (the death watch, the fork server) and is the event WorkerEnded; it does not matter which detector is the
+first, as a worker is lost only once (FailureHandler). A closed link is no loss by itself
+(recovery/failure_detector.py, BrokenLinks).
 """
 
 from __future__ import annotations
@@ -14,12 +16,17 @@ from elaswave_spmd.recovery.failure_detector import Liveness, Suspect
 from elaswave_spmd.recovery.messages import Heartbeat
 from elaswave_spmd.recovery.standstill import Standstill, StandstillDetector
 
-_BEATS = 3  # heartbeats that may still be on their way when a fault hits their sender
+_BEATS = 3  # up to this many heartbeat periods after a fault, heartbeats that its worker had sent may still arrive
 
 
 @dataclass(frozen=True)
 class Sign:
-    """The last that is known of a worker that is lost, at time `at`: its death, else a sign of life."""
+    """The last that is known of a lost worker.
+
+    Args:
+        at: the time, in seconds of the controller's clock.
+        is_death: True if it is the instant of its death; False if it is its last sign of life.
+    """
 
     at: float
     is_death: bool
@@ -28,8 +35,8 @@ class Sign:
 class Supervision:
     """The failure detector of a run, driven by the clock.
 
-    A heartbeat costs the same for any number of workers. `tick` is called when `next_tick` has come, twice in a
-    heartbeat's period.
+    Handling a heartbeat takes the same time for any number of workers. `tick` is called when `next_tick` has come,
+    which is twice in a heartbeat period.
 
     Args:
         now: the time at which the run begins, in seconds of the controller's clock.
@@ -65,17 +72,18 @@ class Supervision:
         self._alive_at[rank] = now
 
     def forget(self, rank: int) -> None:
-        """It is no member any more."""
+        """The worker is lost or has left: stop supervising it."""
         self._liveness.forget(rank)
         self._movement.forget(rank)
 
     def heartbeat(self, message: Heartbeat, now: float) -> None:
+        """A worker has sent a heartbeat."""
         self._alive_at[message.rank] = now
         self._liveness.heartbeat(message.rank, message.progress, message.waiting, message.action)
         self._movement.heartbeat(message)
 
     def moved(self) -> None:
-        """A worker has sent something else than a heartbeat, or members are told something."""
+        """A worker has sent a message other than a heartbeat, or the controller sends one to members: no standstill."""
         self._movement.moved()
 
     def committed(self) -> None:
@@ -89,12 +97,17 @@ class Supervision:
     def tick(
         self, now: float, unanswered: tuple[int, Collection[int]], free_to_leave: Collection[int]
     ) -> tuple[list[Suspect], Standstill | None]:
-        """The workers that are found to hang; and that nothing moves, though no worker hangs.
+        """Check all deadlines.
 
         Args:
+            now: the time in seconds, by the controller's clock.
             unanswered: the epoch of the last Prepare, and the workers that could have answered it by now and have not.
             free_to_leave: workers that asked to leave and whose pages all have another replica; needed if
                 `has_overdue_leavers`.
+
+        Returns:
+            The workers that are suspected to hang; and the standstill if nothing moves although no worker is suspected,
+            else None.
         """
         self._liveness.expect_answers(*unanswered)
         # The detector has no clock: it counts the seconds between ticks, each as one heartbeat period at most.
@@ -103,11 +116,11 @@ class Supervision:
         return suspects, None if suspects else standstill
 
     def postpone(self, now: float) -> None:
-        """A tick was due, and nothing is to be decided any more: the next one is due a period later."""
+        """Skip a tick that was due, without checking any deadline: the next one is due half a period later."""
         self._ticked = now
 
     def last_sign(self, rank: int, faulted_at: float | None) -> Sign | None:
-        """The instant of a worker's death, if fault injection has written it down; else its last sign of life.
+        """The instant of a worker's death, if fault injection wrote it down; else its last sign of life, if any.
 
         Args:
             faulted_at: the time at which a fault was injected into the worker, if one was.

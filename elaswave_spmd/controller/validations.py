@@ -1,4 +1,4 @@
-"""The validation losses of a run so far, by step, with those of the run that it goes on from."""
+"""The validation losses of a run so far, by step, including those of the run that it resumes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from elaswave_spmd.worker.spec import Job
 
 
 class Validations:
-    """The losses, their order, and whether a run has ended early by them.
+    """The validation losses, their order, and whether they end the run early.
 
     Args:
-        known: of the validations at (step, micro-batches) of an earlier run, as hexadecimal floats.
-        version: at which this run begins. What came after it is validated again.
+        known: (step, number of micro-batches) -> loss as a hexadecimal float, of the validations of an earlier run.
+        version: the version at which this run begins. Losses of later steps are ignored, as these are validated again.
     """
 
     def __init__(self, job: Job, known: Mapping[tuple[int, int], str], version: int) -> None:
         self._job = job
-        # Those over other micro-batches cannot be compared with those to come.
+        # Losses over another number of micro-batches cannot be compared with those of this run.
         self._losses = {
             step: float.fromhex(loss)
             for (step, number), loss in known.items()
@@ -28,31 +28,33 @@ class Validations:
         }
 
     def add(self, step: int, loss: float) -> None:
-        """Take a validation loss."""
+        """Add the loss of a validation after `step`."""
         self._losses[step] = loss
 
     @property
     def newest(self) -> int:
-        """The newest step whose loss is known; 0: none is."""
+        """The newest step whose loss is known; 0 if none is."""
         return max(self._losses, default=0)
 
     @property
     def ended_at(self) -> int | None:
-        """The step after which the run ends early, by the losses so far; None: by these it does not."""
+        """The step after which the run ends early, by the losses so far; None if these do not end it."""
         rule, known = self._job.early_stop, self._of_this_run
         is_over = rule is not None and bool(known) and max(known) < self._job.steps and rule.is_over(known)
         return max(known) if is_over else None
 
     @property
     def _of_this_run(self) -> dict[int, float]:
-        """The losses that decide about the end. A run that was made longer has validated its last step as well, and one
-        whose `train.validate_every` was another one has other steps: the run from the start has none of these.
+        """The losses that decide about an early end: those of the steps that this run validates.
+
+        The run that is resumed may have validated others: its last step, if it was shorter, or the steps of another
+        `train.validate_every`. Without these, the decision is the same as in a run that was never resumed.
         """
         return {step: loss for step, loss in self._losses.items() if self._job.validates_at(step)}
 
     @property
     def ranked(self) -> tuple[int, ...]:
-        """The validated steps, from the lowest loss to the highest; of equal ones the earlier first."""
+        """The validated steps, from the lowest loss to the highest; with equal losses the earlier one comes first."""
         return ranked(self._losses)
 
     def loss_at(self, step: int) -> float:

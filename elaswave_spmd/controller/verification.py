@@ -1,8 +1,9 @@
 """Decisions when two workers have computed different results of a micro-batch (`verify.rate`, docs/protocol.md).
 
-The checker does not vote for the step, so it cannot commit meanwhile. A third worker, or both again, show who is wrong
-(recovery/checks.py); what becomes of that worker is up to `verify.action`. A change of the mesh in between ends all
-open questions: it begins another attempt of the step, in which the same micro-batches are checked.
+The checker does not vote for the step, so the step cannot commit meanwhile. A third worker, or both workers once more,
+compute the micro-batch again, which shows who is wrong (recovery/checks.py). `verify.action` decides what happens to
+that worker. A change of the mesh in between closes all open questions: it begins another attempt of the step, in which
+the same micro-batches are checked.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ Rows = tuple[m.DigestRow, ...]
 
 @dataclass(frozen=True)
 class _Question:
-    """Two results of a pair that differ.
+    """An open question: two results of a pair (a micro-batch on a stage) differ, and it is not known which is wrong.
 
     Args:
-        first: rank -> its result, of owner and checker.
-        asked: the workers that compute the pair once more.
-        again: rank -> its result, of those that have answered.
+        step: the step.
+        pair: the pair.
+        difference: the first difference between the two results.
+        first: rank -> its first result, of the owner and the checker.
+        asked: the workers that are asked to compute the pair once more.
+        again: rank -> its result, of the workers that have answered.
     """
 
     step: int
@@ -43,8 +47,8 @@ class Verifier:
     """The open questions of the present mesh epoch, and when each worker was checked last.
 
     Args:
-        verdicts: what becomes of workers that are wrong.
-        draw: the pairs of each step.
+        verdicts: decides what happens to workers that are wrong.
+        draw: the pairs that are checked in each step.
     """
 
     def __init__(self, verdicts: Verdicts, draw: CheckDraw, protocol: ControllerProtocol) -> None:
@@ -52,21 +56,23 @@ class Verifier:
         self._draw = draw
         self._protocol = protocol
         self._layer_names = [layer.name for layer in protocol.layout.layers]
-        self._questions: dict[tuple[int, int], _Question] = {}  # (stage, micro-batch) ->
+        self._questions: dict[tuple[int, int], _Question] = {}  # (stage, micro-batch) -> the open question about it
         self._checked = CheckedSteps(draw, protocol)
         self._decided = protocol.version
-        """The last step that is committed on the present mesh. The protocol's version may be one ahead: a worker that
-        was lost had all votes for the step which the others compute again, and its report comes late."""
+        """The last step that is committed in the present mesh epoch.
+
+        The protocol's version may be one ahead of it: a worker that is lost now may have had all votes for a step that
+        the others compute again, and its report may come late."""
 
     @property
     def trusted(self) -> int | None:
-        """The last step up to which the results of all members were checked; None: nothing is ever checked."""
+        """The last step up to which the results of all members were checked; None if nothing is ever checked."""
         return self._checked.trusted
 
     # ---- events
 
     def begun(self, begun: EpochBegun) -> None:
-        """A mesh epoch begins: what was open is open no more."""
+        """A mesh epoch begins, which closes all open questions."""
         self._questions.clear()
         self._decided = begun.version
         self._verdicts.begun(begun)
@@ -83,7 +89,7 @@ class Verifier:
                 self._checked.note(applied.step, (pair.owner, pair.checker))
 
     def differ(self, message: m.ChecksDiffer) -> list[Action]:
-        """A checker has other results than the worker of a micro-batch."""
+        """A checker reports that its results differ from those of the micro-batch's worker."""
         pair, difference = self._pair_of(message), first_difference(message.owned, message.checked)
         if pair is None or difference is None or (pair.stage, pair.microbatch) in self._questions:
             return []
@@ -109,7 +115,7 @@ class Verifier:
         return self._decide(question) if question.again.keys() == {*question.asked} else []
 
     def _pair_of(self, message: m.ChecksDiffer) -> Pair | None:
-        """The pair of the step under way that these are results of; None if its sender has no such pair to check."""
+        """The pair of the step under way to which these results belong; None if the sender checks no such pair."""
         placement = self._protocol.placement
         if message.epoch != placement.mesh.epoch or message.rank not in placement.mesh:
             return None
@@ -138,13 +144,14 @@ class Verifier:
         pair, wrong = question.pair, verdict(question.pair, question.first, question.again)
         if not wrong and (more := judges(pair, self._members_of(pair.stage), question.asked)):
             return self._ask(replace(question, asked=(*question.asked, *more)), more)
-        # It is answered: where the run goes on with it (`report`), the same micro-batch may differ in a later step.
+        # The question is closed here and not only by the next mesh epoch: with verify.action=report the epoch goes on,
+        # and the same micro-batch may differ again in a later step.
         self._questions.pop((pair.stage, pair.microbatch), None)
         if not wrong:
             return self._verdicts.not_found(self._case(question), {pair.owner, pair.checker})
         follows = self._verdicts.found(self._case(question), wrong)
         if self._questions:
-            self._protocol.suspect()  # others are still open
+            self._protocol.suspect()  # other questions about this step are still open
         return follows
 
     def _case(self, question: _Question) -> Case:

@@ -1,9 +1,9 @@
-"""Shards: the state pages that one worker writes for a durable checkpoint (docs/run_files.md).
+"""Shards: the pages of state that one worker writes for a checkpoint (docs/run_files.md).
 
 A shard is a safetensors file of flat fp32 arrays, one for each page range and each kind of state, named
 `<layer>.<first page>.<stop page>.<kind>`, so that any part of it can be read alone. Its metadata names the run, the
-step and the worker, and holds the sha256 of the file, computed while the hash itself is 64 zeros. So a shard is written
-and hashed in one pass, and can be verified without anything beside it.
+step and the worker, and contains the sha256 of the file, which is computed with 64 zeros in place of the hash itself.
+So a shard is written and hashed in one pass, and can be verified without any other file.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _ZEROS = b"0" * 64
 _OPENING = b'{"__metadata__":{"sha256":"'
 _LENGTH = 8  # a safetensors file begins with the length of its header, as a 64-bit number
 _HASH_AT = _LENGTH + len(_OPENING)
-_CHUNK = 4 * 2**20  # bytes that are hashed and written at a time
-_ALIGNMENT = 64  # of the first array, for readers that map the file
+_CHUNK = 4 * 2**20  # the number of bytes that are hashed and written at a time
+_ALIGNMENT = 64  # the first array begins at a multiple of this many bytes, for readers that map the file
 
 
 class UnreadableError(CheckpointError):
-    """A file of a checkpoint that is there and cannot be read now: whether it is good, nobody knows."""
+    """A file of a checkpoint exists, but cannot be read now, so it is not known whether it is good."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class ShardInfo:
     """A shard as the worker that wrote it reports it, and as a manifest lists it.
 
     Args:
-        name: name of the file, in the checkpoint's directory.
+        name: the name of the file, in the checkpoint's directory.
         run: id of the run.
-        step: version of the state.
-        ballot: incarnation and mesh epoch in which it was written.
+        step: the version of the state.
+        ballot: the incarnation and the mesh epoch in which it was written.
         rank: the worker that wrote it.
-        num_bytes: size of the file.
-        sha256: hash of the file with this hash in it replaced by 64 zeros.
+        num_bytes: the size of the file.
+        sha256: the hash, in hexadecimal, of the file with 64 zeros in place of the hash itself.
         pages: the page ranges in it, (layer, first, stop), ascending.
     """
 
@@ -88,6 +88,8 @@ class Shard:
     """A shard's file whose header was read. Its arrays stay on the disk.
 
     Args:
+        path: the file.
+        info: what its header says.
         arrays: (page range, kind of state) -> (offset in the file in bytes, number of elements).
     """
 
@@ -103,8 +105,8 @@ class Shard:
         """
         offset, size = self.arrays[page_range, kind]
         assert start >= 0 and start + target.size <= size, (page_range, kind, start, target.size, size)
-        # Plain reads straight into the target, not slices of safe_open: a mapped file that cannot be read ends the
-        # process by SIGBUS in place of an error, and its backend without a mapping reads a whole array for each slice.
+        # Read with preadv, not through slices of safe_open: that maps the file, and a mapped file that cannot be read
+        # ends the process by SIGBUS instead of an error; its backend without a mapping reads a whole array per slice.
         left, at = target.data.cast("B"), offset + 4 * start
         try:
             with open(regular_fd(self.path, os.O_RDONLY), "rb", buffering=0) as file:
@@ -144,6 +146,7 @@ def shard_name(rank: int, ballot: Ballot, *, for_others: bool = False) -> str:
     """The file name of a worker's shard. Within one step no two shards of a run have the same name.
 
     Args:
+        ballot: the incarnation and the mesh epoch in which it is written.
         for_others: as for `write_shard`.
     """
     others = "_for_others" if for_others else ""
@@ -162,17 +165,21 @@ def write_shard(
 ) -> ShardInfo:
     """Write a worker's shard, whole or not at all, and flush it to the disk.
 
-    May be called in a thread beside the training thread. Arrays are written in pieces from the memory where they are
-    (only one that is not contiguous is copied, alone), so they must not change meanwhile.
+    May be called in another thread than the training thread. Arrays are written in pieces directly from their memory
+    (only an array that is not contiguous is copied), so they must not change meanwhile.
 
     Args:
-        directory: `checkpoint_path(...)`; created if missing, but the run's directory is not.
-        step: version of the state.
-        arrays: page range -> kind of state -> fp32 [elements]; the same kinds for every page range, but that frozen
-            ones have one kind alone, the master.
+        directory: `checkpoint_path(...)`. It is created if it is missing, but the run's directory is not.
+        step: the version of the state.
+        ballot: the present incarnation and mesh epoch.
+        rank: the worker that writes it.
+        arrays: page range -> kind of state -> fp32 [elements]. All page ranges have the same kinds, except that frozen
+            ones have only the master.
         run: id of the run.
-        for_others: this is the worker's second shard, of pages that workers which have not written theirs were to
-            write.
+        for_others: True for a worker's second shard, of pages that other workers should have written and have not.
+
+    Returns:
+        The description of the shard, for the report to the controller.
 
     Raises:
         FilesError: the disk is full, or the run's directory is missing.
@@ -181,7 +188,7 @@ def write_shard(
     ordered = [(key, kind, arrays[key][kind]) for key in sorted(arrays) for kind in sorted(arrays[key])]
     path = directory / shard_name(rank, ballot, for_others=for_others)
     with writing(path):
-        # Not `parents=True`: if the run's directory was removed, the run must end, and not begin a new one.
+        # Not `parents=True`: if the run's directory was removed the run must end, not write into a new directory.
         for folder in (directory.parent, directory):
             with contextlib.suppress(FileExistsError):
                 make_private_folder(folder)
@@ -200,7 +207,7 @@ def write_shard(
             for piece in _pieces(values):
                 digest.update(piece)
                 write_all(file, piece)
-        # The hash replaces the zeros that it was computed with.
+        # Now the hash replaces the 64 zeros with which it was computed.
         sha256 = digest.hexdigest()
         num_bytes = file.tell()
         file.seek(_HASH_AT)
@@ -250,10 +257,12 @@ def read_shard(path: Path) -> Shard:
 
 
 def find_shards(directory: Path) -> tuple[list[ShardInfo], list[tuple[Path, CheckpointError]]]:
-    """All good shards in a checkpoint's directory, with verified hashes, and the others with what is wrong with them.
+    """Read all shards in a checkpoint's directory, and verify their hashes.
 
-    Called by a controller that completes a checkpoint whose own controller died before it wrote the manifest. One that
-    cannot be read now, with an UnreadableError, may be good.
+    Called by a controller that completes a checkpoint whose own controller died before it wrote the manifest.
+
+    Returns:
+        The good shards; and (path, error) of the others. One whose error is an UnreadableError may be good.
 
     Raises:
         UnreadableError: the directory cannot be listed now.
@@ -275,7 +284,7 @@ def find_shards(directory: Path) -> tuple[list[ShardInfo], list[tuple[Path, Chec
 
 
 def _assert_state(arrays: Mapping[PageRange, Mapping[str, np.ndarray]]) -> None:
-    """State that was laid out wrongly is a mistake of ours: no checkpoint may be made of it."""
+    """Check the form of the arrays, as no checkpoint may be made of malformed ones. A failure is a bug of ours."""
     most = max(arrays.values(), key=len, default={})
     for key, kinds in arrays.items():
         assert kinds.keys() == most.keys() or (len(kinds) == 1 and kinds.keys() <= most.keys()), (key, kinds.keys())
@@ -287,7 +296,8 @@ def _assert_state(arrays: Mapping[PageRange, Mapping[str, np.ndarray]]) -> None:
 def _header(metadata: Mapping[str, str], sizes: list[tuple[str, int]]) -> bytes:
     """A safetensors header with its length in front, padded so that the arrays begin at a multiple of 64 bytes.
 
-    Written here, since the library writes header and arrays in one call, and the hash is known only after the arrays.
+    It is made here because the safetensors library writes header and arrays in one call, and the hash in the header is
+    known only after the arrays.
     """
     fields: dict[str, Any] = {"__metadata__": {"sha256": _ZEROS.decode(), **metadata}}
     offset = 0
@@ -308,6 +318,7 @@ def _pieces(values: np.ndarray) -> Iterator[memoryview]:
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     """The error for a shard whose file cannot be opened or read."""
-    if isinstance(error, FileNotFoundError) and not os.path.exists(path):  # safetensors says that of any file
+    # Checked again, as safetensors raises FileNotFoundError for any file that it cannot open.
+    if isinstance(error, FileNotFoundError) and not os.path.exists(path):
         return CheckpointError(f"{path.name} is missing")
     return UnreadableError(f"cannot read {path.name} ({error.strerror or error})")

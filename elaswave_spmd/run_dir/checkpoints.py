@@ -1,7 +1,9 @@
-"""The durable checkpoints of a run: writing, finding, reading for any mesh, and removing them (docs/run_files.md).
+"""The checkpoints of a run on the disk: completing, finding, reading for any mesh, and removing them.
+
+Their format is in docs/run_files.md:
 
     <run dir>/checkpoints/step_00000020/shard_<rank>_<incarnation>-<epoch>.safetensors ...
-                                        manifest.json          written last: before it there is no checkpoint
+                                        manifest.json          written last: it makes the directory a checkpoint
 
 Workers write shards of the pages that they hold. The controller writes the manifest, since it alone knows when all
 shards are complete. Nothing in a checkpoint depends on the mesh that wrote it.
@@ -41,12 +43,13 @@ _STEP = re.compile(r"step_(\d{8,})")
 class Checkpoint:
     """A complete checkpoint, open for reading. Only names and offsets are in memory.
 
-    Reading is resharding: from the shards to the replicas of a mesh, with the same plans by which a running mesh
-    changes. Shards take the part of workers; shard i is worker -1 - i, so that it is never taken for a worker of the
-    mesh.
+    Reading a checkpoint is a reshard from its shards to the replicas of a mesh, with the same reshard plans as when a
+    running mesh changes. The shards act as source workers in these plans: shard i has the rank -1 - i, which no worker
+    of a mesh has.
 
     Args:
         path: the checkpoint's directory.
+        manifest: its manifest.
         shards: the shards, in the order of the manifest.
     """
 
@@ -70,11 +73,13 @@ class Checkpoint:
         return {layer: tuple(of_layer) for layer, of_layer in found.items()}
 
     def plan_to(self, layout: ModelLayout, replicas: ReplicaMap) -> ReshardPlan:
-        """The plan by which the replicas of a mesh get the state.
+        """The reshard plan from the shards to the replicas of a mesh.
 
         Args:
-            replicas: replica sets of all layers. Their page ranges may begin and end at any page.
+            layout: the layout of the model.
+            replicas: the replica sets of all layers. Their page ranges may begin and end at any page.
         """
+        # Pages beyond those of the manifest are not state (the loss page), and are in no checkpoint.
         num_pages = [saved.num_pages for saved in self.manifest.layers]
         target = {
             layer: tuple(pages for pages in of_layer if pages.first < num_pages[layer])
@@ -85,13 +90,16 @@ class Checkpoint:
     def read(self, plan: ReshardPlan, rank: int, pages: PageRange, kind: str) -> np.ndarray:
         """Read the state of one page range of one worker from the shards that `plan` copies it from.
 
+        Nothing but this range is read from the disk.
+
         Args:
-            plan: made by `plan_to`.
-            pages: a page range that `rank` is a replica of in the plan's target.
-            kind: kind of state, one of `manifest.kinds`.
+            plan: a plan made by `plan_to`.
+            rank: the worker.
+            pages: a page range of which `rank` is a replica in the plan's target.
+            kind: the kind of state, one of `manifest.kinds`.
 
         Returns:
-            fp32 [elements], a new array. Nothing else is read from the disk.
+            fp32 [elements], a new array.
 
         Raises:
             CheckpointError: a shard cannot be read.
@@ -99,8 +107,8 @@ class Checkpoint:
         layer, first, stop = pages
         saved = self.manifest.layers[layer]
         assert 0 <= first < stop <= saved.num_pages and kind in self.manifest.kinds_of(pages), (pages, kind)
-        # The plan's copies end wherever page ranges of the checkpoint or of the mesh end, so this range may be put
-        # together from several pieces of several shards.
+        # The plan's copies are cut wherever a page range of the checkpoint or of the mesh ends, so this range may
+        # consist of several pieces from several shards.
         start, end = saved.span(first, stop)
         found = np.empty(end - start, np.float32)
         missing = end - start
@@ -116,7 +124,7 @@ class Checkpoint:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Complete a checkpoint. When this returns, it is on the disk; if it raises, there is no checkpoint.
+    """Complete a checkpoint. When this returns, the checkpoint is on the disk; if it raises, there is none.
 
     Raises:
         CheckpointError: a shard is missing, has another size, or does not hold what the manifest says. (That the
@@ -132,11 +140,11 @@ def open_checkpoint(directory: Path, *, verify: bool) -> Checkpoint:
     """Open a checkpoint, and check its manifest, its shards and their headers.
 
     Args:
-        verify: compare every shard with its sha256 as well, which reads all of it. Workers leave this out: the
-            controller has verified the checkpoint before they read their parts of it.
+        verify: True to compare every shard with its sha256 as well, which reads all of it. Workers do without this, as
+            the controller has verified the checkpoint before they read their parts of it.
 
     Raises:
-        CheckpointError: it is unfinished, torn or corrupted.
+        CheckpointError: the checkpoint is unfinished, torn or corrupted.
     """
     manifest = load_manifest(directory)
     shards = _open_shards(directory, manifest)
@@ -150,7 +158,7 @@ def find_checkpoints(run_dir: str | Path) -> list[Path]:
     """The directories of a run's checkpoints, complete or not, newest first.
 
     Raises:
-        UnreadableError: they cannot be listed now.
+        UnreadableError: the directory of the checkpoints cannot be listed now.
     """
     found = [(int(match[1]), path) for path in _entries(run_dir) if (match := _STEP.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
@@ -165,7 +173,7 @@ def has_manifest(directory: Path) -> bool:
     """True for a checkpoint that was completed.
 
     Raises:
-        UnreadableError: that cannot be told now.
+        UnreadableError: the directory cannot be read now, so this is not known.
     """
     try:
         (directory / MANIFEST).stat()
@@ -177,18 +185,22 @@ def has_manifest(directory: Path) -> bool:
 
 
 def newest_complete(run_dir: str | Path) -> int:
-    """The step of the newest checkpoint that has a manifest; 0: there is none."""
+    """The step of the newest checkpoint that has a manifest; 0 if there is none."""
     return next((step_of(path) for path in find_checkpoints(run_dir) if has_manifest(path)), 0)
 
 
 def unfinished_shards(run_dir: str | Path, incarnation: int) -> list[ShardInfo]:
-    """The shards of a life of the run in checkpoints newer than the newest that has a manifest."""
+    """The shards that one life of the run wrote for checkpoints that are newer than the newest complete one.
+
+    Args:
+        incarnation: the number of the life. Hashes of its shards are not verified here.
+    """
     found: list[ShardInfo] = []
     for directory in find_checkpoints(run_dir):
         if has_manifest(directory):
             break
         for path in sorted(directory.glob("shard_*.safetensors")):
-            with contextlib.suppress(CheckpointError):  # damaged: the checkpoint will not become whole
+            with contextlib.suppress(CheckpointError):  # damaged, so its pages are missing: nothing to count
                 found.append(read_shard(path).info)
     return [shard for shard in found if shard.ballot.incarnation == incarnation]
 
@@ -197,13 +209,13 @@ def load_newest_good(run_dir: str | Path, newest: int | None = None) -> tuple[Ch
     """Open the newest checkpoint that is complete and matches its hashes.
 
     Args:
-        newest: of this step or an older one; None: of any.
+        newest: checkpoints of later steps are ignored; None for all.
 
     Returns:
-        The checkpoint, and (path, reason) of the newer ones that are not good.
+        The checkpoint, and (path, reason) of each newer one that is not good.
 
     Raises:
-        CheckpointError: no checkpoint is good; names each of them and the reason.
+        CheckpointError: no checkpoint is good. The error names each of them with the reason.
     """
     bad: list[tuple[Path, str]] = []
     for path in find_checkpoints(run_dir):
@@ -238,16 +250,17 @@ def prune(
     neither counted as good nor removed as bad.
 
     Args:
-        trusted: the newest good checkpoint of this step or an older one stays as well; None: there is no such step.
-        best: steps in the order of their worth.
-        keep_best: the good checkpoints of the first so many of `best` that have one stay as well.
-        is_over: asked before each removal; from then on the others stay.
+        keep: how many good checkpoints are kept, newest first; at least 1.
+        trusted: the newest good checkpoint of this step or an older one is kept as well; None if none is needed.
+        best: steps in the order of their validation loss, the lowest first.
+        keep_best: how many good checkpoints of the steps in `best` are kept as well, in that order.
+        is_over: called before each removal. Once it returns True nothing more is removed.
 
     Returns:
-        The directories removed.
+        The directories that were removed.
 
     Raises:
-        FilesError: a directory cannot be removed: the first one, after all others were.
+        FilesError: a directory cannot be removed. The others are removed first; the error is about the first one.
     """
     assert keep >= 1, keep
     num_good = 0
@@ -256,7 +269,7 @@ def prune(
     looks = _Looks()
     precious = _first_good(found, best, keep_best, looks)
     for path in found:
-        # Newest first. Verifying reads a whole checkpoint, so it stops when enough good ones were found.
+        # Newest first. To verify a checkpoint is to read it as a whole, so none is verified once enough were good.
         wanted = num_good < keep or (trusted is not None and step_of(path) <= trusted)
         is_good = looks.is_good(path) if wanted else False
         if is_good:
@@ -272,7 +285,7 @@ def prune(
             break
         try:
             _remove(path)
-        except FilesError as error:  # as of a directory of a network file system that somebody reads from
+        except FilesError as error:  # for example in a network file system, while another process reads from it
             errors.append(error)
     if errors:
         raise errors[0]
@@ -296,8 +309,9 @@ def remove_unfinished(run_dir: str | Path) -> None:
 
 
 def remove_superfluous(run_dir: str | Path) -> None:
-    """Remove what lies beside the shards of finished checkpoints: of writers that were ended, as the shards sufficed.
+    """Remove files in complete checkpoints that their manifests do not list.
 
+    These are surplus shards, and files of writers that were ended because the checkpoint was complete without them.
     Called when no worker writes any more; errors are ignored.
     """
     found: list[Path] = []
@@ -312,7 +326,10 @@ def remove_superfluous(run_dir: str | Path) -> None:
 
 
 def _first_good(paths: Sequence[Path], steps: Sequence[int], number: int, looks: _Looks) -> list[Path]:
-    """The first so many good checkpoints of some steps, in the order of the steps, and those that may be among them."""
+    """The first `number` good checkpoints of these steps, in this order, and before them any that cannot be read now.
+
+    A checkpoint that cannot be read now may be a good one, so it is included, and not counted.
+    """
     by_step = {step_of(path): path for path in paths}
     found: list[Path] = []
     for step in steps:
@@ -323,13 +340,13 @@ def _first_good(paths: Sequence[Path], steps: Sequence[int], number: int, looks:
 
 
 class _Looks:
-    """Looks at checkpoints, at each of them once, as a whole one is read."""
+    """Finds out whether checkpoints are good, and remembers the answers, as each one is read as a whole for it."""
 
     def __init__(self) -> None:
         self._found: dict[Path, bool | None] = {}
 
     def is_good(self, path: Path) -> bool | None:
-        """True if a checkpoint is complete and matches its hashes; None: it cannot be read now."""
+        """True if a checkpoint is complete and matches its hashes, False if not; None if it cannot be read now."""
         if path not in self._found:
             try:
                 open_checkpoint(path, verify=True)
@@ -345,7 +362,7 @@ def _entries(run_dir: str | Path) -> list[Path]:
     folder = Path(run_dir) / CHECKPOINTS
     try:
         return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    except OSError as error:  # the mount is stale, or a folder may not be read
+    except OSError as error:  # a stale mount, or a lack of permission
         raise UnreadableError(
             f"the checkpoints of {run_dir} cannot be listed ({error.strerror or error})",
             rule="a run goes on from its newest good checkpoint",

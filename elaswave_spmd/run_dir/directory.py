@@ -1,4 +1,7 @@
-"""The directory of a run, created whole or not at all, and its stable files (docs/run_files.md)."""
+"""The directory of a run, and those of its files whose form is stable (docs/run_files.md).
+
+The directory is created as a whole: if that fails nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +52,14 @@ _NAME_TRIES = 100
 class RunDir:
     """A run's directory, open for writing. Made by `RunDir.create` or `RunDir.reopen`.
 
-    Call `close` at the end, or `discard` if the run was refused before it started. Every method that writes
-    raises FilesError when the disk is full (but `write_costs`); those that write at each step, or by the path of the
-    directory, also when that is missing or another one.
+    Call `close` at the end, or `discard` if the run was refused before it started. Every method that writes raises
+    FilesError when the disk is full, except `write_costs`. All but `write_event` also raise it if the directory is not
+    at its path any more, or another one is there.
+
+    Args:
+        path: the absolute path of the directory.
+        made_folders: the folders that were made for it, outermost first; `discard` removes those that are empty.
+        is_new: False if it is the directory of a run that is resumed, whose files `discard` must keep.
     """
 
     def __init__(self, path: Path, made_folders: tuple[Path, ...] = (), *, is_new: bool = True) -> None:
@@ -80,13 +88,13 @@ class RunDir:
 
         Args:
             path: `run.dir`; None means `runs/<model>-<mesh>-<time>` below the working directory.
-            config_yaml: the settings, as they stand in config.yaml after its first line, which is the format version.
-            model, mesh: names for the default directory.
-            now: clock for the default name.
+            config_yaml: the settings in YAML, as config.yaml contains them after its first line (the format version).
+            model, mesh: names from which the name of the default directory is made.
+            now: returns the time for the name of the default directory.
 
         Raises:
-            ConfigError: the directory holds a run already, is not a directory, cannot be written, or its path is no
-                UTF-8.
+            ConfigError: the directory has a run in it already, is not a directory, cannot be written, or its path is
+                not UTF-8.
         """
         if path is not None and not str(path).strip():
             raise ConfigError(
@@ -115,11 +123,11 @@ class RunDir:
     def reopen(cls, path: Path) -> RunDir:
         """Open the directory of a run that is resumed. Only the process that has locked it (lock.py) may do so.
 
-        Weights beside which there is no summary are removed: a run that ended while it wrote its result has left them,
-        which this one writes anew.
+        Weights without a summary are removed: they were left by a run that ended while it wrote its result, and will be
+        written again.
 
         Raises:
-            ConfigError: it cannot be written, or a file of it is a pipe, a device or a directory.
+            ConfigError: the directory cannot be written, or a file of it is a pipe, a device or a directory.
         """
         with _directory_errors(path):
             _check_writable(path)
@@ -145,20 +153,20 @@ class RunDir:
         self._events.append({"event": kind, "time": round(time, 6), **fields})
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
-        """Write summary.json, whole or not at all, and to the disk: from then on the run has its result."""
+        """Write summary.json, whole or not at all, and flush it to the disk. From then on the run is finished."""
         text = json.dumps(plain(summary), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         self._in_place.check()
         with replacing(self.path / SUMMARY, durable=True) as scratch:
             scratch.write_text(text, encoding="utf-8")
 
     def write_costs(self, text: str) -> str:
-        """Write costs.json, whole or not at all: measurements, without which a run goes on as well.
+        """Write costs.json, whole or not at all. If that fails the run can go on without these measurements.
 
         Returns:
-            Why it is as it was before; empty: it is written.
+            The reason why the file was not written, and is as it was before; empty if it was written.
 
         Raises:
-            FilesError: the directory at this path is another one, or there is none.
+            FilesError: the directory is not at its path any more, or another one is there.
         """
         self._in_place.check()
         try:
@@ -169,7 +177,10 @@ class RunDir:
         return ""
 
     def write_weights(self, weights: Mapping[str, np.ndarray], name: str = WEIGHTS) -> None:
-        """Write weights.safetensors, or another such file, whole or not at all, and to the disk: before the summary."""
+        """Write weights.safetensors, or another such file, whole or not at all, and flush it to the disk.
+
+        To be called before `write_summary`: a run that has a summary has its weights.
+        """
         self._in_place.check()
         with replacing(self.path / name, durable=True) as scratch:
             save_weights(scratch, weights)
@@ -180,10 +191,10 @@ class RunDir:
         self._events.close()
 
     def discard(self) -> bool:
-        """Remove the run's files and the folders that `create` made. Called if the run has done nothing.
+        """Remove the run's files and the folders that `create` made. Called if no step was done.
 
         Returns:
-            False for a directory that was opened by `reopen`, which keeps its files.
+            True if they were removed; False for a directory that was opened by `reopen`, which keeps its files.
         """
         self.close()
         if not self._is_new:
@@ -203,7 +214,7 @@ class RunDir:
 
 
 def has_result(folder: Path) -> bool:
-    """True for the directory of a run that has finished and has its weights. Those without a summary are no result."""
+    """True for the directory of a run that has finished and has its weights. Weights without a summary do not count."""
     return os.path.exists(folder / SUMMARY) and os.path.exists(folder / WEIGHTS)
 
 
@@ -287,7 +298,7 @@ def _default_paths(model: str, mesh: str, time: datetime) -> Iterator[Path]:
 
 
 def _refuse_unreadable(folder: Path) -> None:
-    """Refuse a path that Python keeps with surrogates: safetensors could not open the checkpoints that are in it."""
+    """Refuse a path that is not UTF-8 (Python represents it with surrogates): safetensors could not open its files."""
     if str(folder).encode(errors="replace").decode() != str(folder):
         raise ConfigError(
             f"run.dir={folder} is not UTF-8",
@@ -298,7 +309,8 @@ def _refuse_unreadable(folder: Path) -> None:
 
 
 def _refuse_occupied(folder: Path) -> None:
-    # Timelines of another run: this one would merge the parts into its own, or remove both if it is refused.
+    # The timeline (trace) of another run counts, too: this run would merge its parts into its own timeline, or remove
+    # them when it is discarded.
     found = [name for name in RUN_FILES if os.path.lexists(folder / name)] + _traces_in(folder)
     if found:
         raise _holds_a_run(folder, ", ".join(found))
@@ -324,7 +336,7 @@ def _directory_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # Of a file in it, which may be a pipe, the name is told as well.
+        # If the error is about a file in the directory, such as a pipe, its name is part of the message.
         of_file = "" if error.filename in (None, str(folder)) else f"{error.filename}: "
         raise ConfigError(
             f"run.dir={folder} cannot be written ({of_file}{error.strerror or error})",
@@ -334,12 +346,13 @@ def _directory_errors(folder: Path) -> Iterator[None]:
 
 
 def _check_writable(folder: Path) -> None:
-    """Check that files can be made in a directory.
+    """Check that files can be created in a directory.
 
-    Those that are there may be open to writing where no other can be made: a run would train, and lose its result.
+    Existing files may be writable in a directory in which none can be created: a run would train, and then could not
+    write its result.
 
     Raises:
-        OSError: they cannot. Of a full disk nothing is said here: there may be room again by the time it matters.
+        OSError: no file can be created. A full disk is not reported here, as there may be room when it is needed.
     """
     try:
         tempfile.TemporaryFile(dir=folder).close()
@@ -349,10 +362,12 @@ def _check_writable(folder: Path) -> None:
 
 
 def _refuse_other_kinds(folder: Path) -> None:
-    """Refuse a directory where a run writes a file, and the other way round: it would be found after the last step.
+    """Refuse a folder at the path of a run's file, or a file at the path of a folder of it.
+
+    Otherwise the run would fail only after its last step, when it writes its result.
 
     Raises:
-        OSError: there is one.
+        OSError: there is such a path.
     """
     for name in RUN_FILES:
         number = errno.ENOTDIR if name in _FOLDERS else errno.EISDIR
@@ -375,7 +390,7 @@ def _make_folders(folder: Path, undo: contextlib.ExitStack) -> tuple[Path, ...]:
 
 
 def _claim(path: Path, text: str, undo: contextlib.ExitStack) -> None:
-    """Create config.yaml exclusively, so that of two runs that start in one directory one is refused."""
+    """Create config.yaml exclusively (O_EXCL), so that of two runs that start in one directory one is refused."""
     try:
         os.close(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
     except FileExistsError as error:

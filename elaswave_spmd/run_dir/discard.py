@@ -1,4 +1,4 @@
-"""Discards what a run gives up when it goes back to a checkpoint, as what was committed after it may be wrong."""
+"""Removes the results that a run gives up when it goes back to a checkpoint, because they may be wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elaswave_spmd.run_dir.json_lines import json_text, read_json_lines
 from elaswave_spmd.run_dir.manifest import MANIFEST
 
 ROLLBACK = "rollback"
-"""The event of a run that goes back; `step`: what is after it was given up."""
+"""The event of a run that goes back. Everything after the step in its field `step` is given up."""
 
 
 def discard_after(run_dir: Path, step: int) -> None:
@@ -36,10 +36,10 @@ def discard_after(run_dir: Path, step: int) -> None:
 
 
 def unfinished_rollback(events: Iterable[dict[str, Any]]) -> int | None:
-    """The step that a run was going back to when its controller was killed; None: it was not.
+    """The step to which a run was going back when its controller was killed; None if it was not.
 
-    Whatever ended it then, no life of the run has begun since, and what is after the step may be there still. A life
-    begins when it has been discarded.
+    That is the step of the last rollback if no life of the run has begun since (event `start`): a life begins only when
+    everything after the step has been discarded, so some of it may still be there.
     """
     step: int | None = None
     for event in events:
@@ -51,7 +51,7 @@ def unfinished_rollback(events: Iterable[dict[str, Any]]) -> int | None:
 
 
 def still_valid(events: Iterable[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """The events of a kind about steps that were not given up later, in order."""
+    """The events of one kind, in order, without those about steps that a later rollback has given up."""
     found: list[dict[str, Any]] = []
     for event in events:
         if event["event"] == ROLLBACK:

@@ -29,12 +29,12 @@ from elaswave_spmd.run_dir.screen_region import ScreenRegion, encodable
 from elaswave_spmd.run_dir.workers_now import WorkersNow
 
 TOKENS = "tokens"
-LINE_SECONDS = 1.0  # at least this long between two plain lines of steps
-VIEW_SECONDS = 0.25  # at least this long between two drawings of the live view
-VIEW_SHARE = 0.005  # of the time of the thread that draws is spent on the live view, at most
-_WINDOW_STEPS = 20  # steps that the shown speed is averaged over
+LINE_SECONDS = 1.0  # the least number of seconds between two plain lines of steps
+VIEW_SECONDS = 0.25  # the least number of seconds between two drawings of the live view
+VIEW_SHARE = 0.005  # the live view takes at most this share of the time of the thread that draws it
+_WINDOW_STEPS = 20  # the speed that is shown is the mean of this many steps
 
-_NO_C1 = dict.fromkeys(range(0x80, 0xA0))  # controls of eight bits, which some terminals take for sequences
+_NO_C1 = dict.fromkeys(range(0x80, 0xA0))  # 8-bit control characters, which some terminals take for commands
 _LOSES, _CHANGES, _GAINS = "bold red", "bold yellow", "bold green"
 _STYLES = {
     **dict.fromkeys(("fail", "corrupt", "corruption", "device", "skip", "standstill", "stop", "rollback"), _LOSES),
@@ -51,16 +51,19 @@ class RunInfo:
     """The facts that are known when a run starts.
 
     Args:
-        params: number of parameters.
-        total_steps: the last step, counted from step 1.
-        workers: workers of the first mesh.
-        corpus: name of the data, or "".
-        run_dir: the run's directory, or "".
+        model: the name of the model.
+        mesh: the name of the first mesh's shape.
+        sharding: the name of the shardings, or "".
+        params: the number of parameters.
+        total_steps: the number of the last step; the first one is step 1.
+        workers: the number of workers of the first mesh.
+        corpus: the name of the data, or "".
+        run_dir: the path of the run's directory, or "".
         first_step: the first step to be computed; above 1 if the run is resumed.
         unsurvived: a line about the workers whose simultaneous loss would lose state, or "".
-        without_microbatches: a line about the workers that have no micro-batch, or "".
         stages, layer_cuts, microbatch_counts: the first plan, as in events of mesh epochs; empty if it is not known.
-        unit: of what is trained on: "tokens" or "samples".
+        unit: the unit in which the speed is shown, "tokens" or "samples".
+        without_microbatches: a line about the workers that have no micro-batch, or "".
 
     Raises:
         ValueError: counts out of range.
@@ -105,13 +108,13 @@ class Display(Protocol):
 
     @property
     def wants_workers(self) -> bool:
-        """True if the state of the workers would be shown now. Asked after every event: it must cost nothing."""
+        """True if the state of the workers would be shown now. Read after every event, so it must be cheap."""
         ...
 
     def show_workers(self, workers: WorkersNow) -> None: ...
     def finish(self, summary: Mapping[str, object]) -> None: ...
     def forget(self) -> None:
-        """Drop what waits to be shown: nobody looks any more."""
+        """Drop the lines that wait to be shown, as nobody reads the display any more."""
         ...
 
     def close(self) -> None:
@@ -120,7 +123,7 @@ class Display(Protocol):
 
 
 class Pace:
-    """The speed over the last steps, as tokens per second and seconds left."""
+    """The speed over the last `_WINDOW_STEPS` steps, and the time that is left at this speed."""
 
     def __init__(self, total_steps: int, unit: str = TOKENS) -> None:
         self._total_steps = total_steps
@@ -167,7 +170,7 @@ class PlainDisplay:
     def step(self, line: MetricsLine) -> None:
         self._pace.add(line)
         now = self._clock()
-        # Small models take milliseconds per step: not every step has a line, but the first and the last have.
+        # Steps of small models take milliseconds, so not every step gets a line; the first and the last one always do.
         due = self._shown_at is None or now - self._shown_at >= LINE_SECONDS
         if not due and line.step < self._total_steps:
             return
@@ -190,8 +193,8 @@ class PlainDisplay:
         pass
 
     def show_line(self, text: str) -> None:
-        # soft_wrap: a line of a log stays one line, however long it is. No markup: the text may come from a user, and
-        # brackets in it are not meant for rich.
+        # soft_wrap keeps a line of a log one line, however long it is. No markup, as the text may come from a user, and
+        # brackets in it are not commands for rich.
         text = encodable(text, self._console.file)
         self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
@@ -209,16 +212,18 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """A display as a view at the bottom of a terminal, which is drawn anew; events stay above it, in the scroll-back.
+    """A display as a view at the bottom of a terminal, which is drawn again and again. Events stay above it, in the
+    scroll-back.
 
     The calling thread draws, at most once in `VIEW_SECONDS`, and so seldom that drawing takes less than `VIEW_SHARE` of
-    its time. Lines that are shown in between wait for the next time. What this process prints meanwhile, and what
-    workers do, goes above the view, too.
+    its time. Lines that come in between wait for the next drawing. What this process and its workers print meanwhile is
+    shown above the view, too.
 
     Args:
-        captured: what workers print; None: it goes elsewhere.
-        clock: seconds of a clock that never runs back.
-        work: seconds of processor time of the calling thread.
+        console: the terminal.
+        clock: returns seconds of a clock that never runs backwards.
+        captured: the output of the workers; None if it is not captured.
+        work: returns the seconds of processor time of the calling thread.
     """
 
     def __init__(
@@ -238,9 +243,9 @@ class LiveDisplay:
         self._pace = Pace(1)
         self._progress = Progress("", 0, 1)
         self._workers: WorkersNow | None = None
-        self._above: deque[Text] = deque()  # lines that are to be shown; filled by any thread that prints
-        self._due_at = 0.0
-        self._began = 0.0  # processor time when the drawing that is under way began
+        self._above: deque[Text] = deque()  # lines to show above the view; any thread that prints adds to it
+        self._due_at = 0.0  # the next drawing is not before this time
+        self._began = 0.0  # processor time at which the present drawing began
         self._stack = contextlib.ExitStack()
         self._is_open = False
 
@@ -250,7 +255,7 @@ class LiveDisplay:
         self._progress = Progress(info.model, info.first_step - 1, info.total_steps, unit=info.unit)
         if info.stages:
             self._workers = WorkersNow.planned(info.mesh, info.stages, info.layer_cuts, info.microbatch_counts)
-        # A stream that is redirected to a file stays there. What is unfinished is a line when the stream is closed.
+        # Only streams that go to the terminal are taken over; one that is redirected to a file stays as it is.
         if sys.stdout.isatty():
             out = self._stack.enter_context(_LinesAbove(self._above))
             self._stack.enter_context(contextlib.redirect_stdout(out))
@@ -292,7 +297,7 @@ class LiveDisplay:
     def wants_workers(self) -> bool:
         if not self._is_open or self._clock() < self._due_at:
             return False
-        self._began = self._work()  # finding out about the workers is part of what a drawing costs
+        self._began = self._work()  # the caller now collects the workers' state, which counts as part of the drawing
         return True
 
     def show_workers(self, workers: WorkersNow) -> None:
@@ -373,7 +378,7 @@ class _LinesAbove(io.TextIOBase):
     def write(self, text: str) -> int:
         with self._lock:
             *lines, self._rest = (self._rest + text).split("\n")
-            if len(self._rest) > _LONGEST_LINE:  # bars of progress have no ends of lines
+            if len(self._rest) > _LONGEST_LINE:  # progress bars never end their line
                 lines, self._rest = [*lines, self._rest], ""
             self._lines.extend(map(safe_text, lines))
         return len(text)
@@ -386,17 +391,17 @@ class _LinesAbove(io.TextIOBase):
 
 
 def safe_text(line: str) -> Text:
-    """A line that somebody else printed, with its colours and without commands to the terminal."""
-    # A line may end as on other systems; what comes before another return has been written over.
+    """A line that a user's code or a worker printed, with its colours but without other commands to the terminal."""
+    # A \r at the end may be part of the end of the line. After any other \r the line was written over from its begin.
     text = Text.from_ansi(line.rstrip("\r").translate(_NO_C1))
-    # What rich has not recognised, such as a reset or a sequence without its end.
+    # Remove what rich does not recognise, such as a reset of the terminal or a sequence that is cut off.
     return Text(text.plain.replace("\x1b", "")) if "\x1b" in text.plain else text
 
 
 class LastingDisplay:
-    """A display whose readers may leave: a closed terminal, or a pipe that is read no more, ends no run.
+    """A display whose reader may go away: a closed terminal or pipe does not end the run.
 
-    From then on nothing is shown, and what else this process prints goes nowhere, as does what workers print. The run's
+    From then on nothing is shown, and all other output of this process and of its workers is dropped, too. The run's
     files have everything.
     """
 
@@ -414,7 +419,7 @@ class LastingDisplay:
             if self._is_read:
                 self._display.step(line)
             else:
-                self._display.forget()  # workers print as before: their file must not fill the disk
+                self._display.forget()  # workers still print: their captured output must not fill the disk
 
     def show_line(self, text: str) -> None:
         with self._while_read():
@@ -449,13 +454,13 @@ class LastingDisplay:
     def _while_read(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, SystemExit):  # rich answers a broken pipe by the end of the program
+        except (OSError, SystemExit):  # rich raises SystemExit for a broken pipe
             self._is_read = False
             mute_output()
 
 
 def mute_output() -> None:
-    """Have the standard output take everything: the interpreter flushes it once more at its end."""
+    """Redirect the standard output to /dev/null, as the interpreter flushes it once more when it ends."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)
@@ -466,12 +471,12 @@ def shows_live(choice: str, console: Console | None = None) -> bool:
 
     Args:
         choice: the setting run.display.
-        console: default is the standard output.
+        console: the console; None for the standard output.
 
     Raises:
-        ConfigError: the live view is wanted, and this is no terminal that has one.
+        ConfigError: the live view is asked for, and the console is not a terminal that can show it.
     """
-    # rich takes any output for a terminal where FORCE_COLOR is set: colours are fine there, a moving cursor is not.
+    # With FORCE_COLOR rich takes any output for a terminal. Colours are fine there, but a moving cursor is not.
     is_screen = sys.stdout.isatty() if console is None else True
     console = console if console is not None else Console()
     can = is_screen and console.is_terminal and not console.is_dumb_terminal
@@ -496,18 +501,20 @@ def make_display(
     """Choose the display.
 
     Args:
-        console: default is the standard output.
-        choice: the setting run.display; `auto`: the live view if the console is a terminal with a cursor, else lines.
-        captured: what workers print, for the live view.
+        console: the console; None for the standard output.
+        clock: returns seconds of a clock that never runs backwards.
+        choice: the setting run.display. `auto` is the live view if the console is a terminal with a cursor, else lines.
+        captured: the output of the workers, which the live view shows; None if it is not captured.
 
     Raises:
         ConfigError: as `shows_live`.
     """
     is_live = shows_live(choice, console)
-    # The stream of now: the live view has other ones in its place.
+    # The present sys.stdout, kept by the console: the live view replaces sys.stdout later.
     console = console if console is not None else Console(file=patient(sys.stdout))
     if console.is_jupyter:
-        # Plain text on stdout: of every line rich would make an output of its own, and a kernel has no cursor.
+        # Plain text on stdout: in a notebook rich would make an output of its own for every line, and there is no
+        # cursor.
         console = Console(file=sys.stdout, force_jupyter=False, force_terminal=False)
     return LiveDisplay(console, clock, captured) if is_live else PlainDisplay(console, clock)
 
@@ -519,10 +526,11 @@ def validation_text(step: int, loss: float, metrics: Mapping[str, float] | None 
 
 
 def summary_rows(summary: Mapping[str, object], unit: str = TOKENS) -> list[tuple[str, str]]:
-    """The rows of the final table, in the summary's order. Of nested values it has the corpus and the faults.
+    """The rows (name, value) of the final table, in the summary's order. Of nested values only the corpus and the
+    faults have rows.
 
     Args:
-        unit: of what the run is trained on, "tokens" or "samples".
+        unit: the unit of the speed, "tokens" or "samples".
     """
     rows: list[tuple[str, str]] = []
     for name, value in summary.items():
@@ -536,7 +544,7 @@ def summary_rows(summary: Mapping[str, object], unit: str = TOKENS) -> list[tupl
         elif isinstance(value, int):
             shown = f"{value:,}"
         elif isinstance(value, float):
-            # Of a speed nobody needs four digits after the point.
+            # Four digits after the point would be too many for a speed.
             is_large = abs(value) >= (100 if name == "tokens_per_second" else 1000)
             shown = f"{value:,.0f}" if is_large else f"{value:.4f}"
         else:

@@ -1,4 +1,4 @@
-"""Whether a run's directory is still where it was: what is written by its path must not go into another run's files."""
+"""Checks that a run's directory is still at its path, so that nothing is written into the files of another run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _WITNESS = "epochs.jsonl"
 class InPlace:
     """A directory that may be moved, removed or replaced by another one of that name.
 
-    It is looked at by its number in the file system, which costs next to nothing. Some file systems change that by
-    themselves; then the first line of the journal tells.
+    It is recognised by its device and inode numbers, which costs next to nothing. Some file systems change these by
+    themselves; then the first line of the journal decides, as it names the run.
 
     Args:
-        folder: of the run. If it is not there yet, it is known from the first look on at which it is.
+        folder: the run's directory. If it does not exist yet, the first `check` that finds one remembers it.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -29,10 +29,10 @@ class InPlace:
         self._witness = b""
 
     def check(self) -> None:
-        """Look at it.
+        """Check that the directory is still the same.
 
         Raises:
-            FilesError: the directory at this path is another one, or there is none.
+            FilesError: another directory is at this path, or none.
         """
         number = self._number_now()
         self._number = self._number or number

@@ -31,7 +31,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "kinds": (list,),
     "scratch": (str,),
 }
-"""The types of fields that a line may have, and by which another controller goes on."""
+"""Field -> its types, of the optional fields of a line that a later controller reads."""
 
 
 class Ballot(NamedTuple):
@@ -168,9 +168,10 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_odd(fields: dict[str, Any]) -> bool:
-    """True for fields that no controller has written, and that the next one would end at. No crash leaves such a line.
+    """True for fields that no controller can have written, and that would make the next controller fail.
 
-    It is damage as the last line as well: if it were left out, its ballot would be used again.
+    No crash leaves such a line, so it is damage even if it is the last line: if it were left out, its ballot would be
+    used again.
     """
     if not all(0 <= fields[name] < 2**53 for name in Ballot._fields):
         return True

@@ -1,6 +1,7 @@
-"""An output whose reader may take its time: a stopped terminal (Ctrl-S), a pager that nobody scrolls.
+"""An output stream whose reader may be slow: a stopped terminal (Ctrl-S), or a pager that nobody scrolls.
 
-Who writes to such a stream waits until it is read on. The controller must not: without it all workers end.
+A process that writes to such an output normally blocks until it is read. The controller must not block, as all workers
+end without it.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from typing import IO, TextIO
 
 from elaswave_spmd.ready import is_any_ready
 
-_MOST = 1 << 22  # bytes that wait
-_PATIENCE_S = 10.0
+_MOST = 1 << 22  # bytes that may wait to be sent before lines are left out
+_PATIENCE_S = 10.0  # `drain` gives up when nothing was taken for this many seconds
 
 
 class PatientStream(io.TextIOBase):
-    """A terminal or pipe that is written to without waiting: what it does not take now is sent by a later write.
+    """A terminal or pipe that is written to without blocking: what it does not take now is sent by a later write.
 
-    It has an open file of its own, as the flag for that belongs to the file: the shell shares the other one. If more
-    than 4 MiB wait, lines are left out, and the next one that is not says so.
+    The output is opened a second time for this: O_NONBLOCK belongs to the open file, and the original one is shared
+    with the shell. If more than 4 MiB wait, lines are left out, and a note before the next line says how many.
 
     Raises:
-        OSError: it cannot be opened again: a socket, or another system than Linux.
+        OSError: the output cannot be opened again, as it is a socket, or the system is not Linux.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -52,7 +53,7 @@ class PatientStream(io.TextIOBase):
         """Send the text, or keep it until the output takes more.
 
         Raises:
-            OSError: nobody reads any more.
+            OSError: the reader has gone, as of a closed terminal or pipe.
         """
         self.send()
         if self._is_within_one or (len(self._waiting) > _MOST and self._waiting.endswith(b"\n")):

@@ -1,4 +1,4 @@
-"""Event loop of a process's links: one thread that receives everything, with one wait over all sockets."""
+"""The event loop of a process's links: one thread that receives everything, with one wait for all sockets."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ _MONITOR_EVENT = struct.Struct("=hi")  # the first frame of a monitor's message:
 
 @dataclass(frozen=True)
 class LoopHandlers:
-    """Everything that an event loop calls. All of it runs in the loop's thread, and must not block.
+    """The functions that an event loop calls. All of them run in the loop's thread, and must not block.
 
     Args:
-        file: takes each message. May raise MessageRejected.
-        reject: is told of each message that is dropped.
-        fail: takes an exception, of whatever was called, after which nothing is received any more.
-        controller_lost: the life pipe has ended.
-        readable: descriptor -> what is called when it can be read, beside the loop's own descriptors.
-        look: is called now and then; None: nothing is.
-        look_s: seconds from one look to the next.
+        file: called with each message. May raise MessageRejected.
+        reject: called for each message that is dropped.
+        fail: called with an exception that no handler has caught. Nothing is received after it.
+        controller_lost: called when the life pipe has ended.
+        readable: descriptor -> function that is called when the descriptor is readable, for descriptors that are not
+            the loop's own.
+        look: called every `look_s` seconds; None if nothing has to be checked regularly.
+        look_s: the period of `look` in seconds.
     """
 
     file: Callable[[Message], None]
@@ -52,9 +53,9 @@ class EventLoop:
 
     Args:
         pull: the bound PULL socket; closed when the thread ends.
-        reader: reads its messages.
-        admission: answers for its connections, closed when the thread ends; None if all are admitted.
-        handlers: what it calls.
+        reader: reads messages from the PULL socket.
+        admission: decides which connections are admitted; closed when the thread ends. None if all are admitted.
+        handlers: the functions that the loop calls.
         life_fd: read end of the controller's life pipe, or None.
     """
 
@@ -76,7 +77,7 @@ class EventLoop:
         self._stopping = False
         self._wake_lock = threading.Lock()  # guards the wake pipe against being closed while others write
         self._wake_open = True
-        # The way to wake a thread that waits in select: other threads write a byte into this pipe.
+        # Other threads wake this one, which waits in select, by writing a byte into this pipe.
         read, write = os.pipe()
         os.set_blocking(read, False)
         os.set_blocking(write, False)
@@ -95,8 +96,8 @@ class EventLoop:
     def watch(self, monitor: zmq.Socket[bytes], on_event: Callable[[int, int], None]) -> None:
         """Call `on_event` with each event of a link's monitor and its value. Any thread.
 
-        The monitor is closed after its socket has stopped, and not before: libzmq's thread would wait for ever to
-        deliver another event, and all links with it.
+        The monitor is closed only after its socket has stopped. Otherwise libzmq's thread would wait forever to deliver
+        the next event, and all links would wait with it.
         """
         self._hand_over(lambda: self._add(monitor, on_event))
 
@@ -108,10 +109,11 @@ class EventLoop:
         """The thread's main function; returns after `stop`."""
         try:
             self._serve()
-        except BaseException as error:  # of `fail` the process ends; a thread that only ended would leave it deaf
+        except BaseException as error:
+            # `fail` ends the process. If only this thread ended, the process would go on and receive nothing.
             self._handlers.fail(error)
             self._wait_for_stop()
-        # First, as with every monitor: it must not be closed while its socket may still report to it.
+        # Before its monitor is closed below: a monitor must not be closed while its socket may still report to it.
         self._pull.disable_monitor()
         for monitor in list(self._monitors):
             self._remove(monitor)
@@ -121,7 +123,8 @@ class EventLoop:
         self._selector.close()
 
     def _serve(self) -> None:
-        pending = True  # zmq's descriptors signal changes only, so read before the first wait
+        # zmq's descriptors signal only changes of state, so read once before the first wait.
+        pending = True
         if self._admission is not None:
             self._admission.answer()
         while not self._stopping:
@@ -133,13 +136,13 @@ class EventLoop:
             pending = self._drain_pull()
 
     def _wait_for_stop(self) -> None:
-        """After a failure: what is still to be sent, such as the report of it, needs the sockets until `stop`."""
-        wake = select.poll()  # as it takes any descriptor
+        """After a failure: wait for `stop`. Until then the sockets are needed to send the report of the failure."""
+        wake = select.poll()  # not select, which cannot wait for large descriptor numbers
         wake.register(self._wake_read, select.POLLIN)
         while True:
-            # Before the first wait as well: the loop may have failed after it had taken the byte that tells of `stop`.
+            # Also before the first wait: the loop may have failed after it had read the byte that announced `stop`.
             while self._pending_work:
-                with contextlib.suppress(Exception):  # it has failed already; monitors that come are closed at the end
+                with contextlib.suppress(Exception):  # the loop has failed; `run` closes new monitors at its end
                     self._pending_work.popleft()()
             if self._stopping:
                 return
@@ -147,7 +150,7 @@ class EventLoop:
             self._drain_wake()
 
     def _patience_s(self) -> float | None:
-        """Seconds to wait for events; None: for ever."""
+        """The number of seconds to wait for events; None if there is no limit."""
         return None if self._handlers.look is None else max(0.0, self._next_look - time.monotonic())
 
     def _look_if_due(self) -> None:
@@ -156,16 +159,16 @@ class EventLoop:
             look()
 
     def close_wake_pipe(self) -> None:
-        """Close the wake pipe, after the thread has ended. Not in the thread: others may be about to write."""
+        """Close the wake pipe. To be called after the thread has ended, as others may write into it until then."""
         with self._wake_lock:
             self._wake_open = False
             os.close(self._wake_read)
             os.close(self._wake_write)
 
     def _hand_over(self, work: Callable[[], None]) -> None:
-        """Have the event-loop thread call `work`. Sockets of zmq may only be used by one thread."""
+        """Have the event-loop thread call `work`, as a zmq socket may be used by one thread only."""
         self._pending_work.append(work)
-        with self._wake_lock, contextlib.suppress(BlockingIOError):  # a full pipe wakes the loop as well
+        with self._wake_lock, contextlib.suppress(BlockingIOError):  # the pipe is full, so the loop wakes anyway
             if self._wake_open:
                 os.write(self._wake_write, b"\0")
 
@@ -190,7 +193,7 @@ class EventLoop:
 
     def _remove(self, monitor: zmq.Socket[bytes]) -> None:
         if self._monitors.pop(monitor, None) is not None:
-            with contextlib.suppress(KeyError):  # there was no memory to register it
+            with contextlib.suppress(KeyError):  # it is not registered if the loop failed before that
                 self._selector.unregister(monitor.FD)
             monitor.close(0)
 

@@ -1,23 +1,24 @@
-"""Links: the only way for host messages between processes. Pairwise ZeroMQ sockets that outlive mesh epochs.
+"""Links: the point-to-point connections by which processes send each other messages. They outlive mesh epochs.
 
-Each process binds one PULL socket, owned by one event-loop thread that files whatever arrives in the mailbox, and opens
-one PUSH socket to each peer that it may send to. Sending never blocks (no high-water mark: the placement bounds what is
-in flight), so a stopped peer delays no other. Removing a member closes one socket; adding one opens its own.
+Each process binds one ZeroMQ PULL socket and opens one PUSH socket to each peer that it may send to. One event-loop
+thread owns the PULL socket and files whatever arrives in the mailbox. Sending never blocks, so a stopped peer delays no
+other: there is no high-water mark, as the placement bounds what is in flight. When a member is removed one socket is
+closed; when one is added one is opened.
 
 Invariant: a dead peer stays dead. Sockets never reconnect by themselves, because a message to a successor under the
-same address would belong to another life. The closed connection is filed as `PeerClosed`. The price: a connect to a
-peer that has not bound yet is refused for good, so connect only after the peer has reported that it is bound, then call
-`wait_connected` before the first message that matters.
+same address would belong to another life. A closed connection is filed as `PeerClosed`. The price is that a connect to
+a peer that has not bound its socket yet is refused for good. So connect only after the peer has reported that it is
+bound, and call `wait_connected` before the first message that matters.
 
-Workers of one host share memory (`transport="shm"`), once the peer has shown that it can map this process's: payloads
-are written there once, and read where they lie (shared_memory.py), and messages go by a ring (rings.py), which costs
-neither a system call nor another thread (shared_way.py). What finds no room goes over the socket, as all does between
-hosts; numbers keep the order (shared_inbox.py).
+Workers of one host share memory (`transport="shm"`), once the peer has shown that it can map this process's memory:
+payloads are written there once and read in place (shared_memory.py), and messages go through a ring (rings.py), which
+needs neither a system call nor another thread (shared_way.py). What finds no room there goes over the socket, as
+everything does between hosts. Messages are numbered, so that the receiver can restore their order (shared_inbox.py).
 
-Who may connect is decided by libzmq in the handshake, over TCP by the credentials of the run (credentials.py), on one
-host by the mode of the sockets' directory. What then comes may still be no message of ours: it is dropped and counted
-(frames.py), and never an exception of the event loop. An exception that ends its thread all the same, such as a lack of
-memory, ends the process: the mailbox raises it.
+Who may connect is decided during the handshake: over TCP by the credentials of the run (credentials.py), on one host by
+the mode of the sockets' directory. What an admitted connection sends may still be malformed. Such a message is dropped
+and counted (frames.py), and raises no exception in the event loop. If its thread fails nevertheless, for a lack of
+memory, say, the process ends: the mailbox raises the exception in the consuming thread.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ from elaswave_spmd.runtime.transport.tcp_retries import bound_retries
 from elaswave_spmd.runtime.transport.tcp_silence import Silence, has_unsent
 
 SOCKETS = "elaswave-"
-"""How the names of directories of sockets begin."""
+"""The prefix of the names of directories of sockets."""
 
 CONTROLLER = -1
 """The controller's peer id; workers have their rank, agents ids from -2 downward."""
@@ -74,25 +75,28 @@ CONTROLLER = -1
 Transport = Literal["shm", "ipc", "tcp"]
 
 ZERO_COPY_BYTES = 64 * 1024
-"""From this size on a payload is sent by reference; below, pyzmq's thread that drops the reference costs more."""
+"""Payloads of at least this many bytes are sent by reference. For smaller ones a copy costs less than the work of
+pyzmq's thread that drops the reference."""
 
 REJECTED_CONNECTIONS: Mapping[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "connection with other credentials",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "connection with another protocol or key",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "connection without a handshake",
 }
-"""The events of a listening socket's monitor by which connections are counted that were not admitted."""
+"""Event of a listening socket's monitor -> the reason under which a connection that is not admitted is counted."""
 
 HANDSHAKE_MS = 10_000
 """How long a connection may take to show its credentials, from when it is accepted."""
 
-# Kinds of messages, beside NUMBERED. The last three are of the handshake by which memory is shared: the sender says
-# where its memory is, and the receiver that it has mapped it, or that it takes nothing more from that link.
+# The kinds of messages besides NUMBERED. The last three are the handshake by which memory is shared. _SHARE: the sender
+# says where its memory is. The receiver answers with _MAPPED once it has mapped that memory, or with _BROKEN when it
+# takes nothing more from that link.
 _MESSAGE, _SHARE, _MAPPED, _BROKEN = 0, 0x81, 0x82, 0x83
 _MAPPED_LINK = struct.Struct("<Ii")  # number of the link, pid of the receiver
 _BROKEN_LINK = struct.Struct("<I")  # number of the link
-_LOOKS = 10  # in the time after which a silent link is closed
-# Addresses that peers report. Names of hosts are none: libzmq's thread would wait for a name server, and all links too.
+_LOOKS = 10  # how often links are checked within the time after which a silent one is closed (`silence_s`)
+# The form of addresses that peers may report. Host names are not allowed: libzmq's thread would wait for a name server,
+# and with it all links of this process.
 _IPC_ADDRESS = re.compile(r"ipc:///[^\0]+")
 _ADDRESSES = {"shm": _IPC_ADDRESS, "ipc": _IPC_ADDRESS, "tcp": re.compile(r"tcp://\d{1,3}(\.\d{1,3}){3}:\d{1,5}")}
 _LONGEST_IPC_DIRECTORY = 80  # bytes; sockaddr_un holds 108, and the socket's own name must fit
@@ -115,7 +119,7 @@ def socket_directory() -> str:
 
 
 def _why_not_private(directory: str | Path) -> str:
-    """The mode and owner of a directory that other users may look into or change; empty if it is private."""
+    """The mode and owner of a directory, in words, if other users may read or change it; empty if it is private."""
     status = os.stat(directory)
     mode = stat.S_IMODE(status.st_mode)
     private = not mode & 0o077 and status.st_uid == os.geteuid()
@@ -127,12 +131,12 @@ class _Link:
 
     Args:
         peer: peer id of the receiver.
-        socket: connects to the receiver; closed by `close`.
-        monitor: of the socket, for `_LINK_EVENTS`; closed by the event loop.
-        number: of this link in this process; no other link ever has it.
+        socket: the socket that connects to the receiver; closed by `close`.
+        monitor: the monitor of the socket, for `_LINK_EVENTS`; closed by the event loop.
+        number: the number of this link in this process; no other link ever has it.
         me: this process's peer id.
-        frame_bytes: the largest frame; None for any size.
-        shared: the way through shared memory; None without one.
+        frame_bytes: the size of the largest frame in bytes; None if it is not limited.
+        shared: the path of this link through shared memory; None if there is none.
     """
 
     def __init__(
@@ -153,8 +157,8 @@ class _Link:
         self.shared = shared
         self.copies_payloads = False
         self.up = threading.Event()  # set after the handshake, or when the link is closed
-        self.fd: int | None = None  # of the connection, over TCP; of the event-loop thread
-        self.num_waits = 0  # looks at which it was not connected yet; of the event-loop thread
+        self.fd: int | None = None  # descriptor of the TCP connection; only the event-loop thread sets it
+        self.num_waits = 0  # how many checks found it not connected yet; only for the event-loop thread
         self.silence = Silence()
         self.bytes_sent = 0
         self.messages_sent = 0
@@ -163,7 +167,8 @@ class _Link:
 
     def send(self, header: bytes, payloads: Sequence[Any], *, ordered: bool) -> bool:
         """Send one message, see `Links.send`; False if the link is closed."""
-        # Everything that can be refused is refused before the first frame: half a message would swallow the next one.
+        # All checks come before the first frame is sent: the receiver would take the next message for the rest of a
+        # message that was sent in part.
         views = [memoryview(payload) for payload in payloads]
         for view in views:
             if not view.c_contiguous:
@@ -174,7 +179,7 @@ class _Link:
             return self._send_shared(self.shared, header, views, ordered)
         size = sum(view.nbytes for view in views)
         head, frames = frames_of(self._me, self.number, _MESSAGE, header, views, self._frame_bytes)
-        # The lock also keeps the frames of two threads' messages apart.
+        # The lock also keeps the frames of messages of two threads from being interleaved.
         with self.lock:
             sent = self.open is not None and self._put(self.open, head, frames)
             if sent:
@@ -205,7 +210,8 @@ class _Link:
                 self._count(len(head) + sum(sizes))
             if by_ring:
                 way.wake()
-        return sent  # if not, the link is closed: its blocks are free when the receiver has ended
+        # If it was not sent, the link is closed. The blocks of its payloads become free when the receiver has ended.
+        return sent
 
     def _count(self, num_bytes: int) -> None:
         self.bytes_sent += num_bytes
@@ -239,28 +245,32 @@ class _Link:
 class Links:
     """All links of one process.
 
+    Sending and the counters may be used by any thread.
+
     Args:
         me: this process's peer id: a rank, or `CONTROLLER`.
-        mailbox: messages and notices are filed here.
+        mailbox: received messages and notices of closed links are filed here.
         transport: "ipc" (Unix sockets; peers on one host), "shm" (these, and shared memory between workers) or "tcp".
         directory: existing directory for the Unix socket, which only its user may enter, see `socket_directory`; not
             used by tcp.
-        credentials: of the run, for tcp: connections that do not show them are refused and counted. None else.
-        host: address that tcp binds and reports to peers.
-        limits: of the messages that are taken; others are dropped and counted.
-        life_fd: read end of a pipe whose write end only the controller holds; its end files `ControllerLost`.
-        silence_s: of tcp: a link to a worker is closed if it is not connected within so long, or if nothing of what was
-            sent over it has been acknowledged for so long; None: both may take any time. The controller's is not
-            looked at: who is cut off from the controller is given up there (`unacknowledged_s`).
+        credentials: the credentials of the run, for tcp: connections that do not show them are refused and counted.
+            None for the other transports.
+        host: the address that tcp binds and reports to peers.
+        limits: the limits of messages; a message beyond them is dropped and counted.
+        life_fd: read end of a pipe whose write end only the controller holds; when it ends `ControllerLost` is filed.
+        silence_s: for tcp: a link to a worker is closed if it is not connected within this many seconds, or if nothing
+            that was sent over it has been acknowledged for so long. None: there is no limit. The link to the controller
+            has none in any case, as the controller itself gives up a worker that is cut off from it.
 
     Raises:
         ConfigError: unknown transport, a directory that is missing, not private or has too long a path, or an address
             that cannot be bound.
 
-    A new object runs one thread of its own named `links-<me>` beside libzmq's. `close` ends it.
+    A new object starts one thread of its own, named `links-<me>`, besides those of libzmq. `close` ends it.
     """
 
-    # Of tcp: with nobody to acknowledge. Longer than a run may be suspended; heartbeats find the lost much earlier.
+    # How many seconds the kernel goes on sending to a TCP peer that acknowledges nothing. Longer than a run may be
+    # suspended, as heartbeats find peers that are really lost much earlier.
     _GIVE_UP_S = 86_400.0
 
     def __init__(
@@ -288,12 +298,12 @@ class Links:
         self._rejected: Counter[str] = Counter()
         self._mailbox = mailbox
         self._mapped: dict[int, int] = {}  # peer -> number of its newest link whose ring this process has mapped
-        self._broken: dict[int, int] = {}  # peer -> number of its newest link that nothing more is taken from
-        self._unmapped: set[int] = set()  # peers of which it was said why their memory is not mapped
+        self._broken: dict[int, int] = {}  # peer -> number of its newest link from which nothing more is taken
+        self._unmapped: set[int] = set()  # peers for which it was reported why their memory cannot be mapped
         self._links: dict[int, _Link] = {}
-        # Peer -> the links to it whose rings it may have mapped, also those that are closed.
+        # Peer -> numbers of the links to it whose rings it may have mapped, closed links included.
         self._with_rings: defaultdict[int, set[int]] = defaultdict(set)
-        self._unlinked: set[int] = set()  # members that this process is to send nothing to
+        self._unlinked: set[int] = set()  # members to which this process has no link, as it should send them nothing
         self._num_connects = 0
         self._edit = threading.Lock()  # guards _links and closing; never held while sending
         self._closed = False
@@ -312,7 +322,7 @@ class Links:
             raise ConfigError(f"links cannot bind an address in {directory or host} ({error})") from error
         self._memory: SharedMemory | None = None
         self._bell: Bell | None = None
-        # The controller's messages are few, and it waits for other things than its mailbox.
+        # The controller uses sockets only: its messages are few, and it waits for other things besides its mailbox.
         self._takes_numbered = transport == "shm" and me != CONTROLLER
         self.why_not_shared = self._share_memory() if self._takes_numbered else ""
         self._inbox = SharedInbox(mailbox, limits, self._on_broken)
@@ -340,7 +350,7 @@ class Links:
         """Open the link to `peer`, which must have bound `address` already. Does nothing when it is open.
 
         Raises:
-            RunError: the links are closed; the address is none of this transport; or no descriptor is left for a link.
+            RunError: the links are closed; the address is not one of this transport; or no descriptor is left.
         """
         if not self._addresses.fullmatch(address):
             raise RunError(f"links of {self.me}: {address!r} is no address of {peer}")
@@ -381,10 +391,10 @@ class Links:
 
         Args:
             payloads: contiguous buffers (bytes, memoryview, numpy array). Unless `copies_payloads`, those of
-                `ZERO_COPY_BYTES` and more are sent from where they lie, some time later: they must not be written to
-                until the protocol reports that `peer` has them.
-            ordered: False if it need not arrive after what was sent before. It is then filed as soon as it is there,
-                and not when the peer's consumer looks for messages.
+                `ZERO_COPY_BYTES` and more are sent in place, some time later: they must not be written to until the
+                protocol reports that `peer` has them.
+            ordered: False if the message need not arrive after those that were sent before it. It is then filed as soon
+                as it arrives, and not only when the peer's consuming thread looks for messages.
 
         Raises:
             ValueError: a buffer is not contiguous, or there are more than `MAX_PAYLOADS`; nothing is sent then.
@@ -395,12 +405,12 @@ class Links:
         return link is not None and link.send(header, payloads, ordered=ordered)
 
     def lend(self, peer: int, num_bytes: int) -> np.ndarray | None:
-        """Memory, shared with a peer, for a payload that is yet to be written and will be sent to that peer, once.
+        """Memory that is shared with a peer, for a payload that the caller writes and then sends to that peer, once.
 
-        Sending it does not copy it, and it must not be written to after that.
+        Sending does not copy it. It must not be written to after it was sent.
 
         Returns:
-            uint8 [num_bytes]; None where memory is not shared with the peer, or none is left.
+            uint8 [num_bytes]; None if no memory is shared with the peer, or none is left.
         """
         link = self._links.get(peer)
         return None if link is None or link.shared is None else link.shared.lend(num_bytes)
@@ -413,21 +423,22 @@ class Links:
     def unacknowledged_s(self, peer: int) -> float:
         """Seconds for which the machine of a peer has acknowledged nothing of what was sent to it over TCP.
 
-        0 if nothing waits, and where the link is not of TCP. For one thread, of peers that are no workers.
+        0 if nothing is unacknowledged, or if the link is not over TCP. Only for peers that are not workers (the event
+        loop checks those itself), and to be called by one thread only.
         """
         link = self._links.get(peer)
         fd = None if link is None else link.fd
         return 0.0 if link is None or fd is None else link.silence.seconds(fd, time.monotonic())
 
     def is_sending(self) -> bool:
-        """True if more has been sent to some peer over TCP than its network has room for: it is still being sent.
+        """True if data for some peer over TCP still waits to be sent, as the network takes it no faster. Any thread.
 
-        That ends with the link, at the latest, if nobody acknowledges it. Any thread.
+        If the peer acknowledges nothing this ends with the link at the latest.
         """
         return any(has_unsent(fd) for link in list(self._links.values()) if (fd := link.fd) is not None)
 
     def _miss(self, peer: int) -> None:
-        """Something is to be sent to a member that there is no link to: file that, once, like the end of a link."""
+        """A message was to be sent to a member without a link: file a `PeerClosed` for it, the first time only."""
         with self._edit:
             is_new = peer in self._unlinked
             self._unlinked.discard(peer)
@@ -452,11 +463,12 @@ class Links:
         self._inbox.forget(*peers)
 
     def drop_all_but(self, peers: Collection[int], unlinked: Collection[int] = ()) -> None:
-        """Drop every peer but these, also those whose links are closed already: nothing more of them is expected.
+        """Drop every peer except `peers`, also those whose links are closed already: nothing more of them is expected.
 
         Args:
-            unlinked: others that nothing is to be sent to, either. A message to one of them is lost, as on a link that
-                has ended; the first one is noticed like its end.
+            peers: the peers to keep.
+            unlinked: members that have no link, as nothing should be sent to them. If a message is sent to one
+                nevertheless it is lost, as on a link that has ended, and the first one files a `PeerClosed`.
         """
         with self._edit:
             self._unlinked = set(unlinked)
@@ -471,7 +483,8 @@ class Links:
     def rejected(self) -> dict[str, int]:
         """The connections that were not admitted and the messages that were dropped: reason -> number so far.
 
-        Heartbeats ask for it, all the time. So the memory of peers that have ended is let go of here as well.
+        Every heartbeat contains these counts, so this is called regularly, and unmaps the memory of peers that have
+        ended as well.
         """
         self._inbox.unmap_dead()
         for reason in self._inbox.take_rejected():
@@ -538,8 +551,9 @@ class Links:
                     socket.setsockopt(zmq.CONNECT_TIMEOUT, int(1e3 * self._silence_s))  # the kernel tries for minutes
                 if self._credentials is not None:
                     self._credentials.secure_client(socket)
-                # Made before there is anything to tell: a socket whose monitor nobody reads cannot be closed. Named by
-                # a number: a file descriptor, as pyzmq has it, the next link may get again too early.
+                # The monitor is connected before the socket has any event: a socket whose monitor nobody reads cannot
+                # be closed. Its name contains the number of the link. pyzmq would use the file descriptor, which the
+                # next link may get while the old name is still in use.
                 monitor = undo.enter_context(self._new_socket(zmq.PAIR))
                 socket.monitor(f"inproc://monitor-{number}", _LINK_EVENTS)
                 monitor.connect(f"inproc://monitor-{number}")
@@ -566,16 +580,23 @@ class Links:
         return f"ipc://{path}"
 
     def _let_go(self) -> None:
-        """In a process that is forked from this one: close what would keep peers from noticing the end of this one."""
+        """In a process that was forked from this one: close the copy of the listening socket.
+
+        Otherwise peers would not notice the end of this process as long as its fork lives.
+        """
         if not self._closed:
             kind, _, place = self.address.partition("://")
             host, _, port = place.rpartition(":")
             close_bound(place if kind == "ipc" else (host, int(port)))
 
     def _share_memory(self) -> str:
-        """Make what this process needs in order to share memory. Returns why it fails: all goes over sockets then."""
+        """Make what this process needs in order to share memory.
+
+        Returns:
+            The reason if that fails, so that everything goes over sockets; else empty.
+        """
         if why_unsupported():
-            return ""  # nothing fails; the controller says it, once
+            return ""  # no failure of this process: the controller reports it once for the machine
         try:
             self._bell = Bell(self.address.removeprefix("ipc://") + BELL)
             self._memory = SharedMemory()
@@ -584,7 +605,7 @@ class Links:
         return ""
 
     def _new_way(self, peer: int, number: int, address: str) -> SharedWay | None:
-        """A way to a peer through shared memory, if this process and the peer have it."""
+        """A path to a peer through shared memory; None if this process or the peer has none, or no memory is left."""
         if self._memory is None or peer == CONTROLLER or (at := self._memory.reserve(MEMORY_BYTES, number)) is None:
             return None
         self._with_rings[peer].add(number)
@@ -603,10 +624,10 @@ class Links:
             self._inbox.skip(*rejected.numbered)
 
     def _file(self, message: Message) -> None:
-        """File a message in the mailbox, or handle it if it is of the handshake. Event-loop thread.
+        """File a message in the mailbox, or handle it if it belongs to the handshake. Event-loop thread.
 
         Raises:
-            MessageRejected: it is of a kind that there is not, or has other contents than its kind.
+            MessageRejected: its kind does not exist, or its contents do not fit its kind.
         """
         if message.kind == _MESSAGE:
             self._mailbox.put(Envelope(message.sender, message.header, message.payloads))
@@ -627,7 +648,7 @@ class Links:
             number, pid = form.unpack(message.header)
             link = self._links.get(sender)
             if link is not None and link.shared is not None and link.number == number:
-                with link.lock:  # what is sent meanwhile goes one way as a whole
+                with link.lock:  # a message that is being sent now goes entirely by the socket or entirely by the ring
                     if link.open is not None:
                         link.shared.open(pid)
                 self._take_back_rings(sender, number)
@@ -650,22 +671,23 @@ class Links:
             if Path(f"/proc/{location.pid}").exists():  # else it has ended
                 self._report_unmapped(sender, error)
             return
-        with self._edit:  # what is said of an older link may come late
+        with self._edit:  # `max`, as the message of an older link may arrive late
             self._mapped[sender] = max(number, self._mapped.get(sender, number))
         self._report_ring(sender)
 
     def _report_unmapped(self, peer: int, error: OSError) -> None:
-        """Say why the memory of a peer that lives is not mapped, once. Event-loop thread."""
+        """Print, once per peer, why the memory of a living peer cannot be mapped. Event-loop thread."""
         if peer not in self._unmapped:
             self._unmapped.add(peer)
             text = f"links of {self.me}: all from {peer} comes over a socket, as its memory cannot be mapped ({error})"
-            with contextlib.suppress(OSError):  # in one piece, as others write there at the same moment
+            with contextlib.suppress(OSError):  # one write, as other processes may write to stderr at the same moment
                 os.write(2, f"{text}\n".encode())
 
     def _take_back_rings(self, peer: int, number: int) -> None:
-        """A peer has mapped the ring of its newest link, and so read those before to their ends: others may get them.
+        """A peer has mapped the ring of its newest link, so it has read all older ones to their ends: free those.
 
-        Peers come and go on a large mesh while their processes live: each time would take memory for ever.
+        On a large mesh peers come and go while their processes live. Without this, each new link would take more memory
+        for good.
         """
         assert self._memory is not None
         with self._edit:
@@ -674,15 +696,15 @@ class Links:
         self._memory.replace_links(older)
 
     def _on_broken(self, peer: int, number: int) -> None:
-        """Nothing more is taken from a peer's link, which the peer does not see. Any thread; the inbox is locked."""
+        """Nothing more is taken from a peer's link, which it cannot see: tell it. Any thread; the inbox is locked."""
         with self._edit:
             self._broken[peer] = number
         self._report_ring(peer)
 
     def _report_ring(self, peer: int) -> None:
-        """Report to a peer what became of its ring; called when something is new: the link to it, the ring or its end.
+        """Tell a peer whether its ring is mapped, or broken. Called when that changes, and when a link to it is opened.
 
-        A peer ignores what is said of an older link than its present one.
+        The peer ignores what concerns an older link than its present one.
         """
         with self._edit:
             link, mapped, broken = self._links.get(peer), self._mapped.get(peer), self._broken.get(peer)
@@ -704,7 +726,7 @@ class Links:
         self._end(link)
 
     def _close_silent(self) -> None:
-        """Close the links to workers that acknowledge nothing any more, or that nobody connects. Event-loop thread."""
+        """Close links to workers that acknowledge nothing any more, or that do not get connected. Event-loop thread."""
         assert self._silence_s is not None
         now = time.monotonic()
         with self._edit:
@@ -713,9 +735,10 @@ class Links:
             if link.fd is not None:
                 is_over = link.silence.seconds(link.fd, now) >= self._silence_s
             else:
-                # libzmq ends a try to connect that takes longer than `_silence_s`. Of one that it could not begin, for
-                # want of a descriptor, it tells nothing, and it begins no other.
-                link.num_waits += 1  # and not the time, which goes on for a process that stands still
+                # libzmq ends an attempt to connect that takes longer than `_silence_s`. But if it cannot begin one, as
+                # no descriptor is left, it reports nothing, and does not try again. Checks are counted instead of
+                # seconds, as time also passes while this process is stopped.
+                link.num_waits += 1
                 is_over = link.num_waits > 2 * _LOOKS
             if is_over:
                 self._end(link)
@@ -723,8 +746,9 @@ class Links:
     def _end(self, link: _Link) -> None:
         """A link has ended. Event-loop thread."""
         link.fd = None
-        # Closing frees what is queued for the dead; the entry stays, so that send() goes on answering False. Nobody
-        # makes the link again in between: the notice alone says that something may be lost.
+        # Closing frees the messages that are queued for the dead peer. The entry stays, so that `send` goes on
+        # returning False. Nobody opens the link again before the notice is filed: only the notice says that messages
+        # may be lost.
         with self._edit:
             was_open = link.close()
             ours = was_open and self._links.get(link.peer) is link and not self._closed

@@ -25,8 +25,9 @@ from elaswave_spmd.errors import LinksError, headline_of
 class Envelope:
     """One message.
 
-    A payload starts at a multiple of 8 bytes, no more: code that feeds one to a kernel whose bits may depend on
-    alignment copies it into aligned memory first (boundary tensors); elementwise sums may read it where it lies.
+    The address of a payload is a multiple of 8, but not necessarily of more. A kernel's result may depend on alignment,
+    so code that gives a payload to such a kernel copies it into aligned memory first (boundary tensors). Elementwise
+    sums may read it in place.
 
     Args:
         sender: peer id of the sender.
@@ -47,7 +48,8 @@ class PeerClosed:
     may still follow this notice, and stay valid.
 
     Args:
-        was_linked: False if there was no link, by `Links.drop_all_but`, and something was to be sent on it.
+        peer: peer id.
+        was_linked: False if there was no link to this member (`Links.drop_all_but`) and a message to it was lost.
     """
 
     peer: int
@@ -70,7 +72,8 @@ class Interrupted:
 class LinksFailed:
     """Nothing is received any more: an exception has ended the thread of this process's links.
 
-    Nobody gets it as an item: `take_all` and `get` raise it, so that no process goes on deaf, whatever it waits for.
+    It is never returned as an item: `take_all` and `get` raise it. So no process goes on without receiving anything,
+    whatever it is waiting for.
     """
 
     error: BaseException
@@ -86,7 +89,7 @@ class Request:
 
     Args:
         body: the decoded JSON, unchecked.
-        reply: sends the answer, JSON-ready; to be called once; never blocks.
+        reply: sends the answer, which must be JSON-ready. To be called once; never blocks.
     """
 
     body: Mapping[str, Any]
@@ -97,14 +100,14 @@ Item: TypeAlias = Envelope | PeerClosed | ControllerLost | Interrupted | LinksFa
 
 
 class Source(Protocol):
-    """A source of messages that nobody files until the consumer asks for them (shared_inbox.py)."""
+    """A source of messages that are filed only when the consuming thread asks for them (shared_inbox.py)."""
 
     def drain(self) -> None:
-        """File everything that is there."""
+        """File all messages that have arrived."""
         ...
 
     def sleeps(self) -> bool:
-        """Have the mailbox woken, by `Mailbox.wake`, when something comes. Returns False if something is there."""
+        """Have `Mailbox.wake` called when the next message arrives. Returns False if one has arrived already."""
         ...
 
 
@@ -114,17 +117,18 @@ class Mailbox:
     Items of one sender stay in the order in which they were put.
 
     Args:
-        tap: sees every item first, in the thread that puts it; returning True keeps the item out of the queue. It
-            serves messages that are answered while the consuming thread computes (LinkProbe's). It must be short and
-            must not block.
+        tap: called with every item first, in the thread that puts it. If it returns True the item is not queued. It is
+            for messages that are answered while the consuming thread computes (LinkProbe's). It must be short and must
+            not block.
     """
 
     def __init__(self, tap: Callable[[Item], bool] | None = None) -> None:
         self._tap = tap
         self._source: Source | None = None
         self._items: deque[Item] = deque()
-        # Locked means "nothing new since the consumer last looked". A bare lock wakes its waiter through one semaphore,
-        # a fraction of what Condition does in Python code; the deque itself needs no lock.
+        # A lock that serves as a bell: locked means "nothing new since the consumer last looked". A bare lock wakes its
+        # waiter through one semaphore, which costs a fraction of what Condition does in Python code. The deque itself
+        # needs no lock.
         self._bell = threading.Lock()
         self._bell.acquire()
 
@@ -132,14 +136,14 @@ class Mailbox:
         return len(self._items)
 
     def attach(self, source: Source) -> None:
-        """Have the consumer look for messages in a source too."""
+        """Make the consumer look for messages in this source as well."""
         self._source = source
 
     def put(self, item: Item, *, wake: bool = True) -> None:
         """File `item` and wake the consumer. Any thread; never blocks.
 
         Args:
-            wake: False if this is the consumer's thread.
+            wake: False if this is called in the consuming thread, which need not be woken.
         """
         if self._tap is not None and self._tap(item):
             return
@@ -152,7 +156,7 @@ class Mailbox:
         try:  # noqa: SIM105  (the hot path: a context manager costs ten times the call)
             self._bell.release()
         except RuntimeError:
-            pass  # rung already; the consumer looks at the queue after acquiring the bell, so it sees this item
+            pass  # it has rung already; the consumer looks at the queue after acquiring the bell, so it sees this item
 
     def interrupt(self, reason: str) -> None:
         """File `Interrupted(reason)`, in order with everything else."""
@@ -162,12 +166,12 @@ class Mailbox:
         """Remove and return everything filed so far, oldest first; never blocks.
 
         Raises:
-            RunError: nothing can be received any more. Once; what was filed before is lost with it.
+            RunError: nothing can be received any more. Raised once; items that were filed before are lost.
         """
         if self._source is not None:
             self._source.drain()
         items = self._items
-        if not items:  # as between two layers, mostly
+        if not items:  # the usual case: a worker calls this between any two layers
             return []
         found = [items.popleft() for _ in range(len(items))]
         for item in found:
@@ -176,7 +180,7 @@ class Mailbox:
         return found
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until an item is there (True) or `timeout` seconds have passed (False). None waits without a limit."""
+        """Block until there is an item (True) or `timeout` seconds have passed (False). None waits without a limit."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         # The bell may have rung for an item that was removed earlier: hence the loop.
         while not self._has_items():
@@ -186,9 +190,9 @@ class Mailbox:
         return True
 
     def _has_items(self) -> bool:
-        """True if something is there; else the bell will ring when something comes."""
+        """True if there is an item. If not, the bell will ring when one comes."""
         if self._source is not None:
-            # What was there may be of a kind that nobody is told of, so look until the source sleeps.
+            # A message of the source may yield no item (it was rejected, or `tap` took it), so drain until it sleeps.
             while not self._items and not self._source.sleeps():
                 self._source.drain()
         return bool(self._items)
@@ -197,7 +201,7 @@ class Mailbox:
         """Remove and return the oldest item, waiting up to `timeout` seconds for one; None if there was none.
 
         Raises:
-            RunError: nothing can be received any more. Once, after all that was filed before.
+            RunError: nothing can be received any more. Raised once, after all items that were filed before.
         """
         item = self._items.popleft() if self.wait(timeout) else None
         if isinstance(item, LinksFailed):
@@ -221,8 +225,8 @@ class SelectableMailbox(Mailbox):
 
     def put(self, item: Item, *, wake: bool = True) -> None:
         super().put(item, wake=wake)
-        with contextlib.suppress(BlockingIOError):  # a full pipe is readable as well
-            os.write(self._write, b"\0")  # after the item is filed: a woken consumer finds it
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so it is readable already
+            os.write(self._write, b"\0")  # after the item is filed, so that the consumer finds it when it wakes
 
     def take_all(self) -> list[Item]:
         with contextlib.suppress(BlockingIOError):

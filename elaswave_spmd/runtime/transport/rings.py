@@ -1,12 +1,13 @@
-"""A ring: records from one process to one other through shared memory, without a system call.
+"""A ring buffer: passes records from one process to another through shared memory, without a system call.
 
-The writer's process owns the memory. Its *tail* counts the bytes that were ever written, the reader's *head* those that
-were read; each is stored by one side only. A record is written before the tail moves over it, so that a writer that is
-killed at any moment leaves whole records behind. A ring that is full takes nothing: its writer never waits.
+The writer's process owns the memory. The *tail* counts the bytes that were ever written, and only the writer stores it;
+the *head* counts the bytes that were ever read, and only the reader stores it. A record is written before the tail
+moves past it, so a writer that is killed at any moment leaves only whole records behind. If a record does not fit
+nothing is written: the writer never waits.
 
-A reader that is about to sleep sets `waiting`, then looks once more; a writer looks at `waiting` after it has moved the
-tail, and rings the reader's bell if it is set. Between storing and looking both take a lock, which is a full barrier:
-one of the two sees what the other has stored.
+A reader that is about to sleep sets `waiting`, then checks once more for a record. A writer moves the tail, then checks
+`waiting`, and rings the reader's bell if it is set. Between their store and their check both take a lock, which is a
+full memory barrier. So at least one of the two sees what the other has stored, and no wake-up is lost.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 
 _TAIL, _HEAD, _WAITING = 0, 8, 16  # 64-bit words; a cache line each
 _CONTROL_BYTES = 192
-_SKIP = (1 << 64) - 1  # in place of a record's length: the next one begins at the ring's start
+_SKIP = (1 << 64) - 1  # in place of a record's length: the next record is at the start of the ring
 
 RING_BYTES = 1 << 17
 """Bytes of a ring's records."""
@@ -27,10 +28,10 @@ MOST_RECORD_BYTES = RING_BYTES // 4
 """The largest record that a ring takes."""
 
 MOST_RECORDS = RING_BYTES // 8
-"""No ring holds more records: the length of each takes 8 bytes."""
+"""The most records that a ring can hold, as each takes at least the 8 bytes of its length."""
 
 MEMORY_BYTES = _CONTROL_BYTES + RING_BYTES
-"""What a ring needs of shared memory."""
+"""The bytes of shared memory that a ring takes."""
 
 
 class RingWriter:
@@ -48,7 +49,7 @@ class RingWriter:
         self._fence = threading.Lock()
 
     def write(self, parts: Sequence[bytes | memoryview]) -> bool:
-        """Write one record, the parts one after the other. False if it does not fit now: nothing is written then."""
+        """Write one record that consists of these parts. Returns False, and writes nothing, if it does not fit now."""
         length = sum(map(len, parts))
         size = 8 + -(-length // 8) * 8
         start = self._tail % RING_BYTES
@@ -73,8 +74,8 @@ class RingWriter:
             view.release()
 
     def must_ring(self) -> bool:
-        """True, once, if the reader sleeps and is to be woken. To be asked after every record."""
-        with self._fence:
+        """True, once, if the reader sleeps and has to be woken. To be called after every record."""
+        with self._fence:  # the barrier between storing the tail and looking at `waiting`
             pass
         if not self._words[_WAITING]:
             return False
@@ -86,7 +87,7 @@ class RingReader:
     """The reading end of a ring. Its caller lets one thread in at a time.
 
     Args:
-        memory: the writer's, mapped here.
+        memory: the `MEMORY_BYTES` of the writer, mapped into this process.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -99,7 +100,7 @@ class RingReader:
         """The next record; None if there is none.
 
         Raises:
-            ValueError: what is there is no record. The ring cannot be read any more.
+            ValueError: there is no valid record at the head. The ring cannot be read any more.
         """
         tail = self._words[_TAIL]
         if tail == self._head:
@@ -120,15 +121,15 @@ class RingReader:
         return record
 
     def wait(self) -> None:
-        """Ask to be woken at the next record. To be followed by a barrier, and by `has_record`."""
+        """Ask the writer for a wake-up at its next record. A barrier and `has_record` must follow."""
         self._words[_WAITING] = 1
 
     def is_awake(self) -> None:
-        """Ask not to be woken."""
+        """Withdraw the request of `wait`, so that the writer need not ring the bell."""
         self._words[_WAITING] = 0
 
     def has_record(self) -> bool:
-        """True if there is one."""
+        """True if there is a record to read."""
         return self._words[_TAIL] != self._head
 
     def close(self) -> None:
@@ -138,23 +139,23 @@ class RingReader:
 
 
 class Bell:
-    """A bell that wakes a process that waits for records: a named pipe into which others write a byte.
+    """The bell of a process that sleeps until a record arrives: a named pipe into which other processes write a byte.
 
     Args:
-        path: of the pipe; made here. `close` removes it.
+        path: the path of the pipe. The pipe is made here, and `close` removes it.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the pipe cannot be made.
     """
 
     def __init__(self, path: str) -> None:
         os.mkfifo(path, 0o600)
         self._path = path
-        # For writing as well: a pipe without a writer is readable for ever, and one without a reader cannot be opened.
+        # Opened for writing as well, so that it always has a writer: a pipe whose last writer has gone stays readable.
         self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def quiet(self) -> None:
-        """Take out what was written."""
+        """Read everything that was written into the pipe, so that it is not readable any more."""
         with contextlib.suppress(BlockingIOError):
             while len(os.read(self.fd, 4096)) == 4096:
                 pass
@@ -167,10 +168,13 @@ class Bell:
 
 
 class BellRope:
-    """Another process's bell.
+    """The writing end of another process's bell.
+
+    Args:
+        path: the path of its pipe.
 
     Raises:
-        OSError: there is none, or that process has ended.
+        OSError: there is no such pipe, or its process has ended.
     """
 
     def __init__(self, path: str) -> None:
@@ -178,13 +182,14 @@ class BellRope:
         self._lock = threading.Lock()
 
     def ring(self) -> None:
-        """Wake the process; never waits. Nothing happens if it has ended."""
-        with self._lock, contextlib.suppress(BlockingIOError, BrokenPipeError):  # a full pipe is readable as well
+        """Wake the process. Never waits; does nothing if the process has ended."""
+        # BlockingIOError: the pipe is full, so the process is being woken already.
+        with self._lock, contextlib.suppress(BlockingIOError, BrokenPipeError):
             if self._fd >= 0:
                 os.write(self._fd, b"\0")
 
     def close(self) -> None:
-        """Let go of it. Idempotent."""
+        """Close this end of the pipe. Idempotent."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)

@@ -1,8 +1,9 @@
-"""An inbox for what peers of this host send through shared memory, in order with what they send over sockets.
+"""The receiving half of links through shared memory. It merges what arrives by rings and by sockets, in order.
 
-A message of a peer comes as a record of its ring or, when the ring was full or not there yet, over the socket. Both
-ways keep their order, and each message has a number, so those that come early wait here. The rings are read by the
-thread that consumes the mailbox, when it looks for messages: as long as it computes, no other thread is woken for them.
+A message of a peer arrives as a record of the peer's ring or, if the ring was full or not mapped yet, over the socket.
+Each of the two keeps its own order, and each message has a number, so a message that overtakes others waits here. The
+rings are read by the thread that consumes the mailbox, when it looks for messages. So while that thread computes, no
+other thread has to be woken for them.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from elaswave_spmd.runtime.transport.rings import MEMORY_BYTES, MOST_RECORDS, Ri
 from elaswave_spmd.runtime.transport.shared_memory import MemoryLocation, PeerMemory
 
 _MOST_EARLY = 1 << 16
-"""The most messages of a peer that wait for others. One that has gone wrong has more: its link counts as closed."""
+"""How many messages of a peer may wait for earlier ones. A peer with more has gone wrong: its link counts as closed."""
 
 
 @dataclass(slots=True)
 class _Sender:
-    """One peer, as of one link.
+    """A peer and its newest link to this process.
 
     Args:
-        rank: of the peer.
-        link: number of the link.
-        memory: the peer's, once it is mapped.
-        ring: of this link, in that memory.
-        next_number: of the message that is delivered next.
-        early: messages with larger numbers; None: one that was rejected.
-        pid: of the peer, once its memory is mapped.
-        forgotten: it is no peer any more.
-        broken: nothing more is taken from it.
+        rank: the peer's id.
+        link: the number of the link, among those of the peer's process.
+        memory: the peer's shared memory; None while it is not mapped.
+        ring: the ring of this link in that memory; None if there is none.
+        next_number: the number of the message that is delivered next.
+        early: number -> message that has to wait for earlier ones; None for one that was rejected.
+        pid: the peer's process id; 0 while its memory is not mapped.
+        forgotten: True if it is not a peer any more.
+        broken: True if nothing more is taken from this link.
     """
 
     rank: int
@@ -57,13 +58,17 @@ class _Sender:
 
 
 class SharedInbox:
-    """The rings of all peers, and the order of their messages. The mailbox asks it for more.
+    """The rings of all peers, and the order of their messages. It is the `Source` of the mailbox.
+
+    The consuming thread calls `drain` and `sleeps`; the event-loop thread of the links calls `add_ring`, `accept` and
+    `skip`; any thread may call the others. A lock lets one thread in at a time.
 
     Args:
         mailbox: messages are filed here.
-        limits: of the messages that are taken.
+        limits: the limits of messages; a message beyond them is rejected.
         on_broken: called with a peer and the number of its link when nothing more is taken from that link. The peer
-            does not see that, and has to be told: else it would go on sending into it. Any thread; not to call this.
+            cannot see that and has to be told, or it would go on sending. Called in any of these threads, with the lock
+            held: so it must not call this object.
     """
 
     def __init__(self, mailbox: Mailbox, limits: MessageLimits, on_broken: Callable[[int, int], None]) -> None:
@@ -71,15 +76,15 @@ class SharedInbox:
         self._limits = limits
         self._on_broken = on_broken
         self._lock = threading.Lock()  # guards the rest: the event loop adds what comes over sockets
-        self._fence = threading.Lock()  # see rings.py
-        self._senders: dict[int, _Sender] = {}  # also of the past: what was under way comes late
-        self._mapping: dict[int, _Sender] = {}  # those whose memory is mapped: nobody else has a ring to look at
+        self._fence = threading.Lock()  # taking it is a full memory barrier, see rings.py
+        self._senders: dict[int, _Sender] = {}  # former peers included, as their messages may arrive late
+        self._mapping: dict[int, _Sender] = {}  # the senders whose memory is mapped; only these can have a ring
         self._memories: dict[MemoryLocation, PeerMemory] = {}
         self._rejected: list[str] = []
-        self._asked = False  # to be woken, by some ring, since the consumer has looked last
+        self._asked = False  # True if some ring was asked to wake the consumer since the consumer last looked
 
     def add_ring(self, sender: int, link: int, location: MemoryLocation, at: int) -> None:
-        """A peer has a new link, with a ring at an offset of its shared memory.
+        """A peer has opened a new link, with a ring at an offset of its shared memory.
 
         Raises:
             OSError: that memory cannot be mapped.
@@ -95,31 +100,32 @@ class SharedInbox:
                 self._mapping[sender] = found
                 found.ring = RingReader(memory.view[at : at + MEMORY_BYTES])
                 self._asked = True
-                found.ring.wait()  # the consumer may sleep already, and has not asked this one to wake it
+                found.ring.wait()  # the consumer may be sleeping already, and could not ask this ring to wake it
             self._unmap()
 
     def accept(self, message: Message) -> None:
         """Take a message that came over the socket.
 
         Raises:
-            MessageRejected: its payloads are not where it says.
+            MessageRejected: there can be no payload at the place that the message names.
         """
         with self._lock:
             sender = self._sender(message.sender, message.link)
             if sender is not None:
                 if message.number > sender.next_number:
-                    self._drain(sender, wake=True)  # the ring was full, so those before it are there
+                    self._drain(sender, wake=True)  # the ring was full, so the earlier messages are in it
                 self._file(sender, message, wake=True)
 
     def skip(self, sender: int, link: int, number: int) -> None:
-        """A message that came over the socket was rejected: those after it do not wait for it."""
+        """A message that came over the socket was rejected: later ones must not wait for it."""
         with self._lock:
             found = self._sender(sender, link)
             if found is not None:
                 self._deliver(found, number, None, wake=True)
 
     def forget(self, *peers: int) -> None:
-        """Peers are none any more. Their memory stays mapped until their processes end: they may become some again."""
+        """These are not peers any more. Their memory stays mapped until their processes end, as they may become peers
+        again."""
         with self._lock:
             for peer in peers:
                 if (found := self._senders.get(peer)) is not None:
@@ -127,16 +133,16 @@ class SharedInbox:
             self._unmap()  # once, as it looks at all former peers
 
     def close(self) -> None:
-        """Let go of all memory of peers; payloads that were delivered stay valid."""
+        """Unmap the memory of all peers. Payloads that were delivered stay valid."""
         with self._lock:
             for sender in list(self._mapping.values()):
                 self._let_go_of_memory(sender)
             self._memories = {}
 
     def drain(self) -> None:
-        """File everything that is there. For the thread that consumes the mailbox."""
+        """File all messages that are in the rings. For the thread that consumes the mailbox."""
         with self._lock:
-            # Between two layers nothing has come, mostly: this is called hundreds of times in a step.
+            # This is called hundreds of times in a step, and usually finds nothing, so it must be cheap then.
             for sender in self._mapping.values():
                 if (ring := sender.ring) is not None:
                     if self._asked:
@@ -146,20 +152,20 @@ class SharedInbox:
             self._asked = False
 
     def sleeps(self) -> bool:
-        """Have the consumer woken by the next record. Returns False if there is one already."""
+        """Ask all rings to wake the consumer at their next record. Returns False if there is a record already."""
         with self._lock:
             self._asked = True
             rings = [sender.ring for sender in self._mapping.values() if sender.ring is not None]
             for ring in rings:
                 ring.wait()
-            with self._fence:
+            with self._fence:  # the barrier between storing `waiting` and looking at the tail, see rings.py
                 pass
             return not any(ring.has_record() for ring in rings)
 
     def unmap_dead(self) -> None:
-        """Let go of the memory of former peers that have ended since `forget`. To be called now and then.
+        """Unmap the memory of former peers whose processes have ended since `forget`. To be called now and then.
 
-        A process that was killed is there for a while after it is known to be lost, and its memory with it.
+        A process that was killed still exists for a while after it is known to be lost, so `forget` comes too early.
         """
         with self._lock:
             if any(sender.forgotten for sender in self._mapping.values()):
@@ -172,7 +178,7 @@ class SharedInbox:
             return found
 
     def _sender(self, rank: int, link: int) -> _Sender | None:
-        """The peer as of this link; None for a message of an older one."""
+        """The state of the peer's link, new if the link is; None if the peer has a newer link already."""
         found = self._senders.get(rank)
         if found is not None and found.link > link:
             return None
@@ -184,14 +190,15 @@ class SharedInbox:
         return found
 
     def _unmap(self) -> None:
-        """Let go of the memory of former peers that have ended."""
+        """Unmap the memory of former peers whose processes have ended."""
         for sender in list(self._mapping.values()):
             if sender.forgotten and not Path(f"/proc/{sender.pid}").exists():
                 self._drain(sender, wake=True)
-                sender.early.clear()  # what they wait for was lost with the process, and payloads keep its memory
+                # The messages that these wait for were lost with the process, and their payloads keep its memory.
+                sender.early.clear()
                 self._let_go_of_memory(sender)
         used = {sender.memory for sender in self._mapping.values()}
-        # That of a process that lives is kept: blocks are let go of through it.
+        # The memory of a living process is kept even if no link uses it: its blocks are released through it.
         self._memories = {
             at: memory for at, memory in self._memories.items() if memory in used or Path(f"/proc/{at.pid}").exists()
         }
@@ -203,7 +210,8 @@ class SharedInbox:
         self._mapping.pop(sender.rank, None)
 
     def _drain(self, sender: _Sender, *, wake: bool) -> None:
-        """File what is in a peer's ring, but no more than a ring holds: what comes meanwhile is for the next time."""
+        """File the messages in a peer's ring, at most as many as a ring holds: a peer that writes as fast as this reads
+        must not keep it here."""
         for _ in range(MOST_RECORDS):
             try:
                 record = None if sender.ring is None else sender.ring.read()
@@ -224,7 +232,7 @@ class SharedInbox:
                     self._deliver(sender, rejected.numbered[2], None, wake=wake)
 
     def _break(self, sender: _Sender, *, wake: bool) -> None:
-        """A peer has gone wrong, so that messages of it are lost: as if its link were closed."""
+        """A peer has gone wrong and its messages are lost: treat its link as closed."""
         if not sender.broken:
             sender.broken, sender.ring = True, None
             sender.early.clear()
@@ -233,7 +241,7 @@ class SharedInbox:
 
     def _file(self, sender: _Sender, message: Message, *, wake: bool) -> None:
         if sender.forgotten and sender.memory is None and any(place != NOT_SHARED for place in message.places):
-            return  # it was under way when the peer's memory was let go of
+            return  # the message arrived after the peer's memory was unmapped, which has its payloads
         try:
             payloads = tuple(
                 payload if place == NOT_SHARED else _payload(sender, place, size)
@@ -244,13 +252,17 @@ class SharedInbox:
         self._deliver(sender, message.number, Envelope(message.sender, message.header, payloads), wake=wake)
 
     def _deliver(self, sender: _Sender, number: int, envelope: Envelope | None, *, wake: bool) -> None:
-        """Put a message in the mailbox, or keep it until those before it have come. None: it was rejected."""
+        """Put a message in the mailbox, or keep it until all earlier ones have arrived.
+
+        Args:
+            envelope: the message; None if it was rejected, so that only its number counts.
+        """
         if number == UNORDERED:
             if envelope is not None:
                 self._mailbox.put(envelope, wake=wake)
             return
         if number < sender.next_number or sender.broken:
-            return  # none of ours: each number comes once
+            return  # malformed, as each number is sent once; or the link is broken
         if number > sender.next_number and len(sender.early) >= _MOST_EARLY:
             self._break(sender, wake=wake)
             return

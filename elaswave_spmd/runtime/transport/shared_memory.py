@@ -1,13 +1,12 @@
-"""Memory that processes of one host share: its owner writes payloads into it, others map it and read them there.
+"""Memory that processes of one host share: its owner writes payloads into it, and others map it and read them there.
 
-The memory is a file without a name (`memfd_create`, Linux 3.17). Others open it through the owner's descriptor in
-/proc, which the kernel allows to processes of the same user. It is freed with the last process that has it mapped:
-after the owner's death what was sent stays readable, and nothing is left in a file system, whoever is killed.
+The memory is an anonymous file (`memfd_create`, Linux 3.17). Other processes open it through the owner's descriptor in
+/proc, which the kernel allows to processes of the same user. It is freed when no process has it mapped any more. So
+what was sent stays readable after the owner's death, and nothing is left in a file system, whichever process is killed.
 
-A payload lies in a *block*. Its owner sets the block's mark when it hands the block over, and the receiver clears the
-mark when nothing refers to the payload any more; only then is the block used again. The blocks of a receiver that has
-ended are free at once; those of one that merely seems lost are not, so that nobody ever reads other bytes than were
-sent.
+A payload is in a *block*. Its owner sets the block's mark when it hands the block over, and the receiver clears the
+mark when nothing refers to the payload any more; only then is the block used again. The blocks of a receiver whose
+process has ended are free at once. Those of a receiver that only seems lost are not, as it may still read them.
 """
 
 from __future__ import annotations
@@ -29,20 +28,21 @@ _NAME = "elaswave"
 _LINE = 64
 """Blocks begin at multiples of this many bytes: a cache line, and what AVX-512 loads at once."""
 _PAGE = mmap.PAGESIZE
-_MOST_BYTES = 1 << 36  # of one process; taken from the machine as it is written to
-_LOOKED_AT = 8  # blocks of a size that are asked for their mark before a new one is made
-_TRIM_EVERY = 4096  # blocks handed over between two looks for memory that is not used any more
+_MOST_BYTES = 1 << 36  # size of the memory of one process; the machine provides pages only as they are first written
+_LOOKED_AT = 8  # at most this many blocks of the right size are checked before a new one is made
+_TRIM_EVERY = 4096  # after this many blocks were handed over, pages of blocks that are long unused are given back
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLocation:
-    """The location at which another process finds the shared memory of a process.
+    """Where other processes find the shared memory of a process.
 
     Args:
-        pid: of the owner.
-        fd: the owner's descriptor.
-        inode: of the memory, which no other has; another process may get the number of one that has ended.
-        num_bytes: size of the memory.
+        pid: the owner's process id.
+        fd: the owner's descriptor of the memory.
+        inode: the inode of the memory. It is compared when the memory is opened, as a new process may get the process
+            id of one that has ended.
+        num_bytes: the size of the memory.
     """
 
     pid: int
@@ -52,15 +52,15 @@ class MemoryLocation:
 
 
 def why_unsupported() -> str:
-    """Why no process of this machine can share memory; empty if that is not known."""
+    """The reason why no process of this machine can share memory; empty if no such reason is known."""
     if platform.machine() not in ("x86_64", "AMD64"):
-        # What one core stores in order, another sees in order: only there it was tried.
+        # Rings and marks rely on stores becoming visible to other cores in order. This was tried on x86-64 only.
         return f"it relies on the memory order of x86-64, and this is {platform.machine()}"
     return "" if hasattr(os, "memfd_create") else "this system has no memfd_create"
 
 
 def why_not_shared() -> str:
-    """Why processes like this one cannot share memory, which is tried; empty if they can."""
+    """The reason why processes like this one cannot share memory, found by trying it; empty if they can."""
     if why := why_unsupported():
         return why
     try:
@@ -75,10 +75,13 @@ def why_not_shared() -> str:
 
 
 class SharedMemory:
-    """The shared memory of this process, with the blocks in it. Every method may be called from any thread.
+    """The shared memory of this process, and the blocks in it. Every method may be called from any thread.
+
+    Args:
+        num_bytes: the size of the memory; 0 for the default, which is as large as the machine's memory, or 64 GiB.
 
     Raises:
-        OSError: this process may not have it.
+        OSError: the system does not allow this process to make it.
     """
 
     def __init__(self, num_bytes: int = 0) -> None:
@@ -93,23 +96,24 @@ class SharedMemory:
         self.view = memoryview(self._map)
         self.location = MemoryLocation(os.getpid(), self._fd, os.fstat(self._fd).st_ino, num_bytes)
         self._lock = threading.Lock()  # guards the rest
-        self._end = _LINE  # of what was ever used; 0 is no place
-        self._blocks: dict[int, deque[_Block]] = {}  # by size: those that were handed over longest ago come first
-        self._ended: dict[int, int] = {}  # link that is closed -> its receiver, which may be alive
-        self._dead: set[int] = set()  # links whose receivers have ended
-        self._replaced: set[int] = set()  # links in place of which their receivers, which live, have newer ones
-        self._reserved: dict[int, tuple[int, int]] = {}  # offset -> bytes, link
-        self._number = 0  # of the last block that was handed over
+        self._end = _LINE  # end of the part that was ever used. The first line stays unused: offset 0 means "no place"
+        self._blocks: dict[int, deque[_Block]] = {}  # by size; the block that was handed over longest ago comes first
+        self._ended: dict[int, int] = {}  # number of a closed link -> process id of its receiver, which may be alive
+        self._dead: set[int] = set()  # numbers of the links whose receivers have ended
+        self._replaced: set[int] = set()  # numbers of the links that a newer link to the same receiver has replaced
+        self._reserved: dict[int, tuple[int, int]] = {}  # offset -> (bytes, number of the link)
+        self._number = 0  # number of the block that was handed over last
         self._lent: dict[int, _Lent] = {}  # by the offset of the block
-        self._returned: deque[_Block] = deque()  # that were lent; filled without the lock
+        # Blocks that were lent and are not referred to any more. `_give_back` adds to it without the lock.
+        self._returned: deque[_Block] = deque()
         self._address = _address(self.view)
         self._pid = os.getpid()
 
     def reserve(self, num_bytes: int, link: int) -> int | None:
-        """Take memory for a link until its receiver has ended, or has a newer one: the offset of so many zero bytes.
+        """Reserve zeroed memory for a link, until its receiver has ended or a newer link has replaced it.
 
         Returns:
-            None if that much is not left.
+            The offset of the memory; None if not enough is left.
         """
         with self._lock:
             if self._fd < 0:
@@ -129,8 +133,8 @@ class SharedMemory:
         """Copy a payload into a block, and hand the block over to the receiver at the other end of a link.
 
         Args:
-            payload: contiguous.
-            link: the number by which `close` knows the receiver.
+            payload: a contiguous buffer.
+            link: the number of the link, by which `close_link` finds its blocks.
 
         Returns:
             The payload's offset, a multiple of 64; None if there is no room.
@@ -142,7 +146,8 @@ class SharedMemory:
             return None
         if lent is None:
             self.view[block.at : block.at + num_bytes] = payload.cast("B")
-        with self._lock:  # not before it is written: the link may be closed meanwhile, and the block taken for another
+        # Listed only after it is written: if this link is closed meanwhile, another one could take a listed block.
+        with self._lock:
             self._number = block.number = self._number + 1
             self._map[block.at - _LINE] = 1
             if lent is None:
@@ -152,9 +157,9 @@ class SharedMemory:
         return block.at
 
     def lend(self, num_bytes: int, link: int) -> np.ndarray | None:
-        """Lend a block for a payload that is yet to be written, and sent once: `place` hands it over without a copy.
+        """Lend a block for a payload that the caller writes and sends once: `place` hands it over without a copy.
 
-        The block is used again when nothing here refers to the array any more, and nothing at its receiver.
+        The block is used again when neither this process nor the receiver refers to it any more.
 
         Returns:
             uint8 [num_bytes]; None if there is no block.
@@ -167,33 +172,37 @@ class SharedMemory:
         return array
 
     def close_link(self, link: int, receiver: int) -> None:
-        """A link is closed: its blocks are free when the receiver has let go of them, or has ended; its ring, then.
+        """A link is closed. Its blocks become free when the receiver has released them or has ended.
+
+        The memory that was reserved for its ring becomes free when the receiver has ended.
 
         Args:
-            receiver: its process id.
+            link: the number of the link.
+            receiver: the process id of the receiver.
         """
         with self._lock:
             self._ended[link] = receiver
 
     def replace_links(self, links: Collection[int]) -> None:
-        """What was reserved for these is not read any more: their receivers have newer ones. Blocks of them may be."""
+        """The receivers of these links have newer links, and do not read the memory that was reserved for these any
+        more. They may still read blocks of them."""
         with self._lock:
             self._replaced |= {link for _, link in self._reserved.values() if link in links}
 
     @property
     def num_held(self) -> int:
-        """The number of blocks that receivers have not let go of."""
+        """The number of blocks that receivers have not released yet."""
         with self._lock:
             self._take_back()
             return sum(not self._is_free(block) for blocks in self._blocks.values() for block in blocks)
 
     @property
     def num_used_bytes(self) -> int:
-        """The bytes of all blocks there ever were."""
+        """The size in bytes of the part of the memory that was ever used."""
         return self._end
 
     def close(self) -> None:
-        """Nobody can map the memory from now on. Who has it mapped keeps it."""
+        """Close the memory: no process can map it from now on. Those that have mapped it keep it."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -213,13 +222,13 @@ class SharedMemory:
             return block
 
     def _take_back(self) -> None:
-        """Look after the blocks that were lent as after all others."""
+        """Add the blocks that were lent, and are not referred to here any more, to `_blocks`."""
         while self._returned:
             block = self._returned.popleft()
             self._blocks[block.num_bytes].append(block)
 
     def _unsent(self, payload: memoryview, link: int) -> _Lent | None:
-        """What was lent for a payload of this link, unless it was sent before."""
+        """The lent block in which a payload of this link is; None if it is in none, or was sent before."""
         lent = self._lent.get(_address(payload) - self._address)
         if lent is None or lent.is_sent or lent.block.link != link:
             return None
@@ -227,7 +236,8 @@ class SharedMemory:
         return lent
 
     def _give_back(self, lent: _Lent) -> None:
-        # Called by whoever drops the last reference, at any moment: it takes no lock and waits for nothing.
+        # Called when the last reference is dropped, in any thread and at any moment, even while that thread holds the
+        # lock: so it takes no lock. It does nothing in a forked process, as the block is the parent's.
         if os.getpid() == self._pid:
             del self._lent[lent.block.at]
             self._returned.append(lent.block)
@@ -240,7 +250,10 @@ class SharedMemory:
         return at
 
     def _has_pages(self, at: int, num_bytes: int) -> bool:
-        """True if the machine has given memory for a part, which it might not when it is written to: SIGBUS then."""
+        """Allocate the pages of a part now; False if the machine has no memory for them.
+
+        Without this, the lack of memory would only show when the part is written to, as SIGBUS.
+        """
         try:
             os.posix_fallocate(self._fd, at, num_bytes)
         except OSError:
@@ -261,11 +274,14 @@ class SharedMemory:
         return not self._map[block.at - _LINE] or self._has_ended(block.link)
 
     def _is_unread(self, link: int) -> bool:
-        """True if nobody reads any more what was reserved for a link."""
+        """True if the memory that was reserved for a link is not read any more."""
         return link in self._replaced or self._has_ended(link)
 
     def _has_ended(self, link: int) -> bool:
-        """True if a link is closed, and its receiver has ended. Others are not looked at: receivers may be many."""
+        """True if a link is closed and the process of its receiver has ended.
+
+        Only closed links are checked, one file in /proc each: there may be many receivers.
+        """
         receiver = self._ended.get(link)
         if receiver is not None and not Path(f"/proc/{receiver}").exists():
             del self._ended[link]
@@ -273,7 +289,7 @@ class SharedMemory:
         return link in self._dead
 
     def _trim(self) -> None:
-        """Give pages back to the machine that free blocks have not used for long."""
+        """Give the pages of free blocks that were not used for long back to the machine."""
         for blocks in self._blocks.values():
             for block in blocks:
                 is_idle = not block.trimmed and block.number <= self._number - _TRIM_EVERY
@@ -288,10 +304,10 @@ class PeerMemory:
     """The shared memory of another process, mapped here.
 
     Args:
-        location: from the process itself.
+        location: where the memory is, as its owner has sent it.
 
     Raises:
-        OSError: the process has ended, or is not of this user; or what is there is no such memory.
+        OSError: the process has ended or belongs to another user, or its descriptor is not of such a memory.
     """
 
     def __init__(self, location: MemoryLocation) -> None:
@@ -311,10 +327,10 @@ class PeerMemory:
         self._pid = os.getpid()
 
     def payload(self, at: int, num_bytes: int) -> memoryview:
-        """The payload at an offset, where it lies. Its block is let go of when nothing refers to the payload.
+        """The payload at an offset, in place. Its block is released when nothing refers to the payload any more.
 
         Raises:
-            ValueError: no block can be there.
+            ValueError: there can be no block at this offset.
         """
         if at % _LINE or at < 2 * _LINE or at + num_bytes > len(self.view):
             raise ValueError(f"no block of {num_bytes} bytes is at {at}")
@@ -324,9 +340,9 @@ class PeerMemory:
         return array.data
 
     def _let_go(self, taken: _Taken) -> None:
-        # Called by whoever drops the last reference, at any moment: it takes no lock and waits for nothing.
+        # Called when the last reference is dropped, in any thread and at any moment: so it takes no lock.
         if os.getpid() != self._pid:
-            return  # a process that user's code has forked: what it drops is still used by its parent
+            return  # in a process that a user's code has forked: the parent still uses the block
         if self._taken.get(taken.at) is taken:
             del self._taken[taken.at]
         self._map[taken.at - _LINE] = 0
@@ -344,8 +360,11 @@ class _Block:
     """A block of this process's memory.
 
     Args:
-        at: offset of the payload. The mark is the byte 64 bytes before it: 1 while a receiver may read.
-        num_bytes: room for a payload.
+        at: the offset of the payload. The mark is the byte 64 bytes before it: 1 while a receiver may read the payload.
+        num_bytes: the largest payload that fits.
+        link: the number of the link by which it was handed over last.
+        number: when it was handed over last, by the count of all blocks that were.
+        trimmed: True if its pages were given back to the machine since.
     """
 
     at: int
@@ -356,7 +375,7 @@ class _Block:
 
 
 class _Lent(weakref.ref[np.ndarray]):
-    """A reference to an array that lies in a block, which nothing else has meanwhile."""
+    """A reference to the array over a lent block. While it exists the block is not in `_blocks`."""
 
     __slots__ = ("block", "is_sent")
     block: _Block
@@ -364,18 +383,18 @@ class _Lent(weakref.ref[np.ndarray]):
 
 
 def _mapped(fd: int, num_bytes: int) -> mmap.mmap:
-    """A file's memory. It is left out of a core dump, which would write, and so allocate, all that was never used."""
+    """Map a file. It is left out of core dumps, which would read, and so allocate, all of it that was never used."""
     found = mmap.mmap(fd, num_bytes)
     found.madvise(mmap.MADV_DONTDUMP)
     return found
 
 
 def _address(memory: memoryview) -> int:
-    """Where memory lies in this process."""
+    """The address of a buffer in this process."""
     return np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
 
 
 def _rounded(num_bytes: int) -> int:
-    """The size of the block for so many bytes: at most an eighth larger, so that few sizes occur."""
+    """The size of the block for a payload: at most an eighth larger, so that only few sizes of blocks occur."""
     step = max(_LINE, 1 << max(0, num_bytes.bit_length() - 4))
     return -(-max(1, num_bytes) // step) * step
