@@ -1,4 +1,4 @@
-"""A configuration of the mesh as a worker sees it: the content of a Reconfigure message, worked out."""
+"""A configuration: one mesh epoch as a worker sees it, made from a Reconfigure message."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ class Configuration:
     Args:
         placement: the mesh, the cuts between stages, micro-batches and replicas.
         version: the highest version of any member when the epoch began.
-        recovery_plan: who recomputes what of step version + 1, as far as this worker has to know. None: nothing of that
-            step was begun, so that it runs as placed. Empty: everything of it is done.
-        validate: the version whose validation is to be run, since the controller lacks losses of it; None if none is.
+        recovery_plan: the recovery plan of step version + 1: which worker computes what of it. On a large mesh it has
+            only the lines that this worker has to do with (C15). None: no member has begun that step, so it runs as
+            placed. Empty: nothing is left to compute.
+        validate: the version whose validation must be run, as the controller lacks losses of it; None if none must.
         save: write the state of `version` and begin no other step.
-        attempt: of the steps after `version`; what was computed of them in older attempts counts no more.
-        repair: the newest attempt that began since replicas differed; 0: none did.
-        split_layers: layers whose backward may be in two parts.
-        put_off: per stage, the most micro-batches whose weight gradients a worker may put off; (): none on any stage.
-        in_flight: per stage, the most micro-batches that a worker may have between forward and backward; (): as
-            `pipeline.in_flight_limits` has it.
-        is_last: the run ends early, after `version`.
+        attempt: the number of the attempt of the steps after `version`. Results of older attempts do not count (V5).
+        repair: the number of the newest attempt that began because replicas differed (H3); 0 if none did.
+        split_layers: the layers whose backward may run in two parts.
+        put_off: for each stage the most micro-batches whose weight gradients a worker may put off; (): none on any.
+        in_flight: for each stage the most micro-batches that a worker may have between forward and backward; (): the
+            numbers of `pipeline.in_flight_limits`.
+        is_last: the run ends early, after `version` (`train.stop_patience`).
     """
 
     placement: Placement
@@ -52,25 +53,26 @@ class Configuration:
         return self.placement.mesh.epoch
 
     def limits_of(self, stage: int) -> KeptLimits:
-        """The most micro-batches that a worker of a stage keeps anything of."""
+        """The most micro-batches that a worker of this stage may have in flight, and may put off."""
         mesh, counts = self.placement.mesh, self.placement.microbatch_counts
         in_flight = self.in_flight or in_flight_limits([len(members) for members in mesh.stages], counts)
         return KeptLimits(in_flight[stage], self.put_off[stage] if self.put_off else 0)
 
     def limited(self, message: LimitsMessage) -> Configuration:
-        """The same mesh epoch with the limits of the controller's message."""
+        """This configuration with the limits of a Limits message, which may come in the middle of a mesh epoch."""
         layers = frozenset(message.split_layers)
         return replace(self, split_layers=layers, put_off=message.put_off, in_flight=message.in_flight)
 
     @classmethod
     def from_message(cls, first: Placement, message: Reconfigure) -> Configuration:
-        """The configuration that the controller's message describes.
+        """The configuration that a Reconfigure message describes.
 
         Args:
-            first: the placement that the run began with: specs and layers are the same in all epochs.
+            first: the placement that the run began with. What is the same in all epochs is taken from it: the model's
+                layers, the specs, the sizes of the axes inside a worker.
         """
         shape = first.mesh.shape
-        # The devices inside a worker (tp, fsdp) are the same in every epoch: only workers come and go.
+        # The axes of devices inside a worker (tp, fsdp) have the same sizes in every epoch: only workers come and go.
         tp, fsdp = shape.axis_size("tp"), shape.axis_size("fsdp")
         shape = MeshShape.of_stages(map(len, message.stages), tp=tp, fsdp=fsdp)
         mesh = Mesh(shape, message.stages, message.epoch, _topology_of(message))
@@ -79,7 +81,7 @@ class Configuration:
             mesh=mesh,
             layer_cuts=message.layer_cuts,
             microbatch_counts=message.microbatch_counts,
-            # Without rows it is the first epoch, whose replica map this worker has planned as the controller did.
+            # A message without replicas is that of the first epoch: this worker has planned the same ones itself.
             replicas=from_rows(message.replicas) if message.replicas else first.replicas,
         )
         about = message.version, message.recovery_plan, message.validate, message.save, message.attempt, message.repair
@@ -88,7 +90,7 @@ class Configuration:
 
 
 def _topology_of(message: Reconfigure) -> Topology:
-    """The hosts of the members, if workers are told; else all count as on one."""
+    """The hosts of the members, if the message has them; otherwise all members count as being on one host."""
     if not message.hosts:
         return Topology(())
     numbered = (zip(members, of, strict=True) for members, of in zip(message.stages, message.hosts, strict=True))

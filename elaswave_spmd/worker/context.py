@@ -1,7 +1,7 @@
-"""The values that every part of a worker needs and none of them changes, as one frozen `WorkerContext`.
+"""`WorkerContext`: the values that all parts of a worker need and no part changes, in one frozen object.
 
-What is optional around a worker (measuring, fault injection, process groups, devices that recover) is in `WorkerHooks`,
-so that the parts need not know which options are on.
+Everything optional (measuring, fault injection, process groups, devices that recover) is in `WorkerHooks`, so that the
+parts of a worker need not know which options are on.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ class LocalModel:
         layout: where each parameter lies in the flat state of its layer.
         inits: name of an owned parameter -> its initial distribution; empty with `made`.
         make_modules: makes the layers that this worker is about to compute.
-        prototype: layer number -> the layer without memory, only to be read.
+        prototype: called with a layer number; returns the layer without memory for its parameters, only to be read.
         programs: run one layer at a time, on tensors of the worker's device.
-        made: the initial values that constructors made, if the model's own count; None: they are drawn by `inits`.
-        given: the weights that the run begins with in place of these (`model.init_from`); None: there are none. Checks
-            of the model compute with initial values all the same, which are there when these files are not any more.
+        made: the initial values that the model's constructors made; None: initial values are drawn by `inits`.
+        given: the weights that the run begins with in place of initial values (`model.init_from`); None: there are
+            none. Checks of the model compute with initial values all the same, since the files of given weights may be
+            gone when a worker joins later.
         inputs: makes the first layer's input of a micro-batch.
     """
 
@@ -67,7 +68,7 @@ class LocalModel:
     inputs: Inputs = first_inputs
 
     def initial(self, seed: int, name: str, first: int, stop: int) -> Tensor:
-        """Elements [first, stop) of the initial value of an owned parameter, flattened, fp32."""
+        """The initial value of an owned parameter: elements [first, stop) of it flattened, fp32."""
         if self.made is not None:
             return self.made.part(name, first, stop)
         return torch.from_numpy(materialize(self.inits[name], seed, name, first, stop))
@@ -75,9 +76,13 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class Datasets:
-    """The two splits; `validation` is None if the run never validates.
+    """The two splits of the data.
 
-    `loader` reads both, and ahead, if they are datasets of the user's; None: tokens in memory, which nobody waits for.
+    Args:
+        train: the samples to train on.
+        validation: the samples to validate on; None if the run never validates.
+        loader: the thread that reads a user's datasets ahead, both splits; None for tokens in memory maps, which need
+            no reading ahead.
     """
 
     train: Batches
@@ -91,32 +96,36 @@ def _ignore(*_: object) -> None:
 
 @dataclass(frozen=True)
 class WorkerHooks:
-    """Everything optional around a worker. Without arguments nothing is observed, injected or optional.
+    """Everything optional around a worker. `WorkerHooks()` observes nothing, injects nothing, and has all options off.
 
-    All of them are called by the training thread.
+    The training thread calls all of them.
 
     Args:
-        on_point: (point, step): a step passes one of its points. Progress is counted here, and faults are injected.
-        wrong_result: (point, step, result): what the device has computed at a point of a step; returns what the worker
-            goes on with. Wrong results are injected here; None: none are.
-        layer_ran: (step, micro-batch, layer, kind, began, ended): a layer program has run, of a kind of
-            `scheduling.pipeline`; times by time.perf_counter(), or of the device. None: nobody wants to know.
-        evaluated: a layer has run for a validation. Progress is counted here.
-        step_measured: (step, times of layer programs, of weight gradients that were put off, memory of layers that are
-            new): after every step.
-        data_waited: (step, seconds): this worker's training thread has waited so long for the samples of a step; before
-            it votes for the step.
-        applied: (report, replica): a version is complete. The state may be copied now, and changes after the call.
-        save: (replica): the run is about to stop; the state is to be written as it is.
-        failed: (error): the worker cannot go on after an exception; returns its report, and the worker stays until its
-            state is saved or others have taken its place. None is returned, or is the hook: the exception ends it.
-        members_changed: (message): members of the new configuration; links are opened and closed to match.
-        stage_group: process group of the worker's stage, for new parameters (`runtime.collectives=group`).
-        pairs: for boundary tensors and state, with the workers that get them or send them (`runtime.pairs`).
+        on_point: called with (point, step) when a step passes one of its fault points. Progress is counted here, and
+            faults are injected.
+        wrong_result: called with (point, step, result) after the device has computed a result; returns the result that
+            the worker goes on with. Wrong results are injected here. None: none are injected.
+        layer_ran: called with (step, micro-batch, layer, kind, began, ended) after a layer program has run; `kind` is
+            one of `scheduling.pipeline`, times are seconds of time.perf_counter() or of the device. None: not called.
+        evaluated: called after a layer has run for a validation. Progress is counted here.
+        step_measured: called after every step with (step, times of layer programs, times of weight gradients that were
+            put off, memory of layers that are new).
+        data_waited: called with (step, seconds) before the vote for a step: how long the training thread has waited for
+            the samples of the step.
+        applied: called with (report, replica) when a version is complete. The state may be copied only during the call,
+            as it changes after it.
+        save: called with (replica) when the run is about to stop, to write the state.
+        failed: called with (error) when the worker cannot go on after an exception. Returns the report, and the worker
+            stays until its state is saved or others have taken its place (C17). If it returns None, or if the hook is
+            None, the exception ends the worker.
+        members_changed: called with (message), a new configuration: links are opened and closed to match it.
+        stage_group: the process group of the worker's stage (`runtime.collectives=group`), for parameters, sums and
+            reduced gradients.
+        pairs: the pairs with other workers that send or receive boundary tensors and state (`runtime.pairs`).
         clock: sets the frequency of the device within steps (`schedule.frequency`).
-        device_recovery: brings a failed device back in the middle of a step, where the kind of device can be.
-        link_facts: (members): what the links have to say to a controller that has come back; None: none ever does, and
-            a worker without a controller ends.
+        device_recovery: resets a device that fails in the middle of a step, if its kind can be recovered.
+        link_facts: called with (members); returns the answer to a controller that has come back (`timeouts.adopt`).
+            None: no controller comes back, and a worker without a controller ends.
     """
 
     on_point: OnFaultPoint = no_op
@@ -136,7 +145,7 @@ class WorkerHooks:
     link_facts: Callable[[Iterable[int]], m.Adopted] | None = None
 
     def computed(self, point: FaultPoint, step: int, result: Tensor) -> Tensor:
-        """What the worker goes on with, of what its device has computed at a point of a step."""
+        """The result that the worker goes on with: `result`, unless a wrong one is injected at this point."""
         return result if self.wrong_result is None else self.wrong_result(point, step, result)
 
 
@@ -145,16 +154,16 @@ class WorkerContext:
     """One worker of a run.
 
     Args:
-        rank: of this worker. A rank is not reused within one life of the run; a restart from a checkpoint numbers its
-            workers from 0 again.
-        job: the arithmetic of the run.
-        placement: the first configuration of the mesh, without losses: what is the same in all configurations.
-        model: its layers.
+        rank: the rank of this worker. A rank is not reused within one life of the run; a restart from a checkpoint
+            numbers its workers from 0 again.
+        job: what the run computes.
+        placement: the placement on the run's first mesh. Only what is the same in all configurations is read from it.
+        model: the layers of the model and the programs that run them.
         data: the samples.
-        device: where parameters, state and sums lie, and layer programs run.
-        channel: the way to the other workers and the controller.
-        hooks: what is optional.
-        widest_votes: members up to which all vote to all (recovery/vote_exchange.py).
+        device: the device on which parameters, state and sums lie, and on which layer programs run.
+        channel: sends to, and receives from, the other workers and the controller.
+        hooks: the optional parts.
+        widest_votes: up to this number of members every member votes to every other (recovery/vote_exchange.py).
     """
 
     rank: int

@@ -1,13 +1,14 @@
 """The option `runtime.pairs`: boundary tensors and state go from device to device, through pairs, in place of links.
 
-A pair is two workers, and a group of the device's library for each direction in which one has something to send the
-other. The message itself goes over the link as ever, without its payload (PairSent); the payload goes through the pair.
-To whoever is above, the channel is one over links that are slow at times: what one worker sends another arrives once,
-in order, whatever way each payload has taken (docs/protocol.md, P1 to P8).
+A pair is two workers, with a group of the device's library for each direction in which one has something to send the
+other. The message itself goes over the link in a PairSent, without its payload; the payload goes through the pair. To
+its callers this channel looks like one over links that are slow at times: what one worker sends another arrives once
+and in order, whatever way each payload has taken (docs/protocol.md, P1 to P8).
 
-Who is told what: the sender keeps a payload until the receiver has it (PairReceived), or nobody needs it any more. The
-receiver holds back everything that has come after a message whose payload is still on its way. Either may give the pair
-up: then the sender sends over the link what the receiver has not got, and the receiver puts it where it belongs.
+The sender keeps a payload until the receiver has it (PairReceived), or until nobody needs it any more. The receiver
+holds back all messages of the sender that come after one whose payload is still on its way. Either of the two may give
+the pair up. Then the sender sends the payloads that the receiver lacks over the link, and the receiver completes the
+waiting messages with them.
 """
 
 from __future__ import annotations
@@ -35,21 +36,23 @@ from elaswave_spmd.worker.stage_collectives import CollectiveWork
 
 Direct: TypeAlias = Crossing | m.PageState
 _Boundary: TypeAlias = tuple[type[m.Message], int]
-"""(kind of message, layer): boundary tensors of one such have one size, where all micro-batches have one shape."""
+"""(kind of message, layer). If all micro-batches have one shape, all boundary tensors of one such key have one size."""
 
 
 MOST_STATE_KEPT = 256 << 20
-"""Bytes of state that may wait at a time, on the device of its sender, for word that pairs have brought it; one page
-range may be larger. What is beyond goes over links, which have it in host memory."""
+"""The most bytes of state that a sender keeps on its device until receivers confirm it; one page range may be larger.
+Further state goes over links, which keep it in host memory."""
 
 
 @dataclass(frozen=True)
 class HeldBack:
-    """What may wait, of one sender, behind a payload that its pair has not brought. Above it the pair is given up.
+    """The most that may wait here, of one sender, behind a payload that its pair has not brought (P4).
+
+    Above that the pair is given up.
 
     Args:
-        messages: more than any worker sends another in a step.
-        nbytes: of payloads that came over the link; what a worker may send another in a step.
+        messages: number of messages; more than any worker sends another in a step.
+        nbytes: bytes of payloads that came over the link; as many as a worker may send another in a step.
     """
 
     messages: int = 100_000
@@ -57,7 +60,7 @@ class HeldBack:
 
     @classmethod
     def of(cls, layout: ModelLayout) -> HeldBack:
-        """For a model: all of its state, which is four values of fp32 for each parameter at most."""
+        """The limits for a model. `nbytes` is all of its state: at most four fp32 values for each parameter."""
         return cls(nbytes=max(cls.nbytes, 16 * layout.num_parameters))
 
 
@@ -66,10 +69,10 @@ class PairLimits:
     """The limits of one worker's pairs: which messages go through them, and how much of these may wait.
 
     Args:
-        sends_state: state goes through pairs as well. Not on devices that recover: with state under way in their queue
-            they could not be synchronized at the begin of a step.
-        most_state: as MOST_STATE_KEPT.
-        held_back: what may wait here for the payloads of pairs.
+        sends_state: state goes through pairs as well. False on devices that can be recovered: they are synchronized at
+            the begin of a step, which would wait for state under way in their queue.
+        most_state: bytes; see MOST_STATE_KEPT.
+        held_back: the most that may wait here behind payloads of pairs.
     """
 
     sends_state: bool = True
@@ -78,33 +81,35 @@ class PairLimits:
 
 
 class Pairs(Protocol):
-    """The pairs of one worker, made anew for every epoch; until a pair is there, the link is used."""
+    """The pairs of one worker. They are made anew for every epoch; until a pair is connected, the link is used."""
 
     def enter_epoch(self, epoch: int, receivers: Collection[int], senders: Collection[int], rank: int) -> None:
-        """Begin to make the pairs of a newer epoch, and give up those before. Returns at once.
+        """Begin to make the pairs of a newer epoch, and give up those of the older one. Returns at once.
 
         Args:
-            receivers, senders: workers that this one, `rank`, sends to and gets from. The other end says the same.
+            receivers, senders: the workers that this one, `rank`, sends to and receives from. The other end of each
+                pair must name this worker in the same way.
         """
         ...
 
     def sends_to(self, peer: int) -> bool:
-        """True if both workers are connected, for what this one sends the other."""
+        """True if the pair is connected in the direction from this worker to the peer."""
         ...
 
     def receives_from(self, peer: int) -> bool:
-        """The same for what the other one sends this one."""
+        """True if the pair is connected in the direction from the peer to this worker."""
         ...
 
     def failure(self, peer: int) -> str:
-        """The reason for which a pair of this epoch could not be made; "": there is none."""
+        """The reason for which a pair of this epoch could not be made; empty if it is there or still being made."""
         ...
 
     def send(self, peer: int, values: Tensor, what: str) -> CollectiveWork:
-        """Begin to send bytes. The pair keeps their memory as long as it may be read.
+        """Begin to send bytes. The pair keeps a reference to their memory as long as that may be read.
 
         Args:
-            what: the kind of message that they belong to. It is told with what becomes of them.
+            values: uint8, flat, on the device.
+            what: the kind of message that the bytes belong to, for traces and errors.
 
         Raises:
             RuntimeError: the library refuses, for example since it knows that the peer is gone.
@@ -112,13 +117,13 @@ class Pairs(Protocol):
         ...
 
     def receive(self, peer: int, values: Tensor, what: str) -> CollectiveWork:
-        """Begin to receive bytes; as `send`."""
+        """Begin to receive bytes into `values`; otherwise as `send`."""
         ...
 
     def give_up(self, peer: int) -> None:
-        """A pair is not used again in this epoch, and what is under way in it ends, both ways.
+        """End a pair for the rest of this epoch, with everything that is under way in it, in both directions.
 
-        The caller refers to nothing that is under way in it (`StageGroup.give_up` says why).
+        The caller must have dropped its references to all transfers of the pair (`StageGroup.give_up` says why).
         """
         ...
 
@@ -128,7 +133,9 @@ class _Sent:
     """A message whose payload goes, or went, through a pair.
 
     Args:
-        payload: kept until it has been received; None: nobody needs it any more.
+        number: the number of the message among those that this worker sends the peer through pairs (P3).
+        message: the message without its payload.
+        payload: kept until the peer has confirmed it; None if nobody needs it any more.
     """
 
     number: int
@@ -138,15 +145,16 @@ class _Sent:
 
 @dataclass
 class _Leaving:
-    """What this worker sends one other.
+    """What this worker sends one peer through pairs.
 
     Args:
-        number: of the last message.
-        kept: messages that are not known to have been received, oldest first.
-        waiting: those of them whose payload the pair has not been given yet.
-        work: the payload that is under way; one at a time.
-        sizes: bytes of the last boundary tensor of each kind that went over the link while this epoch's pair served.
-        is_silent: the receiver is not told that what is kept does not come, as there is no link to it now.
+        number: the number of the last message.
+        kept: the messages that the peer has not confirmed yet, oldest first.
+        waiting: those of `kept` whose payload the pair has not been given yet.
+        work: the transfer that is under way (one at a time); None if there is none.
+        sizes: the bytes of the last boundary tensor of each kind that went over the link while this epoch's pair was
+            connected.
+        is_silent: nobody needs what is kept, and the peer still has to be told so: there is no link to it at present.
     """
 
     number: int = 0
@@ -159,14 +167,14 @@ class _Leaving:
 
 @dataclass
 class _Slot:
-    """A message that has come, in its place.
+    """A received message in the order of its sender, while it or one before it is incomplete.
 
     Args:
-        number: of PairSent; 0: it came over the link as a whole.
-        incoming: what is given on; None: nothing, as nobody needs it.
-        size: bytes of a payload that the pair brings; 0: the link brings it again, if it has not come.
-        is_here: it is complete.
-        held: bytes of its payload, if it came over the link and waits for those before it.
+        number: the number in its PairSent; 0 if the message came over the link as a whole.
+        incoming: the message to give to the caller; None if there is nothing to give, as nobody needs it.
+        size: the bytes of the payload, if the pair brings it; 0 if the link brings it.
+        is_here: the message is complete.
+        held: the bytes of its payload, if it came over the link and waits for messages before it.
     """
 
     number: int
@@ -178,16 +186,16 @@ class _Slot:
 
 @dataclass
 class _Arriving:
-    """What comes from one other worker.
+    """What comes from one peer.
 
     Args:
-        number: of the last message that has a place in `slots`, or had one.
-        given: of the last one that was given on.
-        acknowledged: the sender was told so far.
-        slots: messages that are not given on yet, in their order.
-        held: bytes in them that came over the link and wait.
-        work, memory: the payload that is under way, of the first slot that lacks one.
-        sizes: bytes of the last boundary tensor of each kind that came over the link.
+        number: the number of the last PairSent that was given a slot.
+        given: the number of the last message that was given to the caller.
+        acknowledged: the number that the sender was told last, in PairReceived.
+        slots: the messages that were not given to the caller yet, in their order.
+        held: the bytes of payloads in `slots` that came over the link.
+        work, memory: the transfer that is under way, and where it goes; it is for the first slot that lacks a payload.
+        sizes: the bytes of the last boundary tensor of each kind that came over the link.
     """
 
     number: int = 0
@@ -201,20 +209,21 @@ class _Arriving:
 
 
 class DirectChannel(ForwardingChannel):
-    """A channel that sends payloads through pairs, where there are any.
+    """A channel that sends payloads through pairs if there are any, and otherwise over links.
 
-    Like `Channel.copies_payloads` has it for all else, the memory of what goes through a pair stays as it is until the
-    step is decided, whatever the links do.
+    The memory of a payload that goes through a pair must stay as it is until the step is decided, even if the links
+    copy payloads (`Channel.copies_payloads`).
 
     Args:
-        channel: the links.
-        rank: of this worker.
-        device: of the payloads.
-        compute: dtype of activations.
-        pairs: of this worker.
-        refusal: (sender, message, elements of its payload): why a message cannot be right; empty if it can.
-        expects: (sender, message): the placement, or the reshard plan, has this worker get it from there.
-        limits: what goes through pairs, and how much of it may wait.
+        channel: the channel over links.
+        rank: the rank of this worker.
+        device: the device of the payloads.
+        compute: the dtype of activations.
+        pairs: the pairs of this worker.
+        refusal: called with (sender, message, number of elements of its payload); returns the reason for which the
+            message cannot be right, or an empty string.
+        expects: called with (sender, message); True if in this configuration the worker is to get it from there.
+        limits: which messages go through pairs, and how much of them may wait.
     """
 
     def __init__(
@@ -242,17 +251,19 @@ class DirectChannel(ForwardingChannel):
         self._members: frozenset[int] = frozenset()
         self._senders: frozenset[int] = frozenset()  # workers that send this one something through pairs
         self._lost: set[int] = set()  # workers whose pair with this one was given up in this epoch
-        self._lost_later: dict[int, int] = {}  # worker -> newer epoch in which it has given the pair up
+        self._lost_later: dict[int, int] = {}  # worker -> a newer epoch in which it has given the pair up already
         self._epoch = -1
-        self._is_interrupted = False  # a StepReport was sent in this epoch: from then on all goes over links
+        self._is_interrupted = False  # a StepReport was sent in this epoch: from then on payloads go over links (P1)
 
     def enter_epoch(self, placement: Placement, replica_map: ReplicaMap) -> None:
-        """Begin a new epoch: pairs are made anew, and links bring what those before have not.
+        """Begin a new epoch: begin to make new pairs, and send over links what the old ones may not have brought (P6).
 
-        Boundary tensors are not among it: the recovery plan has them sent again to whoever needs them.
+        Boundary tensors are not sent here: by the recovery plan they are sent again to the workers that need them.
 
         Args:
-            replica_map: of the layers of this worker's stage, and of all pages that it has or learns, at least.
+            placement: the mesh and what runs where, in the new epoch.
+            replica_map: the replicas at least of the layers of this worker's stage, and of all pages that it holds or
+                learns.
         """
         self._epoch, self._members = placement.mesh.epoch, frozenset(placement.mesh.members)
         self._lost.clear()
@@ -270,7 +281,7 @@ class DirectChannel(ForwardingChannel):
             self._send_again(peer, leaving)
         receivers, self._senders = pair_peers(self._rank, placement, replica_map)
         self._pairs.enter_epoch(self._epoch, receivers, self._senders, self._rank)
-        # Whoever has entered this epoch first may have found already that a pair of it cannot be made.
+        # A peer that has entered this epoch before this worker may have given the pair up already.
         for peer, epoch in self._lost_later.items():
             if epoch == self._epoch and peer in receivers | self._senders:
                 self._lost.add(peer)
@@ -280,7 +291,11 @@ class DirectChannel(ForwardingChannel):
     # ---- sending
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
-        """Send a message to a peer; see `Channel.send`. What is reported to the controller is noted here, too."""
+        """Send a message to a peer; see `Channel.send`.
+
+        Reports to the controller also pass here. A StepReport ends the use of pairs in this epoch, and an Applied shows
+        that a step is decided.
+        """
         if isinstance(message, m.StepReport):
             self._is_interrupted = True
         elif isinstance(message, m.Applied):
@@ -288,11 +303,11 @@ class DirectChannel(ForwardingChannel):
         if payload is None or not isinstance(message, self._kinds):
             super().send(peer, message, payload)
             return
-        # Looked at once, and before it is sent: a receiver that the pair serves has entered this epoch, and notes the
-        # size of what comes over the link as well.
+        # Asked once, before the message is sent: if the pair is connected by then, the receiver has entered this epoch,
+        # so it notes the size of this tensor as this sender does.
         serves = self._pairs.sends_to(peer)
         if not serves and not self._is_interrupted and (why := self._pairs.failure(peer)):
-            self._give_up(peer, why)  # said once in an epoch, also if the receiver could make its end
+            self._give_up(peer, why)  # tells the receiver, once in an epoch: it may have been able to make its end
         if not serves or not self._goes_direct(peer, message, payload):
             super().send(peer, message, payload)
             if serves and isinstance(message, Crossing):
@@ -307,11 +322,11 @@ class DirectChannel(ForwardingChannel):
         self._push(peer, leaving)
 
     def _goes_direct(self, peer: int, message: Direct, payload: Tensor) -> bool:
-        """True if the payload of a message goes through the pair with its receiver, which serves.
+        """True if the payload of a message goes through the pair with its receiver. The pair is connected.
 
-        The first boundary tensor of a kind that is sent while the pair serves goes over the link, and shows its
-        receiver the size of those that follow. So do tensors of another size, and of a validation, whose sender has no
-        use for them.
+        The first boundary tensor of each kind that is sent while the pair is connected goes over the link, and shows
+        its receiver the size of those that follow (P2). Tensors of another size go over the link as well, and so do
+        those of a validation, which the sender does not keep.
         """
         leaving = self._leaving.get(peer)
         if self._is_interrupted or peer in self._lost or (leaving is not None and leaving.is_silent):
@@ -326,7 +341,7 @@ class DirectChannel(ForwardingChannel):
         return leaving is not None and leaving.sizes.get((type(message), message.layer)) == payload.nbytes
 
     def _state_kept_beside(self, payload: Tensor) -> int:
-        """Bytes of other state that is not known to have been received; what goes to several receivers counts once."""
+        """Bytes of other state that receivers have not confirmed. A copy that goes to several receivers counts once."""
         kept = {
             sent.payload.data_ptr(): sent.payload.nbytes
             for leaving in self._leaving.values()
@@ -337,7 +352,7 @@ class DirectChannel(ForwardingChannel):
         return sum(kept.values())
 
     def _push(self, peer: int, leaving: _Leaving) -> None:
-        """Give the pair the next payload, when the one before has left."""
+        """Give the pair its next payload, if the one before has been transferred."""
         failed = ""
         while peer not in self._lost and not failed:
             if leaving.work is not None:
@@ -352,11 +367,12 @@ class DirectChannel(ForwardingChannel):
                     failed = _text_of(error)
             else:
                 return
-        if failed:  # outside of the handler: while an exception is handled, its traceback refers to the group
+        # Not in the handler: while an exception is handled, its traceback refers to the group, which is given up here.
+        if failed:
             self._give_up(peer, failed)
 
     def _received(self, peer: int, number: int) -> None:
-        """The receiver has everything up to a number, which was sent to it."""
+        """Handle PairReceived: the peer has everything up to this number. A number that was not sent is refused."""
         leaving = self._leaving.get(peer)
         if leaving is None or number > leaving.number:
             self.reject(admission.VALUE)
@@ -365,9 +381,10 @@ class DirectChannel(ForwardingChannel):
             leaving.kept.popleft()
 
     def _decided(self, step: int) -> None:
-        """A step is decided: the receivers of its boundary tensors have voted, and so have got them, or need them not.
+        """A step is decided: drop its boundary tensors. Their receivers have voted, so they have them or do not need
+        them.
 
-        Their memory may be used for something else from now on, and must not be sent again.
+        The memory of these tensors may be used for something else from now on, so it must not be sent again.
         """
         for leaving in self._leaving.values():
             for sent in leaving.kept:
@@ -375,9 +392,11 @@ class DirectChannel(ForwardingChannel):
                     sent.payload = None
 
     def _send_again(self, peer: int, leaving: _Leaving) -> None:
-        """Links bring what the receiver is not known to have, and say of what nobody needs that it does not come."""
+        """Send over the link everything that the peer has not confirmed: payloads, and notices for those that nobody
+        needs any more, so that the peer does not wait for them."""
         leaving.waiting.clear()
-        # On a large mesh a worker without a link is met by a new mesh epoch: not for what nobody needs.
+        # On a large mesh there may be no link to the peer, and a message to it would cost a new mesh epoch (C16). If
+        # only notices are left, they wait until there is a link.
         leaving.is_silent = bool(leaving.kept) and not any(s.payload is not None for s in leaving.kept)
         leaving.is_silent = leaving.is_silent and not self.reaches(peer)
         if leaving.is_silent:
@@ -392,7 +411,11 @@ class DirectChannel(ForwardingChannel):
     # ---- receiving
 
     def receive_all(self) -> list[Incoming]:
-        """Return the messages that have arrived, those with a payload when that is there; see `Channel.receive_all`."""
+        """Return the messages that are complete, with their payloads, in the order of each sender.
+
+        See `Channel.receive_all`. Messages about pairs are handled here and not returned. This also begins transfers
+        that can begin, and ends those that are complete.
+        """
         found = list[Incoming]()
         for incoming in super().receive_all():
             if incoming.sender == CONTROLLER or incoming.sender == self._rank:
@@ -424,20 +447,20 @@ class DirectChannel(ForwardingChannel):
             arriving.sizes[type(message), message.layer] = payload.nbytes
 
     def _hold(self, sender: int, arriving: _Arriving, incoming: Incoming) -> None:
-        """What came over the link waits for a payload before it."""
+        """Hold back a message that came over the link, since a message before it lacks its payload (P4)."""
         held = 0 if incoming.payload is None else incoming.payload.nbytes
         arriving.slots.append(_Slot(0, incoming, held=held))
         arriving.held += held
         self._bound(sender, arriving)
 
     def _bound(self, sender: int, arriving: _Arriving) -> None:
-        """Give the pair up if too much waits for it: the link brings what the pair has not, and nothing waits."""
+        """Give the pair up if too much waits for it. The link then brings what is missing."""
         most = self._limits.held_back
         if len(arriving.slots) > most.messages or arriving.held > most.nbytes:
             self._give_up(sender, f"{len(arriving.slots)} messages, with {arriving.held} bytes, wait for a payload")
 
     def _of_pair(self, incoming: Incoming) -> None:
-        """A message about a pair has come over the link."""
+        """Handle a message about a pair: PairSent, PairReceived or PairLost."""
         sender, message, payload = incoming.sender, incoming.message, incoming.payload
         if why := self._refusal(sender, message, None if payload is None else payload.numel()):
             self.reject(why)
@@ -446,7 +469,7 @@ class DirectChannel(ForwardingChannel):
             self._lost_later[sender] = max(message.epoch, self._lost_later.get(sender, 0))
             return
         if sender not in self._members:
-            return  # of a worker that is lost: late, as others of its messages are
+            return  # a late message of a worker that is lost
         match message:
             case m.PairSent():
                 self._sent(sender, message, payload)
@@ -457,18 +480,18 @@ class DirectChannel(ForwardingChannel):
                     self._give_up(sender, message.reason, notify=False)
 
     def _sent(self, sender: int, message: m.PairSent, payload: Tensor | None) -> None:
-        """A message has come whose payload the pair brings; or one has come again, with what the pair has not brought.
+        """Handle PairSent: a message whose payload the pair brings, or one that is sent again with its payload.
 
-        Numbers tell which payload belongs to which message. If one is missing, or comes twice, the pair has another
-        payload next than the one that is expected, so it is not used any more.
+        The numbers tell which payload belongs to which message (P3). If a number is missing or comes twice, the next
+        payload of the pair may not be the one that is expected, so the pair is given up.
         """
         arriving = self._arriving.setdefault(sender, _Arriving())
         if message.resent and message.number <= arriving.number:
             slot = next((slot for slot in arriving.slots if slot.number == message.number), None)
             if slot is None:
-                arriving.acknowledged = 0  # it was given on already: the sender does not know
+                arriving.acknowledged = 0  # the message was given on already: tell the sender again
             elif not slot.is_here:
-                if slot.size:  # the sender has given the pair up, or has entered an epoch that this worker has not
+                if slot.size:  # the sender has given the pair up, or has entered an epoch before this worker
                     self._give_up(sender, "", notify=False)
                 self._fill(slot, sender, message, payload)
             return
@@ -482,12 +505,12 @@ class DirectChannel(ForwardingChannel):
         arriving.slots.append(slot)
         if message.resent:
             self._fill(slot, sender, message, payload)
-        elif message.epoch == self._epoch and sender not in self._lost:  # else the link will bring it again
+        elif message.epoch == self._epoch and sender not in self._lost:  # otherwise the link will bring the payload
             self._expect(slot, sender, message)
         self._bound(sender, arriving)
 
     def _expect(self, slot: _Slot, sender: int, message: m.PairSent) -> None:
-        """Be ready for a payload that a pair brings, if this worker is to get one of just this size."""
+        """Note that the pair brings a payload, if this worker is to get one of just this size; else refuse it (P2)."""
         inner = _decoded(message.message)
         why = admission.UNREADABLE
         if isinstance(inner, self._kinds):
@@ -504,9 +527,10 @@ class DirectChannel(ForwardingChannel):
             self._give_up(sender, f"a payload was refused: {why}")
 
     def _is_size(self, sender: int, message: m.AnyMessage, size: int) -> bool:
-        """True for the size of state, which follows from its pages, and for the one that a boundary tensor had before.
+        """True if a boundary tensor has the size of the last one that came over the link. Always true for state, whose
+        size follows from its pages and is checked by `refusal`.
 
-        Memory is taken for a payload before it comes, and its sender alone says how large it is.
+        This is checked since memory is allocated before the payload comes, by the size that its sender has named.
         """
         return (
             not isinstance(message, Crossing)
@@ -514,10 +538,10 @@ class DirectChannel(ForwardingChannel):
         )
 
     def _fill(self, slot: _Slot, sender: int, message: m.PairSent, payload: Tensor | None) -> None:
-        """The link has brought what the pair has not."""
+        """Complete a slot with what came over the link: a payload, or the notice that none will come."""
         slot.is_here, slot.incoming, inner = True, None, _decoded(message.message)
         if payload is None and not message.message:
-            return  # nobody needs it any more
+            return  # the notice: nobody needs the payload any more
         dtype = payload_dtype(inner, self._compute) if isinstance(inner, self._kinds) else None
         if dtype is None or payload is None or payload.numel() % dtype.itemsize:
             self.reject(admission.SIZE)
@@ -525,7 +549,7 @@ class DirectChannel(ForwardingChannel):
             slot.incoming = Incoming(sender, inner, payload.view(dtype))
 
     def _take(self, peer: int, arriving: _Arriving) -> None:
-        """Take what the pair has brought, and be ready for what it brings next."""
+        """Take the payload that the pair has brought, and begin to receive the next one."""
         failed = ""
         while peer not in self._lost and not failed:
             slot = _next_by_pair(arriving)
@@ -543,11 +567,12 @@ class DirectChannel(ForwardingChannel):
             elif self._pairs.receives_from(peer):
                 assert slot.incoming is not None
                 try:
-                    # Not memory of before: a transfer that was given up may write to its own at any time.
+                    # Always new memory: a transfer that was given up may still write to the memory that it had.
                     arriving.memory = torch.empty(slot.size, dtype=torch.uint8, device=self._device.place)
                     what = type(slot.incoming.message).__name__
                     arriving.work = self._pairs.receive(peer, arriving.memory, what)
-                except RuntimeError as error:  # as in `_push`; or there is no memory: the link brings it to the host's
+                # The backend refuses (as in `_push`), or the device has no memory left: the link uses host memory.
+                except RuntimeError as error:
                     failed = _text_of(error)
             else:
                 failed = self._pairs.failure(peer)
@@ -557,7 +582,7 @@ class DirectChannel(ForwardingChannel):
             self._give_up(peer, failed)
 
     def _give_on(self, peer: int, arriving: _Arriving, found: list[Incoming]) -> None:
-        """Give on what is complete, in order, and tell the sender what it need not keep."""
+        """Move messages that are complete to `found`, in order, and tell the sender which ones it need not keep."""
         slots = arriving.slots
         while slots and slots[0].is_here:
             slot = slots.popleft()
@@ -572,9 +597,10 @@ class DirectChannel(ForwardingChannel):
     # ---- the end of a pair
 
     def _give_up(self, peer: int, reason: str, *, notify: bool = True) -> None:
-        """Use the link for the rest of the epoch, and for all that the pair has not brought.
+        """Give a pair up (P5): use the link for the rest of the epoch, and for all that the pair has not brought.
 
         Args:
+            reason: for the peer and the controller.
             notify: send PairLost to the other worker, and to the controller while the epoch lasts. False where the
                 other worker has sent it, or the pair ends with this worker.
         """
@@ -582,36 +608,38 @@ class DirectChannel(ForwardingChannel):
             return
         self._lost.add(peer)
         arriving, leaving = self._arriving.get(peer), self._leaving.get(peer)
-        # First: the last reference to a transfer must not be dropped here when the pair is given up.
+        # References to transfers are dropped first, as `Pairs.give_up` requires.
         if arriving is not None:
             self._abandon(arriving)
         if leaving is not None:
             leaving.work = None
         self._pairs.give_up(peer)
         if notify:
-            lost = m.PairLost(self._epoch, self._rank, peer, reason[:LONGEST_TEXT])  # a longer one is refused
+            lost = m.PairLost(self._epoch, self._rank, peer, reason[:LONGEST_TEXT])  # a longer text would be refused
             super().send(peer, lost)
-            if not self._is_interrupted:  # else this epoch is over, and the other end may have left for the next one
+            # After a StepReport the epoch is nearly over. The peer may have entered the next one, which ends the pair
+            # without a failure, so there is nothing to report.
+            if not self._is_interrupted:
                 super().send(CONTROLLER, lost)
         if leaving is not None:
             self._send_again(peer, leaving)
 
     def _abandon(self, arriving: _Arriving) -> None:
-        """Nothing that is under way in a pair counts any more: the link brings it again."""
+        """Stop receiving through a pair. The link brings what is missing."""
         arriving.work = arriving.memory = None
         for slot in arriving.slots:
             slot.size = 0
 
     def hand_over(self) -> None:
-        """This worker ends by itself: links, which are flushed, bring what it has sent and nobody is known to have.
+        """This worker is about to end: send over links what receivers have not confirmed (P7). Links are flushed then.
 
-        Nobody is told of a failure: what comes again says that the pair is not used any more.
+        No PairLost is sent: a message that comes again shows the receiver that the pair is not used any more.
         """
         for peer in list(self._leaving):
             self._give_up(peer, "", notify=False)
 
     def give_up_all(self, reason: str) -> None:
-        """The device has failed: nothing that is under way through it counts, nor does what is kept to be sent."""
+        """The device has failed: give all pairs up, and drop the payloads that are kept, as they may be wrong."""
         for peer, leaving in self._leaving.items():
             for sent in leaving.kept:
                 sent.payload = None
@@ -623,13 +651,13 @@ class DirectChannel(ForwardingChannel):
 
     @property
     def idle(self) -> bool:
-        """True if nothing is under way through pairs, and nothing waits for them."""
+        """True if no transfer is under way or waiting, in either direction."""
         leaves = any(leaving.work is not None or leaving.waiting for leaving in self._leaving.values())
         return not leaves and all(_next_by_pair(arriving) is None for arriving in self._arriving.values())
 
     @property
     def has_news(self) -> bool:
-        """True if something has ended, or can begin."""
+        """True if a transfer has ended or can begin, so that `receive_all` has something to do."""
         for leaving in self._leaving.values():
             if leaving.waiting if leaving.work is None else leaving.work.is_completed():
                 return True
@@ -643,10 +671,10 @@ class DirectChannel(ForwardingChannel):
 
 
 def pair_peers(rank: int, placement: Placement, replica_map: ReplicaMap) -> tuple[frozenset[int], frozenset[int]]:
-    """The workers that one has pairs with: those that it sends to, and those that it gets something from.
+    """(receivers, senders) of one worker's pairs.
 
-    They are the workers of its micro-batches on the stages before and after, both ways; learners of pages that it is
-    the primary of, and primaries of pages that it learns.
+    The workers of its micro-batches on the stages before and after are both. Learners of pages that it is the primary
+    of are receivers, and primaries of pages that it learns are senders.
     """
     stage = placement.mesh.stage_of(rank)
     beside = [other for other in (stage - 1, stage + 1) if 0 <= other < placement.num_stages]
@@ -662,13 +690,13 @@ def pair_peers(rank: int, placement: Placement, replica_map: ReplicaMap) -> tupl
 
 
 def _next_by_pair(arriving: _Arriving) -> _Slot | None:
-    """The first message that lacks its payload, if the pair brings it."""
+    """The first message that lacks its payload, if the pair brings that payload; else None."""
     slot = next((slot for slot in arriving.slots if not slot.is_here), None)
     return slot if slot is not None and slot.size else None
 
 
 def _ended(way: _Leaving | _Arriving) -> str:
-    """Forget a transfer that has ended. Returns why it failed; empty: it has not."""
+    """Drop a transfer that has ended. Returns the reason for which it failed; empty if it has not."""
     failed = ""
     assert way.work is not None
     try:

@@ -1,9 +1,9 @@
 """The canonical reduction of gradients: partial sums go to primaries, which add them up to the reduced gradient.
 
-The order of additions is that of one binary tree over micro-batches (determinism.reduction_tree), whichever worker
-computes which micro-batch. A worker adds up its own micro-batches as far as the tree allows. A tree node that it cannot
-complete alone is cut by page ranges and sent to the primary of each. The primary adds until it has the root: the
-reduced gradient.
+Additions follow one binary tree over micro-batches (determinism.reduction_tree), whichever worker computes which
+micro-batch; so the bits are the same on every mesh. A worker adds the gradients of its own micro-batches as far as the
+tree allows. When a tree node cannot grow any more on this worker, its sum is cut by page ranges, and each part is sent
+to the primary of its range. The primary adds until it has the root of the tree: the reduced gradient.
 """
 
 from __future__ import annotations
@@ -33,19 +33,23 @@ class SumObserver(Protocol):
     """Sees the gradients and sums of a worker's own micro-batches before they are sent (`SumChecks`)."""
 
     def looks_at(self, layer: int) -> bool:
-        """True if each micro-batch's gradient of a layer is to have a buffer of its own."""
+        """True if each micro-batch's gradient of a layer must have a buffer of its own, since `computed` reads it."""
         ...
 
     def computed(self, step: int, layer: int, microbatch: int, gradient: GradientBuffer) -> None:
-        """A micro-batch's gradient is made, and not added to another one yet."""
+        """Called when a micro-batch's gradient is in its buffer, before it is added to another one."""
         ...
 
     def summed(self, step: int, layer: int, node: Node, gradient: GradientBuffer) -> None:
-        """A sum is complete on this worker."""
+        """Called when the sum of a tree node cannot grow any more on this worker, before it is sent."""
         ...
 
     def collected(self, step: int, route: Route, node: Node, value: Tensor) -> Tensor:
-        """A sum of this worker's host is complete, for a primary on another one. Returns what is sent to it."""
+        """Called when this worker has added up a sum of its host for a primary on another host (E8).
+
+        Returns:
+            The values to send to that primary: `value`, unless a fault is injected.
+        """
         ...
 
 
@@ -54,11 +58,12 @@ class ReductionForm:
     """What all reductions of a run have in common on one worker.
 
     Args:
-        num_microbatches: of a step, the leaves of the tree.
-        sharded: gradients are sharded: sums leave as soon as they are complete, and their buffers are not kept for
-            longer than an exchange may still need them.
+        num_microbatches: the number of micro-batches of a step, which are the leaves of the tree.
+        sharded: gradients are sharded (ZeRO-2 and 3): a sum is sent as soon as it is complete, and its buffer is not
+            kept for longer than an exchange may still need it.
         add_in_place: autograd may add a micro-batch's gradient straight into its sibling's buffer (fp32 compute).
-        copies_payloads: a payload may be overwritten as soon as it is sent; else not until the step is decided.
+        copies_payloads: the memory of a payload may be overwritten as soon as it is sent. If False, it must stay as it
+            is until the step is decided.
     """
 
     num_microbatches: int
@@ -75,21 +80,23 @@ GradientDone = Callable[[int, ReplicaSet, Tensor], None]
 
 
 class GradientReducer:
-    """The reduction of one step after another on one worker, from configuration to configuration.
+    """The reduction of one step after another on one worker, through all configurations.
 
-    A worker's own sums are kept until their step is decided, so that they can be sent again to a new primary. Sharded
-    gradients are given up when sent over links, or when all members of the stage are known to have the exchange that
-    brings them: keeping them would take a full-size buffer per micro-batch. A micro-batch whose sum is lost with a
-    primary is computed again.
+    Replicated gradients: a worker keeps its own sums until their step is decided, so that they can be sent again to a
+    new primary. Sharded gradients: a sum is given up when it has been sent over links, or when all members of the stage
+    are known to have completed the exchange that brought it, since keeping all of them would take a full-size buffer
+    per micro-batch. A micro-batch whose sum is lost with a primary is then computed again.
 
     Args:
-        device: on which sums lie, and where payloads come that are added to them.
+        rank: the rank of this worker.
+        layout: the layers and pages of the model.
+        device: the device that the sums lie on, and that received payloads are copied to.
         form: what does not change during the run.
-        send: (primary, message, fp32 payload); `form` says from when on the payload may change.
-        gradient_done: called with (step, pages, gradient) when the reduced gradient of pages that this worker is the
-            primary of is complete. The step may be one that this worker has not begun.
-        exchanges: what goes through the group of the stage in place of `send`; None: nothing does.
-        observer: sees the sums that are made here; None: nobody checks them.
+        send: called with (primary, message, fp32 payload); `form` says from when on the payload may be overwritten.
+        gradient_done: called with (step, pages, gradient) when the reduced gradient of a range of pages that this
+            worker is the primary of is complete: fp32 [elements]. The step may be one that this worker has not begun.
+        exchanges: the exchanges that take sums through the group of the stage in place of `send`; None without a group.
+        observer: sees the sums that are made here; None if they are not checked.
     """
 
     def __init__(
@@ -113,40 +120,42 @@ class GradientReducer:
         self._exchanges = exchanges or StageExchanges()
         self._observer = observer
         self._pools: dict[int, GradientPool] = {}
-        self._layers: frozenset[int] = frozenset()  # that this worker computes
-        self._routes: dict[int, tuple[Route, ...]] = {}  # by layer
-        self._primary: list[ReplicaSet] = []  # the trained ranges that this worker is the primary of
-        # Made by `enter_epoch` and `begin_microbatch`, before anything reads them.
+        self._layers: frozenset[int] = frozenset()  # the layers that this worker computes
+        self._routes: dict[int, tuple[Route, ...]] = {}  # layer -> which of its pages go to which primary
+        self._primary: list[ReplicaSet] = []  # the trained page ranges that this worker is the primary of
+        # The first two are set by `enter_epoch`, the third by `begin_microbatch`, before anything reads them.
         self._uses: dict[PageRange, tuple[int, ...]]  # range of `_primary` -> the layers whose gradients it adds up
         self._ranges_by_use: dict[int, list[tuple[int, ReplicaSet]]]
-        self._leaf_alone: GradientBuffer  # of the micro-batch that is not added to others here
-        # Step -> reductions of the ranges that this worker is the primary of. More than one step: others may be ahead.
+        self._leaf_alone: GradientBuffer  # the gradient of a micro-batch that is not added to others here
+        # Step -> the reductions of the ranges in `_primary`. There may be several steps, as other workers may be ahead.
         self._steps: dict[int, dict[PageRange, RangeReduction]] = {}
-        self._early: dict[PartialSum, Tensor] = {}  # for pages that this worker is not the primary of yet
+        self._early: dict[PartialSum, Tensor] = {}  # sums of pages that this worker is not the primary of (yet)
         self._final: frozenset[Node] = frozenset()  # the largest tree nodes that this worker can complete alone
-        # Layer -> sums that still grow here, and (below) sums that were sent, kept for another primary.
+        # Layer -> the sums that still grow here.
         self._local: dict[int, tuple[Reduction, dict[Node, GradientBuffer]]] = {}
+        # Layer -> the sums that were sent, and are kept in case their pages get another primary.
         self._kept: dict[int, list[tuple[Node, GradientBuffer]]] = {}
-        self._keeps_all = False
+        self._keeps_all = False  # True from a StepReport to the next configuration: no sum is given up
         self.applied_step = 0
-        """The step last applied: nodes of it, or of earlier steps, are ignored."""
-        self._sum_bytes = 0
+        """The step that was applied last. Tree nodes of this step or an earlier one are ignored."""
+        self._sum_bytes = 0  # bytes of the sums that `num_bytes` counts for sharded gradients, now and at the peak
         self._peak_sum_bytes = 0
 
     def enter_epoch(
         self, replica_map: ReplicaMap, layers: Iterable[int], current: int, unsure: Collection[int] = ()
     ) -> None:
-        """Take part in a newer configuration: send sums of pages that have another primary now.
+        """Take part in a newer configuration: send the sums of pages that have another primary now.
 
         Args:
-            replica_map: of all layers that concern this worker's layers and held pages; page ranges are those of the
-                older configuration, parts of them, or several joined, if nothing of a step is under way.
-            layers: that this worker computes.
+            replica_map: the replicas of all layers that concern this worker's layers and held pages. Its page ranges
+                are those of the older configuration, parts of them, or, if nothing of a step is under way, several of
+                them joined.
+            layers: the layers that this worker computes.
             current: the step under way.
             unsure: peers that may have missed what they were sent: they get all of it again.
         """
         self._layers = frozenset(layers)
-        for pool in self._pools.values():  # else each change of the mesh would leave some
+        for pool in self._pools.values():  # views by page range: otherwise each change of the mesh would leave some
             pool.forget_views()
         old_routes, self._routes = self._routes, {}
         for layer in {*self._layers, *self._kept, *self._local} & replica_map.keys():
@@ -160,31 +169,32 @@ class GradientReducer:
         self._uses = {pages.key: uses_of(self._layout, pages) for pages in self._primary}
         self._ranges_by_use = _by_use(self._layout, self._primary)
         handed_over = self._split_reductions(replica_map)
-        # Sums that the group of the epoch before may not have brought. It was of other members, perhaps: to all.
+        # Sums that the group of the older epoch may not have brought. It may have had other members, so they are sent
+        # to all primaries.
         missing = self._exchanges.take_back()
         for layer, kept in self._kept.items():
             before = sorted((route.first, route.stop, route.pages.primary) for route in old_routes.get(layer, ()))
             for route in self._routes.get(layer, ()):
                 was = _primary_at(before, route.first, route.stop)
-                if was == self.rank:  # this worker was the primary: its own part went into its trees
+                if was == self.rank:  # this worker was the primary: this part of its sums went into its own trees
                     continue
                 again = was != route.pages.primary or route.pages.primary in unsure
                 for node, buffer in kept:
                     if again or (layer, node) in missing:
                         self._emit_part(current, route, node, buffer, mine=False)
         for use in handed_over:
-            self._kept.pop(use, None)  # what their sums held of these pages went into the tree
+            self._kept.pop(use, None)  # the part of these sums that was this primary's is in the trees that were sent
         early, self._early = self._early, {}
         for message, payload in early.items():
             self.node_received(message, payload)
-        self._keeps_all = False  # what was reported is where the new configuration wants it
+        self._keeps_all = False  # all sums that the StepReport named are now where the new configuration needs them
 
     def keep_all(self) -> None:
-        """Give up no sum until the next `enter_epoch`: a StepReport has named those that are here."""
+        """Give up no sum until the next `enter_epoch`: a StepReport has named the sums that are here."""
         self._keeps_all = True
 
     def _split_reductions(self, replica_map: ReplicaMap) -> set[int]:
-        """Cut the reductions of this primary as page ranges were cut, and send those that have another primary now.
+        """Cut this primary's reductions as page ranges were cut, and send the parts that have another primary now.
 
         Returns:
             The layers whose sums went into trees that were sent.
@@ -219,8 +229,9 @@ class GradientReducer:
     def begin_step(self, step: int, microbatches: Iterable[int]) -> None:
         """Begin a step, in which this worker adds up these micro-batches as far as the tree allows.
 
-        Called again in the middle of a step that is recovered, with the micro-batches added up so far and those that
-        are still to come: a sum that waited for a micro-batch which another worker computes now is sent as it is.
+        Called again in the middle of a step that is recovered, with the micro-batches that were added up so far and
+        those that are still to come. A sum that was to be added to a micro-batch which another worker computes now is
+        sent as it is.
         """
         self._exchanges.begin(step)
         self._final = frozenset(maximal_nodes(microbatches, self._form.num_microbatches))
@@ -229,7 +240,7 @@ class GradientReducer:
                 self._emit(step, layer, node, buffers.pop(node))
 
     def _grows(self, node: Node) -> bool:
-        """True if micro-batches are still to come that are added to this open sum."""
+        """True if this worker will add further micro-batches to the sum of this node."""
         return node not in self._final and any(f[0] <= node[0] and node[1] <= f[1] for f in self._final)
 
     @property
@@ -246,8 +257,8 @@ class GradientReducer:
         buffer and a pass over it.
 
         Args:
-            alone: the micro-batch was another worker's, or is computed again: it is not added to others here.
-            own_leaf: its gradient is looked at by itself before it is added.
+            alone: do not add this micro-batch to others here, as it was another worker's or is computed again.
+            own_leaf: keep its gradient apart until `end_microbatch`, since the caller makes digests of it.
         """
         if (pool := self._pools.get(layer)) is None:
             pool = self._pools[layer] = GradientPool(self._layout.layers[layer], self._device.place)
@@ -265,12 +276,14 @@ class GradientReducer:
             half = sibling(leaf, self._form.num_microbatches)
             other = None if half is None else buffers.get(half)
         buffer = buffers[leaf] = other or pool.acquire()
-        if own_leaf:  # a wrong sum may have left something between its parameters, where nothing is ever written
+        # A pooled buffer should be zero between its parameters, where nothing is written. If this worker has added
+        # wrongly before, it may not be; and what is compared with others includes these elements.
+        if own_leaf:
             buffer.flat.zero_()
         return buffer, other is not None
 
     def end_microbatch(self, step: int, layer: int, microbatch: int, *, alone: bool = False) -> None:
-        """The micro-batch's gradient is in its buffer: add up what the tree allows, and send complete nodes."""
+        """The micro-batch's gradient is in its buffer: add what the tree allows, and send nodes that are complete."""
         node = (microbatch, microbatch + 1)
         buffers = self._local[layer][1] if not alone else {node: self._leaf_alone}
         if self._observer is not None:
@@ -283,7 +296,7 @@ class GradientReducer:
         assert added is not None, f"micro-batch {microbatch} of layer {layer} was computed twice in step {step}"
         for merge in added.merges:
             left, right = buffers.pop(merge.left), buffers.pop(merge.right)
-            if left is not right:  # else autograd has added them already (begin_microbatch)
+            if left is not right:  # otherwise autograd has added them already (begin_microbatch)
                 left.flat.add_(right.flat)
                 self._pools[layer].release(right)
             buffers[merge.into] = left
@@ -292,23 +305,24 @@ class GradientReducer:
             self._complete(step, layer, node, buffers.pop(node))
 
     def _complete(self, step: int, layer: int, node: Node, buffer: GradientBuffer) -> None:
-        """A node cannot grow any more on this worker."""
+        """Show a sum that cannot grow any more on this worker to the observer, and send it."""
         if self._observer is not None:
             self._observer.summed(step, layer, node, buffer)
         self._emit(step, layer, node, buffer)
 
     def drop_microbatch(self, layer: int) -> None:
-        """Drop the weight gradient of a micro-batch that was run for its input's gradient only."""
+        """Drop the weight gradient of a micro-batch that was run only for the gradient of its input."""
         self._pools[layer].release(self._leaf_alone)
 
     def _emit(self, step: int, layer: int, node: Node, buffer: GradientBuffer) -> None:
-        """Send a node that is complete on this worker to the primaries of its pages, or leave it to the next exchange.
+        """Send a node that is complete on this worker to the primaries of its pages, or leave it to an exchange.
 
-        What stays here, and what other stages are to get, takes the same way in both cases.
+        An exchange takes only the parts for other members of the stage. The part for this worker itself and those for
+        primaries in other stages do not go through it.
         """
         exchanged = self._exchanges.takes(step, layer, node)
         gives_up = self._form.sharded and not self._keeps_all and not exchanged
-        if not gives_up:  # in place of one of the same node, whose micro-batch was computed again
+        if not gives_up:  # if the micro-batch was computed again, its sum replaces the older one of the same node
             kept = self._kept.get(layer, [])
             self._kept[layer] = [*(one for one in kept if one[0] != node), (node, buffer)]
         for route in self._routes[layer]:
@@ -322,12 +336,17 @@ class GradientReducer:
             self._give_up(layer, buffer, self._routes[layer])
 
     def _give_up(self, layer: int, buffer: GradientBuffer, sent: Sequence[Route]) -> None:
-        """A sum is not needed here any more. `sent`: its parts that may still be on their way from its memory."""
+        """Give up a sum that is not needed here any more.
+
+        Args:
+            sent: the routes of its parts that were sent over links from this memory, and may still be on their way.
+        """
         stays = [route.pages.primary for route in self._routes[layer]] == [self.rank]
         if not stays and (self._form.copies_payloads or not sent):
             self._pools[layer].release(buffer)
         else:
-            # The memory goes when the sends are done: messages and this worker's own trees refer to it until then.
+            # The memory is freed when nothing refers to it any more: until then messages on their way, and this
+            # worker's own trees, do. It must not be used again before.
             self._pools[layer].remove(buffer)
 
     def _count(self, num_bytes: int) -> None:
@@ -335,23 +354,29 @@ class GradientReducer:
         self._peak_sum_bytes = max(self._peak_sum_bytes, self._sum_bytes)
 
     def _emit_part(self, step: int, route: Route, node: Node, buffer: GradientBuffer, *, mine: bool) -> None:
-        """Send, or add, one page range's part of a node. `mine`: a part that stays here may be overwritten."""
+        """Send one page range's part of a node to its primary, or add it to this worker's own trees.
+
+        Args:
+            mine: if this worker is the primary, the tree may overwrite the part. False: the sum was sent before and
+                is kept.
+        """
         part = buffer.pages(route.first, route.stop)
         if route.pages.primary != self.rank:
             self._send(route.pages.primary, PartialSum(step, route.layer, route.first, route.stop, *node), part)
             return
         if mine and self._form.sharded and len(self._routes[route.layer]) > 1:
-            part = part.clone()  # keep this worker's part only, so that the whole buffer goes when it is sent
+            part = part.clone()  # a slice would keep the whole layer's buffer alive after the other parts are sent
         self._add(step, route.pages, route.layer, [(node, Term(part, owned=mine))])
 
     # ---- the nodes of all workers, at the primary
 
     def node_received(self, message: PartialSum, payload: Tensor) -> None:
-        """Add a node's sum that another worker sent; ignored if its step is decided already.
+        """Add a node's sum that another worker has sent. Ignored if its step is decided already.
 
-        It may be cut as in an older configuration. Parts for pages that this worker is not the primary of wait for the
-        configuration in which it is: the sender may have entered that one already. So it may be for pages that are one
-        range there, and several here.
+        The sum may be cut as page ranges were in an older configuration: then it is for a union of ranges of this one.
+        Or its sender has entered a newer configuration first: then this worker may not be the primary of these pages
+        yet, or they may be one range there and several here. So unless a message is for exactly one range of this
+        primary, the parts that fit are added, and the whole is kept for the next configuration.
         """
         if message.step <= self.applied_step:
             return
@@ -359,7 +384,7 @@ class GradientReducer:
         ranges = [(a, a + pages.stop - pages.first, pages) for a, pages in self._ranges_by_use.get(message.layer, ())]
         inside = [(a, b, pages) for a, b, pages in ranges if message.first <= a and b <= message.stop]
         if [(a, b) for a, b, _ in inside] != [(message.first, message.stop)]:
-            self._early[message] = payload  # whole: what is used now is ignored the second time
+            self._early[message] = payload  # kept whole: the parts that are used now are ignored the second time
         start, _ = layout.span(message.first, message.stop)
         for a, b, pages in inside:
             first, stop = layout.span(a, b)
@@ -383,16 +408,17 @@ class GradientReducer:
     # ---- what comes through the group of the stage
 
     def exchanged(self, exchange: Exchange, values: Tensor) -> list[ReducedPages]:
-        """An exchange is complete here: add sums that have come, and give up own ones that are now known everywhere.
+        """An exchange is complete here: add the sums that have come, and give up own sums that all members now have.
 
         Args:
-            values: of all members, one behind the other.
+            values: what the members have sent to this worker, fp32, in the order of their ranks in the group.
 
         Returns:
-            The reduced gradients that have come: none if it has brought sums.
+            The reduced gradients that have come; none for an exchange of sums.
         """
         plan, step = self._exchanges.plan, self._exchanges.step
-        if not step:  # the group has failed since: nobody takes this exchange for complete here, and links bring it
+        # The group has failed since. No member may count this exchange as complete here, so links bring its contents.
+        if not step:
             return []
         assert plan is not None and step == self.applied_step + 1, (step, self.applied_step)
         for layer_sum in self._exchanges.complete():
@@ -408,7 +434,7 @@ class GradientReducer:
         if exchange.way is Way.WITHIN_HOSTS:
             self._collect(step, plan, exchange, came)
         reductions = self._steps.get(step, {})
-        # A sum that waits for others must not keep the memory of the whole exchange.
+        # A sum that still waits for others is copied: as a slice it would keep the memory of the whole exchange alive.
         for route, nodes in came.items():
             if (reduction := reductions.get(route.pages.key)) is not None:
                 for node, _ in nodes:
@@ -418,23 +444,27 @@ class GradientReducer:
     def _collect(
         self, step: int, plan: ExchangePlan, exchange: SumExchange, came: Mapping[Route, list[tuple[Node, Term]]]
     ) -> None:
-        """Add up what this worker's host has for primaries on other hosts, as far as the tree allows."""
+        """Add up the sums of this worker's host for primaries on other hosts, as far as the tree allows (E8)."""
         for route in plan.collects(exchange.layer):
             own = self._exchanges.own_sums(exchange, route)
             nodes = [*((node, Term(value, owned=False)) for node, value in own), *came.get(route, ())]
             tree = Tree(self._device, Reduction(self._form.num_microbatches))
             tree.add(nodes)
             passed = {node for node, _ in nodes} & tree.sums.keys()
-            for node in passed:  # they must not keep the memory of the whole exchange
+            for node in passed:  # as slices they would keep the memory of the whole exchange alive
                 tree.own(node)
             sums = {node: term.values for node, term in tree.sums.items()}
-            if self._observer is not None:  # whoever has made a sum that only passes through answers for it
+            # Only sums that are added here are this worker's. Its maker answers for a sum that just passes through.
+            if self._observer is not None:
                 made = [node for node in sums if node not in passed]
                 sums |= {node: self._observer.collected(step, route, node, sums[node]) for node in made}
             self._exchanges.collect(exchange, route, sums)
 
     def _known_everywhere(self, layer_sum: LayerSum) -> None:
-        """A sum need not be kept any more, unless gradients are replicated, or a StepReport has named it."""
+        """All members have completed the exchange of this sum: give it up.
+
+        It is kept all the same if gradients are replicated, or if a StepReport has named it.
+        """
         layer, node = layer_sum
         if not self._form.sharded or self._keeps_all:
             return
@@ -446,7 +476,7 @@ class GradientReducer:
         self._give_up(layer, buffer, [r for r in by_link if not self._exchanges.reaches(r.pages.primary)])
 
     def send_returned(self) -> None:
-        """The group has failed within the mesh epoch: the sums that it may not have brought go over links."""
+        """The group has failed within the mesh epoch: send the sums that it may not have brought over links (E4)."""
         step = self.applied_step + 1
         for (layer, node), buffer in self._exchanges.take_back().items():
             for route in self._routes[layer]:
@@ -454,7 +484,7 @@ class GradientReducer:
                     self._emit_part(step, route, node, buffer, mine=False)
 
     def gradient_known(self, step: int, pages: PageRange) -> None:
-        """The reduced gradient of primary pages came from a mirror: no node of it is needed any more."""
+        """The reduced gradient of this primary's pages has come from a mirror: no node of its tree is needed now."""
         if pages in self._uses:
             reduction = self._steps.setdefault(step, {}).setdefault(
                 pages, RangeReduction(self._uses[pages], self._form.num_microbatches, self._device)
@@ -462,7 +492,8 @@ class GradientReducer:
             reduction.finish()
 
     def step_decided(self, step: int) -> None:
-        """The step is applied: every vote said that its sender has received, so the buffers may be used again."""
+        """The step is decided and applied here. All buffers may be used again: by its vote every member has said that
+        it has received what it needs of the step (S5)."""
         self.applied_step = step
         self._exchanges.forget()
         self._steps.pop(step, None)
@@ -470,13 +501,14 @@ class GradientReducer:
         self._sum_bytes = sum(reduction.num_bytes for later in self._steps.values() for reduction in later.values())
         self._local.clear()
         self._kept.clear()
-        # Layers that went to another stage leave their buffers: until now sums of them might have been sent again.
+        # The buffers of layers that have moved to another stage go now. Until now sums of them might have had to be
+        # sent again.
         self._pools = {layer: pool for layer, pool in self._pools.items() if layer in self._layers}
         for pool in self._pools.values():
             pool.release_all()
 
     def drop_undecided(self) -> None:
-        """Give up everything of undecided steps, own sums and those of other workers."""
+        """Drop everything of undecided steps: the sums of this worker and those of other workers."""
         for table in (self._local, self._kept, self._steps):
             table.clear()
         self._exchanges.forget()
@@ -489,12 +521,13 @@ class GradientReducer:
 
     @property
     def gives_up(self) -> bool:
-        """True if sums are given up when they are sent."""
+        """True if sums are given up once they are sent: gradients are sharded."""
         return self._form.sharded
 
     def layer_sums(self) -> dict[int, tuple[Node, ...]]:
         """Layer -> the tree nodes of the step under way whose sums are kept here, each of the whole layer."""
-        # A micro-batch may have come again to the worker that had computed it: its sum is here twice, and named once.
+        # A recovery may have given a micro-batch again to the worker that had computed it. Then its sum is here twice,
+        # and is named once.
         found: dict[int, set[Node]] = {layer: {node for node, _ in kept} for layer, kept in self._kept.items()}
         for layer, (_, buffers) in self._local.items():
             found.setdefault(layer, set()).update(buffers)
@@ -504,7 +537,7 @@ class GradientReducer:
         """(layer, first, stop, use, nodes) of the unfinished trees at this primary.
 
         Args:
-            current: the step is the one under way: this worker's own open sums, which it has not sent to itself yet,
+            current: the step is the one under way. Then this worker's own open sums, which are not in the trees yet,
                 count as well.
         """
         found = []
@@ -515,7 +548,7 @@ class GradientReducer:
             for use in self._uses[pages.key]:
                 nodes = set(reduction.nodes_of(use)) if reduction is not None else set[Node]()
                 if current and use in self._local:
-                    nodes.update(self._local[use][1])  # one of them may be in the tree as well, from a lost worker
+                    nodes.update(self._local[use][1])  # a lost worker may have sent the same node: it is named once
                 if nodes:
                     found.append((*pages.key, use, tuple(sorted(nodes))))
         return tuple(found)
@@ -524,16 +557,16 @@ class GradientReducer:
     def num_bytes(self) -> int:
         """Bytes of gradients kept within a step, at the peak.
 
-        Replicated gradients: the full-size buffers of all open nodes. Sharded: the sums of this worker's own pages, and
-        whole layer sums that were given to the group and may be missing somewhere yet. On top come one layer's buffer
-        at a time, on its way from the layer's backward to the primaries, and shares of up to two layers that are
-        collected on a host for other hosts.
+        Replicated gradients: the full-size buffers of all open nodes. Sharded gradients: the sums of this worker's own
+        pages, and whole layer sums that were given to the group and may still be missing somewhere. Not counted are one
+        layer's buffer at a time, on its way from the layer's backward to the primaries, and the sums of up to two
+        layers that are collected on a host for other hosts.
         """
         return self._peak_sum_bytes if self._form.sharded else sum(pool.num_bytes for pool in self._pools.values())
 
 
 def first_page_of_use(layout: ModelLayout, pages: ReplicaSet, use: int) -> int:
-    """The first page of a page range in the gradient buffer of one of its uses."""
+    """The page at which a page range begins in the gradient buffer of `use`, a layer that owns or reads it."""
     if use == pages.layer:
         return pages.first
     block = layout.layers[pages.layer].block_of(pages.first)
@@ -542,7 +575,7 @@ def first_page_of_use(layout: ModelLayout, pages: ReplicaSet, use: int) -> int:
 
 
 def _by_use(layout: ModelLayout, ranges: Iterable[ReplicaSet]) -> dict[int, list[tuple[int, ReplicaSet]]]:
-    """Layer -> (first page, page range) of the ranges whose nodes arrive under that layer."""
+    """Layer -> (first page in that layer, page range) of the ranges to which gradients of the layer are added."""
     found: dict[int, list[tuple[int, ReplicaSet]]] = {}
     for pages in ranges:
         for use in uses_of(layout, pages):
@@ -554,7 +587,7 @@ def _primary_at(before: Sequence[tuple[int, int, int]], first: int, stop: int) -
     """The primary of the older page range that pages [first, stop) were part of; None if they were part of none.
 
     Args:
-        before: (first, stop, primary) of all of them, ascending.
+        before: (first, stop, primary) of all older page ranges of the layer, ascending.
     """
     at = bisect_right(before, first, key=itemgetter(0)) - 1
     return before[at][2] if at >= 0 and stop <= before[at][1] else None
@@ -570,8 +603,10 @@ class Tree:
     """One reduction tree at a primary: the nodes that it has, and their sums.
 
     Args:
-        device: on which the sums lie.
-        sums: node -> fp32 [elements]. Those that are not `owned` lie in memory that is still needed.
+        device: the device that the sums lie on, which makes the additions.
+        reduction: which nodes are here, and which additions they allow.
+        sums: node -> its sum, fp32 [elements]. A sum that is not `owned` lies in memory that others still read: it must
+            not be overwritten.
     """
 
     device: Device
@@ -584,8 +619,8 @@ class Tree:
         return sum(term.values.numel() for term in self.sums.values())
 
     def add(self, nodes: Iterable[tuple[Node, Term]]) -> None:
-        """Add the sums of nodes, and do the additions that they allow; nodes that are covered already are ignored."""
-        asked: dict[Node, Terms] = {}  # additions are made when all nodes are in: the device makes several at once
+        """Add the sums of nodes, and do the additions that they allow. Nodes that are covered already are ignored."""
+        asked: dict[Node, Terms] = {}  # additions are collected first, so that the device can make several at once
         for node, term in nodes:
             added = self.reduction.add(node)
             if added is None:
@@ -613,7 +648,8 @@ class RangeReduction:
 
     Args:
         uses: the layers whose gradients are added up.
-        device: on which all sums lie.
+        num_microbatches: the number of micro-batches of a step.
+        device: the device that all sums lie on.
     """
 
     def __init__(self, uses: Sequence[int], num_microbatches: int, device: Device) -> None:
@@ -638,12 +674,12 @@ class RangeReduction:
         return self._device.add_up(reduce(lambda left, right: (left, right), roots))
 
     def finish(self) -> None:
-        """The reduced gradient is known: no sum is needed any more."""
+        """Drop all sums: the reduced gradient has come in another way."""
         self.done = True
         self._trees.clear()
 
     def own(self, use: int, node: Node) -> None:
-        """Copy a node's sum to memory of its own, if the node was not added to others yet."""
+        """Copy a node's sum to memory of its own, unless the node has been added to others already."""
         if use in self._trees:
             self._trees[use].own(node)
 
@@ -658,7 +694,7 @@ class RangeReduction:
                 yield use, node, term.values
 
     def part(self, start: int, stop: int) -> RangeReduction:
-        """The trees of elements [start, stop) alone, in the same memory."""
+        """The trees of elements [start, stop) alone, as slices of the same memory."""
         found = RangeReduction(tuple(self._trees), self._root[1], self._device)
         found.done = self.done
         for use, tree in self._trees.items():

@@ -1,12 +1,13 @@
 """The life of a worker as a member of the mesh: one step after another, one configuration after another.
 
-`Executor.train` is the loop, `Executor.enter_epoch` a recovery. A worker decides nothing by itself: what runs where is
-in the placement, when a step may be applied is up to the protocol, and the controller alone changes the configuration.
+`Executor.train` is the loop, `Executor.enter_epoch` is a recovery. A worker decides nothing by itself: the placement
+says what runs where, the step protocol says when a step may be applied, and only the controller changes the
+configuration.
 
 A recovery, in the order in which it happens: a Prepare arrives (`_handle`) and is answered with a StepReport
-(`_answer`); the worker goes on with what it has. A Reconfigure arrives and is noted (`_reconfigure`); the next wait
-raises ConfigurationChanged, from wherever the step is; `train` catches it and calls `enter_epoch`; then `train_step`
-runs what is left of the step.
+(`_answer`); the worker goes on with the micro-batches that it has. A Reconfigure arrives and is noted (`_reconfigure`);
+the next wait raises ConfigurationChanged, wherever in the step that is; `train` catches it and calls `enter_epoch`;
+then `train_step` runs what is left of the step.
 
 The loop is a generator that yields whenever it has nothing to do until a message arrives. The process resumes it from
 its mailbox (process.py); the simulated cluster resumes many of them in one process, in any order.
@@ -47,8 +48,9 @@ class Executor:
 
     Args:
         context: what does not change: rank, job, model, data, device, channel, hooks.
-        first: the configuration in which it becomes a member.
-        saved: the state to begin with, if the run resumes from a checkpoint.
+        first: the configuration in which the worker becomes a member.
+        saved: reads the checkpoint that the run resumes from; None if the run begins at version 0 or if this worker
+            joins later and is sent its state.
     """
 
     def __init__(self, context: WorkerContext, first: Configuration, saved: Saved | None = None) -> None:
@@ -57,12 +59,12 @@ class Executor:
         self._reports = KeptReports() if context.hooks.link_facts is not None else None
         channel = context.channel if self._reports is None else KeepingChannel(context.channel, self._reports)
         self.direct = self._direct_over(channel, context)
-        """What goes from device to device (`runtime.pairs`); None with the option off."""
+        """The channel whose payloads go from device to device (`runtime.pairs`); None with the option off."""
         channel = AttemptChannel(self.direct or channel, self._attempts)
         context = replace(context, channel=channel)
         self._context = context
         self._saved = saved
-        self._began = first.version if first.epoch == 0 else None
+        self._began = first.version if first.epoch == 0 else None  # None: this worker joined later
         self._bounds = message_bounds(context.job, context.model.layout, pairs=self.direct is not None)
         self._values: dict[int, ValueBuffer] = {}
         self.commit = StepCommit(context, self._values, first)
@@ -70,22 +72,22 @@ class Executor:
         self._steps = StepRunner(context, self.commit, self._values, self)
         self.configuration: Configuration
         """The configuration that was entered last."""
-        self._next: Configuration | None = None  # has arrived and is not entered yet
-        self._recovered: set[int] = set()  # members that may not have what was sent to them any more
-        self._has_missed = False  # others may have entered a configuration that this worker did not
-        self._prepare: m.Prepare | None = None  # a planned change that is answered between two steps
+        self._next: Configuration | None = None  # the configuration that has arrived and is not entered yet
+        self._recovered: set[int] = set()  # members that may have lost what was sent to them; they get it again
+        self._has_missed = False  # other members may have entered a configuration that this worker did not enter
+        self._prepare: m.Prepare | None = None  # a planned change that is still to be answered, between two steps
         self._validation_due: int | None = None  # the version to validate next
-        self._last_step = context.job.steps  # or an earlier one, by a validation
-        self._check_requests: list[_CheckRequest] = []  # of a mesh epoch that is not entered yet
+        self._last_step = context.job.steps  # an earlier step if a validation ends the run (`train.stop_patience`)
+        self._check_requests: list[_CheckRequest] = []  # requests for a mesh epoch that is not entered yet
         self._weights_sent = -1  # the epoch in which the final weights were sent
-        self._was_just_adopted = False  # until the Prepare with which the new controller begins
+        self._was_just_adopted = False  # True from an Adopt until the Prepare with which the new controller begins
         self.is_orphaned = False
-        """The controller is gone. No worker begins another step, and a step that all have begun is still completed: so
-        all end at the same version, as a step needs the vote of every member; or, where another controller may come
-        (`timeouts.adopt`), wait for it there."""
-        self._failed_step = 0  # in which the device failed and was brought back; 0: none, or over
-        self._failed: m.Failed | None = None  # the exception that this worker cannot go on after
-        self.enter_epoch(first)  # like every later configuration
+        """The controller is gone. Orphans begin no other step, and complete a step only if all members have begun it,
+        since a step needs the vote of every member. So all of them stop at the same version. There they end or, if
+        another controller may adopt them (`timeouts.adopt`), wait for it."""
+        self._failed_step = 0  # the step in which the device failed and was reset; 0 from the next epoch on
+        self._failed: m.Failed | None = None  # the report of an exception after which this worker computes nothing more
+        self.enter_epoch(first)  # the first configuration is entered like every later one
 
     def _direct_over(self, channel: Channel, context: WorkerContext) -> DirectChannel | None:
         if (pairs := context.hooks.pairs) is None:
@@ -113,26 +115,27 @@ class Executor:
 
     @property
     def wakes_at(self) -> float | None:
-        """The time at which it has to be resumed though nothing has come (`pacing.DeviceClock.now`); None: never."""
+        """The time at which `train` must be resumed even if no message has come (on the clock of
+        `pacing.DeviceClock.now`); None if only a message can let it go on."""
         return self._steps.pacing.wakes_at
 
     # ---- the loop
 
     def train(self) -> Waits:
-        """Train to the last step, then send the weights; yields what it waits for.
+        """Train to the last step, then send the weights. Yields a description of what it waits for.
 
-        It never ends by itself: the controller says when, by Stop. If the sender of final weights is lost, others send
-        them, so every worker stays until then.
+        The loop never ends by itself: every worker stays until the controller sends Stop, because other members must
+        send the final weights again if a sender is lost.
 
         Raises:
-            WorkerStopped: the controller says so; or it is gone and no step is under way.
+            WorkerStopped: the controller has sent Stop; or it is gone and no step is under way.
         """
         self._initialize_or_restore()
         while True:
             try:
-                # The order matters: a step that an exception or a device fault ended waits for a new mesh, a
-                # validation that is due comes before a new configuration is entered, and only the last cases exclude
-                # each other.
+                # The order matters. After an exception or a device fault the worker waits for a new mesh before
+                # anything else. A validation that is due comes before the check for a new configuration. Only the
+                # cases of the last if-elif chain exclude each other.
                 if self._failed is not None:
                     yield from self._until_saved_or_lost(self._failed)
                 if self._failed_step:
@@ -150,7 +153,8 @@ class Executor:
                         yield from self._until_there_is_a_controller(self._reports)
                     self._between_steps()
                 if self._is_between_steps and self._may_not_begin:
-                    # It answered a Prepare here: the next step begins in the next configuration, as that has it.
+                    # This worker has answered a Prepare between two steps. By its answer (C2) it begins no step in
+                    # this epoch: the next step begins as the next configuration places it.
                     yield from self._until_prepare("the mesh epoch after step")
                 elif self.version == self._last_step:
                     self._send_weights()
@@ -158,7 +162,7 @@ class Executor:
                 else:
                     yield from self._train_step(self.version + 1)
             except ConfigurationChanged as change:
-                self.enter_epoch(change.configuration)  # what is left of the step is run at the next turn of the loop
+                self.enter_epoch(change.configuration)  # the next turn of the loop runs what is left of the step
             except WorkerStopped:
                 raise
             except Exception as error:
@@ -166,13 +170,17 @@ class Executor:
                     raise
 
     def _save(self) -> None:
-        """Send hashes of the state, if replicas are compared, and have it written: the run is about to stop."""
+        """Write this worker's part of the checkpoint with which the run stops.
+
+        If replicas are compared, hashes of the state are sent first.
+        """
         self.replica.soundness.compare(saves=True)
-        if self.replica.soundness.check(leaves=True):  # else another mesh epoch follows, in which others write it
+        # If the state is damaged it is not written: another mesh epoch follows, in which other replicas write it.
+        if self.replica.soundness.check(leaves=True):
             self._context.hooks.save(self.replica)
 
     def _initialize_or_restore(self) -> None:
-        """Fill the state of the first mesh. A worker that joins later is sent its state by the others."""
+        """Fill the state of a member of the run's first mesh. A worker that joins later is sent its state by others."""
         if self.configuration.epoch:
             return
         if self.version == 0:
@@ -183,8 +191,8 @@ class Executor:
 
     def _train_step(self, step: int) -> Waits:
         yield from self._steps.train_step(step)
-        # A step up to the version that this epoch began with was validated before it, or the Reconfigure names it
-        # (`validate`): it is not validated again.
+        # A step up to the version with which this epoch began was validated before the epoch, or the Reconfigure asks
+        # for its validation (`validate`). Neither makes another validation due here.
         if self._context.job.validates_at(step) and step > self.configuration.version:
             self._validation_due = step
 
@@ -205,7 +213,7 @@ class Executor:
         return self.commit.protocol.promised > self.configuration.epoch
 
     def _between_steps(self) -> None:
-        """Send state to learners, and answer a Prepare for a planned change. Nothing is under way.
+        """Send state to learners, and answer a Prepare for a planned change. Called while no step is under way.
 
         Raises:
             WorkerStopped: the controller is gone.
@@ -213,31 +221,33 @@ class Executor:
         if self.is_orphaned:
             self.hand_over()
             raise WorkerStopped
-        if self.version >= self.configuration.version:  # else this worker is behind: its state is not the newest
+        if self.version >= self.configuration.version:  # otherwise this worker is behind, and its state is outdated
             self.replica.send_state()
         if self._prepare is not None:
             nothing_comes = self.version == self._last_step or self._may_not_begin
-            # With nothing to come, this worker would otherwise wait for a step that it does not run.
+            # If this worker runs no other step in this epoch, it must not wait for step `after`: it answers now.
             if nothing_comes or self._prepare.after <= self.version:
                 self._answer(self._prepare)
 
     def _until_votes_are_passed_on(self) -> Waits:
-        """An orphan ends, and whoever is behind it needs the votes that it gets and adds up (S9)."""
+        """Wait until this orphan has passed on all sums of votes: a member that is one step behind needs them (S9)."""
         protocol = self.commit.protocol
         yield from self.until(
             lambda: not (self.is_orphaned and protocol.owes_votes), "votes to pass on of step", self.version
         )
 
     def hand_over(self) -> None:
-        """An orphan is about to end: what it has sent goes over links as far as pairs may not have brought it.
+        """This orphan is about to end: send over links what its pairs may not have brought to their receivers.
 
-        Else the others would wait for it: for a vote that is held back behind it, for one.
+        Otherwise other members would wait for ever: a receiver also holds back whatever came after such a message,
+        a vote for example (P4).
         """
         if self.direct is not None:
             self.direct.hand_over()
 
     def _until_there_is_a_controller(self, reports: KeptReports) -> Waits:
-        """An orphan that may be adopted holds between two steps, as does a worker whose reports nobody writes down."""
+        """Wait, if this worker is an orphan that may be adopted, or if it keeps too many reports that nobody has
+        written down (`KeptReports`)."""
         yield from self.until(
             lambda: not (self.is_orphaned or self._was_just_adopted or reports.is_full),
             "a controller, after step",
@@ -247,14 +257,14 @@ class Executor:
     def _send_weights(self) -> None:
         """Send the final values of all primary pages to the controller, once in every configuration.
 
-        The hashes of the last version went before them, so that they are compared before the run is done (H1).
+        The hashes of the last version were sent before, so the controller compares them before the run is done (H1).
         """
         epoch = self.configuration.epoch
         if self._weights_sent >= epoch:
             return
         self._weights_sent = epoch
         if not self.replica.soundness.check(leaves=True):
-            return  # another mesh epoch follows, in which others send it
+            return  # the state is damaged: another mesh epoch follows, in which other replicas send it
         channel = self._context.channel
         for part in self.replica.state:
             if part.pages.primary == self.rank:
@@ -269,50 +279,53 @@ class Executor:
     # ---- a change of configuration: Prepare -> StepReport -> Reconfigure -> enter_epoch
 
     def _answers_at_once(self, prepare: m.Prepare) -> bool:
-        """True if a Prepare is answered where this worker is; else it is answered between two steps.
+        """True if a Prepare is answered now; otherwise it is answered between two steps.
 
-        A loss is answered at once, wherever this worker is. So is a planned change if this worker has begun a later
-        step: the boundary between steps that was meant has passed. During a validation it is answered at once too, if
-        other members may have answered one step earlier: they stay there, and the validation would never end.
+        The Prepare for a loss (AT_ONCE) is always answered now. So is that for a planned change, if this worker has
+        begun a later step: the boundary between steps at which the change was planned has passed. During a validation
+        it is answered now if other members may have answered one step earlier: they stay at that step and take no part
+        in the validation, so it would never end.
         """
-        in_vain = self._validation_due == self.version > prepare.after
+        in_vain = self._validation_due == self.version > prepare.after  # this validation may never end
         begun = self._steps.step_under_way
         return (
             prepare.after == m.AT_ONCE or begun > max(prepare.after, self.version) or (in_vain and self._next is None)
         )
 
     def _answer(self, prepare: m.Prepare) -> None:
-        """Report everything that this worker has of steps that are not decided.
+        """Send a StepReport: everything that this worker has of steps that are not decided.
 
-        From now on nothing is decided in this epoch (docs/protocol.md, C2): the report
-        stays true. Work goes on.
+        From now on this worker neither votes nor applies in the present epoch (docs/protocol.md, C2), so the report
+        stays true. It goes on with its micro-batches.
         """
         if not self.commit.protocol.promise(prepare.epoch):
             return
         self._prepare = None
-        self._skip_next()  # an older epoch: it was overtaken, and some member may never have got its Reconfigure
+        self._skip_next()  # its epoch is older than this Prepare's, and some members may never get its Reconfigure
         self._steps.keep_all()
         self.replica.soundness.report_damage()
-        # Two steps: a primary that has no micro-batches of its own can have sums of the step after the next already.
+        # Two steps are reported: a primary without micro-batches of its own may already have partial sums of the step
+        # after the next one, from members that are one step ahead.
         found = (self._steps.partial_step(self.version + 1), self._steps.partial_step(self.version + 2))
         partial_steps = tuple(part for part in found if part != m.PartialStep(part.step))
         ahead = self.replica.state.ahead_of(self.version)
-        # A Reconfigure that was overtaken may have given its stage other layers: then this is not of these.
+        # The layers that this worker is on, which the controller may not know: a Reconfigure that was skipped may have
+        # given the stage other layers (C3).
         on = self.placement.layers_of_stage(self.placement.mesh.stage_of(self.rank))
         layers, attempt = (on.start, on.stop), self._attempts.number
         report = m.StepReport(prepare.epoch, self.rank, self.version, partial_steps, attempt, ahead, layers)
         self._context.channel.send(CONTROLLER, report)
 
     def enter_epoch(self, configuration: Configuration) -> None:
-        """Become a member of a configuration: a recovery, a planned change, or the first one.
+        """Become a member of a configuration: after a loss, by a planned change, or for the first time.
 
-        Sums go to where the new replica map wants them, boundary tensors to where the recovery plan wants them,
-        parameters that are missing are asked for, and votes are sent again. Then the loop goes on with what is left of
-        the step.
+        Partial sums are sent to the primaries of the new replica map, boundary tensors to the workers of the recovery
+        plan, missing parameters are asked for, and votes are sent again. Then the loop goes on with what is left of the
+        step.
         """
-        self.replica.background.finish()  # copies read and write the buffers that there are now
+        self.replica.background.finish()  # background copies refer to the buffers of the present configuration
         for rank in self._recovered - {self.rank}:
-            # What was sent to them may not be there any more: as after a lost link, it is sent again.
+            # This member may have lost what it was sent. As after a lost link (C11), it is sent again.
             self.commit.handle(rank, m.LinkClosed(self.rank, rank), None)
         self._recovered.clear()
         another = configuration.attempt > self._attempts.number
@@ -324,7 +337,7 @@ class Executor:
         came = self._attempts.enter_epoch(configuration.epoch)
         self.configuration = configuration
         if self._prepare is not None and self._prepare.epoch <= configuration.epoch:
-            self._prepare = None  # this configuration is its outcome, or a later one
+            self._prepare = None  # this configuration is its outcome, or a later one that has overtaken it
         self._next = None
         self._failed_step = 0
         if self._reports is not None:
@@ -332,15 +345,16 @@ class Executor:
         self._validation_due = configuration.validate
         if configuration.is_last:
             self._last_step = configuration.version
-        # The order matters: stage and buffers; then pages and sums, which refer to them; then what is left of the step,
-        # which refers to both; votes last, since a vote may apply the step at once.
+        # The order matters: the stage and its buffers come first; then pages and partial sums, which refer to the
+        # buffers; then what is left of the step, which refers to both. Votes come last, since a vote may let this
+        # worker apply the step at once.
         #   StepRunner.enter_epoch  the stage, its buffers and programs
         #   StepCommit.enter_epoch  WorkerProtocol; StateReplica (reduced gradients again), GradientReducer (sums again)
         #   StepRunner.resume       the remaining work; Boundaries (tensors again), Parameters (Need)
         #   StepCommit.resume       messages that came early, and the votes again
         self._steps.enter_epoch(configuration)
         replica_map = self.placement.replica_map(self._context.model.layout, self._stages_of_interest())
-        if self.direct is not None:  # first: what pairs have not brought goes before whatever is sent in this epoch
+        if self.direct is not None:  # before anything is sent in this epoch: payloads that pairs have not brought (P6)
             self.direct.enter_epoch(self.placement, replica_map)
         version, begun = configuration.version, self._steps.step_under_way
         self.commit.enter_epoch(self.placement, replica_map, version, begun, has_missed=self._has_missed)
@@ -349,16 +363,19 @@ class Executor:
             self.replica.repair()
         self._steps.resume(configuration)
         self.commit.resume()
-        for incoming in came:  # of this attempt, from members that have entered it first; or of one still to come
+        # Messages of this attempt from members that entered the epoch before this worker; those of a later attempt are
+        # put aside again.
+        for incoming in came:
             self._handle(incoming)
         requests, self._check_requests = self._check_requests, []
         for request in requests:
             self._check(request)
-        if self.version >= configuration.version:  # else the state of this version is not used any more
+        if self.version >= configuration.version:  # otherwise this worker is behind: this version is not compared
             self.replica.soundness.compare(saves=configuration.save)
 
     def _stages_of_interest(self) -> set[int] | None:
-        """This worker's stage, and the stages that own a parameter which a layer of it reads; None: all."""
+        """This worker's stage, and the stages that own a parameter which one of its layers reads (ties). None: all
+        stages, where the configuration lists its replicas in place of having them follow from the mesh."""
         placement, layout = self.placement, self._context.model.layout
         if placement.replicas is not None:
             return None
@@ -375,8 +392,9 @@ class Executor:
         self.replica.collect()
 
     def _refusal(self, sender: int, message: m.AnyMessage, num_elements: int | None) -> str:
-        """Why a message cannot be right, so that nothing acts on it; empty if it can."""
-        if sender in (self.rank, CONTROLLER):  # the end of a link, noticed here; or trusted
+        """The reason for which a message cannot be right, and is dropped; empty if it can be right."""
+        # A message from this worker to itself is a LinkClosed that its links made. The controller is trusted.
+        if sender in (self.rank, CONTROLLER):
             return ""
         at = WorkerPosition(self.version, self.configuration.epoch, self.commit.protocol.voters, self._began)
         if why := refused_by_worker(self._bounds, message, sender, num_elements, at):
@@ -385,7 +403,7 @@ class Executor:
         return SIZE if is_crossing and self._steps.has_other_shape(message) else ""
 
     def _expects(self, sender: int, message: Direct) -> bool:
-        """True if the configuration has this worker get such a message from this sender."""
+        """True if, in the present configuration, this worker is to receive such a message from this sender (P2)."""
         mesh = self.placement.mesh
         if sender not in mesh:
             return False
@@ -435,7 +453,8 @@ class Executor:
             case m.LinkClosed(peer=peer) if peer == CONTROLLER:
                 self.is_orphaned = True
             case m.Adopt():
-                self._has_missed = True  # perhaps: others may have been told more by the controller before
+                # The controller that is gone may have sent other members a Reconfigure that this worker never got.
+                self._has_missed = True
                 self._adopted()
             case m.Written(step=step):
                 if self._reports is not None:
@@ -444,14 +463,15 @@ class Executor:
                 self.commit.handle(incoming.sender, message, payload)
 
     def _adopted(self) -> None:
-        """Another controller has taken the place of the one that is gone: tell it what that one may not have written.
+        """A new controller adopts this worker: send it the reports that the lost controller may not have written down.
 
-        Whatever is under way goes on. The mesh epoch with which the controller begins asks for all the rest.
+        Whatever is under way goes on. The new controller begins with a Prepare, whose answer has everything else.
         """
         link_facts, reports = self._context.hooks.link_facts, self._reports
         if link_facts is None or reports is None:
             return
-        # It begins with a change of the mesh, after a step that nobody should be past by then.
+        # It begins with a change of the mesh after a given step. Until its Prepare has come this worker begins no step,
+        # so that it is not past that step by then.
         self.is_orphaned, self._was_just_adopted = False, True
         answer = replace_fields(
             link_facts(self.placement.mesh.members),
@@ -463,9 +483,9 @@ class Executor:
         self._context.channel.send(CONTROLLER, answer)
 
     def _check(self, message: _CheckRequest) -> None:
-        """Do what the controller wants about results that differ, in the mesh epoch that it means."""
+        """Handle a request of the controller about results that differ, in the mesh epoch that the request names."""
         if message.epoch > self.configuration.epoch:
-            self._check_requests.append(message)  # its Reconfigure came before it, and is not entered yet
+            self._check_requests.append(message)  # the Reconfigure of that epoch has arrived, and is not entered yet
         if message.epoch != self.configuration.epoch:
             return
         match message:
@@ -479,14 +499,16 @@ class Executor:
                 self.replica.sums.accepted(message)
 
     def _reconfigure(self, message: m.Reconfigure) -> None:
-        """Note a new configuration; it is entered at the next wait, or after the action that runs."""
-        self._recovered.update(message.recovered)  # even if it is skipped: a later one does not name them again
+        """Note a new configuration. It is entered at the next wait, or after the action that is running."""
+        # Even if this Reconfigure is skipped: a later one does not name the recovered members again.
+        self._recovered.update(message.recovered)
         device_recovery = self._context.hooks.device_recovery
         if device_recovery is not None and not device_recovery.accepts(message):
             self._has_missed = True
             return
         pending = self._next.epoch if self._next is not None else -1
-        # Not entered here: this is called in the middle of an action, whose buffers `enter_epoch` would change.
+        # It is not entered here: messages are also handled in the middle of an action, and `enter_epoch` would replace
+        # the buffers that the action uses.
         if message.epoch > pending and self.commit.protocol.accepts(message.epoch):
             self._context.hooks.members_changed(message)
             self._skip_next()
@@ -495,7 +517,7 @@ class Executor:
             self._has_missed = True
 
     def _skip_next(self) -> None:
-        """Give up the configuration that has arrived and is not entered, if there is one; others may enter it."""
+        """Drop the configuration that has arrived and is not entered, if there is one. Other members may enter it."""
         self._has_missed = self._has_missed or self._next is not None
         self._next = None
 
@@ -505,7 +527,7 @@ class Executor:
         """Handle messages, and do background copies, until `ready()`. See `Waiting`."""
         self.handle_messages()
         while not ready():
-            self.check_configuration()  # what is waited for may never come in this configuration: its sender is lost
+            self.check_configuration()  # the sender of what is waited for may be lost: it would never come
             if not self.replica.background.do_one():
                 yield f"{what} {number}"
             self.handle_messages()
@@ -530,9 +552,11 @@ class Executor:
     # ---- an exception
 
     def _holds_after(self, error: Exception) -> bool:
-        """True if this worker, which cannot go on after an exception, keeps its state for as long as it is needed.
+        """True if the worker stays after an exception, so that its state can still be written (C17).
 
-        The exception itself is let go, and with it the activations that its frames refer to.
+        If False, the exception ends the process: the hook `failed` is not there or returns None, the worker has failed
+        before, or a decided step is being applied, so that the state is of no version. The exception itself is not
+        kept, and neither are the activations that its frames refer to.
         """
         report = self._context.hooks.failed
         if report is None or self._failed is not None or self.commit.is_applying:
@@ -543,10 +567,11 @@ class Executor:
     def _until_saved_or_lost(self, failed: m.Failed) -> Waits:
         """Report the exception, and keep the state until it has been written, or others have taken this worker's place.
 
-        In every mesh epoch that it enters it says again that it computes nothing: another controller may not know it.
+        Called in every mesh epoch that the worker enters. It reports the exception again each time, as another
+        controller may have come that does not know of it.
         """
         if self.configuration.save:
-            # If it is behind, the votes of the others have it apply the step that they have applied.
+            # If this worker is behind, it applies the step that the others have applied, once it has their votes.
             yield from self.until(lambda: self.version >= self.configuration.version, "votes of step", failed.step)
             self._save()
         else:
@@ -556,19 +581,19 @@ class Executor:
     # ---- the option of devices that recover
 
     def _recovers_from(self, error: Exception) -> bool:
-        """True if the device caused the error and was brought back: what was on its way through it is given up."""
+        """True if the device caused the error and was reset. Whatever this worker had of undecided steps is dropped."""
         device_recovery = self._context.hooks.device_recovery
         if device_recovery is None or not isinstance(error, RuntimeError) or self._failed_step:
             return False
         if (damage := device_recovery.recover(error, self)) is None:
             return False
         self._failed_step = damage.step
-        self._skip_next()  # planned with what is lost
+        self._skip_next()  # it was planned with data that is lost now
         self._context.channel.send(CONTROLLER, damage)
         return True
 
     def drop_undecided(self) -> None:
-        """Give up everything of steps that are not decided."""
+        """Drop everything of steps that are not decided. Called by `DeviceRecovery.recover`."""
         if self.direct is not None:
             self.direct.give_up_all("a device has failed")
         self._steps.drop_undecided()

@@ -1,4 +1,4 @@
-"""Micro-batches through the layers of one worker's stage: forward, backward and validation, with their inputs."""
+"""Runs micro-batches through the layers of one worker's stage: forward, backward and validation, with their inputs."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from elaswave_spmd.worker.stage_boundary import ACTIVATION, GRADIENT, VALIDATION
 from elaswave_spmd.worker.waiting import ConfigurationChanged, Reason, Waiting, Waits
 
 Receivers = Callable[[], tuple[int | None, ...]]
-"""Returns the workers to send an action's output to: the neighbouring stage's, None if it needs nothing any more, and
-its checker where it is checked. It is called when the output is there, not before: messages are handled in between, and
-the mesh may have changed."""
+"""Returns the workers to send an action's output to: the micro-batch's worker on the neighbouring stage (None if that
+needs nothing any more) and, if the micro-batch is checked there, its checker. Call it only when the output is there:
+messages are handled while an action runs, and may change the answer."""
 
 
 class MicrobatchRunner:
-    """Runs micro-batches through whatever layers this worker has at the time.
+    """Runs micro-batches through the layers that this worker has in the present configuration.
 
     Args:
-        context: of the worker.
-        values: compute buffers by layer, filled here; the same mapping that the worker's state publishes into.
+        context: what all parts of the worker share.
+        values: layer -> compute buffer. Filled here, by `enter_epoch`; the worker's state publishes into the same dict.
         reducer: gets the weight gradients.
         boundaries: the tensors that come from, and go to, the stages before and after.
         waiting: the worker's loop. Messages are handled between two layers, so that a Prepare is answered within the
@@ -63,7 +63,7 @@ class MicrobatchRunner:
         self._reducer = reducer
         self._boundaries = boundaries
         self._waiting = waiting
-        # Of the stage, by `enter_epoch`, which is called before anything else.
+        # The stage that this worker is on. `enter_epoch` sets these, and is called before anything else.
         self._placement: Placement
         self._stage: int
         self._is_first: bool
@@ -75,15 +75,16 @@ class MicrobatchRunner:
         self.programs = context.model.programs
         self.pacing = Pacing(context.hooks.clock)
         self._times = LayerTimes()
-        # Programs whose times the device has to be asked for later; None: a program is done when its call returns.
+        # Layer programs that were queued on the device, and whose times are read from it later. None: on this device a
+        # program is done when its call returns.
         self._unasked: list[tuple[tuple[int, int, int, str, float], Any, Any]] | None = None
         if context.device.kind.capabilities.streams:
             self._unasked = []
         self.backward_of = -1
-        """The micro-batch in the middle of its backward, or -1."""
-        self._batches: dict[int, Any] = {}
+        """The micro-batch whose backward is under way; -1 if there is none."""
+        self._batches: dict[int, Any] = {}  # micro-batch -> its data, from forward to backward
         self._order = SampleOrder(context.job, len(context.data.train))
-        self._samples: dict[int, np.ndarray] = {}
+        self._samples: dict[int, np.ndarray] = {}  # micro-batch -> sample ids, of the step under way
         self._step_number = self._number(0)
         self._words = WordSource()
 
@@ -91,22 +92,25 @@ class MicrobatchRunner:
         return torch.tensor(value, device=self._place)
 
     def _make_numbers(self, layers: Iterable[int]) -> None:
-        """Make the numbers on the device that keys consist of, but for the step's, which `begin_step` makes."""
+        """Make the seed and the layer numbers, of which random keys consist, on the device.
+
+        The third part of a key, the step number, is made by `begin_step`.
+        """
         self._seed = self._number(self._job.seed)
         self._layer_numbers = {layer: self._number(layer) for layer in layers}
 
     def enter_epoch(self, placement: Placement, stage: int, split_layers: Collection[int]) -> bool:
-        """Make buffers and programs of exactly the stage's layers. Returns True if they are others than before.
+        """Make buffers and programs for exactly the stage's layers. Returns True if these are others than before.
 
         Args:
-            split_layers: layers whose backward may be in two parts.
+            split_layers: the layers whose backward may run in two parts.
         """
         moved = self._take_layers(placement, stage)
         self.split(split_layers)
         return moved
 
     def split(self, layers: Collection[int]) -> None:
-        """Let backwards of these layers be in two parts from the next forward on, and no others."""
+        """Let the backward of exactly these layers run in two parts, for micro-batches that run forward from now on."""
         self.programs.set_split_layers([layer for layer in self._layers if layer in layers])
 
     def _take_layers(self, placement: Placement, stage: int) -> bool:
@@ -122,7 +126,7 @@ class MicrobatchRunner:
         kept = {layer: v for layer, v in self.values.items() if layer in layers}
         layouts, dtype = self._model.layout.layers, self._job.torch_dtype
         made = {layer: ValueBuffer(layouts[layer], new[layer], dtype, self._place) for layer in wanted}
-        self.values.clear()  # changed in place: the replica has the same dict
+        self.values.clear()  # the dict is changed in place, since the worker's state refers to it as well
         self.values.update((layer, kept[layer] if layer in kept else made[layer]) for layer in layers)
         self._layers = layers
         self.programs.bind({layer: self.values[layer].module for layer in layers}, self.values)
@@ -134,9 +138,9 @@ class MicrobatchRunner:
         """Prepare the samples of a step.
 
         Args:
-            microbatches: those that this worker runs as far as it knows; others may come when one is lost.
+            microbatches: the micro-batches that this worker is to run. More may follow, if another worker is lost.
         """
-        self.programs.discard_all()  # forwards of the last step whose backward another worker did
+        self.programs.discard_all()  # forwards of the last step whose backward another worker has run
         self._step_number = self._number(step)
         self._samples = {}
         self._batches.clear()
@@ -145,14 +149,17 @@ class MicrobatchRunner:
             self._data.loader.expect(self._job.seed, self._next_samples(step, microbatches))
 
     def _next_samples(self, step: int, microbatches: Sequence[int]) -> list[tuple[int, np.ndarray]]:
-        """The samples that are read next, as far as it is known: of this step, and of the step after it."""
+        """(step, sample ids) of the micro-batches to read ahead: those of this step, then those of the next one.
+
+        Those of the next step are a forecast, by the placement of this one.
+        """
         found = [(step, self._samples[microbatch]) for microbatch in microbatches]
         if step < self._job.steps:
             found += [(step + 1, ids) for ids in self._order.ids_of(step + 1, microbatches)]
         return found
 
     def report_data_wait(self, step: int) -> None:
-        """Report how long samples were waited for, if there are any that may have to be waited for."""
+        """Report how long this worker has waited for samples, if it reads them from a dataset with a loader."""
         if self._data.loader is not None and (self._is_first or self._is_last):
             self._hooks.data_waited(step, self._data.loader.pop_waited())
 
@@ -167,8 +174,12 @@ class MicrobatchRunner:
         """Run a micro-batch forward, and send its output to the `receivers`.
 
         Args:
-            saves: its backward will be run here too.
-            digests: note the results here, as they are checked.
+            saves: keep what the backward needs, since this worker runs the backward too.
+            digests: the object to note digests of the results in, if the micro-batch is checked.
+
+        Raises:
+            ConfigurationChanged: a new configuration has arrived. The input is put back, so that the forward can run
+                again.
         """
         self._hooks.on_point(FaultPoint.FORWARD, step)
         batch = self._microbatch_batch(step, microbatch)
@@ -194,7 +205,7 @@ class MicrobatchRunner:
                 self._ran(step, microbatch, layer, FORWARD, started)
                 self._waiting.handle_messages()  # a Prepare is answered, and votes are counted, between two layers
         except ConfigurationChanged:
-            # Run again from the stage's input, if the new plan wants it: a forward is reported when it is complete.
+            # Only complete forwards are reported. If the new plan wants this one, it runs again from the stage's input.
             self.programs.discard(microbatch)
             if not self._is_first:
                 self._boundaries.put_back(key, given)
@@ -220,17 +231,18 @@ class MicrobatchRunner:
         """Run a micro-batch backward, and send the gradient of its input to the `receivers`.
 
         Args:
-            weights: its weight gradients are wanted; else only that of its input.
-            alone: its weight gradients are sent by themselves, not added to those of other micro-batches here.
-            drop: the parameters are not needed any more in this step, and their memory is freed layer by layer.
-            digests: note the results here, as they are checked.
+            weights: the weight gradients are wanted. If False, only the gradient of the stage's input is.
+            alone: the weight gradients are sent by themselves, not added to those of other micro-batches here.
+            drop: free the parameters layer by layer, as this worker does not need them any more in this step.
+            digests: the object to note digests of the results in, if the micro-batch is checked.
         """
         dy = yield from self._gradient_of_output(step, microbatch, digests)
         alone = alone or not weights
         batch, looks = self._batches.pop(microbatch, None), self._injects or digests is not None
         self.backward_of = microbatch
         for layer in reversed(self._layers):
-            # No wait in a backward: its forward has waited, and no page changes before this worker has voted.
+            # A backward does not wait for parameters: its forward has waited for them, and no page changes before this
+            # worker has voted.
             assert self.values[layer].is_at(step - 1), (layer, step)
             own_leaf = digests is not None
             buffer, add = self._reducer.begin_microbatch(layer, microbatch, alone=alone, own_leaf=own_leaf)
@@ -256,6 +268,8 @@ class MicrobatchRunner:
     ) -> Waits:
         """Run the first part of a micro-batch's backward, and send the gradient of its input to the `receivers`.
 
+        `backward_weights` runs the second part later. Until then this worker keeps what the weight gradients need.
+
         Args:
             drop, digests: as for `backward`.
         """
@@ -277,7 +291,7 @@ class MicrobatchRunner:
     def backward_weights(
         self, step: int, microbatch: int, *, alone: bool, digests: MicrobatchDigests | None = None
     ) -> None:
-        """Run the second part of a micro-batch's backward: its weight gradients, which need no parameters any more.
+        """Run the second part of a micro-batch's backward: its weight gradients. They need no parameters.
 
         Args:
             alone, digests: as for `backward`.
@@ -301,7 +315,8 @@ class MicrobatchRunner:
     def _gradient_of_output(
         self, step: int, microbatch: int, digests: MicrobatchDigests | None
     ) -> Generator[Reason, None, Activation | None]:
-        """The gradient that a backward begins with: the next stage's. The last stage has the loss that it has saved."""
+        """Wait for the gradient that a backward begins with, which the next stage sends. None on the last stage, which
+        begins with the loss that its forward has saved."""
         dy: Activation | None = None
         if not self._is_last:
             key = BoundaryKey(GRADIENT, step, microbatch, self._layers.stop - 1)
@@ -315,7 +330,7 @@ class MicrobatchRunner:
         if self._is_first:
             return
         assert dx is not None
-        dx = map_tensors(Tensor.contiguous, dx)  # it is sent from where it lies
+        dx = map_tensors(Tensor.contiguous, dx)  # it is sent straight from its memory, so that must be contiguous
         message = message_of(BoundaryKey(GRADIENT, step, microbatch, self._layers.start - 1), dx)
         for receiver in receivers():
             self._boundaries.send(receiver, message, dx)
@@ -325,7 +340,10 @@ class MicrobatchRunner:
         self.programs.dropped(layer)
 
     def _computed_output(self, step: int, y: Activation) -> Activation:
-        """A layer's output: a fault may be injected here, in the first tensor of a tuple."""
+        """A layer's output, as this worker goes on with it. Faults are injected here, into the first tensor of a tuple.
+
+        The same holds for `_computed_input` and `_computed_weights`.
+        """
         first, *others = tensors_of(y)
         right = first.detach()
         wrong = self._hooks.computed(FaultPoint.FORWARD, step, right)
@@ -334,7 +352,7 @@ class MicrobatchRunner:
     def _computed_input(
         self, step: int, layer: int, dx: Activation | None, digests: MicrobatchDigests | None
     ) -> Activation | None:
-        """The gradient of a layer's input: a fault may be injected here, and it is noted where it is checked."""
+        """The gradient of a layer's input, perhaps with an injected fault; its digest is noted if it is checked."""
         if dx is not None:
             first, *others = tensors_of(dx)
             wrong = self._hooks.computed(FaultPoint.BACKWARD, step, first)
@@ -346,7 +364,7 @@ class MicrobatchRunner:
     def _computed_weights(
         self, step: int, layer: int, buffer: GradientBuffer, digests: MicrobatchDigests | None
     ) -> None:
-        """The gradient of a layer's parameters, as `_computed_input`."""
+        """Inject a fault into the gradient of a layer's parameters, if one is due; note its digest if it is checked."""
         if (wrong := self._hooks.computed(FaultPoint.REDUCE, step, buffer.flat)) is not buffer.flat:
             buffer.flat.copy_(wrong)
         if digests is not None:
@@ -355,16 +373,17 @@ class MicrobatchRunner:
     # ---- checks
 
     def has_inputs(self, step: int, microbatch: int) -> bool:
-        """True if a micro-batch can be checked: both of its inputs are here, and the parameters are at the version."""
+        """True if a micro-batch can be checked: both of its inputs are here, and all parameters are at step - 1."""
         wanted = [] if self._is_first else [BoundaryKey(ACTIVATION, step, microbatch, self._layers.start)]
         wanted += [] if self._is_last else [BoundaryKey(GRADIENT, step, microbatch, self._layers.stop - 1)]
         at_version = all(self.values[layer].is_at(step - 1) for layer in self._layers)
         return at_version and all(key in self._boundaries for key in wanted)
 
     def check(self, step: int, microbatch: int, digests: MicrobatchDigests) -> None:
-        """Compute a micro-batch for its digests alone: nothing of it is kept, added or sent, and nothing waits.
+        """Compute a micro-batch forward and backward for its digests alone: no result is kept, added or sent.
 
-        Its programs save their forwards aside, as the worker's own forward of the same micro-batch may be saved.
+        It never waits: `has_inputs` must be true. What its forward saves is kept apart from what the worker's own
+        forwards have saved (`StagePrograms.aside`), since the worker may have run the same micro-batch itself.
         """
         self._hooks.on_point(FaultPoint.FORWARD, step)
         batch = self._batch_of(step, microbatch)
@@ -392,7 +411,7 @@ class MicrobatchRunner:
             self._waiting.handle_messages()
 
     def drop_parameters(self, version: int) -> None:
-        """Free the memory of parameters that are at a version: they are not needed any more before the next one."""
+        """Free the parameters that are at this version. They are not needed before the next version is published."""
         for layer in self._layers:
             if self.values[layer].is_at(version):
                 self._drop(layer)
@@ -405,11 +424,11 @@ class MicrobatchRunner:
         """Run a validation micro-batch at a version.
 
         Returns:
-            In the last stage the micro-batch's loss, and what else is summed up, of the form `programs.scored`; in
-            others its output.
+            On the last stage the micro-batch's loss, and the weights and metrics that the model has, in the form
+            `programs.scored`. On other stages the output of the stage.
 
         Raises:
-            ConfigurationChanged: the mesh has changed meanwhile.
+            ConfigurationChanged: a new configuration has arrived meanwhile. The whole validation is then run again.
         """
         data = self._data.validation
         assert data is not None, "a run that validates has a validation split"
@@ -424,7 +443,8 @@ class MicrobatchRunner:
         for layer in self._layers:
             yield from self.until_at(layer, version)
             x = self.programs.evaluate(layer, x, keys.at(layer), batch)
-            # As in a step: who says nothing for the time of a whole share of a validation would be taken to hang.
+            # As in a step, progress is counted after every layer: otherwise the controller would take this worker to
+            # hang while it runs its share of a validation.
             self._hooks.evaluated()
             self._waiting.handle_messages()
         if not self._is_last:
@@ -435,7 +455,10 @@ class MicrobatchRunner:
         return x
 
     def _microbatch_batch(self, step: int, microbatch: int) -> Any:
-        """The micro-batch's data in the first stage (inputs) and in the last (for the loss); None in others."""
+        """The micro-batch's data, kept for its backward: on the first stage for the inputs, on the last for the loss.
+
+        None on other stages.
+        """
         batch = self._batch_of(step, microbatch)
         if batch is not None:
             self._batches[microbatch] = batch
@@ -449,7 +472,7 @@ class MicrobatchRunner:
         return self._read(self._data.train, self._samples[microbatch], step)
 
     def _read(self, data: Batches, ids: np.ndarray, step: int) -> Any:
-        # By `to_place`: `Tensor.to` would wait, micro-batch by micro-batch, for all that is queued on an accelerator.
+        # Not by `Tensor.to`: for each micro-batch that would wait for everything that is queued on the accelerator.
         batch = on_device(read_batch(data, ids, self._job.seed, step), self._device.to_place)
         if not self._job.is_tokens:
             self.programs.check_form(batch)
@@ -464,18 +487,21 @@ class MicrobatchRunner:
         if self._unasked is None:
             self._measured(step, microbatch, layer, kind, frequency, started, ended)
         else:
-            # On a device with streams the program has only been queued: to ask for its times now would wait for it.
+            # On a device with streams the program is only queued so far, and reading its times would wait for it.
             self._unasked.append(((step, microbatch, layer, kind, frequency), started, ended))
 
     def _measured(
         self, step: int, microbatch: int, layer: int, kind: str, frequency: float, began: float, ended: float
     ) -> None:
-        self._times.add(layer, (ended - began) * frequency, kind)  # as it would take at the normal one
+        self._times.add(layer, (ended - began) * frequency, kind)  # the time that it would take at frequency 1.0
         if self._hooks.layer_ran is not None:
             self._hooks.layer_ran(step, microbatch, layer, kind, began, ended)
 
     def pop_times(self) -> tuple[tuple[Row, ...], tuple[WeightsRow, ...]]:
-        """The times of the layer programs that have run since the last call, and of weight gradients among them."""
+        """The times of the layer programs that have run since the last call, and of the weight gradients among them.
+
+        On a device with streams this waits until these programs have run.
+        """
         if self._unasked:
             times = iter(self._device.times([mark for _, *marks in self._unasked for mark in marks]))
             for (program, _, _), began, ended in zip(self._unasked, times, times, strict=True):
@@ -484,7 +510,7 @@ class MicrobatchRunner:
         return self._times.pop_rows()
 
     def drop_undecided(self) -> None:
-        """Give up every micro-batch that is under way, and what their keys were made of: its memory may be bad."""
+        """Drop every micro-batch that is under way, and make the numbers for keys again: their memory may be bad."""
         self.backward_of = -1
         self.programs.discard_all()
         self._make_numbers(self._layers)

@@ -1,7 +1,7 @@
-"""Parameters after a step: they go to the workers that compute with them and have no replica of their state.
+"""Publishes parameters after a step to the workers that compute with them and have no replica of their state.
 
-`Publisher` sends and installs pages in one configuration. `Parameters` lives from configuration to configuration: it
-asks for pages that are missing, answers those that ask, and keeps pages that came early.
+`Publisher` sends and installs pages in one configuration. `Parameters` lives through all configurations: it asks for
+pages that are missing, answers workers that ask, and keeps published pages that came early.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from elaswave_spmd.worker.state import LEARNING, HeldRange, HeldState
 
 
 class Publisher:
-    """Sends a worker's primary pages and installs those of other primaries, in one configuration.
+    """Sends the pages that a worker is the primary of, and installs pages of other primaries, in one configuration.
 
-    A page goes to the workers of its stage and, if its parameter is tied, of the stages that read it. Replicas have
-    applied the step themselves and receive nothing.
+    A page goes to the workers of its stage and, if its parameter is tied, to those of the stages that read it. Replicas
+    have applied the step themselves and are sent nothing.
 
     Args:
-        context: of the worker.
-        placement: of the configuration.
-        values: compute buffers of the layers that this worker computes.
-        state: the pages that it holds.
+        context: what all parts of the worker share.
+        placement: the mesh and what runs where, in this configuration.
+        values: layer -> compute buffer, of the layers that this worker computes.
+        state: the pages that this worker holds.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Publisher:
         return tuple(worker for worker in dict.fromkeys(workers) if worker not in pages.replicas)
 
     def ask(self, replica_map: ReplicaMap, layer: int, version: int) -> None:
-        """Ask the primaries for the pages of a layer's compute buffer that are not at this version."""
+        """Send Need to the primaries of those pages of a layer's compute buffer that are not at this version."""
         layout = self._layout.layers[layer]
         for first, stop in self._values[layer].missing(version):
             for block in _blocks_of(layout, first, stop):
@@ -79,23 +79,26 @@ class Publisher:
         *,
         frozen: bool = False,
     ) -> dict[PageRange, Tensor]:
-        """Send the layer's new values, in the compute dtype, and copy them to this worker's own readers of a tie.
+        """Send a layer's new values, and copy those of a tied parameter to this worker's own layers that read it.
 
         Args:
-            frozen: those of frozen pages as well. They are sent once, or in every step where parameters are dropped.
-            reached: the workers that get the values of a page range in another way, and are not sent them.
+            version: the version of the values. Held ranges at another version are left out.
+            reached: returns the workers that get the values of a page range in another way, and are not sent them.
+            frozen: send frozen pages as well. They do not change, so they are sent once; but if parameters are dropped
+                (ZeRO-3) they are sent in every step, whatever this says.
 
         Returns:
-            The values of the page ranges that this worker is the primary of and other workers read.
+            Page range -> values, flat in the compute dtype, of the ranges that this worker is the primary of and other
+            workers read.
         """
         payloads: dict[PageRange, Tensor] = {}
         for part in self._state.layers.get(layer, ()):
-            if part.version != version:  # a learner without state yet
+            if part.version != version:  # this worker learns the range and has no state of it yet
                 continue
             if not (frozen or self._drops_params) and self._state.is_frozen(layer, part.pages.first):
-                continue  # whoever computes with them has them
+                continue  # all workers that compute with frozen pages have them already
             message = Publish(version, *part.pages.key)
-            peers = self._readers.get(part.pages.key)  # None: another worker is the primary, and sends them
+            peers = self._readers.get(part.pages.key)  # None: another worker is the primary of the range, and sends it
             if not peers and not self._layout.readers:
                 continue
             payload = self._payload(part)
@@ -110,7 +113,7 @@ class Publisher:
         return payloads
 
     def refresh(self, layers: Collection[int]) -> None:
-        """Copy what is held here to the compute buffers of these layers, after they or their replicas changed."""
+        """Copy the values of all held pages to the compute buffers of these layers, in a new configuration."""
         for layer in layers:
             self._state.to_compute(layer)
         for part in self._state:
@@ -119,12 +122,17 @@ class Publisher:
                 self._install_readers(message, self._payload(part), layers)
 
     def answer(self, peer: int, need: Need) -> bool:
-        """Publish again to one worker what it lacks. Returns True if all was here, at that version or the next."""
+        """Publish pages again to one worker that has asked for them.
+
+        Returns:
+            True if all of them were sent. False if this worker does not have all of them at that version or the next.
+        """
         layout, answered = self._layout.layers[need.layer], 0
         for part in self._state.layers.get(need.layer, ()):
             first, stop = max(part.pages.first, need.first), min(part.pages.stop, need.stop)
-            # State that came from a primary which was ahead may be a step ahead of this worker. It is of no use to
-            # compute with; but then all reduced gradients of that step are there, and no worker has to compute it.
+            # State that this worker has learned from a primary which was ahead may be one version newer than asked for.
+            # The step cannot be computed with it. But it need not be: the step has been decided, so all of its reduced
+            # gradients are there.
             if part.version in (need.step, need.step + 1) and first < stop:
                 a, b = layout.span(first, stop)
                 values = self._payload(part)[a - part.start : b - part.start]
@@ -135,20 +143,21 @@ class Publisher:
     def _payload(self, part: HeldRange) -> Tensor:
         """The values of a page range, in the compute dtype, in memory that stays as it is until all have received them.
 
-        That holds for memory that only an update overwrites, but not for a compute buffer that is dropped in between.
+        That is memory which only an update overwrites (S5). A compute buffer that is dropped within a step is not.
         """
         if part.pages.layer in self._values and not self._drops_params:
             return self._state.compute_values(part)
         return part.master if part.master.dtype == self._dtype else part.master.to(self._dtype)
 
     def install(self, publish: Publish, payload: Tensor) -> None:
-        """Copies published values, flat in the compute dtype, to every buffer of this worker that has those pages."""
+        """Copy published values, flat in the compute dtype, to every compute buffer of this worker with these pages."""
         if publish.layer in self._values:
             self._values[publish.layer].install(publish.first, publish.stop, payload, publish.step)
         self._install_readers(publish, payload)
 
     def will_reach(self, layer: int, version: int, filed: Iterable[Publish]) -> bool:
-        """True if each page of a layer's compute buffer is at this version or later, or will be by a filed page."""
+        """True if every page of a layer's compute buffer is at this version or later, or will be once all filed pages
+        are installed."""
         versions = self._values[layer].versions.copy()
         for publish in filed:
             if publish.layer == layer:
@@ -187,13 +196,14 @@ class Parameters:
     """The parameters that one worker publishes, asks for, keeps for later and installs.
 
     Args:
-        context: of the worker.
-        values: compute buffers of the layers that this worker computes; they change between configurations.
-        state: the pages that it holds, of the same configuration.
+        context: what all parts of the worker share.
+        values: layer -> compute buffer, of the layers that this worker computes; the dict changes between
+            configurations.
+        state: the pages that this worker holds, cut as in the same configuration.
         protocol: knows the version.
-        unsure: peers that may not get what is sent to them before the next configuration; changed by the replica.
-        grouped: what goes through the process group of the worker's stage, if it has one.
-        may_answer: True unless the parameters that are asked for are not what this worker has written.
+        unsure: peers that may not get what they are sent before the next configuration. `StateReplica` changes the set.
+        grouped: sends parameters through the process group of the worker's stage, if there is one.
+        may_answer: returns False if the parameters that a Need asks for are damaged in this worker's memory (H5).
     """
 
     def __init__(
@@ -211,15 +221,16 @@ class Parameters:
         self._state = state
         self._protocol = protocol
         self._unsure = unsure
-        # By `enter_epoch`, which is called before anything else.
+        # `enter_epoch` sets these two, and is called before anything else.
         self._replica_map: ReplicaMap
         self._publisher: Publisher
-        self._filed: dict[m.Publish, Tensor] = {}
-        # (sender, request) in the order in which they came, each once: to be answered, and answered at this version.
+        self._filed: dict[m.Publish, Tensor] = {}  # published pages that the protocol does not let be installed yet
+        # (sender, request), in the order in which they came: requests that are still to be answered, and requests that
+        # were answered at the present version. The dicts serve as ordered sets.
         self._needs: dict[tuple[int, m.Need], None] = {}
         self._answered: dict[tuple[int, m.Need], None] = {}
         self.layers: list[int] = []
-        """The layers that are computed or held here."""
+        """The layers that this worker computes or holds pages of, ascending."""
         self.grouped = grouped
         self._may_answer = may_answer
 
@@ -227,7 +238,8 @@ class Parameters:
         """Publish to the readers of a newer configuration.
 
         Args:
-            replica_map: of the layers that this worker computes, or reads parameters of, and of all that it holds.
+            replica_map: the replicas of the layers that this worker computes, whose parameters it reads, or whose pages
+                it holds.
         """
         self._replica_map = replica_map
         self._publisher = Publisher(self._context, placement, self._values, self._state)
@@ -237,11 +249,12 @@ class Parameters:
     # ---- out
 
     def publish(self, layer: int, version: int, *, extension: str = "", frozen: bool = False) -> None:
-        """Send a layer's new values: through the group of the stage if all members agreed to and it has not failed.
+        """Send a layer's new values: through the group of the stage, if all members have agreed to and it has not
+        failed; else over links.
 
         Args:
-            extension: that all votes carried.
-            frozen: the values of frozen pages as well: nobody has them yet.
+            extension: the value that all votes of the step carried (`Apply.extension`).
+            frozen: send frozen pages as well, as no worker has them yet.
         """
         if not (extension == GROUPED and self.grouped.serves):
             self._publisher.publish(layer, version, frozen=frozen)
@@ -250,24 +263,24 @@ class Parameters:
         self.grouped.gather(layer, version, payloads)
 
     def published(self, version: int, *, extension: str) -> None:
-        """This worker is at a version now, and has published it."""
+        """Called when this worker has applied the step `version` and has published all of its layers."""
         self._answered = {(sender, need): None for sender, need in self._answered if need.step >= version}
         self.answer()  # to workers that asked for this version before it was here
         if extension == GROUPED and not self.grouped.serves:
-            # The group failed after the votes. A primary that did not know it yet has sent its pages through the group
-            # alone, where they do not arrive.
+            # The group has failed after the votes. A primary that did not know this yet has sent its pages only through
+            # the group, where they do not arrive.
             self.ask_for_rest()
         self._filed = {publish: payload for publish, payload in self._filed.items() if publish.step >= version}
 
     def needed(self, sender: int, need: m.Need) -> None:
-        """A worker asks for pages.
+        """Handle Need: a worker asks for pages. Answer now, or keep the request for later.
 
-        If they are not here yet, at this version or in this epoch, the answer is given later: the worker may have
-        entered the next epoch first, in which a lost link is made again, or the first one to it is made. So it is if
-        they are damaged: in the epoch that follows they are asked for again.
+        The answer is given later if the pages are not here yet, at this version or in this epoch, or if there is no
+        link to the worker yet: it may have entered the next epoch first, in which the link is made. It is also given
+        later if the pages are damaged here: in the epoch that follows the worker asks for them again.
         """
         if need.step < self._protocol.version:
-            return  # the step after it is applied, so its sender has voted, and has all that it asked for
+            return  # this worker has applied the step after it, for which the sender has voted: it has these pages
         reaches = sender not in self._unsure and self._context.channel.reaches(sender)
         if reaches and self._may_answer(need) and self._publisher.answer(sender, need):
             self._answered[sender, need] = None
@@ -275,15 +288,15 @@ class Parameters:
             self._needs[sender, need] = None
 
     def link_lost(self, peer: int) -> None:
-        """A link has ended: what was answered over it may not have come, and is answered again.
+        """A link has ended: answer again the requests of this peer, since the answers may not have arrived.
 
-        Mostly the peer asks again, in the mesh epoch in which the link is made again. It does not if it had entered
-        that epoch before it asked.
+        Mostly the peer asks again itself, in the mesh epoch in which the link is made again. But it does not if it had
+        entered that epoch before it asked.
         """
         self._needs |= {asked: None for asked in self._answered if asked[0] == peer}
 
     def answer(self) -> None:
-        """Give the answers that could not be given before."""
+        """Try again to answer the requests that could not be answered before."""
         needs, self._needs = self._needs, {}
         for sender, need in needs:
             self.needed(sender, need)
@@ -291,7 +304,7 @@ class Parameters:
     # ---- in
 
     def refresh(self, layers: Collection[int], version: int) -> None:
-        """Bring the compute buffers of these layers to a version: from the pages held here, and from the primaries."""
+        """Bring the compute buffers of these layers to a version: copy held pages, and ask primaries for the others."""
         for layer in layers:
             self._values[layer].expect()
         self._publisher.refresh(layers)
@@ -303,7 +316,10 @@ class Parameters:
                 self._publisher.ask(self._replica_map, layer, version)
 
     def ask_for_rest(self) -> None:
-        """Ask the primaries for what has not come through the group. Buffers that were dropped since were complete."""
+        """Ask the primaries for the pages that have not come through the group.
+
+        A buffer that was dropped at this version is left out: it was complete before.
+        """
         version = self._protocol.version
         self._ask_for((layer for layer, values in self._values.items() if values.dropped_at != version), version)
 
@@ -312,25 +328,29 @@ class Parameters:
         self._filed[publish] = payload
 
     def forget_filed(self) -> None:
-        """Give up what came early: it may come from a wrong replica. It is asked for again."""
+        """Drop published pages that came early, as they may come from a wrong replica (H3), and requests of others.
+
+        In the new epoch every worker asks again for what it lacks.
+        """
         self._filed.clear()
         self._needs.clear()
 
     def install(self, publish: m.Publish) -> None:
-        """Copy a filed page into the compute buffers; a page that came twice is filed no more."""
+        """Copy filed pages into the compute buffers. Does nothing if they came twice and are installed already."""
         if (payload := self._filed.pop(publish, None)) is not None:
             self._publisher.install(publish, payload)
 
     def install_arrived(self, publish: m.Publish, values: Tensor) -> None:
-        """Install a page that has come through the group."""
+        """Install pages that have come through the group of the stage."""
         self._publisher.install(publish, values)
 
     def group_lost(self, lost: m.GroupLost) -> None:
-        """Another worker of the stage reports that their group has failed."""
+        """Handle GroupLost: another worker of the stage reports that the group of this epoch has failed (E4)."""
         if lost.epoch == self.grouped.epoch and self.grouped.serves:
             self.grouped.give_up()
             self.ask_for_rest()
 
     def needs_no_more(self, layer: int, version: int) -> bool:
-        """True if nothing at `version` is to come for a layer's compute buffer: all is there, or a step ahead."""
+        """True if no page of `version` is still to come for a layer's compute buffer: all are here or filed, at that
+        version or the next."""
         return self._values[layer].is_at(version) or self._publisher.will_reach(layer, version, self._filed)

@@ -1,6 +1,7 @@
 """One worker's part of a step that was under way when the mesh changed.
 
-The plan for all workers is made by the controller (`recovery.partial_step`).
+The controller makes the recovery plan for all workers (`recovery.partial_step`). The functions here compute what one
+worker still has to do by that plan.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from elaswave_spmd.worker.ready_order import MicrobatchWork
 class RecoveryPlan:
     """The controller's plan for an interrupted step: at most one line per stage and micro-batch.
 
-    On a large mesh it has the lines of those micro-batches alone that the worker has to do with (recovery/peers.py).
+    On a large mesh it has only the lines of micro-batches that this worker has to do with (C15, recovery/peers.py).
     """
 
     step: int
@@ -28,7 +29,7 @@ class RecoveryPlan:
         return [line for line in self.lines if line.worker == rank]
 
     def worker_of(self, stage: int, microbatch: int) -> int | None:
-        """The worker that runs a micro-batch through a stage; None if no worker has to any more."""
+        """The worker that runs a micro-batch through a stage; None if the plan has no line for it here."""
         return next((ln.worker for ln in self.lines if (ln.stage, ln.microbatch) == (stage, microbatch)), None)
 
 
@@ -37,15 +38,17 @@ class StepUnderWay:
     """The step that a worker has begun.
 
     Args:
-        number: of the step.
-        assigned: micro-batches that the worker regards as its own.
-        begun_with: the micro-batches that it began the step with: their gradients are added up here, as far as the tree
-            allows.
-        alone: no micro-batch is added to others here. Sums of the layers of another stage are in the way.
-        computed: micro-batches whose backward is done.
-        reported: the micro-batches in `computed` when the last StepReport was sent, and one in the middle of its
-            backward if sums of it have left already: the recovery plan counts with them.
-        summed: micro-batches whose gradients were added up here.
+        number: the step.
+        assigned: the micro-batches that the worker regards as its own.
+        begun_with: the micro-batches that the worker began the step with. Their gradients are added up here, as far as
+            the reduction tree allows.
+        alone: no gradient is added to others here: the reducer still has sums of this step over the layers of another
+            stage, which this worker was on before.
+        computed: the micro-batches whose backward is done.
+        reported: the micro-batches that were in `computed` when the last StepReport was sent; and the one that was in
+            the middle of its backward then, if sums of it may have been sent and given up. The recovery plan is made
+            with these.
+        summed: the micro-batches whose gradients were added to others here.
     """
 
     number: int
@@ -73,22 +76,23 @@ def remaining_of_begun_step(
 ) -> dict[int, MicrobatchWork]:
     """Micro-batch -> what this worker has to do of a step that it has begun.
 
-    Its lines of the plan, less what it has done since it gave its StepReport. Micro-batches that it had computed by
-    then, and that stand in the plan, have to be computed again: their sums were lost with a primary.
+    That is the worker's lines of the plan, less what it has done since its StepReport. If a micro-batch was computed
+    before the StepReport and has a line all the same, it has to be computed again: its sums were lost with a primary.
 
     Args:
-        lines: of this worker.
-        step: notes here what the worker regards as its own from now on.
-        forwarded: micro-batches with a saved forward.
-        put_off: micro-batches of which nothing but the weight gradients is left. Their input's gradient is kept, so
-            that of a line no more than this is to do.
+        lines: the plan's lines for this worker.
+        step: the step that the worker has begun. It is changed: it has what the worker regards as its own from now on.
+        forwarded: the micro-batches with a saved forward.
+        put_off: the micro-batches of which only the weight gradients are left. The gradient of their input is kept, so
+            that a line leaves no more than the weight gradients to compute.
     """
     remaining: dict[int, MicrobatchWork] = {}
     for line in lines:
         if line.microbatch in step.computed - step.reported:
-            continue  # done since, and kept
-        # The reduction was told which micro-batches it will get (`first`), and sends a sum when these are complete. One
-        # that it does not expect, or has had, would be added twice or never sent: its gradient goes by itself.
+            continue  # computed after the StepReport, and its sums are kept
+        # The reducer was told at the begin of the step which micro-batches it gets (`begun_with`), and sends a sum when
+        # these are complete. A micro-batch that it does not expect would never be sent, and one that it has had already
+        # would be added twice. So the gradient of such a micro-batch is sent by itself.
         alone = step.alone or line.microbatch not in step.begun_with or line.microbatch in step.summed
         if line.microbatch in put_off:
             left = MicrobatchWork(False, WEIGHTS_ONLY if line.backward in (FULL, WEIGHTS_ONLY) else 0, alone)

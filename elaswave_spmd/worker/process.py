@@ -1,4 +1,4 @@
-"""A worker process: opens its links, waits for its place in the mesh, and resumes its executor from its mailbox."""
+"""A worker process: opens links, waits to become a member of the mesh, and resumes its executor from its mailbox."""
 
 from __future__ import annotations
 
@@ -60,28 +60,28 @@ from elaswave_spmd.worker.stage_collectives import StageGroup
 from elaswave_spmd.worker.tracing import TracedChannel, TracedClock, TracedGroup, TracedPairs, open_trace
 
 _CONNECT_TIMEOUT_S = 60.0
-_FAREWELL_MS = 2000
+_FAREWELL_MS = 2000  # the most that a worker which ends waits for what it has sent to leave
 _LEFT_OUT = "\n(a part of this report is left out, as it is too long)\n"
-_COPYING_S = 5e-5  # between two polls of payloads that are being copied to host memory
-_GROUP_S = (1e-4, 1e-4, 2e-4, 4e-4, 8e-4)  # between two polls of what a group copies; the last one from then on
+_COPYING_S = 5e-5  # seconds between two polls of payloads that are being copied to host memory
+_GROUP_S = (1e-4, 1e-4, 2e-4, 4e-4, 8e-4)  # seconds before each poll of a group or pair; the last one is repeated
 
 
 def main(fields: dict[str, Any]) -> int:
-    """Entry of a worker process, called by the fork server.
+    """The entry point of a worker process, called by the fork server.
 
     Args:
-        fields: of a `WorkerSpec`.
+        fields: the fields of a `WorkerSpec`.
 
     Returns:
-        The exit code: 0 if the worker was told to stop, 1 after an exception or a refusal, which is reported to the
-        controller. And 1 if the controller is gone and the state could not be written, which is printed.
+        The exit code. 0: the worker was stopped. 1: an exception or a refusal, which is reported to the controller; or
+        the controller is gone and the state could not be written, which is printed to stderr.
     """
     process = WorkerProcess(WorkerSpec.from_dict(fields))
     try:
         process.run()
     except WorkerStopped:
         if why := process.save_if_orphaned():
-            with contextlib.suppress(OSError):  # in one piece, as other workers write there at the same moment
+            with contextlib.suppress(OSError):  # one call of write, as other workers print at the same moment
                 os.write(2, f"worker {process.rank}, whose controller is gone: {why}\n".encode())
             return 1
     except BaseException as error:
@@ -109,7 +109,8 @@ class WorkerProcess:
         keep_freed_memory()  # activations are freed and allocated again in every step
         self._probe = LinkProbe(self._send_probe)
         self._mailbox = mailbox = Mailbox(self._probe.tap)
-        # SIGTERM is a request to leave gracefully. Its handler may interrupt anything: it does no more.
+        # SIGTERM is a request to leave gracefully. A handler may run at any point of the code, so this one only notes
+        # the signal.
         self._term_in_forks = TermInForks()
         signal.signal(signal.SIGTERM, self._on_term)
         self._links = Links(
@@ -134,9 +135,9 @@ class WorkerProcess:
         self._step = 0
         self._is_ready = False
         self._link_reported = False
-        self._deadline: float | None = None  # once the controller is gone
+        self._deadline: float | None = None  # how long to wait without a controller (time.monotonic()); None: it lives
         self._is_abandoned = False  # the agent is gone as well
-        self._before_loss: Callable[[], None] = lambda: None  # notes the time of an injected death
+        self._before_loss: Callable[[], None] = lambda: None  # called before an injected death, to note its time
         self._checkpoints: CheckpointWriter | None = None
         self._faults: FaultInjector | None = None
         self._executor: Executor | None = None
@@ -162,12 +163,15 @@ class WorkerProcess:
         return pairs if self._trace is None else TracedPairs(pairs, self._trace)
 
     def _open_relay(self) -> RelayClient | None:
-        """The way of heartbeats by this worker's agent; None without an agent, and where no socket can be made."""
+        """The client that sends heartbeats by way of this worker's agent.
+
+        None without an agent, or if no socket can be made: then heartbeats go to the controller.
+        """
         if (path := self._spec.run.options.beats) is None:
             return None
         try:
             return RelayClient(self._rank, path)
-        except OSError:  # no room in the directory of the sockets: they go to the controller
+        except OSError:  # for example, no room is left in the directory of the sockets
             return None
 
     # ---- from the first link to the end
@@ -179,8 +183,8 @@ class WorkerProcess:
             WorkerStopped: always, unless something fails.
         """
         plan, model, data = self._become_ready()
-        # From Ready on silence is a loss, so heartbeats begin now, in a thread of their own: they go on while the
-        # training thread computes, and stop with the process.
+        # After Ready the controller takes a silent worker for lost. So heartbeats begin now. They come from a thread of
+        # their own, so that they go on while the training thread computes, and stop with the process.
         timeouts = self._settings.timeouts
         outlives = timeouts.adopt is not None
         self._progress.num_workers = plan.placement.mesh.num_workers
@@ -203,7 +207,7 @@ class WorkerProcess:
     def _become_ready(self) -> tuple[RunPlan, LocalModel, Datasets]:
         """Connect to the controller, plan the run as it did, compile, check the model, and report Ready.
 
-        A worker compiles before it is ready: a member, or one about to become a member, has nothing left to compile.
+        A worker compiles before it is ready, so that no step and no recovery waits for a compilation.
 
         Raises:
             UserError: a model that breaks the promise of equal bits, cannot be compiled, or raises an exception.
@@ -212,8 +216,8 @@ class WorkerProcess:
         self._links.connect(CONTROLLER, spec.run.links.controller)
         profile = spec.run.options.profile
         costs = CostModel.from_json(profile) if profile is not None else None
-        # Planned again rather than sent: a plan is a function of settings and data, and the layout of a large model is
-        # larger than both.
+        # The plan is made here again rather than sent by the controller: it is a pure function of settings and data,
+        # and for a large model the layout is larger than both.
         plan = plan_run(self._settings, spec.run.data, costs=costs)
         if spec.death_watch is not None:
             self._before_loss = death_watch.hold_mutex(*spec.death_watch)
@@ -239,9 +243,10 @@ class WorkerProcess:
             rows = tuple(map(dataclasses.astuple, check.layers))
             self._send(m.Checked(self._rank, check.seconds, rows, check.kinds, check.loss_unchecked, check.samples))
         if self._loader is not None:
-            self._loader.pop_waited()  # for the samples of the check
+            self._loader.pop_waited()  # the time waited for samples of the check does not count as time of a step
         if model.made is not None and not (begins and self._rank in plan.placement.mesh):
-            # Read from the checkpoint, or sent to a newcomer; should that be a first worker, it makes the values again.
+            # This worker does not need the initial values: it reads a checkpoint, or is sent its state. Should it be a
+            # member of the first mesh all the same, it makes them again.
             model.made.clear()
         watched = spec.death_watch is not None
         self._send(m.Ready(self._rank, self._links.address, watched, programs.num_compiled))
@@ -249,19 +254,24 @@ class WorkerProcess:
         return plan, model, data
 
     def _until_member(self, plan: RunPlan) -> tuple[Configuration, list[Envelope]]:
-        """Wait for the configuration that makes this worker a member, and for the links to the others.
+        """Wait for the configuration that makes this worker a member, and for the links to its peers.
 
         Returns:
-            The configuration, and what arrived before it from members that entered it earlier.
+            The configuration, and the messages that arrived before it, from members that entered it earlier.
+
+        Raises:
+            WorkerStopped: the controller has sent Stop or is gone, or the process got SIGTERM.
         """
-        early: dict[tuple[int, bytes], Envelope] = {}  # in the order in which they came, each message once
+        # (sender, header) -> message, in the order in which they came. Duplicates are dropped.
+        early: dict[tuple[int, bytes], Envelope] = {}
         bounds = message_bounds(plan.job, plan.description.layout)
         while True:
             item = self._mailbox.get()
-            # Interrupted by SIGTERM: a worker that is no member may go, and need not be let go.
+            # Interrupted means SIGTERM. A worker that is no member yet has no state, so it ends at once.
             if isinstance(item, ControllerLost | Interrupted):
                 raise WorkerStopped
-            # The life pipe of an agent tells nothing of the controller: there its link does.
+            # On an agent's machine the life pipe ends with the agent, not with the controller. There the end of the
+            # link to the controller shows that it is gone.
             if item == PeerClosed(CONTROLLER) and self._spec.run.options.has_agent:
                 raise WorkerStopped
             if not isinstance(item, Envelope):
@@ -276,15 +286,16 @@ class WorkerProcess:
             if why := bounds.refused_payload(message, elements_in(item, message, plan.job.torch_dtype)):
                 self._links.reject(why)
                 continue
-            early[item.sender, item.header] = item  # of a member that entered this epoch first; the channel delivers it
-        self._progress.waiting = False  # the first action may take long
-        if self._settings.timeouts.adopt is not None:  # from now on it has what a controller that comes back may need
+            early[item.sender, item.header] = item  # a member entered the epoch first: the channel delivers it
+        self._progress.waiting = False  # from now on it computes: the first action may take long
+        # From now on this worker has state, so a controller that comes back must be able to find it (A3 to A6).
+        if self._settings.timeouts.adopt is not None:
             write_address(self._spec.run.links.directory, self._rank, self._links.address)
         self._members_changed(message)
         others = [peer for peer in message.addresses if peer != self._rank]
-        self._links.wait_connected(others, _CONNECT_TIMEOUT_S)  # the channel will report those that are closed
+        self._links.wait_connected(others, _CONNECT_TIMEOUT_S)  # the channel reports links that could not be made
         if others:
-            # Each worker measures the link to the next one in the ring of ranks.
+            # Each worker measures the speed of one link: to the next higher rank among its peers, or else the lowest.
             self._probe.start(min(others, key=lambda peer: (peer < self._rank, peer)))
         return Configuration.from_message(plan.placement, message), list(early.values())
 
@@ -296,7 +307,7 @@ class WorkerProcess:
             self._rank, orders, plan.description.layout, self._device, self._send
         )
         if (chaos := self._settings.chaos).events or chaos.random:
-            # A fault is injected at the first attempt of its step only, not when a resumed run comes to the step again.
+            # A fault is injected only when its step is run for the first time, not when a resumed run runs it again.
             version = max(first.version, orders.committed)
             self._faults = FaultInjector(self._rank, chaos, self._links, self._before_loss, version)
         hooks = WorkerHooks(
@@ -318,7 +329,8 @@ class WorkerProcess:
         )
         way: Channel = channel if trace is None else TracedChannel(channel, trace)
         context = make_context(plan, self._rank, self._device, way, model, data, hooks)
-        # A newcomer gets its state from the others: the checkpoint that they began with may be gone by then.
+        # Only members of the first mesh read the checkpoint. A newcomer is sent its state by the others, as that
+        # checkpoint may have been removed since.
         layout, saved = plan.description.layout, None
         if first.epoch == 0:
             saved = orders.reader(self._rank, layout, first.placement.replica_map(layout))
@@ -326,7 +338,12 @@ class WorkerProcess:
         return self._executor
 
     def _train(self, executor: Executor, channel: SocketChannel) -> None:
-        """Resume the training loop whenever something has come."""
+        """Run the training loop until it is stopped. An orphan sends what is still on its way before it ends.
+
+        Raises:
+            WorkerStopped: by the loop, or since an orphan has waited for long enough.
+            RunError: the loop has ended by itself, which it never does unless it has a bug.
+        """
         try:
             self._resume(executor, channel)
         except WorkerStopped:
@@ -337,19 +354,21 @@ class WorkerProcess:
         raise RunError(f"worker {self._rank} has nothing left to do, and was not told to stop")
 
     def _flush(self, channel: SocketChannel) -> None:
-        """What an orphan has sent is copied from the device, so that it leaves with the links' farewell."""
+        """Wait until all payloads that this orphan has sent are copied from the device, so that `close` sends them."""
         until = time.monotonic() + _FAREWELL_MS / 1000
         while channel.is_copying() and time.monotonic() < until:
             time.sleep(_COPYING_S)
 
     def _resume(self, executor: Executor, channel: SocketChannel) -> None:
+        """Resume the training loop each time that it waits and something has come."""
         progress = self._progress
         for reason in executor.train():
             progress.waiting = True
             progress.action = reason
-            # Without a controller a worker completes the step that all have begun, and waits no longer than this.
+            # Without a controller, workers complete the step that all of them have begun. The deadline limits how long
+            # this worker waits for that, or for another controller. It is shorter if the agent is gone as well.
             if not executor.is_orphaned:
-                self._deadline = None  # as ever, or adopted
+                self._deadline = None  # the controller lives, or another one has adopted this worker
             elif self._deadline is None or (channel.is_abandoned and not self._is_abandoned):
                 self._is_abandoned = channel.is_abandoned
                 timeouts = self._settings.timeouts
@@ -364,7 +383,11 @@ class WorkerProcess:
             progress.waiting = False
 
     def _wait(self, executor: Executor, channel: SocketChannel) -> bool:
-        """Wait until something has come. False: nothing did, and without a controller the wait was long enough."""
+        """Wait until the loop can go on: a message, a transfer that has ended, or a planned time.
+
+        Returns:
+            False if the deadline of a worker without a controller has passed.
+        """
         pauses, grouped, wakes_at = iter(_GROUP_S), executor.replica.parameters.grouped, executor.wakes_at
         direct = executor.direct
         while (copying := channel.is_copying()) or not grouped.idle or executor.transfers:
@@ -376,7 +399,7 @@ class WorkerProcess:
                 return False
             if wakes_at is not None and time.monotonic() >= wakes_at:
                 return True
-        if wakes_at is not None:  # it waits for a planned action, but not for long
+        if wakes_at is not None:  # the loop waits for a planned action, and goes on at this time without it
             self._mailbox.wait(max(0.0, wakes_at - time.monotonic()))
             return True
         return self._mailbox.wait(None if self._deadline is None else self._deadline - time.monotonic())
@@ -386,10 +409,10 @@ class WorkerProcess:
         return self._rank
 
     def save_if_orphaned(self) -> str:
-        """The worker was stopped: without a controller, its state is written for the next one.
+        """Write the state of a worker that has ended without a controller, for the run that resumes.
 
         Returns:
-            Why it could not be; empty: it was, or there was nothing to write.
+            The reason for which it could not be written; empty if it was, or if there was nothing to write.
         """
         executor, why = self._executor, ""
         if executor is not None and executor.is_orphaned and self._checkpoints is not None:
@@ -399,27 +422,30 @@ class WorkerProcess:
         return why
 
     def _frequency(self) -> float:
-        """The frequency of an emulated device now."""
+        """The present frequency of the device, relative to its normal one; 1.0 where frequencies are not set."""
         return 1.0 if self._clock is None else self._clock.frequency
 
     def report_failure(self, error: BaseException) -> None:
-        """Send the controller the exception that ends this worker: bad input, as such, until it is ready."""
+        """Send the controller the exception that ends this worker.
+
+        A UserError before Ready is sent as Refused: the input of the run is wrong, not this worker.
+        """
         if isinstance(error, UserError) and not self._is_ready:
             self._send(m.Refused(self._rank, {name: text[:LONGEST_TEXT] for name, text in error.fields().items()}))
         else:
             self._send(self._failed(error))
 
     def _failed(self, error: BaseException) -> m.Failed:
-        """The report of an exception, of which the middle is left out if it is too long for a message."""
+        """The report of an exception. If it is too long for a message, its middle is left out."""
         report = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        if len(report) > LONGEST_REPORT:  # the controller would drop it, and wait for this worker
+        if len(report) > LONGEST_REPORT:  # the controller would refuse the message, and go on waiting for this worker
             half = LONGEST_REPORT // 2 - len(_LEFT_OUT)
             report = report[:half] + _LEFT_OUT + report[-half:]
         report = report.encode(errors="replace").decode()
         return m.Failed(self._rank, report, self._step, isinstance(error, LinksError))
 
     def close(self) -> None:
-        """End the loader, close the trace, then the links once what was sent has left."""
+        """End the loader, close the trace and the clock; then close the links, once what was sent has left."""
         if self._loader is not None:
             self._loader.close()
         if self._trace is not None:
@@ -438,11 +464,11 @@ class WorkerProcess:
         self._links.send(CONTROLLER, m.encode(message))
 
     def _send_probe(self, peer: int, header: bytes, payloads: Sequence[Any]) -> bool:
-        """Send a message of a measurement. If the two are no peers any more, nobody is to make a link for it."""
+        """Send a message that measures a link. Only over a link that exists: no link is made for a measurement."""
         return self._links.reaches(peer) and self._links.send(peer, header, payloads, ordered=False)
 
     def _on_point(self, point: FaultPoint, step: int) -> None:
-        """A step passes a point: count progress, and let faults happen that are injected here."""
+        """A step passes a fault point: count progress, and inject the faults that are due here."""
         progress = self._progress
         progress.count += 1
         if point in (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.WEIGHTS):
@@ -459,11 +485,14 @@ class WorkerProcess:
         self._progress.action = "validation"
 
     def _report_of(self, error: Exception) -> m.Failed | None:
-        """The report of an exception after which this worker keeps its state; None: it can receive no order to save."""
+        """The report of an exception after which this worker stays, so that its state can be saved (C17).
+
+        None after an error of the links: the worker could not receive the order to save.
+        """
         return None if isinstance(error, LinksError) else self._failed(error)
 
     def _wrong_result(self, point: FaultPoint, step: int, result: Tensor) -> Tensor:
-        """The result that the device has computed, which is wrong where `chaos` says so."""
+        """The result that the device has computed, made wrong if a fault of `chaos` is due."""
         assert self._executor is not None and self._faults is not None
         return self._faults.computed(point, step, self._executor.placement.mesh.members, result)
 
@@ -475,7 +504,7 @@ class WorkerProcess:
         weights: tuple[WeightsRow, ...],
         memory: tuple[MemoryRow, ...],
     ) -> None:
-        """Report what was measured in a step, and once the link to a neighbour."""
+        """Report the times and memory measured in a step; and once, when there is a result, the measured link."""
         link = () if self._link_reported else self._probe.result or ()
         if rows or memory or link:
             self._link_reported = self._link_reported or bool(link)
@@ -485,9 +514,9 @@ class WorkerProcess:
         self._send(m.Measured(self._rank, step, (), data_seconds=seconds))
 
     def _members_changed(self, message: m.Reconfigure) -> None:
-        """Open links to peers that are new, and close those to workers that are members no more, or no peers.
+        """Open links to new peers, and close links to workers that are no members or no peers any more.
 
-        On a large mesh this worker knows the addresses of its peers alone (docs/protocol.md, C16).
+        On a large mesh the message has only the addresses of this worker's peers (docs/protocol.md, C16).
         """
         if self._trace is not None:
             self._trace.mark(f"mesh epoch {message.epoch}")
@@ -501,14 +530,15 @@ class WorkerProcess:
             if peer != self._rank:
                 try:
                     self._links.connect(peer, address)
-                except RunError as error:  # no address, of a process that has gone wrong; or no descriptor is left
-                    with contextlib.suppress(OSError):  # the controller learns that the link is lost, and not why
+                except RunError as error:  # the address is not valid, or no file descriptor is left
+                    # Printed here, since the controller is told only that the link is lost, and not why.
+                    with contextlib.suppress(OSError):
                         os.write(2, f"worker {self._rank}: {error}\n".encode())
                     self._mailbox.put(PeerClosed(peer))
 
 
 def _open_clock(settings: Settings, guard: str | None, rank: int) -> SimulatedClock | GuardedClock | None:
-    """The clock of this worker's device; None where frequencies are not set."""
+    """The clock that sets the frequency of this worker's device; None if frequencies are not set."""
     if guard is not None:
         return GuardedClock(guard, rank)
     schedule = settings.schedule

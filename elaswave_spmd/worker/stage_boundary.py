@@ -1,7 +1,7 @@
-"""Activations and their gradients that cross from one stage to another: those received, and those sent.
+"""Boundary tensors: activations, and gradients of activations, that go from one stage to the next.
 
-A sender keeps what it sent until the step is decided. If the receiver is lost, the tensors are sent again to the worker
-that takes over its micro-batches, and no forward or backward runs a second time to make them.
+A sender keeps what it has sent until the step is decided. If the receiver is lost, the tensors are sent again to the
+worker that takes over its micro-batches, so that no forward or backward runs a second time to make them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ Crossing = m.Activation | m.ActivationGradient
 
 
 class BoundaryKey(NamedTuple):
-    """The id of a tensor, whichever worker sends it: `layer` is the consumer's first, or its last for a gradient."""
+    """The id of a boundary tensor, whichever worker sends it.
+
+    Attributes:
+        kind: ACTIVATION, GRADIENT or VALIDATION.
+        step: the step; for VALIDATION the version that is validated.
+        microbatch: the number of the micro-batch.
+        layer: of the layers of the stage that receives the tensor the first one; for a GRADIENT the last one.
+    """
 
     kind: str
     step: int
@@ -40,10 +47,10 @@ class Boundaries:
     """The boundary tensors of one worker.
 
     Args:
-        rank: of the worker.
-        send: to the other workers.
-        device: where the tensors lie, received ones too.
-        first_trained: the first layer that has a backward; those before it have frozen parameters.
+        rank: the rank of the worker.
+        send: sends a message to another worker.
+        device: the device of the tensors; received payloads are copied to it.
+        first_trained: the first layer that has a backward. All parameters of the layers before it are frozen.
     """
 
     def __init__(self, rank: int, send: Send, device: Device, first_trained: int = 0) -> None:
@@ -53,33 +60,35 @@ class Boundaries:
         self._first_trained = first_trained
         self._received: dict[BoundaryKey, Activation] = {}
         self._kept: dict[BoundaryKey, Activation] = {}
-        self._used: dict[BoundaryKey, Activation] | None = None  # used since a StepReport; None: no change is under way
-        self._shapes: dict[_Crossed, _Shapes] = {}
+        # The received tensors that were used up since a StepReport; None: no change of the mesh is under way.
+        self._used: dict[BoundaryKey, Activation] | None = None
+        self._shapes: dict[_Crossed, _Shapes] = {}  # the shapes of what this worker has sent
 
     def send(self, peer: int | None, message: Crossing, value: Activation) -> None:
         """Send an activation, or its gradient, to the micro-batch's worker on the other stage, and keep it.
 
         Args:
-            peer: the worker; None: no worker needs it now, but after a loss one may.
-            message: of the value (`message_of`).
+            peer: the receiver; None: no worker needs the tensor now, but one may after a loss, so it is only kept.
+            message: the message for the value (`message_of`).
+            value: the tensor or tensors, contiguous. They must stay as they are until the step is decided.
         """
         key = _key(message)
-        if key.kind != VALIDATION:  # a validation that is broken off is run again as a whole
+        if key.kind != VALIDATION:  # a validation that is interrupted is run again as a whole: nothing is sent again
             self._kept[key] = value
             if not self._stands_in(key):
                 self._shapes[_crossed(key)] = _shapes(message)
-        if peer == self._rank:  # it has changed its stage, and now needs what it had sent
+        if peer == self._rank:  # this worker has changed its stage, and needs now what it had made on the older one
             self._received[key] = value
         elif peer is not None:
             self._send(peer, message, packed(value))
 
     def has_other_shape(self, message: Crossing) -> bool:
-        """True if a tensor cannot be right, since what this worker has sent of the micro-batch has another shape.
+        """True if a received tensor has another shape than this worker has sent across the same boundary.
 
-        The gradient of a micro-batch is like the activation that this worker has sent of it. Other micro-batches tell
-        nothing: their samples may differ in shape, and where they do not a layer may still pack what is no padding. So
-        an activation is held to nothing but the number of its elements (`recovery.admission`). Those of a validation
-        are not compared: who gets them sends none back.
+        The gradient of an activation has the shape of the activation of the same micro-batch, which this worker has
+        sent. Other micro-batches say nothing about shapes: their samples may differ in shape, and even if they do not,
+        a layer may remove padding. So of an activation only the number of elements is checked (`recovery.admission`).
+        Activations of a validation are not compared, as no gradient comes back for them.
         """
         key = _key(message)
         if self._stands_in(key):
@@ -87,13 +96,14 @@ class Boundaries:
         return key.kind != VALIDATION and self._shapes.get(_crossed(key), _shapes(message)) != _shapes(message)
 
     def _stands_in(self, key: BoundaryKey) -> bool:
-        """True for a gradient that no layer before the boundary needs: one zero crosses it (`eager.no_gradient`)."""
+        """True for a gradient that no layer before the boundary needs: one zero is sent (`eager.no_gradient`)."""
         return key.kind == GRADIENT and _boundary(key) <= self._first_trained
 
     def receive(self, message: Crossing, payload: Tensor, *, placed: bool = False) -> None:
-        """File what was received, in memory that is aligned as if it had been made here.
+        """File a received tensor, in device memory that is aligned as if the tensor had been made here.
 
         Args:
+            payload: flat, in the dtype of the message.
             placed: the payload lies in such memory already.
         """
         flat = payload if placed else self._device.from_host(payload)
@@ -108,11 +118,11 @@ class Boundaries:
         return key in self._received
 
     def arrived(self, kind: str, step: int, layer: int) -> Callable[[int], bool]:
-        """A function of a micro-batch: True if its tensor of this kind has come."""
+        """Return a function that tells for a micro-batch whether its tensor of this kind is here."""
         return lambda microbatch: BoundaryKey(kind, step, microbatch, layer) in self._received
 
     def pop(self, key: BoundaryKey) -> Activation:
-        """Return a received tensor, for an action that uses it up."""
+        """Take a received tensor out, for an action that uses it up."""
         tensor = self._received.pop(key)
         if self._used is not None:
             self._used[key] = tensor
@@ -127,26 +137,26 @@ class Boundaries:
         self._used = {} if self._used is None else self._used
 
     def restore_used(self) -> None:
-        """Put the tensors back that were used since the StepReport: the plan may want them again."""
+        """Put back the tensors that were used since the StepReport: the recovery plan may need them again."""
         self._received |= self._used or {}
         self._used = None
 
     def forget_validations(self) -> None:
-        """Drop the tensors of validations: a mesh epoch is entered, in which a validation is run again as a whole.
+        """Drop the tensors of validations, as a new mesh epoch is entered, in which a validation is run again.
 
-        They are of its attempt in an older epoch. One of them may come of parameters that were damaged (H5).
+        They belong to the older epoch's attempt, and may have been computed from damaged parameters (H5).
         """
         for key in [key for key in self._received if key.kind == VALIDATION]:
             del self._received[key]
 
     def drop_all(self) -> None:
-        """Drop all tensors: those received and those kept."""
+        """Drop all tensors, received ones and kept ones."""
         self._received.clear()
         self._kept.clear()
         self._used = None if self._used is None else {}
 
     def put_back(self, key: BoundaryKey, tensor: Activation) -> None:
-        """Put a tensor back that was taken for an action which could not be finished."""
+        """Put a received tensor back, since the action that has taken it was not finished, or another one needs it."""
         self._received[key] = tensor
 
     def kept(self, kind: str, step: int) -> tuple[tuple[int, int], ...]:
@@ -154,9 +164,9 @@ class Boundaries:
         return tuple(sorted((key.layer, key.microbatch) for key in self._kept if (key.kind, key.step) == (kind, step)))
 
     def send_again(self, step: int, plan: Sequence[m.Recompute], placement: Placement) -> None:
-        """Send the workers of a recovery plan the inputs of their lines that are kept here.
+        """Send the workers of a recovery plan the inputs of their lines, as far as they are kept here.
 
-        All who keep an input send it, without asking: the receiver ignores duplicates.
+        Every worker that keeps an input sends it, without being asked: the receiver ignores duplicates.
         """
         for line in plan:
             layers = placement.layers_of_stage(line.stage)
@@ -166,13 +176,13 @@ class Boundaries:
                 self._again(BoundaryKey(GRADIENT, step, line.microbatch, layers.stop - 1), line.worker)
 
     def send_inputs_again(self, step: int, microbatch: int, layers: range, peers: Sequence[int]) -> None:
-        """Send the inputs of a micro-batch on a stage of these layers again, those that are kept here."""
+        """Send peers the inputs of a micro-batch on the stage with these layers again, as far as they are kept here."""
         for peer in peers:
             self._again(BoundaryKey(ACTIVATION, step, microbatch, layers.start), peer)
             self._again(BoundaryKey(GRADIENT, step, microbatch, layers.stop - 1), peer)
 
     def forget_beyond(self, version: int) -> None:
-        """Drop everything of later steps than this one; validation tensors are of a version."""
+        """Drop everything of steps after `version`. A validation tensor has its version as its step."""
         for table in (self._received, self._kept, self._used or {}):
             for key in [k for k in table if k.step > version]:
                 del table[key]
@@ -185,7 +195,10 @@ class Boundaries:
         self.send(peer, message_of(key, tensor), tensor)
 
     def drop_decided(self, step: int) -> None:
-        """The step is decided: no recovery needs its tensors. Validation tensors of older versions go too."""
+        """Drop the tensors of a decided step, which no recovery needs, and validation tensors of older versions.
+
+        Validation tensors of version `step` stay: that validation may still be to come.
+        """
         for table in (self._received, self._kept):
             for key in [k for k in table if k.step < step or (k.step == step and k.kind != VALIDATION)]:
                 del table[key]
@@ -196,17 +209,17 @@ class Boundaries:
 
 
 _Crossed = tuple[int, int, int]
-"""(step, micro-batch, boundary): what crosses it in both directions."""
+"""(step, micro-batch, boundary): the id that an activation and its gradient have in common."""
 
 _Shapes = tuple[tuple[int, ...], ...]
-"""The shapes of the tensors that have a gradient."""
+"""The shapes of those tensors of an activation that have a gradient, which are the shapes of the gradient."""
 
 
 def _shapes(message: Crossing) -> _Shapes:
     if not message.forms:
         return (message.shape,)
     is_gradient = isinstance(message, m.ActivationGradient)
-    # One zero comes back where nothing has a gradient (`eager.no_gradient`).
+    # If none of the tensors has a gradient, one zero comes back (`eager.no_gradient`).
     return tuple(form.shape for form in message.forms if is_gradient or form.graded) or ((1,),)
 
 
@@ -231,5 +244,5 @@ def _crossed(key: BoundaryKey) -> _Crossed:
 
 
 def _boundary(key: BoundaryKey) -> int:
-    """The first layer behind the boundary that a tensor crosses, in either direction."""
+    """The number of the boundary that a tensor crosses: the first layer after it, for both directions."""
     return key.layer + 1 if key.kind == GRADIENT else key.layer

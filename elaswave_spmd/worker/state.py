@@ -1,10 +1,11 @@
 """The pages of training state that a worker holds: fp32 master parameters and optimizer state, and their update.
 
-A frozen page range has a master and no optimizer state; no update touches it, and its version goes with the others'.
+A frozen page range has a master and no optimizer state. No update changes it, but its version advances with that of the
+other pages.
 
-A held page range is one contiguous slice of its layer, so that an update is a few kernel calls on whole ranges. In fp32
-with replicated parameters the master *is* the slice of the compute buffer, on workers that compute with the layer;
-elsewhere it lies in a buffer of its own.
+A held page range is one contiguous slice of its layer, so that an update is a few kernel calls on whole ranges. If
+parameters are fp32 and replicated, the master *is* the slice of the compute buffer on workers that compute with the
+layer. In all other cases it lies in a buffer of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Written:
 
 
 _MOST_UNUSED = 1.25
-"""Memory that is kept for slices of it, over their size: beyond that they are copied, and it is freed."""
+"""If memory is larger than the slices of it that are still held by more than this factor, the slices are copied and the
+memory is freed."""
 
 
 @dataclass
@@ -52,11 +54,12 @@ class HeldRange:
     """The state of one page range, at `version`.
 
     Args:
-        pages: the pages, and their other replicas.
-        start, stop: its elements of the layer.
+        pages: the page range, with its primary, mirrors and learners.
+        start, stop: the elements [start, stop) of the layer's flat state that the range has.
         master: fp32 [stop - start], may be a slice of a compute buffer.
         optimizer_state: kind of state -> fp32 [stop - start]; empty if the pages are frozen.
-        written: hashes of the state as it was written at `version`; None: they were not made.
+        version: the step that was applied to the state last; LEARNING if there is no state yet.
+        written: hashes of the state as it was written at `version`; None if they were not made.
     """
 
     pages: ReplicaSet
@@ -73,11 +76,15 @@ class HeldRange:
         return [self.master, *self.optimizer_state.values()]
 
     def at(self, version: int) -> None:
-        """The state is of another version from now on, and is not hashed yet; or it is given up (LEARNING)."""
+        """Set the version after the state was changed, so that older hashes do not count; LEARNING gives it up."""
         self.version, self.written = version, None
 
     def part(self, pages: ReplicaSet, start: int, stop: int) -> HeldRange:
-        """The same memory from element `start` to `stop` of the layer, as far as it is here, for these pages."""
+        """The part of this range that lies in elements [start, stop) of the layer, as slices of the same memory.
+
+        Args:
+            pages: the page range that the part belongs to from now on.
+        """
         a, b = max(0, start - self.start), min(stop, self.stop) - self.start
         states = {name: values[a:b] for name, values in self.optimizer_state.items()}
         written = self.written if pages.key == self.pages.key else None
@@ -98,10 +105,11 @@ class HeldState:
     """All page ranges that one worker holds, by layer.
 
     Args:
-        layout: of the model.
-        optimizer: the update.
-        device: where all of it lies.
-        separate_master: keep masters apart from the compute buffers (bf16, or sharded parameters).
+        layout: the layers and pages of the model.
+        optimizer: computes the update.
+        device: the device that all state lies on.
+        separate_master: keep masters apart from the compute buffers, as these are bf16 or are dropped (sharded
+            parameters).
     """
 
     def __init__(self, layout: ModelLayout, optimizer: PageOptimizer, device: Device, *, separate_master: bool) -> None:
@@ -117,13 +125,13 @@ class HeldState:
         """Hold exactly these page ranges from now on.
 
         Args:
-            ranges: each is one that was held, a part of one, several joined; or new: then it has no state, and version
-                LEARNING.
-            values: the compute buffers of the layers that this worker computes.
+            ranges: each is a range that was held, a part of one, or several of them joined; or it is new, and has no
+                state and version LEARNING.
+            values: layer -> compute buffer, of the layers that this worker computes.
         """
         self._values = values
         found: dict[int, list[HeldRange]] = {}
-        # Layer by layer: what is copied of one is not there twice when the next one is.
+        # Layer by layer, so that the old memory of a layer is freed before the next layer's state is copied.
         for layer, of_layer in groupby(sorted(ranges, key=lambda pages: pages.key), key=lambda pages: pages.layer):
             old = {part.pages.key: part for part in self.layers.pop(layer, ())}
             index = PageIndex(old)
@@ -135,12 +143,12 @@ class HeldState:
         self._cuts = {layer: self._cut(layer, held) for layer, held in found.items()}
 
     def _free_what_is_held_in_part(self) -> None:
-        """Move what is left of old ranges to memory of its own where much of that was given up.
+        """Copy the remaining parts of old ranges to memory of their own, if much of the old memory is not held now.
 
-        A slice keeps the memory of the whole alive: without this a worker that hands half of its pages to a newcomer
-        would have as much memory as before.
+        A slice keeps all of its memory alive: without this, a worker that hands half of its pages to a newcomer would
+        use as much memory as before.
         """
-        slices: dict[int, list[tuple[HeldRange, str, Tensor]]] = defaultdict(list)  # by the memory that they lie in
+        slices: dict[int, list[tuple[HeldRange, str, Tensor]]] = defaultdict(list)  # address of the memory -> slices
         for part in self:
             own = {} if self._in_compute_buffer(part.pages) else {MASTER: part.master}
             for name, values in {**own, **part.optimizer_state}.items():
@@ -155,23 +163,25 @@ class HeldState:
                     part.optimizer_state[name] = values.clone()
 
     def _held_as(self, pages: ReplicaSet, old: Mapping[PageRange, HeldRange], index: PageIndex) -> HeldRange:
-        """A page range with the state that is here of it, in the ranges of its layer that were held before.
+        """A page range with the state of it that this worker has, taken from the ranges that it held before.
 
         Args:
-            index: of `old`.
+            old: the ranges of this layer that were held before.
+            index: finds ranges of `old` by their pages.
         """
         layout = self._layout.layers[pages.layer]
         start, stop = layout.span(pages.first, pages.stop)
-        # What is left of an old range is a slice of the same memory: nothing is copied.
+        # The remaining part of an old range is a slice of the same memory: nothing is copied.
         parts = [old[key].part(pages, start, stop) for key in index.covering(pages.key)]
         versions = {part.version for part in parts}
         if not parts or (len(parts) > 1 and LEARNING in versions):
-            return self._new(pages, layout, start, stop)  # given up in part: the sender cannot know which
+            # If one part was given up, the whole range is learned anew: its sender cannot know which part is missing.
+            return self._new(pages, layout, start, stop)
         assert len(versions) == 1, (pages, versions, "state is joined between two steps")
         return parts[0] if len(parts) == 1 else self._joined(pages, parts)
 
     def _joined(self, pages: ReplicaSet, parts: Sequence[HeldRange]) -> HeldRange:
-        """The state of neighbouring page ranges as that of one."""
+        """One page range whose state is that of neighbouring ranges, joined."""
         first, last = parts[0], parts[-1]
         states = {name: _concatenated([part.optimizer_state[name] for part in parts]) for name in first.optimizer_state}
         master = _concatenated([part.master for part in parts])
@@ -184,7 +194,7 @@ class HeldState:
         return HeldRange(pages, start, stop, master, states)
 
     def _empty(self, size: int) -> Tensor:
-        """Memory as it is: a new range has no state until that is received (LEARNING), drawn or restored."""
+        """Uninitialised memory: the state of a new range is received, drawn or restored later."""
         return torch.empty(size, device=self._device.place)
 
     def _in_compute_buffer(self, pages: ReplicaSet) -> bool:
@@ -198,17 +208,18 @@ class HeldState:
                 place.copy_(held.master)  # this worker computes the layer from now on
             held.master = place
             return
-        # Cloned, or the small slice would keep the memory of the whole buffer alive.
+        # The master may be a slice of a compute buffer that this worker does not need any more. It is copied, as the
+        # slice would keep the memory of the whole buffer alive.
         whole = held.master.untyped_storage().nbytes() > 4 * held.master.numel()
-        if whole and not self.separate_master:  # a slice of a compute buffer that goes
+        if whole and not self.separate_master:
             held.master = held.master.clone()
 
     def average_of(self, part: HeldRange) -> Tensor:
-        """The average of a page range's parameters; of frozen ones, which stay as they are, the parameters."""
+        """The moving average of a page range's parameters, a view. Frozen parameters are their own average."""
         return part.optimizer_state.get(AVERAGE, part.master)
 
     def is_frozen(self, layer: int, page: int) -> bool:
-        """True if a page is not trained: it has a master alone."""
+        """True if a page is not trained: it has a master and no optimizer state."""
         return self._layout.layers[layer].is_frozen(page)
 
     def __iter__(self) -> Iterator[HeldRange]:
@@ -221,8 +232,8 @@ class HeldState:
             draw: (parameter name, first, stop) -> fp32 elements [first, stop) of the flattened parameter.
         """
         for part in self:
-            for values in (part.master, *part.optimizer_state.values()):  # what lies between parameters is zero as well
-                values.zero_()
+            for values in (part.master, *part.optimizer_state.values()):
+                values.zero_()  # also the elements between parameters, where nothing else is written
             for slot in self._layout.layers[part.pages.layer].slots:
                 first, stop = max(slot.start, part.start), min(slot.stop, part.stop)
                 if first < stop:
@@ -235,7 +246,7 @@ class HeldState:
             self.to_compute(layer)
 
     def restore(self, saved: Saved, version: int) -> None:
-        """Fill all page ranges from a checkpoint."""
+        """Fill all held page ranges from a checkpoint of this version."""
         for part in self:
             for kind, target in {MASTER: part.master, **part.optimizer_state}.items():
                 target.copy_(saved(part.pages.key, kind))
@@ -255,14 +266,15 @@ class HeldState:
         """Update all held pages of a layer, and copy their new values into the compute buffer.
 
         Args:
-            gradients: (layer, first, stop) -> reduced gradient of that page range, fp32; may be overwritten.
-            step: that is applied; ranges that are at another version than step - 1 are left alone.
-            lr: learning rate.
-            divisor: of the gradients, for clipping.
+            gradients: (layer, first, stop) -> reduced gradient of that page range, fp32 [elements]; may be overwritten.
+            step: the step to apply. Ranges at another version than step - 1 are left alone.
+            lr: the learning rate of the step.
+            divisor: divide the gradients by this number (clipping, and the weight of the loss).
         """
         held = self.layers.get(layer, ())
         current = [part for part in held if part.version == step - 1]
-        # Ranges whose state has not come yet are left out, and ranges whose state came from a primary that was ahead.
+        # Not updated are ranges whose state has not come yet, and ranges that are at `step` already, since a primary
+        # that had applied it has sent their state.
         cuts = self._cuts.get(layer, []) if len(current) == len(held) else self._cut(layer, current)
         for cut in cuts:
             self.optimizer.update(
@@ -277,26 +289,30 @@ class HeldState:
         return _cut_by_rule(self._layout.layers[layer], held)
 
     def keep(self, layer: int, step: int) -> None:
-        """Advance the version of a layer's pages to `step`; without an update before it, the step is skipped.
+        """Advance the version of a layer's pages to `step`, without an update.
 
-        Called by itself when the step's gradient was not finite: all workers skip the same step.
+        Called after an update, or instead of one if the step is skipped, as its gradient is not finite (S6). All
+        workers skip the same steps.
         """
         for part in self.layers.get(layer, ()):
-            # The state of a learner may be a step ahead of the learner, or not here yet.
+            # State that this worker learns may be missing still, or may be one step ahead of this worker's version.
             assert part.version in (LEARNING, step - 1, step), (part.pages, part.version, step)
             if part.version == step - 1:
                 part.at(step)
         self.to_compute(layer)
 
     def ahead_of(self, version: int) -> tuple[PageRange, ...]:
-        """The trained page ranges that are a step ahead: a primary that had applied it has sent their state."""
+        """The trained page ranges whose state is at version + 1: a primary that had applied that step has sent it."""
         parts = (part for part in self if part.version == version + 1)
         return tuple(sorted(p.pages.key for p in parts if not self.is_frozen(p.pages.layer, p.pages.first)))
 
     def forget_beyond(self, version: int) -> frozenset[PageRange]:
-        """Give up state that is ahead of a version, whose step begins anew. Returns the page ranges that had it.
+        """Give up state that is ahead of a version, since the step after it begins anew (V5).
 
-        Frozen pages are right at every version.
+        Frozen pages keep their state, which is right at every version.
+
+        Returns:
+            The page ranges whose state was given up.
         """
         ahead = [part for part in self if part.version > version]
         for part in ahead:
@@ -304,7 +320,7 @@ class HeldState:
         return frozenset(part.pages.key for part in ahead if part.version == LEARNING)
 
     def compute_values(self, part: HeldRange) -> Tensor:
-        """The parameters of a page range in the compute buffer, a view."""
+        """The parameters of a page range in the compute buffer: a view, in the compute dtype."""
         return self._values[part.pages.layer].pages(part.pages.first, part.pages.stop)
 
     def to_compute(self, layer: int) -> None:
@@ -323,10 +339,10 @@ class HeldState:
     # ---- state transfer, and damage
 
     def copy_state(self, part: HeldRange, into: Tensor) -> Iterator[None]:
-        """Copy the state of a page range, fp32 and flat: the master, then each optimizer state. One item per piece.
+        """Copy the state of a page range: the master, then each optimizer state. Yields after every piece.
 
         Args:
-            into: of `state_size(part)` elements.
+            into: fp32 [`state_size(part)`].
         """
         return _copy_in_pieces(zip(into.view(len(part.rows), -1), part.rows, strict=True))
 
@@ -345,11 +361,13 @@ class HeldState:
         *,
         hashed: bool = False,
     ) -> Iterator[None]:
-        """Copies in the state of pages [first, stop), laid out as `copy_state` does it, in pieces.
+        """Copy received state of pages [first, stop) to the ranges that lack it. Yields after every piece.
 
         Args:
-            received: called with each page range that was waiting for it, when its state is complete.
-            hashed: the state is held to what has come, from now on (`damaged`).
+            version: the version of the state.
+            payload: fp32, flat, as `copy_state` makes it.
+            received: called with each page range whose state is complete now.
+            hashed: make hashes of what has come, so that `damaged` finds later changes of it.
         """
         start, end = self._layout.layers[layer].span(first, stop)
         rows = payload.view(-1, end - start)
@@ -361,8 +379,8 @@ class HeldState:
             in_buffer = self._in_compute_buffer(part.pages)
             pairs = [(target, row[a:b]) for target, row in zip(part.rows, rows, strict=True)]
             yield from _copy_in_pieces(pairs[in_buffer:])
-            # In fp32 the master is the compute buffer itself. Where another primary has published these pages at this
-            # version already, the bits are there, and must not be written again: a saved forward may refer to them.
+            # The master may be the compute buffer itself. If these pages were published to it at this version already,
+            # the same bits are there, and must not be written again: a saved forward may refer to them.
             if in_buffer and not self._is_there(part, version):
                 part.master.copy_(rows[0, a:b])
             part.at(version)
@@ -379,7 +397,7 @@ class HeldState:
         return values.are_at(pages.first, pages.stop, version) or values.are_kept(pages.first, pages.stop)
 
     def fingerprints(self) -> dict[PageRange, bytes]:
-        """Page range -> hash of its state, of those that have state. They are held to it from now on (`damaged`)."""
+        """Page range -> hash of its state, for all ranges that have state. `damaged` finds later changes of it."""
         for part in self:
             if part.version != LEARNING and part.written is None:
                 part.written = self._hashes(part.rows)
@@ -387,7 +405,7 @@ class HeldState:
 
     @property
     def is_hashed(self) -> bool:
-        """True if any state is held to what was written."""
+        """True if there are hashes of any state, so that `damaged` can find changes of it."""
         return any(part.written is not None for part in self)
 
     def damaged(self) -> list[HeldRange]:
@@ -395,16 +413,22 @@ class HeldState:
         return [part for part in self if part.written is not None and part.written != self._hashes(part.rows)]
 
     def damaged_parameters(self, among: Callable[[ReplicaSet], bool]) -> list[HeldRange]:
-        """Those of some page ranges whose parameters are not. The optimizer's state, mostly twice as much, is left."""
+        """The page ranges whose parameters are no longer what this worker wrote.
+
+        The optimizer's state, which is mostly twice as much, is not looked at.
+
+        Args:
+            among: says which page ranges to look at.
+        """
         known = [(part, part.written) for part in self if part.written is not None and among(part.pages)]
         return [part for part, written in known if written.master != self._hash(part.master).digest()]
 
     def is_as_written(self, part: HeldRange, copied: Tensor) -> bool:
-        """True if a copy of a page range's state (`copy_state`) has what this worker wrote; also if it is not known."""
+        """True if a copy of a page range's state (`copy_state`) has what this worker wrote, or if that is not known."""
         return part.written is None or part.written.state == self._hash(copied).digest()
 
     def _hashes(self, rows: Sequence[Tensor]) -> Written:
-        found = self._hash(rows[0])  # of all state it costs about as much as the update
+        found = self._hash(rows[0])  # to hash all state costs about as much as an update
         of_master = found.digest()
         for values in rows[1:]:
             self._hash(values, found)
@@ -416,7 +440,7 @@ class HeldState:
         return found
 
     def disown(self, parts: Iterable[HeldRange]) -> list[PageRange]:
-        """Give up the state of page ranges; other replicas send it. Returns those that had state."""
+        """Give up the state of page ranges, so that other replicas send it anew. Returns the ranges that had state."""
         had = [part for part in parts if part.version != LEARNING]
         for part in had:
             part.at(LEARNING)
@@ -426,8 +450,8 @@ class HeldState:
         """Damage the state of a trained page range, as failing memory would (fault injection).
 
         Args:
-            kinds: of state: MASTER (the parameters), or the optimizer's by name; (): all of these.
-            draw: of the page range, the kind and the element; None: the first ones.
+            kinds: the kinds of state to choose from: MASTER (the parameters), or names of optimizer state; (): all.
+            draw: chooses the page range, the kind and the element; None: the first of each.
         """
         trained = [part for part in self if not self.is_frozen(part.pages.layer, part.pages.first)]
         found = [
@@ -436,15 +460,16 @@ class HeldState:
             for kind, values in {MASTER: part.master, **part.optimizer_state}.items()
             if kind in kinds or not kinds
         ]
-        if found:  # a worker that has just come may hold nothing
+        if found:  # a worker that has just joined may hold nothing
             values = found[0] if draw is None else draw.choice(found)
-            # By `data`, so that autograd does not know it either.
+            # By `data`, so that autograd does not notice the change, as it would not notice a fault of the memory.
             values.data.view(torch.int32)[0 if draw is None else draw.randrange(len(values))] ^= 1 << 20
 
     def num_bytes(self, rank: int) -> dict[str, int]:
-        """Bytes of `master` (part of a compute buffer or not) and `optimizer` state that this worker is the primary of.
+        """Bytes of state by kind.
 
-        `mirror_master` and `mirror_optimizer`: of pages that it is not the primary of.
+        `master` (whether or not it lies in a compute buffer) and `optimizer` are of pages that this worker is the
+        primary of; `mirror_master` and `mirror_optimizer` are of all other pages that it holds.
         """
         found = {"master": 0, "optimizer": 0, "mirror_master": 0, "mirror_optimizer": 0}
         for part in self:
@@ -455,7 +480,8 @@ class HeldState:
 
 
 def _concatenated(parts: Sequence[Tensor]) -> Tensor:
-    """Flat tensors, one after another: in their own memory where they lie so, as slices of what had been cut do."""
+    """Flat tensors, one after another. Without a copy if they are neighbouring slices of one tensor, as parts of a page
+    range that was cut are."""
     base, at = parts[0]._base, parts[0].storage_offset()
     if base is not None and base.dim() == 1 and all(part._base is base for part in parts):
         ends = list(accumulate((len(part) for part in parts), initial=at))
@@ -465,7 +491,7 @@ def _concatenated(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _copy_in_pieces(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Copy the second of each pair to the first. One item per piece."""
+    """Copy the second tensor of each pair to the first. Yields after every piece of COPY_ELEMENTS."""
     for target, source in pairs:
         for at in range(0, len(source), COPY_ELEMENTS):
             target[at : at + COPY_ELEMENTS].copy_(source[at : at + COPY_ELEMENTS])
@@ -490,16 +516,16 @@ def _cut_by_rule(layout: LayerLayout, held: list[HeldRange]) -> list[_Cut]:
 
 
 COPY_ELEMENTS = 1 << 18
-"""fp32 elements that one piece of a background copy moves: about a millisecond on a host. A message may have to wait
-that long."""
+"""fp32 elements that one piece of a background copy moves. That takes about a millisecond on a host, and a message may
+have to wait for it."""
 
 
 class BackgroundCopies:
     """Copies that the training thread makes while it waits for messages, one small piece at a time.
 
-    Each copy is an iterator that does one piece whenever it is asked for its next item. Before anything changes what a
-    copy reads, or needs what it writes, `finish` is called. There is no second thread, so a copy sees what any other
-    part of the training thread would see between two messages.
+    Each copy is an iterator that does one piece whenever it is asked for its next item. `finish` must be called before
+    anything changes what a copy reads, or needs what it writes. There is no second thread, so a copy sees what any
+    other part of the training thread would see between two messages.
     """
 
     def __init__(self) -> None:
@@ -513,7 +539,8 @@ class BackgroundCopies:
         """Begin a copy.
 
         Args:
-            sent: the page range whose state it sends.
+            copy: does one piece for each item.
+            sent: the page range whose state the copy sends; None if it sends none.
         """
         self._copies.append((copy, sent))
 
@@ -532,13 +559,13 @@ class BackgroundCopies:
             self.do_one()
 
     def finish_sending(self, key: PageRange) -> None:
-        """Do at once what is left of the copies that send the state of a page range."""
+        """Finish the copies that send the state of a page range, ahead of all others."""
         for one in [one for one in self._copies if one[1] == key]:
             deque(one[0], maxlen=0)
             self._copies.remove(one)
 
     def give_up(self) -> None:
-        """Leave the rest undone."""
+        """Drop all copies, however far they have come."""
         self._copies.clear()
 
 
@@ -552,7 +579,10 @@ def cut(
 ) -> dict[PageRange, Tensor]:
     """Cut the payload of `whole` into parts: one for each of `ranges` that lies inside it.
 
-    Messages may be cut as an older, or a newer, configuration cuts pages.
+    Messages may be for page ranges of an older or a newer configuration than that of the receiver.
+
+    Args:
+        payload: one value for each element of `whole`, flat.
     """
     if whole in ranges:
         return {whole: payload}

@@ -1,8 +1,8 @@
 """One worker's replica of the training state: the pages that it holds, and the reduced gradients that change them.
 
-A page has a primary and mirrors (*replicas*), which all apply the same reduced gradient to the same state and so stay
-equal bit for bit; a *learner*, as in Raft, gets the gradients as well but does not have the state yet. Frozen pages
-have replicas and learners like others, and no gradients.
+A page has a primary and mirrors, together its *replicas*. All of them apply the same reduced gradient to the same state
+and so stay equal bit for bit. A *learner*, as in Raft, gets the reduced gradients as well but does not have the state
+yet. Frozen pages have replicas and learners like others, but no gradients.
 """
 
 from __future__ import annotations
@@ -45,17 +45,18 @@ if TYPE_CHECKING:
 
 
 class StateReplica:
-    """The pages of state that one worker holds, from configuration to configuration, and the gradients on their way.
+    """The pages of state that one worker holds, through all configurations, and the reduced gradients for them.
 
     It decides nothing: `StepCommit` says when a step's reduced gradients are applied.
 
     Args:
-        context: of the worker.
-        values: compute buffers of the layers that this worker computes; they change between configurations.
-        protocol: knows the version, the epoch and which reduced gradients are complete; only read here, except that
-            state which is received brings the norms to vote with.
-        collectives: through the process group of the worker's stage, if that option is on.
-        commit: is given every reduced gradient that is complete.
+        context: what all parts of the worker share.
+        values: layer -> compute buffer, of the layers that this worker computes; the dict changes between
+            configurations.
+        protocol: knows the version, the epoch and which reduced gradients are complete. It is only read here, with one
+            exception: state that is received brings the norms that a learner may have to vote with.
+        collectives: exchanges through the process group of the worker's stage; None if that option is off.
+        commit: is told of every reduced gradient that is complete here.
     """
 
     def __init__(
@@ -103,26 +104,26 @@ class StateReplica:
         )
         self.reducer.step_decided(protocol.version)
         self._exchanges = grouped.exchanges
-        self._sum_requests: list[m.AddAgain] = []  # about a step that this worker has not begun
-        self._unsure: set[int] = set()  # peers that may not have what was sent to them: a link was lost
+        self._sum_requests: list[m.AddAgain] = []  # requests about a step that this worker has not begun yet
+        self._unsure: set[int] = set()  # peers that may lack what they were sent, for example as a link was lost
         self.soundness = StateSoundness(context, values, self.state, protocol)
         may_answer = self.soundness.may_answer
         self.parameters = Parameters(context, values, self.state, protocol, self._unsure, grouped, may_answer)
         self.background = BackgroundCopies()
         """Copies of state that is sent and received, done in small pieces whenever this worker waits."""
-        self._gradients: dict[int, dict[PageRange, Tensor]] = {}  # step -> reduced gradients that are here
-        # (step, pages, receiver) of reduced gradients that were sent, or given to an exchange.
+        self._gradients: dict[int, dict[PageRange, Tensor]] = {}  # step -> the reduced gradients that are here, fp32
+        # (step, pages, receiver) of the reduced gradients that were sent over links or given to an exchange.
         self._gradients_sent: set[tuple[int, PageRange, int]] = set()
         self._sent_state: set[tuple[PageRange, int]] = set()  # (pages, learner) whose state was sent
-        self._sends_state_at = 0  # the version whose state learners are sent in this epoch: between two steps
-        # For pages that this worker does not hold yet, or not in this range.
+        self._sends_state_at = 0  # the version after which this epoch's learners are sent their state (`send_state`)
+        # (sender, message) -> payload, of messages for page ranges that this worker does not hold yet.
         self._early: dict[tuple[int, m.PageState | m.ReducedGradient], Tensor] = {}
-        self._reported_epoch = -1  # in which it was reported last that nothing is left to learn
-        self._held: dict[PageRange, ReplicaSet] = {}
-        # The version at which it began to be a replica or learner of a page range: state that is older is useless, as
-        # the gradients in between did not come here.
+        self._reported_epoch = -1  # the epoch in which this worker has reported last that it has caught up
+        self._held: dict[PageRange, ReplicaSet] = {}  # the page ranges that it is a replica or learner of
+        # Held range -> the version at which this worker became a replica or learner of it. Older state is of no use
+        # here, as this worker did not get the reduced gradients in between.
         self._since: dict[PageRange, int] = {}
-        self._loss_range: PageRange | None = None
+        self._loss_range: PageRange | None = None  # the held range that contains the loss page
         self._loss_received = -1  # the version of the loss that this worker was sent as a learner of the loss page
 
     # ---- configurations
@@ -140,17 +141,18 @@ class StateReplica:
         """Become a member of a newer configuration, which the protocol has entered already.
 
         Args:
-            replica_map: of the layers that this worker computes, or reads parameters of, and of all that it holds.
-            held: the page ranges that this worker is a replica or learner of: those of before, parts of them, several
-                joined, or new.
-            highest_version: of any member.
+            replica_map: the replicas of the layers that this worker computes, whose parameters it reads, or whose pages
+                it holds.
+            held: the page ranges that this worker is a replica or learner of: ranges that it held before, parts of
+                them, several of them joined, or new ones.
+            highest_version: the highest version of any member.
             begun: the last step that this worker has begun.
-            has_missed: others may have entered an epoch between this one and the one before.
+            has_missed: other members may have entered an epoch that this worker has not, after its last one.
         """
         self.placement = placement
         self._sends_state_at = max(begun, self.protocol.version, highest_version)
-        # Before ranges are cut, and hashed anew, and before anything of them is sent: what has changed since this
-        # worker reported is not taken for written.
+        # Before ranges are cut and hashed anew, and before state is sent: otherwise damage that came after this
+        # worker's StepReport would be hashed as if it had been written (H5).
         self.soundness.report_damage()
         is_hashed = self.state.is_hashed
         before = self._held
@@ -160,8 +162,8 @@ class StateReplica:
         self._held = {r.key: r for r in held}
         self._since = self._since_when(highest_version)
         if has_missed:
-            # In it they may have ceased to hold or to learn pages, or to be primaries of them, and have given up what
-            # this worker had sent to them: they get it again.
+            # In an epoch that this worker has missed, other members may have ceased to hold or to learn pages, or to be
+            # their primary, and may have given up what this worker had sent them. They get it again (C8).
             others = (peer for peer in placement.mesh.members if peer != self.rank)
             self._unsure.update(peer for peer in others if self._context.channel.reaches(peer))
         learning = {(key, rank) for key, pages in self._held.items() for rank in pages.learners - self._unsure}
@@ -174,7 +176,7 @@ class StateReplica:
         if is_hashed:
             self.state.fingerprints()
         self.parameters.enter_epoch(placement, replica_map)
-        self._take_back_gradients(self.protocol.version + 1)  # sent below to whomever they concern now
+        self._take_back_gradients(self.protocol.version + 1)  # they are sent again below, to the present receivers
         self.sums.enter_epoch(placement, replica_map, self.protocol.version)
         layers = placement.layers_of_stage(placement.mesh.stage_of(self.rank))
         self.reducer.enter_epoch(replica_map, layers, self.protocol.version + 1, self._unsure)
@@ -184,16 +186,16 @@ class StateReplica:
                 pages, was = self._held[key], next((r.primary for k, r in before.items() if contains(k, key)), None)
                 was = self.rank if pages.primary in self._unsure else was
                 self._relay_gradient(step, pages, gradient, self.protocol.norms_at(step, key), was)
-        # A link may have been lost after it was made for this configuration, and before this worker entered it: what
-        # was sent on it here is lost as well, and is sent again in the one after this.
+        # A link that was made for this configuration may have been lost again before this worker entered it. Then what
+        # was sent above is lost as well. It is sent again in the next configuration (C11).
         lost = {peer for peer in self._unsure if peer in placement.mesh and not self._context.channel.reaches(peer)}
         self._unsure.intersection_update(lost)
 
     def repair(self) -> None:
-        """Replicas have differed: give up what may have come from a wrong one. It is sent again, by those left.
+        """Replicas have differed: give up everything that may have come from a wrong one (H3). It is sent again.
 
-        These are published parameters and, of pages that this worker learns, the state. The worker that was wrong and
-        stays learns what it had.
+        That is published parameters and, for pages that this worker learns, their state. If the wrong worker itself
+        stays, it learns its pages anew.
         """
         for part in self.state:
             if self.rank not in part.pages.replicas:
@@ -205,15 +207,19 @@ class StateReplica:
         self._sent_state.clear()
 
     def _since_when(self, now: int) -> dict[PageRange, int]:
-        """`_since` of the page ranges that are held now. A joined range is as new as the newest of its parts."""
+        """The value of `_since` for the ranges that are held now. A joined range is as new as its newest part.
+
+        Args:
+            now: the version for ranges that are new here.
+        """
         before, index = self._since, PageIndex(self._since)
         return {key: max((before[part] for part in index.covering(key)), default=now) for key in self._held}
 
     def _split_gradients(self) -> None:
-        """Cut reduced gradients as page ranges were cut; those of ranges that are not held here any more go.
+        """Cut reduced gradients as page ranges were cut. Gradients of ranges that are not held any more are dropped.
 
-        Those of ranges that were joined go as well: they came from members of this mesh epoch, under the names of this
-        epoch, and were kept for it (`_early`).
+        So are those of ranges that were joined. They came from members that had entered this epoch first, for whole
+        ranges of this epoch, and are in `_early` too: they are handled again from there.
         """
         for step, gradients in self._gradients.items():
             found: dict[PageRange, Tensor] = {}
@@ -222,17 +228,21 @@ class StateReplica:
             self._gradients[step] = found
 
     def is_loss(self, pages: ReplicaSet) -> bool:
-        """True for the page that carries the loss: it has a reduced value like a gradient, and no state."""
+        """True for the range that contains the loss page: it has a reduced gradient, but no state."""
         return self._layout.layers[pages.layer].block_of(pages.first).kind == LOSS
 
     def is_frozen(self, pages: ReplicaSet) -> bool:
-        """True for pages that are not trained: they have a master, and no gradient."""
+        """True for pages that are not trained: they have a master, but no gradient and no optimizer state."""
         return self.state.is_frozen(pages.layer, pages.first)
 
     # ---- the state at the start
 
     def initialize(self) -> None:
-        """Fill all held pages with given weights, or initial values that were made or are drawn; and publish them."""
+        """Fill all held pages for version 0, and publish them.
+
+        The values are the given weights (`model.init_from`), or those that constructors of the model have made, or are
+        drawn by the model's `init`.
+        """
         model = self._context.model
         if model.given is not None:
             self.state.initialise(model.given.part)
@@ -248,7 +258,7 @@ class StateReplica:
         self.soundness.compare()
 
     def restore(self, saved: Saved) -> None:
-        """Read all held pages from the checkpoint that the run goes on from, and publish them."""
+        """Read all held pages from the checkpoint that the run resumes from, and publish them."""
         self.state.restore(saved, self.protocol.version)
         for layer in self.parameters.layers:
             self.parameters.publish(layer, self.protocol.version, frozen=True)
@@ -276,28 +286,29 @@ class StateReplica:
             case m.PageState():
                 assert payload is not None
                 self._state_received(sender, message, payload)
-            case m.LinkClosed():  # what the peer may lack is sent again in the next configuration
+            case m.LinkClosed():  # in the next configuration the peer is sent again what it may lack (C11)
                 self._unsure.add(message.peer)
                 self.parameters.link_lost(message.peer)
             case _:
                 raise AssertionError(f"worker {self.rank} got {message}")
 
     def pop_early(self) -> list[tuple[int, m.Message, Tensor]]:
-        """(sender, message, payload) of messages that were for pages which this worker did not hold yet."""
+        """Return the messages for pages that this worker did not hold yet, as (sender, message, payload), and clear
+        them. The caller handles them again: those that are still early are kept again."""
         early, self._early = self._early, {}
         return [(sender, message, payload) for (sender, message), payload in early.items()]
 
     def collect(self) -> None:
-        """Take what has come through the process group of the stage, if there is one, and begin what is next.
+        """Take what has come through the process group of the stage, if there is one, and begin the next exchanges.
 
-        If the group fails, links bring what it has not.
+        If the group has failed, send over links what it may not have brought, and ask for what has not come.
         """
         grouped = self.parameters.grouped
         if grouped.is_off:
             return
         was_idle = grouped.idle
         grouped.check()
-        step = grouped.exchanges.step  # what has arrived is of this one, whatever it brings about
+        step = grouped.exchanges.step  # read before anything is handled: that may decide the step and change it
         for what, values in grouped.arrived() if not was_idle else ():
             if isinstance(what, m.Publish):
                 self.parameters.install_arrived(what, values)
@@ -313,14 +324,14 @@ class StateReplica:
         grouped.update_offer()
 
     def _send_returned(self) -> None:
-        """The group has failed within the mesh epoch: what it may not have brought goes over links."""
+        """The group has failed within the mesh epoch: send over links what it may not have brought (E4, E7)."""
         self.reducer.send_returned()
         step = self.protocol.version + 1
         for reduced in self._take_back_gradients(step):
             self._relay_gradient(step, reduced.pages, reduced.gradient, reduced.norms)
 
     def _take_back_gradients(self, step: int) -> list[ReducedPages]:
-        """The reduced gradients that the group may not have brought to all mirrors: these count as not sent."""
+        """The reduced gradients that the group may not have brought to all mirrors. They count as not sent now."""
         found = self._exchanges.take_back_gradients()
         self._gradients_sent -= {(step, one.pages.key, mirror) for one, mirrors in found for mirror in mirrors}
         return [one for one, _ in found]
@@ -328,9 +339,10 @@ class StateReplica:
     # ---- reduced gradients
 
     def _gradient_reduced(self, step: int, pages: ReplicaSet, gradient: Tensor) -> None:
-        """The gradient of a page range that this worker is the primary of is summed up to the root of the tree.
+        """The reduced gradient of a page range that this worker is the primary of is complete.
 
-        Called by the reducer. The step can be ahead of this worker's own: all of its micro-batches may be others'.
+        Called by the reducer. The step may be ahead of this worker's own, if other workers compute all of its
+        micro-batches.
         """
         key = pages.key
         if step <= self.protocol.version or self.protocol.has_gradient(step, key):
@@ -338,7 +350,8 @@ class StateReplica:
         gradient = self._context.hooks.computed(FaultPoint.NORM, step, gradient)
         self._gradients.setdefault(step, {})[key] = gradient
         loss, weight = self._loss_in(key, gradient)
-        if loss is not None and not self.sums.draws(step, pages.layer):  # else its checker looks at it
+        # If the sums of this layer are checked (V7), the checker refuses a wrong count (`refuse_mixed_weights`).
+        if loss is not None and not self.sums.draws(step, pages.layer):
             self._refuse_count(step, gradient)
         norms = page_norm_values(gradient, self._layout.page_size) if loss is None else []
         self._context.hooks.on_point(FaultPoint.NORM, step)
@@ -351,17 +364,19 @@ class StateReplica:
             return
         parts = cut(self._layout, self._held, (message.layer, message.first, message.stop), payload)
         if (message.layer, message.first, message.stop) not in parts:
-            # Perhaps sent by a peer that is an epoch ahead, in which this worker may hold more, or has these pages in
-            # one range: kept until it gets there.
+            # The sender may be an epoch ahead, in which this worker holds more pages, or has these pages in one range.
+            # So the message is kept for the next epoch.
             self._early[sender, message] = payload
         norms = np.frombuffer(message.norms, "<f4").tolist()
         for key, gradient in parts.items():
-            # Kept even if this epoch needs none of the step any more: the next one may fall back to the version before.
+            # It is kept even if this epoch needs nothing of the step any more: the next epoch may fall back to the
+            # version before.
             if key not in self._gradients.setdefault(message.step, {}):
                 self._gradients[message.step][key] = gradient
                 own = norms[key[1] - message.first : key[2] - message.first]
                 self.reducer.gradient_known(message.step, key)
-                # From the primary of an older epoch, perhaps: its mirrors need not be those of this one.
+                # The sender may be the primary of an older epoch. If this worker is the primary now, it sends the
+                # gradient to the mirrors of this epoch, which may be others.
                 self._relay_gradient(message.step, self._held[key], gradient, own)
                 self.sums.gradient(message.step, key, gradient, own)
                 self._commit.gradient_complete(message.step, key, own, *self._loss_in(key, gradient))
@@ -369,12 +384,13 @@ class StateReplica:
     def _relay_gradient(
         self, step: int, pages: ReplicaSet, gradient: Tensor, norms: Sequence[float], was: int | None = None
     ) -> None:
-        """Send a reduced gradient to the other replicas and learners; a mirror sends it to a primary that is new.
+        """As primary, send a reduced gradient to the other replicas and to learners; as mirror, to a new primary.
 
-        In a step that the stage exchanges the mirrors in it get it through the group.
+        In a step whose gradients are exchanged through the group, mirrors in this stage get it there.
 
         Args:
-            was: the primary in the older epoch, if it may be another one now, or may have missed what it was sent.
+            was: the primary of the pages in the older epoch, if that may be another one than now. This worker's own
+                rank, if the primary is the same but may have missed what it was sent. None: the primary has it.
         """
         reduced = ReducedPages(pages, gradient, norms)
         if pages.primary == self.rank:
@@ -388,24 +404,26 @@ class StateReplica:
                 continue
             if receiver in pages.learners:
                 if self._waits_for_state(step, pages, receiver):
-                    continue  # `send_state` sends it behind the state
+                    continue  # `send_state` calls this again once it has sent the state
                 self.background.finish_sending(pages.key)
             self._gradients_sent.add((step, pages.key, receiver))
             if receiver not in by_group:
                 self._send(receiver, _as_message(step, reduced), gradient)
 
     def _waits_for_state(self, step: int, pages: ReplicaSet, learner: int) -> bool:
-        """True if this primary is yet to send a learner the state that the step changes (C9).
+        """True if this primary has still to send a learner the state that the step changes (C9).
 
-        State goes first on the link, so that no learner applies a step without it, whatever way votes take to it.
+        The state goes before the gradient on the link. So no learner applies the step without the state, even if it
+        gets the votes from other members first.
         """
         is_sent = pages.primary != self.rank or (pages.key, learner) in self._sent_state
         return not is_sent and step > self._sends_state_at
 
     def _loss_in(self, key: PageRange, gradient: Tensor) -> tuple[float | None, float | None]:
-        """The loss and its weight in a reduced gradient, if it is that of the loss page, and losses have a weight.
+        """(loss, weight) in a reduced gradient: (None, None) unless it is that of the loss page, (loss, None) if losses
+        have no weight.
 
-        The weight is not a number where only some micro-batches have one: such a step is never applied as it is.
+        The weight is NaN if only some micro-batches have one, so that the step can never be applied.
         """
         if key != self._loss_range:
             return None, None
@@ -415,11 +433,11 @@ class StateReplica:
         return loss, weight if number == self._job.num_microbatches else math.nan
 
     def _refuse_count(self, step: int, gradient: Tensor) -> None:
-        """Look at the number of micro-batches that have a weight, in the reduced gradient of the loss page.
+        """Check the number of micro-batches that have a weight, in the reduced gradient of the loss page.
 
         Raises:
-            ModelError: losses of some micro-batches have weights, and of others none.
-            RunError: it is no number of micro-batches. That no model does.
+            ModelError: the losses of some micro-batches have a weight, and those of others have none.
+            RunError: it is no possible number of micro-batches. No model causes that: a device or memory has failed.
         """
         number, of = gradient[2].item(), self._job.num_microbatches
         if number in (0, of):
@@ -435,12 +453,13 @@ class StateReplica:
         )
 
     def refuse_mixed_weights(self, step: int) -> None:
-        """Look at the weights of the losses of a step as the checker of the loss page, which has found it right.
+        """If this worker has checked the sums of the loss page, and found them right, check the number of weights.
 
-        Nobody looks before that: what is wrong there may be a device, and no model.
+        Where sums are checked nobody looks before that: a wrong number may come from a device, not from the model.
 
         Raises:
-            ModelError: losses of some micro-batches have weights, and of others none.
+            ModelError: the losses of some micro-batches have a weight, and those of others have none.
+            RunError: as for `_refuse_count`.
         """
         if self._loss_range is None or not self.sums.has_checked(step, self._loss_range):
             return
@@ -454,7 +473,7 @@ class StateReplica:
     # ---- checks of sums (`verify.rate`)
 
     def begin_checks(self, step: int) -> None:
-        """Begin to check the sums of a step that runs as it is placed."""
+        """Begin to check the sums of a step. Not called for a step that is recovered in part."""
         self.sums.begin(step)
         for key, gradient in self._gradients.get(step, {}).items():
             self.sums.gradient(step, key, gradient, self.protocol.norms_at(step, key))
@@ -463,12 +482,15 @@ class StateReplica:
             self.add_again(request)
 
     def forget_checks(self) -> None:
-        """Give up the checks of the step under way: it is recovered in part, or begins anew."""
+        """Drop the checks of the step under way, which is recovered in part or begins anew."""
         self.sums.forget()
         self._sum_requests.clear()
 
     def add_again(self, message: m.AddAgain) -> None:
-        """Reduced gradients differ: tell what this worker had made of them, and make them again if it is asked to."""
+        """Handle AddAgain: report digests of the sums that this worker has made, and make them again if asked to (V8).
+
+        A request about a step that this worker has not begun is kept until then.
+        """
         if message.step > self.sums.step:
             self._sum_requests.append(message)
         elif message.step == self.sums.step:
@@ -484,19 +506,19 @@ class StateReplica:
     def update(self, decided: Apply) -> None:
         """Apply a step's reduced gradients to all held pages, and publish the new parameters layer by layer."""
         step = decided.step
-        self.background.finish()  # copies of state read what is about to be overwritten
+        self.background.finish()  # background copies read the state that is about to be overwritten
         lr = self._job.learning_rate.at(step)
         divisor = decided.divisor * clip_divisor(decided.norm, self._job.clip) if decided.finite else 1.0
         gradients = self._gradients.pop(step, {})
         self.soundness.give_up_damaged(step)
         for part in self.state:
             if self.state.is_frozen(part.pages.layer, part.pages.first):
-                continue  # there is no update of it that could be computed wrongly
+                continue  # frozen pages are not updated: there is no result to inject a fault into
             if (wrong := self._context.hooks.computed(FaultPoint.APPLY, step, part.master)) is not part.master:
                 part.master.copy_(wrong)
         for values in self._values.values():
             values.keep_frozen(step)
-        # Layer by layer, so that the parameters of the first layers leave while the last ones are being updated.
+        # Layer by layer, so that the parameters of the first layers are sent while the last ones are being updated.
         for layer in self.parameters.layers:
             if decided.finite:
                 self.state.apply(layer, gradients, step=step, lr=lr, divisor=divisor)
@@ -509,18 +531,19 @@ class StateReplica:
         self.reducer.step_decided(step)
         self.sums.decided(step)
         self._gradients_sent = {sent for sent in self._gradients_sent if sent[0] > step}
-        # State of this step may still bring it to whoever learns; its gradients have done their part.
+        # State as of this step may still be needed, for pages that this worker learns; gradients of the step are not.
         self._early = {
             (sender, message): payload
             for (sender, message), payload in self._early.items()
             if message.step > step or (message.step == step and isinstance(message, m.PageState))
         }
         if decided.extension == m.GROUPED and self.parameters.grouped.serves:
-            # All members know by the same votes: the sums of the next step go through the group, if it comes to it.
+            # All members have counted the same votes, so all know that the sums of the next step go through the group,
+            # unless the group fails before.
             self.parameters.grouped.exchanges.agree(step + 1)
 
     def drop_undecided(self) -> None:
-        """Give up everything that was computed, here or elsewhere, of steps that are not decided."""
+        """Drop everything that was computed, here or elsewhere, of steps that are not decided (C12)."""
         self.background.give_up()
         self.parameters.grouped.give_up()
         self.reducer.drop_undecided()
@@ -530,7 +553,7 @@ class StateReplica:
         self._gradients_sent = {sent for sent in self._gradients_sent if sent[0] <= self.protocol.version}
 
     def forget_beyond(self, version: int) -> None:
-        """Give up what was computed of the steps after a version, and the state after it that is here."""
+        """Drop what was computed of the steps after a version, and state that is newer than it (V5)."""
         self.soundness.begin_again()
         given_up = self.state.forget_beyond(version)
         self._sent_state = {sent for sent in self._sent_state if sent[0] not in given_up}
@@ -548,21 +571,22 @@ class StateReplica:
     # ---- state transfer
 
     def send_state(self) -> None:
-        """Between two steps: begin to send the state of primary pages to the workers that learn them.
+        """Begin to send the state of this primary's pages to their learners. Called between two steps.
 
-        The copies are made in the background, and are done before this worker's next vote, and before the reduced
-        gradients of the next step, which may be here already.
+        The copies are made in the background. They are finished before this worker's next vote, and before the reduced
+        gradients of the next step, which may be here already, are sent to a learner (C9).
         """
         version = self.protocol.version
         state = {part.pages.key: part for part in self.state}
         for key, pages in self._held.items():
-            part = state.get(key)  # none of the loss page
+            part = state.get(key)  # None for the loss page, which has no state
+            # A primary without state has given it up as damaged: another replica sends it, in the next epoch.
             if pages.primary != self.rank or (part is not None and part.version == LEARNING):
-                continue  # given up as damaged since: it is not this worker that sends it
+                continue
             learners = [rank for rank in sorted(pages.learners) if (key, rank) not in self._sent_state]
             if learners:
                 self._sent_state.update((key, learner) for learner in learners)
-                # State that was learned from a primary which was ahead may be a step ahead of this worker.
+                # State that this worker has learned itself may be one step ahead of it: its primary was ahead then.
                 at = version if part is None else part.version
                 norms = np.array(self.protocol.norms_at(at, key), "<f4").tobytes()
                 message = m.PageState(at, *key, norms)
@@ -572,10 +596,8 @@ class StateReplica:
                     self._relay_gradient(version + 1, pages, gradient, self.protocol.norms_at(version + 1, key))
 
     def _loss_state(self) -> Tensor:
-        """The state of the loss page, fp32 [2]: 1 and the loss of this version, or 0 and 0 before the first step.
-
-        If the loss has a weight, that follows: fp32 [3].
-        """
+        """What a learner of the loss page is sent: fp32 [2], 1 and the loss of this version; or 0 and 0 if the loss is
+        not known, as before the first step. If the loss has a weight, fp32 [3]: the weight follows."""
         loss, weight = (at(self.protocol.version) for at in (self.protocol.loss_at, self.protocol.weight_at))
         found = [0.0, 0.0] if loss is None else [1.0, loss]
         return torch.tensor(found if weight is None else [*found, weight], dtype=torch.float32)
@@ -584,14 +606,16 @@ class StateReplica:
         layer, first, stop = message.layer, message.first, message.stop
         inside = [k for k in self._held if k[0] == layer and first <= k[1] < stop]
         if sum(key[2] - key[1] for key in inside if key[2] <= stop) < stop - first:
-            # For an epoch in which this worker is a learner, or in which its page ranges are cut as the sender's are.
+            # Some of these pages are not held here, or their ranges are cut otherwise. The message is kept for the
+            # epoch in which this worker learns them, or has the ranges of the sender.
             self._early[sender, message] = payload
         if not inside:
             return
-        # State that is too old is ignored. Either this worker was a learner before, ceased to be, and is one again:
-        # gradients since then did not come here. Or a primary sent it that is lost, and the gradients that would bring
-        # it up to date have been used: the new primary sends it anew. (The state that a living primary sends comes
-        # before the gradients of its next step, and so is never behind.) A frozen page is never too old.
+        # State that is too old is ignored: this worker does not have the reduced gradients that would bring it up to
+        # date. There are two cases. This worker was a learner before, ceased to be one, and is one again: it did not
+        # get the gradients in between. Or the primary that has sent the state is lost, and this worker has applied and
+        # dropped those gradients already: the new primary sends the state anew. (A living primary sends state before
+        # the gradients of its next step, so that state is never behind.) Frozen pages are never too old.
         if not self.state.is_frozen(layer, first) and message.step < max(
             self.protocol.version, *(self._since[key] for key in inside)
         ):
@@ -613,7 +637,7 @@ class StateReplica:
         return pages is not None and self.rank in pages.learners and pages.primary == sender
 
     def report_caught_up(self) -> None:
-        """Report to the controller, once an epoch, that the state of all pages that it is a learner of is here."""
+        """Report to the controller, once in an epoch, that this worker has the state of all pages that it learns."""
         epoch = self.protocol.epoch
         learns = any(self.rank in pages.learners for pages in self._held.values())
         complete = all(part.version != LEARNING for part in self.state) and not self._lacks_loss()
@@ -622,9 +646,10 @@ class StateReplica:
             self._send(CONTROLLER, m.CaughtUp(self.rank, epoch), None)
 
     def _lacks_loss(self) -> bool:
-        """True if this worker could not vote with the newest loss, as primary of the loss page.
+        """True if this worker learns the loss page and lacks the loss that it needs in order to be its primary.
 
-        That is the loss of the newest version of any member: a worker that is behind still has to vote for it.
+        The primary votes with the loss. In the next epoch all members vote again for the newest version (C7), so that
+        is the loss which is needed, even if this worker is one step behind.
         """
         if self._loss_range is None or self.rank not in self._held[self._loss_range].learners:
             return False
@@ -633,5 +658,5 @@ class StateReplica:
 
 
 def _as_message(step: int, reduced: ReducedPages) -> m.ReducedGradient:
-    """A reduced gradient as links bring it, without its payload."""
+    """The message with which a reduced gradient is sent over a link. The gradient itself is the payload."""
     return m.ReducedGradient(step, *reduced.pages.key, np.array(reduced.norms, "<f4").tobytes())

@@ -1,4 +1,5 @@
-"""Whether the state of one worker is as it was written: hashes for the controller, and damage that is given up (H5)."""
+"""Finds damage of one worker's state in memory (H5), and sends hashes of the state for the comparison of replicas (H1).
+"""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from elaswave_spmd.worker.state import HeldRange, HeldState
 
 
 class StateSoundness:
-    """The looks at a worker's state, and what follows where it is not as this worker had written it.
+    """Compares a worker's state with hashes of what the worker had written; gives damaged state up and reports it.
 
     Args:
-        context: of the worker.
-        values: compute buffers of the layers that this worker computes.
-        state: that it holds.
+        context: what all parts of the worker share.
+        values: layer -> compute buffer, of the layers that this worker computes.
+        state: the state that this worker holds.
         protocol: knows the version and the epoch; only read here.
     """
 
@@ -36,16 +37,16 @@ class StateSoundness:
         self._values = values
         self._protocol = protocol
         self._send = context.channel.send
-        self._is_in_doubt = False  # what was computed here since the version may come of damaged parameters
+        self._is_in_doubt = False  # True: results since the version may have been computed from damaged parameters
         self._compared = -1, -1  # the mesh epoch and the version whose hashes were sent last
 
     def compare(self, *, saves: bool = False) -> None:
-        """Send hashes of the state, if this version is compared; the controller compares the replicas.
+        """Send hashes of the state to the controller, which compares the replicas; if this version is compared.
 
-        They are also what the state is held to until the next update: it is to be as it was written.
+        The hashes also serve here: until the next update, state that differs from them is damaged.
 
         Args:
-            saves: the run stops with its state at this version, which is compared as well.
+            saves: the run stops with its state at this version, so it is compared even if others would not be.
         """
         version = self._protocol.version
         if self._compared == (self._protocol.epoch, version):
@@ -59,23 +60,23 @@ class StateSoundness:
             self._send(CONTROLLER, m.Fingerprints(self._rank, self._protocol.epoch, version, rows), None)
 
     def check(self, *, leaves: bool = False) -> bool:
-        """Check that what this worker has computed since its version comes of parameters as they were written.
+        """Check that this worker has computed everything since its version from undamaged parameters.
 
-        If not, it counts for nothing: the state is given up and reported, and the step begins anew in the mesh epoch
-        that follows (H5).
+        If not, these results do not count: the damaged state is given up and reported, and the step begins anew in the
+        mesh epoch that follows (H5).
 
         Args:
-            leaves: the state itself is about to leave this worker: all of it is looked at, not the parameters alone.
+            leaves: the state itself is about to be sent or written, so all of it is checked and not only parameters.
 
         Returns:
-            True if it does.
+            True if no damage was found.
         """
         damaged = self.state.damaged() if leaves else self.state.damaged_parameters(self._reads)
         self._doubt(damaged, waits=True)
         return not (damaged or self._is_in_doubt)
 
     def may_answer(self, need: m.Need) -> bool:
-        """True if the parameters that are asked for are here as they were written, if they are here."""
+        """True unless parameters that a Need asks for are damaged here. Damaged ones are given up and reported."""
 
         def asked(pages: ReplicaSet) -> bool:
             return pages.layer == need.layer and pages.first < need.stop and need.first < pages.stop
@@ -93,21 +94,21 @@ class StateSoundness:
         self._give_up(self.state.damaged(), step)
 
     def begin_again(self) -> None:
-        """What was computed since the version is given up: nothing of it is in doubt any more."""
+        """All results since the version are dropped, so that none is in doubt any more."""
         self._is_in_doubt = False
 
     def _reads(self, pages: ReplicaSet) -> bool:
-        """True if this worker computes with the master of these pages where it lies, or others are sent it from there.
+        """True if the master of these pages is itself computed with here, or sent to others (fp32).
 
-        In bf16 neither: all of that is a copy, made before the master was hashed.
+        In bf16 it never is: workers compute with copies, which were made before the master was hashed.
         """
         return self._job.reads_masters and (pages.primary == self._rank or pages.layer in self._values)
 
     def _doubt(self, damaged: list[HeldRange], *, waits: bool) -> None:
-        """Give up and report damage in the middle of a step: what was computed from it counts no more.
+        """Give up and report damage in the middle of a step. Results that were computed from it do not count any more.
 
         Args:
-            waits: not while the mesh epoch is awaited for which this worker has reported. It looks again then.
+            waits: do nothing between a StepReport and the epoch that it is for. Entering that epoch checks again.
         """
         is_reported = self._protocol.promised > self._protocol.epoch
         if not (waits and is_reported):

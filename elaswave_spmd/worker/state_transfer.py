@@ -18,25 +18,27 @@ from elaswave_spmd.worker.state import LEARNING, HeldRange, HeldState
 def send_state(
     state: HeldState, source: HeldRange | Tensor, message: m.PageState, learners: Sequence[int], channel: Channel
 ) -> Iterator[None]:
-    """Copy the state of a page range, then send the copy to all its learners. One item per piece.
+    """Copy the state of a page range, then send the copy to all its learners. Yields after every piece.
 
-    The copy is what is sent because the state changes with the next step, while links may still be sending.
+    A copy is sent since the state changes with the next step, while links may still be sending.
 
     Args:
-        source: the page range, or the state of the loss page, which is sent as it is.
+        source: the page range; or, for the loss page, the payload itself, which is sent without a copy.
+        message: the message to send with it.
+        learners: their ranks.
     """
     if isinstance(source, Tensor):
         payload = source
     else:
-        # The training thread makes the copy piece by piece while it waits (BackgroundCopies): where the last learner
-        # reads it, if memory is shared.
+        # The training thread makes the copy piece by piece while it waits (BackgroundCopies). If the channel shares
+        # memory with the last learner, the copy is made where that learner reads it.
         size = state.state_size(source)
         payload = channel.lend(learners[-1], size)
         if payload is None:
             payload = torch.empty(size, device=source.master.device)
         yield from state.copy_state(source, payload)
         if source.version == LEARNING or not state.is_as_written(source, payload):
-            return  # it is damaged: this worker gives it up, if it has not yet, and others send it
+            return  # the state is damaged: this worker gives it up, if it has not yet, and other replicas send it
     for learner in learners:
         channel.send(learner, message, payload)
 
@@ -50,17 +52,20 @@ def receive_state(
     *,
     hashed: bool = False,
 ) -> Iterator[None]:
-    """Copy in what `send_state` has sent, for the ranges that wait for it. One item per piece.
+    """Copy state that `send_state` has sent to the held ranges that lack it. Yields after every piece.
 
-    The protocol gets the norms that came with it: a learner which becomes the primary votes with them.
+    The protocol gets the norms that came with the state: a learner that becomes primary may have to vote with them.
 
     Args:
-        hashed: the state is held to what has come, from now on.
+        payload: fp32, flat, as `HeldState.copy_state` makes it.
+        done: called when all pieces are copied.
+        hashed: make hashes of the state as it has come, so that later damage is found.
     """
     frozen = state.is_frozen(message.layer, message.first)
-    norms = np.frombuffer(message.norms, "<f4").tolist()  # one per page; none of a frozen one
+    norms = np.frombuffer(message.norms, "<f4").tolist()  # one per page; empty for frozen pages
 
-    # The sender may cut pages as an older or a newer epoch does, so one message can complete several of our ranges.
+    # The sender may be in an older or a newer epoch, with other page ranges. So one message can complete several ranges
+    # of this worker.
     def received(pages: ReplicaSet) -> None:
         if frozen:
             return

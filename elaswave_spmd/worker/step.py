@@ -1,12 +1,12 @@
 """A training step on one worker: micro-batches through its stage, parameters, the vote, the update.
 
-`StepRunner.train_step` is the step from top to bottom. A worker does of a step what the placement gives it, or, after
-the mesh has changed in the middle of it, what is left (`docs/protocol.md`, "A change of the mesh"). Either runs in the
-order of readiness (`worker.ready_order`).
+`StepRunner.train_step` is the step from top to bottom. A worker runs the micro-batches that the placement gives it; if
+the mesh changes in the middle of the step, it then runs what the recovery plan leaves for it (docs/protocol.md, "A
+change of the mesh"). In both cases it runs whichever action is ready (`worker.ready_order`).
 
-Where the rest of a step happens: gradients are reduced in `GradientReducer`, called after each layer's backward; state
-is updated and parameters are published in `StepCommit`, called by the handler of the last vote. So the optimizer has no
-call in `train_step`: it runs inside one of its waits.
+The other parts of a step are elsewhere: `GradientReducer` reduces gradients and is called after each layer's backward;
+`StepCommit` updates the state and publishes parameters, and is called by the handler of the last vote. So `train_step`
+has no call of the optimizer: the update runs while `train_step` waits.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ class MicrobatchAction:
     """One micro-batch through the worker's stage, in one direction.
 
     Args:
-        forward: forward, else backward.
-        saves: of a forward: its backward will be run here too.
-        backward: of a backward: FULL, INPUT_GRADIENT if only the gradient of its input is wanted, or WEIGHTS_ONLY.
-        alone: of a backward: its weight gradients are sent by themselves, not added to those of others here.
-        last: nothing that needs parameters is left to do in this step after it.
+        forward: True for a forward, False for a backward.
+        microbatch: number of the micro-batch within the step.
+        saves: for a forward: keep what its backward needs, since this worker runs the backward too.
+        backward: for a backward: FULL; INPUT_GRADIENT, if only the gradient of its input is wanted; or WEIGHTS_ONLY.
+        alone: for a backward: send the weight gradients by themselves, not added to those of other micro-batches here.
+        last: no later action of this worker in this step needs parameters.
     """
 
     forward: bool
@@ -66,12 +67,13 @@ class MicrobatchAction:
 
 @dataclass(frozen=True)
 class _Order:
-    """The order of one worker's actions in a mesh epoch.
+    """The order in which one worker prefers its actions in a mesh epoch, among those that are ready.
 
     Args:
-        turns: micro-batch -> turn, of those that the placement gives this worker.
-        num_microbatches: of a step.
-        limits: of its stage.
+        turns: micro-batch -> its turn (the lowest runs first), for the micro-batches that the placement gives this
+            worker.
+        num_microbatches: the number of micro-batches of a step.
+        limits: how many micro-batches a worker of this stage may keep anything of.
     """
 
     turns: Mapping[int, float]
@@ -84,7 +86,7 @@ class _Order:
         return cls(turns(placement, placement.microbatches_of(rank)), placement.num_microbatches, limits)
 
     def turn(self, microbatch: int) -> float:
-        """The turn of a micro-batch; one taken over from another worker gets that of its position in the step."""
+        """The turn of a micro-batch. If it was taken over from another worker, its position in the step is its turn."""
         return self.turns.get(microbatch, (2 * microbatch + 1) / (2 * self.num_microbatches))
 
 
@@ -93,9 +95,9 @@ class StepRunner:
 
     Args:
         context: of the worker.
-        commit: votes, and applies.
-        values: compute buffers by layer.
-        waiting: the worker's loop.
+        commit: casts this worker's vote, and applies the step once it is decided.
+        values: layer -> compute buffer.
+        waiting: the worker's loop, which handles messages while a step waits.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class StepRunner:
         self._microbatches = MicrobatchRunner(context, values, self._replica.reducer, self._boundaries, waiting)
         draw = CheckDraw(context.job.seed, context.job.verify_rate)
         self.checks = StepChecks(context.rank, draw, Digester(context.device), context.channel.send)
-        # Of the stage that the worker is on, by `enter_epoch`, which is called before anything else.
+        # The stage that the worker is on. `enter_epoch` sets all five, and is called before anything else.
         self._configuration: Configuration
         self._placement: Placement
         self._stage: int
@@ -120,38 +122,40 @@ class StepRunner:
         self._under_way: StepUnderWay | None = None
         self._recovery: RecoveryPlan | None = None
         self._work: dict[int, MicrobatchWork] = {}  # micro-batch -> what is left of it in the step under way
-        self._order: _Order | None = None  # of this mesh epoch, worked out once
-        self._limits = KeptLimits(1)  # of this worker in this mesh epoch
+        self._order: _Order | None = None  # None: to be made again, for the present mesh epoch and limits
+        self._limits = KeptLimits(1)
         self.pacing = self._microbatches.pacing
-        self._next_pace: m.Pace | None = None  # of a mesh epoch that is not entered yet
-        self._next_limits: m.Limits | None = None  # from the next step of their mesh epoch on
-        self._validated = -1
+        self._next_pace: m.Pace | None = None  # the pace of a mesh epoch that is not entered yet
+        self._next_limits: m.Limits | None = None  # limits to use from the next step of their mesh epoch on
+        self._validated = -1  # the newest version of which the controller has all validation losses
         self._agreed = -1, -1  # the newest (mesh epoch, version) at which all replicas were the same
-        self._unchecked = 0  # a step of which a part was computed in an older mesh epoch: it is not checked
+        self._unchecked = 0  # a step that is not checked, as it is recovered in part (V6); 0: there is none
 
     # ---- a step, from top to bottom
 
     def train_step(self, step: int) -> Waits:
         """Run this worker's part of a step until the step is applied here.
 
-        The version is `step` afterwards; it advances in the middle of one of these waits, when the last vote is handled
-        (StepCommit).
+        Afterwards this worker's version is `step`. It advances in the middle of a wait, when the last missing vote or
+        reduced gradient is handled (StepCommit).
 
         Raises:
-            ConfigurationChanged: called again after `enter_epoch`, it goes on with what is left.
+            ConfigurationChanged: a new configuration has arrived. The caller enters it and calls this again, which then
+                runs what is left of the step.
         """
         if self._recovery is not None and self._recovery.step > step:
-            # Others have applied this step, so this worker has voted for it, and has all that it needs to apply it. It
-            # only lacks votes, which all members send again in the new epoch.
+            # Other members have applied this step. So this worker has voted for it, and has all reduced gradients. It
+            # only lacks votes, which all members send again in the new epoch (C7).
             yield from self._until_applied(step)
             return
-        if self._recovery is None or self._recovery.step < step:  # no recovery plan is for this step: it runs as placed
+        if self._recovery is None or self._recovery.step < step:  # this step has no recovery plan: it runs as placed
             placed = self._placement.microbatches_of(self._context.rank)
             self._work = {microbatch: MicrobatchWork(True, FULL, alone=False) for microbatch in placed}
         yield from self._before_step(step)
         self._begin(step)
         while (action := (yield from self._next_action(step))) is not None:
-            # Messages, Prepare among them, are handled after each layer (MicrobatchRunner) and in every wait.
+            # Messages are handled after each layer (MicrobatchRunner) and in every wait. So a Prepare is answered
+            # within the time of one layer.
             yield from self._run_action(step, action)
             self._waiting.check_configuration()
         yield from self._until_parameters_arrived(step - 1)
@@ -160,18 +164,19 @@ class StepRunner:
         yield from self._until_compared(step - 1)
         self._microbatches.report_data_wait(step)
         yield from self._until_sound(step)
-        # From here on others may decide the step: with the votes of all members, each applies it for itself.
+        # After this vote the step may be decided: whichever member has the votes of all members applies it.
         self._commit.vote(step)
         yield from self._until_applied(step)
         self._boundaries.drop_decided(step)
-        # After the step, not in it: on a device with streams, to read the times waits until their programs have run.
+        # Times are read after the step, not in it: on a device with streams, reading a time waits until its program
+        # has run.
         times, memory = self._microbatches.pop_times(), self._microbatches.programs.memory.pop_rows()
         self._context.hooks.step_measured(step, *times, memory)
 
     def _begin(self, step: int) -> None:
-        """Begin a step, unless it has begun: assign this worker its micro-batches.
+        """Begin a step with the micro-batches of this worker. Does nothing if the step has begun here.
 
-        A step that goes on after a change of the mesh has begun, unless this worker has changed its stage.
+        After a change of the mesh an interrupted step counts as begun, unless this worker has changed its stage.
         """
         if self.step_under_way == step:
             return
@@ -180,8 +185,9 @@ class StepRunner:
             recovery.begin_step(step, self._replica)
         microbatches = {microbatch for microbatch, left in self._work.items() if left.backward == FULL}
         reducer = self._replica.reducer
-        # Sums that the reducer still has are of this step, through the layers of the stage that this worker came from.
-        # The tree over its micro-batches is open there, so what it computes here is sent micro-batch by micro-batch.
+        # If the reducer still has sums, they are sums of this step over the layers of another stage, from which this
+        # worker has moved in the middle of the step. The tree over its micro-batches is open there, so the gradients
+        # that it computes here are sent micro-batch by micro-batch.
         self._under_way = StepUnderWay(step, microbatches, frozenset(microbatches), alone=reducer.has_sums)
         if self._under_way.alone:
             for left in self._work.values():
@@ -192,13 +198,15 @@ class StepRunner:
             self._replica.begin_checks(step)
         self._microbatches.begin_step(step, sorted(microbatches))
         if self._recovery is None or self._recovery.step < step:
-            self.pacing.begin_step()  # of a step that does not begin at its start the pace knows nothing
+            self.pacing.begin_step()  # a pace is planned for whole steps, so a recovered step has none
 
     def _next_action(self, step: int) -> Generator[Reason, None, MicrobatchAction | None]:
-        """The next action of the step; None when nothing is left. Checks are run while it has no input.
+        """The next action of the step, once its input is here; None when nothing is left.
+
+        While no action has its input, this worker computes checks (`verify.rate`).
 
         Raises:
-            ConfigurationChanged: the mesh has changed meanwhile.
+            ConfigurationChanged: a new configuration has arrived meanwhile.
         """
         if not self._work:
             return None
@@ -222,7 +230,7 @@ class StepRunner:
         return MicrobatchAction(False, microbatch, backward=left.backward, alone=left.alone, last=last)
 
     def _ready(self, step: int) -> int | None:
-        """A micro-batch whose next action has its input, by the order of this mesh epoch."""
+        """The micro-batch to run next, of those whose next action has its input; None if there is none."""
         if self._order is None:
             self._order = _Order.of(self._placement, self._context.rank, self._limits)
         has = self._boundaries.arrived
@@ -233,13 +241,14 @@ class StepRunner:
         return self.pacing.choose(found, lambda action: is_ready(*action, work, activation, gradient, limits))
 
     def _run_action(self, step: int, action: MicrobatchAction) -> Waits:
-        """Run an action and note that it is done."""
+        """Run an action, and take it off the work that is left of the step."""
         microbatch = action.microbatch
         neighbour = self._stage + 1 if action.forward else self._stage - 1
         receivers = partial(self._receivers, step, neighbour, microbatch)
         digests, run = self.checks.digests_of(microbatch), self._microbatches
         left, full, alone = self._work[microbatch], action.backward == FULL, action.alone
-        # ZeRO-3: after the last action of a step its parameters are not needed before the next version comes.
+        # ZeRO-3: after the last action that needs parameters they are dropped until they are published at the next
+        # version. A check that is still to be computed needs them as well.
         drop = action.last and self._replica.drops_params and not self.checks.pending(step)
         kind = FORWARD if action.forward else WEIGHTS if action.backward == WEIGHTS_ONLY else BACKWARD
         self.pacing.begin_action((kind, microbatch))
@@ -264,16 +273,17 @@ class StepRunner:
         del self._work[microbatch]
 
     def _splits_backward(self) -> bool:
-        """True if backwards are in two parts: another stage waits for the first, and the second has time."""
+        """True if backwards run in two parts: the gradient of the input first, which the stage before waits for, and
+        the weight gradients later."""
         return self._limits.put_off > 0 and self._microbatches.programs.has_split_layers
 
     def _receivers(self, step: int, stage: int, microbatch: int) -> tuple[int | None, ...]:
-        """The workers that take the input of a micro-batch on another stage: its own, and one that checks it."""
+        """The receivers of a micro-batch's tensor on another stage: its worker there, and its checker if it has one."""
         own = self._worker_of(step, stage, microbatch)
         return own, *(checker for checker in self.checks.receivers(stage, microbatch) if checker != own)
 
     def _worker_of(self, step: int, stage: int, microbatch: int) -> int | None:
-        """The worker that runs a micro-batch on another stage in this step; None if no worker has to any more."""
+        """The worker that runs a micro-batch on another stage in this step; None if its part there is done."""
         if self._recovery is not None and self._recovery.step == step:
             return self._recovery.worker_of(stage, microbatch)
         return self._placement.worker_of_microbatch(stage, microbatch)
@@ -281,10 +291,10 @@ class StepRunner:
     # ---- checks
 
     def _check_until(self, step: int, ready: Callable[[], bool], what: str) -> Generator[Reason, None, bool]:
-        """Compute checks while `ready()` is false and as long as there are any. Without checks this is nothing.
+        """Compute checks until `ready()` is true or no check is left. Without `verify.rate` there are none.
 
         Returns:
-            True if any was computed.
+            True if at least one check was computed.
         """
         ran = False
         while self.checks.pending(step):
@@ -306,7 +316,7 @@ class StepRunner:
     def _until_checked(self, step: int) -> Waits:
         """Compute all checks of this worker, and wait until they have agreed with the results of the others.
 
-        The controller may ask for one more meanwhile, to see which of two workers is wrong.
+        Meanwhile the controller may ask this worker to compute another micro-batch, to find out who is wrong (V4).
         """
         while not self._are_checks_settled() or self.checks.pending(step):
             if (yield from self._check_until(step, lambda: False, "inputs to check step")):
@@ -318,7 +328,7 @@ class StepRunner:
             )
 
     def _are_checks_settled(self) -> bool:
-        """True if all that this worker checks has agreed: micro-batches and sums."""
+        """True if all checks of this worker have agreed, both those of micro-batches and those of sums."""
         return self.checks.is_settled and self._replica.sums.is_settled
 
     def _ask_for_dropped(self, step: int) -> None:
@@ -327,18 +337,19 @@ class StepRunner:
             self._replica.parameters.refresh(dropped, step - 1)
 
     def _drop_parameters(self, step: int) -> None:
-        """Drop sharded parameters again that were kept, or asked for, for a check."""
+        """Drop sharded parameters that were kept, or asked for again, for a check."""
         if self._replica.drops_params and not self.checks.pending(step):
             self._microbatches.drop_parameters(step - 1)
 
     def check_again(self, message: m.CheckAgain) -> None:
-        """The controller asks for a micro-batch once more: this worker sends its inputs, or computes it."""
+        """Handle CheckAgain: this worker computes the micro-batch again if it is asked to, and sends the inputs of it
+        that it keeps to the workers that are asked (V4)."""
         self.checks.asked(message)
         layers = self._placement.layers_of_stage(message.stage)
         self._boundaries.send_inputs_again(message.step, message.microbatch, layers, message.ranks)
 
     def receive_pace(self, message: m.Pace) -> None:
-        """The controller sends the frequencies of a mesh epoch: of this one, or of one that is not entered yet."""
+        """Handle Pace: use the planned frequencies of this mesh epoch, or keep them if the epoch is still to come."""
         epoch = self._placement.mesh.epoch
         if message.epoch == epoch:
             self.pacing.plan(PlannedPace.of(message))
@@ -346,17 +357,17 @@ class StepRunner:
             self._next_pace = message
 
     def receive_limits(self, message: m.Limits) -> None:
-        """The controller sends other limits, of this mesh epoch or of one that is not entered yet."""
+        """Handle Limits: keep them for the next step that begins in their mesh epoch. Older epochs are ignored."""
         if message.epoch >= self._placement.mesh.epoch:
             self._next_limits = message
 
     def _change_limits(self) -> None:
-        """Take the limits that have come. Between two steps: nothing is in flight, and nothing is put off."""
+        """Use the limits that have arrived. Called between two steps, when no micro-batch is in flight or put off."""
         message, epoch = self._next_limits, self._placement.mesh.epoch
         if message is None or message.epoch > epoch:
             return
         self._next_limits = None
-        if message.epoch == epoch:  # else they were for another mesh
+        if message.epoch == epoch:  # otherwise they were for an older mesh
             self._microbatches.split(self._keep_to(self._configuration.limited(message)))
 
     def _keep_to(self, configuration: Configuration) -> frozenset[int]:
@@ -369,19 +380,19 @@ class StepRunner:
     # ---- comparison of replicas
 
     def is_compared(self, version: int) -> bool:
-        """True if all replicas were found to be the same at a version, in this mesh epoch, or need not be."""
+        """True if all replicas were the same at a version in this mesh epoch, or if the version is not compared."""
         return not self._context.job.compares_at(version) or self._agreed >= (self._placement.mesh.epoch, version)
 
     def replicas_agree(self, message: m.ReplicasAgree) -> None:
-        """All replicas are the same at a version: in this mesh epoch, or in one that is not entered yet."""
+        """Handle ReplicasAgree, of this mesh epoch or of one that is not entered yet."""
         self._agreed = max(self._agreed, (message.epoch, message.step))
         if message.epoch == self._placement.mesh.epoch:
             self.checks.compared(message.step)
 
     def _until_compared(self, version: int) -> Waits:
-        """Wait until all replicas are known to be the same at a version, where that is compared.
+        """Wait until all replicas are known to be the same at a version, if that version is compared (H1).
 
-        The comparison goes on while this worker computes; only what makes its results count waits for it.
+        The comparison goes on while this worker computes. Only votes and validations wait for it.
         """
         if not self.is_compared(version):
             yield from self._waiting.until(
@@ -389,17 +400,20 @@ class StepRunner:
             )
 
     def _until_sound(self, step: int) -> Waits:
-        """Wait for another attempt of the step if it was computed from parameters that have changed in this memory."""
+        """If the state in this worker's memory is damaged, report it and wait for the epoch that begins the step anew.
+
+        The step may have been computed from damaged parameters, so this worker must not vote for it (H5).
+        """
         if not self._replica.soundness.check():
             yield from self._waiting.until(lambda: False, "the mesh epoch after damage of memory in step", step)
 
     # ---- waiting
 
     def _before_step(self, step: int) -> Waits:
-        """Wait for what a group copies, where the device can be recovered.
+        """On a device that can be recovered, wait until no transfer through a group or a pair is under way.
 
         At the begin of a step such a device is synchronized (DeviceRecovery.begin_step), which blocks this thread. With
-        a collective in its queue it would wait for other workers, and they may be lost.
+        a collective in the device's queue it would wait for other workers, which may be lost.
         """
         if self._context.hooks.device_recovery is not None:
             yield from self._until_copied(step)
@@ -409,10 +423,10 @@ class StepRunner:
                 )
 
     def _until_parameters_arrived(self, version: int) -> Waits:
-        """Wait until this worker needs no page of `version` any more: its vote for version + 1 means that as well.
+        """Wait until all parameters of `version` have come. The vote for version + 1 says that they have (S5).
 
-        With all votes a primary overwrites the memory that its pages were sent from. Workers that ran a micro-batch
-        have waited for their parameters already; others have not.
+        Once all votes are in, a primary overwrites the memory that its pages were sent from. Workers that ran a
+        micro-batch have waited for their parameters already; a worker without any has not.
         """
         for layer in self._layers:
             if self._values[layer].dropped_at != version:
@@ -431,7 +445,9 @@ class StepRunner:
 
     def _until_applied(self, step: int) -> Waits:
         is_applied = partial(self._is_applied, step)
-        if self.checks.is_on:  # a third worker is asked when it has voted, perhaps: it did not know that others differ
+        # If the results of two other workers differ, the controller may ask this worker to compute the micro-batch too.
+        # That request can arrive after this worker has voted, so checks are computed in this wait as well.
+        if self.checks.is_on:
             while not is_applied():
                 yield from self._waiting.until(
                     lambda: is_applied() or bool(self.checks.pending(step)), "votes of step", step
@@ -446,12 +462,13 @@ class StepRunner:
     # ---- validation
 
     def validate(self, version: int) -> Waits:
-        """Run this worker's share of a validation, a read-only pass at a version, and wait until all losses are known.
+        """Run this worker's share of a validation, a read-only pass at a version, and wait until the controller has all
+        losses.
 
-        Micro-batches are assigned in turn to each stage's workers. The last stage sends the losses to the controller.
-        Where replicas are compared, everybody reports that it has done its share with parameters as they were written,
-        be it without losses: else a validation could be complete before a worker has found that what it had sent to the
-        next stage came of damaged ones (H5).
+        Micro-batches are assigned in turn to each stage's workers. The workers of the last stage send the losses to the
+        controller. If replicas are compared, every other worker sends a report too, without losses, once it has found
+        its own state undamaged. Otherwise a validation could be complete before a worker finds that it has sent the
+        next stage activations that were computed from damaged parameters (H5).
         """
         yield from self._until_compared(version)
         members, microbatches, scores = self._placement.mesh.stages[self._stage], [], []
@@ -470,7 +487,8 @@ class StepRunner:
             epoch, rank = self._placement.mesh.epoch, self._context.rank
             form = self._microbatches.programs.scored
             self._context.channel.send(CONTROLLER, _validation(version, epoch, rank, microbatches, scores, form))
-        # The next step changes the parameters: a loss that went down with its worker could not be computed again.
+        # The next step changes the parameters. After that, a validation loss that was lost with its worker could not be
+        # computed again (S7).
         yield from self._waiting.until(lambda: self._validated >= version, "the end of validation", version)
 
     def validated(self, version: int) -> None:
@@ -481,11 +499,11 @@ class StepRunner:
 
     @property
     def step_under_way(self) -> int:
-        """The step that this worker has begun last, 0 before the first and when it gave up what it had begun."""
+        """The step that this worker has begun last; 0 before the first one, and after what was begun was dropped."""
         return self._under_way.number if self._under_way is not None else 0
 
     def has_other_shape(self, message: Crossing) -> bool:
-        """True if a tensor of another stage has another shape than those of this boundary."""
+        """True if the shape of a tensor from another stage cannot be right; see `Boundaries.has_other_shape`."""
         return self._boundaries.has_other_shape(message)
 
     def receive(self, message: Crossing, payload: Tensor, *, placed: bool = False) -> None:
@@ -494,20 +512,21 @@ class StepRunner:
             self._boundaries.receive(message, payload, placed=placed)
 
     def keep_all(self) -> None:
-        """Give up nothing from a StepReport to the Reconfigure after it: what was reported must still be here."""
+        """Drop nothing until the next `enter_epoch`: a StepReport has named what is here, and is planned with (C2)."""
         self._replica.reducer.keep_all()
         self._boundaries.keep_all()
 
     def partial_step(self, step: int) -> m.PartialStep:
-        """This worker's part of a StepReport: everything that it has of a step that is not decided."""
+        """The entry of a StepReport for one step that is not decided: everything that this worker has of that step."""
         reducer = self._replica.reducer
         mine = self._under_way if self._under_way is not None and self._under_way.number == step else None
         current = step == self._commit.version + 1
-        # A forward that is to serve for its output alone, or for the gradient of its input, may be used up before the
-        # next configuration.
+        # A saved forward is reported only if its backward makes weight gradients. One that is run for its output or for
+        # the gradient of its input alone may be used up before the next configuration is entered.
         not_kept = {u for u, left in self._work.items() if left.backward not in (FULL, WEIGHTS_ONLY)}
         if mine is not None:
-            # The sums of some layers of a micro-batch in the middle of its backward may have been given up already.
+            # Of a micro-batch in the middle of its backward, the gradients of some layers may have been sent and given
+            # up already.
             given_up = {self._microbatches.backward_of} if reducer.gives_up else set()
             mine.reported = frozenset(mine.computed | given_up)
         return m.PartialStep(
@@ -524,14 +543,17 @@ class StepRunner:
         )
 
     def _awaiting_weight_gradients(self) -> tuple[int, ...]:
-        """Micro-batches of which nothing but the weight gradients is left, and no part of these has been given up."""
+        """Micro-batches of which only the weight gradients are left to compute, and none of these has been given up."""
         found = {u for u, left in self._work.items() if not left.forward and left.backward == WEIGHTS_ONLY}
         if self._replica.reducer.gives_up:
             found.discard(self._microbatches.backward_of)
         return tuple(sorted(found))
 
     def enter_epoch(self, configuration: Configuration) -> None:
-        """Compute the layers of the stage that this worker belongs to now. `resume` follows when state is in place."""
+        """Take over the layers of the stage that this worker is on in this configuration.
+
+        `resume` must be called once the state is in place.
+        """
         placement = self._placement = configuration.placement
         self._stage = placement.mesh.stage_of(self._context.rank)
         self._is_last = self._stage == placement.num_stages - 1
@@ -540,14 +562,14 @@ class StepRunner:
         self._boundaries.forget_validations()
         moved = self._microbatches.enter_epoch(placement, self._stage, self._keep_to(configuration))
         if moved or configuration.recovery_plan is None:
-            # What it did of the step went through other layers, and is of no use here. Or no member had anything of the
-            # step, which is assigned anew.
+            # Either this worker had run its micro-batches through other layers, which is of no use on this stage. Or no
+            # member had anything of the step, and it is assigned anew.
             self._under_way = None
 
     def resume(self, configuration: Configuration) -> None:
-        """Work out what is left of the step under way, and send boundary tensors again that its plan needs.
+        """Work out what is left of the step under way, and send again the boundary tensors that its plan needs.
 
-        Called by `Executor.enter_epoch` when state and sums are where the new configuration has them.
+        Called by `Executor.enter_epoch`, after pages and sums have been arranged for the new configuration.
         """
         lines, step = configuration.recovery_plan, configuration.version + 1
         self._recovery = RecoveryPlan(step, lines) if lines is not None else None
@@ -555,7 +577,8 @@ class StepRunner:
         if (early := self._next_pace) is not None:
             self._next_pace = None
             self.receive_pace(early)
-        # What was computed of the step in an older epoch was checked there, or is not checked any more.
+        # A step that is recovered in part is not checked, and its incomplete checks are dropped (V6). If the attempt
+        # begins with this epoch, the step runs from its start and is checked.
         self._unchecked = step if lines is not None and configuration.attempt != configuration.epoch else 0
         if self._unchecked:
             self.checks.forget()
@@ -563,14 +586,14 @@ class StepRunner:
         self._work = self._remaining_of(self._recovery) if self._recovery is not None else {}
         if lines is not None:
             self._boundaries.send_again(step, lines, configuration.placement)
-        # Sharded parameters that were dropped after this worker's last micro-batch stay dropped if nothing is left.
+        # If this worker has nothing left to run, parameters that it dropped after its last micro-batch stay dropped.
         needed = self._recovery is None or self._work or configuration.validate is not None
         version = configuration.version
         wanted = [layer for layer in self._layers if needed or self._values[layer].dropped_at != version]
         self._replica.parameters.refresh(wanted, version)
 
     def _remaining_of(self, plan: RecoveryPlan) -> dict[int, MicrobatchWork]:
-        """This worker's part of a recovery plan, less what it has done since it reported."""
+        """Micro-batch -> what is left of it: this worker's lines of the plan, less what it did since its StepReport."""
         lines = plan.lines_of(self._context.rank)
         under_way = self._under_way
         if under_way is None or under_way.number != plan.step:
@@ -585,7 +608,7 @@ class StepRunner:
         return remaining
 
     def forget_beyond(self, version: int) -> None:
-        """Another attempt of the steps after a version begins: give up what was computed of them, here or elsewhere."""
+        """Another attempt of the steps after a version begins: drop what was computed of them, here and elsewhere."""
         if self.step_under_way > version:
             self._under_way = None
             self._work = {}
@@ -595,7 +618,7 @@ class StepRunner:
         self._commit.forget_beyond(version)
 
     def drop_undecided(self) -> None:
-        """Give up everything of the step under way."""
+        """Drop everything of the step under way: the device has failed, and its memory may be bad (C12)."""
         self.checks.forget()
         self._under_way = None
         self._work = {}
@@ -615,12 +638,13 @@ def _validation(
     """The report of a worker's share of a validation.
 
     Args:
-        scores: of each micro-batch what a validation makes of it.
-        form: of these; None: each is a loss alone.
+        microbatches: the micro-batches that this worker has validated.
+        scores: for each of these micro-batches the numbers that the last layer's program returned (`evaluate`).
+        form: says which number is what; None: there is one number, the loss.
     """
     if form is None or not microbatches:
         return m.ValidationLoss(version, epoch, rank, tuple(microbatches), tuple(loss for loss, *_ in scores))
-    columns = []  # of the loss and of each metric: sums and weights by micro-batch
+    columns = []  # for the loss and for each metric: (sums by micro-batch, weights by micro-batch)
     for rows in zip(*map(form.rows, scores), strict=True):
         weights = tuple(weight for _, weight in rows if weight is not None)
         columns.append((tuple(total for total, _ in rows), weights))

@@ -1,12 +1,13 @@
 """A worker's part in the commit of a step: drives its half of the step protocol, and carries out what that decides.
 
-Here a step is voted for, decided and applied. For the run it is committed once the controller has the first Applied.
+Here a worker votes for a step, decides it and applies it. The run counts a step as committed once the controller has
+the first Applied of it.
 
 `recovery.WorkerProtocol` knows ids and norms and never a tensor; `StateReplica` has the tensors and decides nothing.
-`StepCommit` is between them. Facts ("the reduced gradient of these pages is complete") and messages (votes, published
-pages) go into the protocol; the effects that it returns are carried out before the next message is handled. So deciding
-a step and applying it are one transition (docs/protocol.md, S2), whichever message happens to be the last one
-that was missing: mostly the last vote, sometimes this worker's own last gradient.
+`StepCommit` stands between them. It reports facts ("the reduced gradient of these pages is complete") and messages
+(votes, published pages) to the protocol, and carries out the effects that the protocol returns before the next message
+is handled. So deciding a step and applying it are one transition (docs/protocol.md, S2), whatever was missing last:
+mostly it is a vote, sometimes this worker's own last reduced gradient.
 
 All of it runs on the training thread, inside `Executor.handle_messages` or inside `StepRunner.train_step`.
 """
@@ -34,18 +35,19 @@ class StepCommit:
     """Votes for steps, and applies those that all members have voted for.
 
     Args:
-        context: of the worker.
-        values: compute buffers of the layers that this worker computes; they change between configurations.
+        context: what all parts of the worker share.
+        values: layer -> compute buffer, of the layers that this worker computes; the dict changes between
+            configurations.
         first: the configuration in which the worker becomes a member.
     """
 
     def __init__(self, context: WorkerContext, values: Mapping[int, ValueBuffer], first: Configuration) -> None:
         self._context = context
-        # All members of the first mesh begin at the version of the checkpoint, if there is one: none is behind it, and
-        # none has the gradients of that step, so that its votes could not be sent again.
+        # All members of a run's first mesh begin at the version of the checkpoint, or at 0. No member is behind that
+        # version, and none has the reduced gradients of that step, so nobody could vote for it again (C7).
         restored = first.version if first.epoch == 0 else 0
         collectives = collectives_of(context)
-        # Epoch -1 precedes all: the first configuration is entered like every later one.
+        # The protocol begins in epoch -1, so that the first configuration is entered like every later one.
         self.protocol = WorkerProtocol(
             context.rank,
             -1,
@@ -59,11 +61,11 @@ class StepCommit:
         )
         self.replica = StateReplica(context, values, self.protocol, collectives, self)
         self.is_applying = False
-        """A decided step is being applied: until it is over, the state is of no version."""
+        """True while a decided step is being applied. Until that is done, the state is of no version."""
 
     @property
     def version(self) -> int:
-        """The step last applied."""
+        """The step that this worker applied last."""
         return self.protocol.version
 
     # ---- configurations
@@ -77,27 +79,29 @@ class StepCommit:
         *,
         has_missed: bool = False,
     ) -> None:
-        """Become a member of a newer configuration. No background copy is left from the one before.
+        """Become a member of a newer configuration. The caller has finished all background copies of the older one.
 
         Args:
-            replica_map: of the layers that this worker computes, or reads parameters of, and of all that it holds.
-            highest_version: of any member.
+            placement: the mesh and what runs where, in the new configuration.
+            replica_map: the replicas of the layers that this worker computes, whose parameters it reads, or whose pages
+                it holds.
+            highest_version: the highest version of any member.
             begun: the last step that this worker has begun.
-            has_missed: others may have entered an epoch between this one and the one before.
+            has_missed: other members may have entered an epoch that this worker has not, after its last one.
         """
         held = held_ranges(replica_map, self._context.rank)
-        # The protocol first: the replica asks it for versions and for norms, cut as the new configuration cuts pages.
+        # The protocol comes first: the replica asks it for versions, and for norms by the new page ranges.
         loss_range = next((r.key for r in held if self.replica.is_loss(r)), None)
-        # Frozen pages have no gradients: the protocol, which waits for these, does not know them.
+        # The protocol waits for a reduced gradient of every range that it knows. Frozen pages have none.
         trained = [pages for pages in held if not self.replica.is_frozen(pages)]
         self.protocol.enter_epoch(placement.mesh.epoch, placement.mesh.members, trained, loss_range, highest_version)
         self.replica.enter_epoch(placement, replica_map, held, highest_version, begun, has_missed=has_missed)
 
     def resume(self) -> None:
-        """Once everything else is in place: handle what came early for this configuration, and vote again in it.
+        """Handle messages that came early for this configuration, and vote again in it.
 
-        Votes of an older epoch are void. Whoever has not applied the step that others have completes it by the new
-        votes, by the normal rule.
+        Called last when a configuration is entered. Votes of older epochs are void. If a member has not applied the
+        step that others have, it completes the step with the new votes, by the normal rules (C7).
         """
         for sender, message, payload in self.replica.pop_early():
             self.handle(sender, message, payload)
@@ -108,22 +112,28 @@ class StepCommit:
     # ---- facts and messages
 
     def vote(self, step: int) -> None:
-        """This worker has done its part of the step. The vote is sent as soon as all of its reduced gradients are here.
+        """This worker has done its part of the step: vote as soon as all reduced gradients that it needs are here.
 
-        That may be now, or in the handler of the last ReducedGradient that is missing.
+        The vote may be sent now, or later by the handler of the last reduced gradient that is missing.
         """
         self._perform(self.protocol.computed(step))
 
     def gradient_complete(
         self, step: int, pages: PageRange, norms: Sequence[float], loss: float | None, weight: float | None
     ) -> None:
-        """A reduced gradient of this worker's replica is here, summed up or received."""
+        """A reduced gradient of pages that this worker holds or learns is complete here: added up by it, or received.
+
+        Args:
+            norms: the squared norm of each page; none for the loss page.
+            loss, weight: of the step, if the range contains the loss page; the weight is None if losses have none.
+        """
         self._perform(self.protocol.gradient_complete(step, pages, norms, loss, weight))
 
     def handle(self, sender: int, message: m.Message, payload: Tensor | None) -> None:
-        """Handle a message about state.
+        """Handle a message about state: votes, gradients, parameters, state transfer, lost links.
 
-        Data is valid in any epoch: a message for pages that this worker does not have yet is kept until it does.
+        Data messages are valid in any epoch. If one is for pages that this worker does not hold yet, it is kept until
+        the worker does.
         """
         match message:
             case m.Vote():
@@ -136,19 +146,19 @@ class StepCommit:
                 self.replica.handle(sender, message, payload)
 
     def drop_undecided(self) -> None:
-        """Give up everything that was computed, here or elsewhere, of steps that are not decided."""
+        """Drop everything that was computed, here or elsewhere, of steps that are not decided (C12)."""
         self.protocol.drop_undecided()
         self.replica.drop_undecided()
 
     def forget_beyond(self, version: int) -> None:
-        """Give up what was computed of the steps after a version, here or elsewhere: another attempt of them begins."""
+        """Drop what was computed of the steps after a version, here or elsewhere: another attempt of them begins."""
         self.protocol.forget_beyond(version)
         self.replica.forget_beyond(version)
 
     # ---- effects of the protocol
 
     def _perform(self, effects: Sequence[Effect]) -> None:
-        # In order: a page that was published at the new version is installed after this worker has applied the step.
+        # The order matters: Install comes after the Apply of its step (S3).
         for effect in effects:
             match effect:
                 case SendVote():
@@ -160,16 +170,17 @@ class StepCommit:
 
     def _send_vote(self, effect: SendVote) -> None:
         if effect.vote.level == 0:
-            # State is copied to learners at the version before: once the step is applied, that version is gone.
+            # Learners are sent the state of the version before this step. After this vote the step may be decided, and
+            # applying it overwrites that version. A vote of a higher level is a sum of votes: this worker has voted.
             self.replica.background.finish()
         for peer in effect.receivers:
             self._context.channel.send(peer, effect.vote, None)
 
     def _apply(self, decided: Apply) -> None:
-        """Apply a decided step and report it. It cannot be undone, and cannot wait: nothing yields in here."""
+        """Apply a decided step and report it. This cannot be undone or interrupted: nothing yields in here."""
         hooks, step = self._context.hooks, decided.step
         self.is_applying = True
-        # Faults are injected here as well: a worker may die between its decision and its report.
+        # A fault point, since a worker may die between its decision and its report.
         hooks.on_point(FaultPoint.APPLY, step)
         self.replica.update(decided)
         report = m.Applied(

@@ -1,28 +1,29 @@
 """Partial sums and reduced gradients through the process group of a stage (`runtime.collectives=group`).
 
-If all votes for step t - 1 said that their senders have their groups, the sums of step t go to the primaries in their
-own stage by one all-to-all for each layer (with sharded gradients for each layer and round, see `ExchangePlan`). The
-group only copies: a primary adds what comes to the same tree as sums that come over links. The reduced gradients that
-come of it go to the mirrors in the stage in the same way (gradient_exchange.py).
+If all votes for step t - 1 say that their senders have their groups, the partial sums of step t go to the primaries in
+the same stage by one all-to-all for each layer (with sharded gradients, for each layer and round, see `ExchangePlan`).
+The group only copies: a primary adds what it receives to the same tree as sums that come over links. The reduced
+gradients go to the mirrors in the stage in the same way (gradient_exchange.py). docs/protocol.md has the rules, E1 to
+E8.
 
-Where a stage has several workers on a host, and several hosts, sums of a layer go in two exchanges if less crosses
-between hosts then: within hosts first, to primaries there and to collectors, which add up what their host has for a
-primary elsewhere (host_sums.py); then between hosts, from collectors to primaries. A worker's own sums stay with it
-until the second one is known to be everywhere. So the way back to links is the same: it sends its own sums again, and
-nobody needs a collector.
+If a stage is on several hosts, with several workers on each, the sums of a layer go in two exchanges if that brings
+fewer values from host to host. The first one is within hosts: to primaries on the host, and to collectors, which add up
+what their host has for a primary elsewhere (host_sums.py). The second one is between hosts, from collectors to
+primaries. A worker keeps its own sums until the second exchange is known to be complete everywhere. So if the group
+fails, every worker sends its own sums over links, and nothing of a collector is needed.
 
-All members of a stage issue the same exchanges in the same order, which the placement fixes. What is complete too early
-waits here, and no action waits for it. An exchange is issued only when the one `WINDOW` before it is complete on this
-worker. So whoever has completed an exchange knows that every member has completed the one `WINDOW` before it, and only
-what that one has brought is known to be everywhere. All else is sent over links if the group fails or a new mesh epoch
-begins. Each member sends something to each other one, be it padding: NCCL waits for nobody from whom nothing is to
-come.
+All members of a stage issue the same exchanges in the same order, which the placement fixes. Sums that are complete
+before their turn wait here, and no action waits for them. An exchange is issued only when the one `WINDOW` places
+before it is complete on this worker. So a worker that has completed an exchange knows that every member has completed
+the one `WINDOW` places before it. Only the contents of that one are known to be everywhere; all others are sent over
+links if the group fails or a new mesh epoch begins. For this to hold, each member must send something to each other
+member, padding if it has nothing else: NCCL does not wait for a member that sends nothing.
 
-The order cannot stand still. An exchange of sums waits for micro-batches of its senders. One of reduced gradients
-waits for sums of these pages: for those that links bring from other stages (ties), and for exchanges, all of which come
-before it. So each exchange waits for earlier ones alone, for micro-batches and for links, and no micro-batch and
-nothing that goes over links waits for an exchange of its step. The first exchange that is not complete everywhere is
-therefore issued by every member in the end, and is complete then; after it the next one is the first.
+The exchanges cannot block each other for ever. An exchange of sums waits for micro-batches of its senders. An exchange
+of reduced gradients waits for sums of its pages: those come over links from other stages (ties), or by exchanges that
+all come before it. So an exchange waits only for earlier exchanges, for micro-batches and for links, and no micro-batch
+and nothing that goes over links waits for an exchange of its step. Therefore every member issues the first exchange
+that is not complete everywhere in the end, and it becomes complete; then the same holds for the next one.
 """
 
 from __future__ import annotations
@@ -47,16 +48,17 @@ from elaswave_spmd.worker.gradient_routes import Route, routes
 from elaswave_spmd.worker.host_sums import Hosts, NodesByWorker
 
 WINDOW = 2
-"""Exchanges in progress at a time: one that is copied, and one that waits for the slowest member of the stage."""
+"""The most exchanges in progress at a time: one that is being copied, and one that waits for the slowest member."""
 
 LAG = 1
-"""Exchanges of sums between the last one that brings sums of a layer and the exchange of its reduced gradients.
+"""How many further exchanges of sums come between the last one with sums of a layer and its exchange of gradients.
 
-A primary has a reduced gradient when that one is complete and its sums are added. Right behind it the exchange of
-gradients would keep the next sums waiting for that. With `LAG` = `WINDOW` - 1 that one is complete when its turn comes.
+A primary has a reduced gradient once the last exchange with sums of it is complete and these are added. If the exchange
+of gradients came right after that one, the next sums would have to wait until the gradients are there. With `LAG` =
+`WINDOW` - 1, the last exchange with sums is complete when the turn of the gradients comes.
 """
 
-_PADDING = 64  # elements that go to a member for which there is nothing: a multiple that keeps all others aligned
+_PADDING = 64  # elements sent to a member for which there is nothing; a multiple of 64 keeps all other parts aligned
 
 LayerSum = tuple[int, Node]
 """The sum of a tree node of one layer."""
@@ -70,18 +72,19 @@ class Way(Enum):
     WITHIN_HOSTS = "within hosts"
     """From all members to the primaries and collectors on their own host."""
     BETWEEN_HOSTS = "between hosts"
-    """From collectors to primaries on other hosts: sums of what has come within hosts."""
+    """From collectors to primaries on other hosts: sums of what the collectors have got within their host."""
 
 
 @dataclass(frozen=True)
 class SumExchange:
-    """One all-to-all: sums of one layer.
+    """One all-to-all that brings sums of one layer.
 
     Args:
-        layer: of the gradients.
+        layer: the layer of the gradients.
         nodes: member -> the tree nodes whose sums it sends.
-        own: member -> the tree nodes that it has computed by itself, of which these are made; they are `nodes`, but for
-            an exchange between hosts.
+        own: member -> the tree nodes of its own micro-batches that are part of what is sent. They are the same as
+            `nodes`, except in an exchange between hosts.
+        way: the workers between which the exchange brings sums.
     """
 
     layer: int
@@ -91,7 +94,7 @@ class SumExchange:
 
     @property
     def message(self) -> str:
-        """The kind of message that it stands for, and its way if it is one of two exchanges."""
+        """The name of the message that the exchange replaces, and its way if there are two exchanges for a layer."""
         return "PartialSum" if self.way is Way.DIRECT else f"PartialSum {self.way.value}"
 
 
@@ -100,13 +103,13 @@ Exchange = SumExchange | GradientExchange
 
 @dataclass
 class Given:
-    """The sums and gradients that a worker has given to the exchanges of a step, less what is known to be everywhere.
+    """The sums and gradients that a worker has given to the exchanges of a step and that may be missing somewhere.
 
     Args:
-        sums: by tree node. Their buffers stay as they are meanwhile.
-        collected: what this worker has added up for primaries on other hosts: (tree node, first page) -> sum, by layer.
-            It is given up when it is sent.
-        gradients: by page range. Others keep them until the step is decided.
+        sums: (layer, tree node) -> the sum. The buffer must stay as it is while it is here.
+        collected: layer -> (tree node, first page) -> the sum that this worker has added up for a primary on another
+            host. It is dropped when it is sent.
+        gradients: page range -> the reduced gradient. `StateReplica` keeps its memory until the step is decided.
     """
 
     sums: dict[LayerSum, GradientBuffer] = field(default_factory=dict)
@@ -122,21 +125,22 @@ class Given:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """The exchanges of a step that runs as it is placed: a pure function of the placement, alike on all members.
+    """The exchanges of a step that runs as placed: a pure function of the placement, and so the same on all members.
 
-    Layers come in the order of a backward. Replicated gradients have one exchange for each layer, with all sums of it;
-    or two, within and between hosts, of which the second comes `LAG` exchanges later: W(2), W(1), B(2), W(0), B(1).
-    Sharded ones have rounds (`_rounds`), in each of which a member sends about one sum of each layer, since it is to
-    keep no more of them. The reduced gradients of a layer come `LAG` exchanges of sums after the last one with sums
-    that they are made of: S(2), S(1), G(2), S(0), G(1), G(0), and where there are rounds, in the last one.
+    Layers come in the order of a backward. Replicated gradients have one exchange for each layer, with all of its sums
+    (S); or two, within hosts (W) and between hosts (B), of which the second comes `LAG` exchanges later: W(2), W(1),
+    B(2), W(0), B(1). Sharded gradients have rounds (`_rounds`): in each round a member sends about one sum of each
+    layer, so that it need not keep more of them. The exchange of a layer's reduced gradients (G) comes `LAG` exchanges
+    of sums after the last exchange with sums of it: S(2), S(1), G(2), S(0), G(1), G(0). With rounds, that is in the
+    last one.
 
     Args:
-        rank: this worker.
-        members: of its stage, in the order of their ranks in the group.
-        order: of the exchanges. Empty: nobody in the stage has anything to send to another.
-        ways: layer -> primary in the stage -> the routes of the pages that it is sent.
-        hosts: of the members.
-        layout: of the model.
+        rank: the rank of this worker.
+        members: the members of its stage, in the order of their ranks in the group.
+        order: the exchanges in the order in which they are issued. Empty if no member has anything to send to another.
+        ways: layer -> primary in the stage -> the routes of the pages that are sent to it.
+        hosts: which members share a host.
+        layout: the layers and pages of the model.
     """
 
     rank: int
@@ -151,7 +155,8 @@ class ExchangePlan:
         """The exchanges of the worker's stage.
 
         Args:
-            replica_map: of the stage's layers, and of those whose parameters they read.
+            layout: the layers and pages of the model.
+            replica_map: the replicas of the stage's layers, and of the layers whose parameters these read.
         """
         stage = placement.mesh.stage_of(rank)
         members, layers = placement.mesh.stages[stage], placement.layers_of_stage(stage)
@@ -165,7 +170,7 @@ class ExchangePlan:
         return cls(rank, members, tuple(order), ways, hosts, layout)
 
     def sizes(self, exchange: Exchange) -> tuple[list[int], list[int]]:
-        """Elements that this worker sends to each member, and that it receives from each."""
+        """(elements sent to each member, elements received from each member), both in the order of `members`."""
         return (
             [self._size(exchange, self.rank, member) for member in self.members],
             [self._size(exchange, member, self.rank) for member in self.members],
@@ -211,7 +216,10 @@ class ExchangePlan:
         return {}  # by collector, filled on first use
 
     def pack(self, exchange: Exchange, given: Given, place: torch.device) -> Tensor:
-        """The values that this worker sends: a copy, so that sums may be given up while the library still reads it."""
+        """The values that this worker sends, fp32, flat, in the order of `members`.
+
+        It is a copy, so that the sums may be given up while the library still reads the copy.
+        """
         padding, parts = torch.zeros(_PADDING, dtype=torch.float32, device=place), list[Tensor]()
         others = [member for member in self.members if member != self.rank]
         if isinstance(exchange, GradientExchange):
@@ -224,7 +232,8 @@ class ExchangePlan:
         return torch.cat(parts)
 
     def parts(self, exchange: SumExchange, values: Tensor) -> list[tuple[Node, Route, Tensor]]:
-        """The sums that have come, as (tree node, route, sum): for this worker's pages, or for others to collect."""
+        """The sums that have come, as (tree node, route, sum): for pages that this worker is the primary of, or that it
+        collects sums of for other hosts. The sums are slices of `values`."""
         found, at = [], 0
         for member in self.members:
             first = at
@@ -246,14 +255,14 @@ class ExchangePlan:
 
 
 def rounds_of(placement: Placement, stage: int) -> list[dict[int, tuple[Node, ...]]]:
-    """Worker -> the tree nodes that it sends of each layer, by round. Replicated gradients have one round."""
+    """For each round: worker -> the tree nodes that it sends of each layer. Replicated gradients have one round."""
     mine = {rank: placement.microbatches_of(rank) for rank in placement.mesh.stages[stage]}
     nodes = {rank: maximal_nodes(found, placement.num_microbatches) for rank, found in mine.items()}
     return _rounds(mine, nodes) if placement.shardings.grads.axes else [nodes]
 
 
 def sums_of_hosts(placement: Placement, layer: int) -> frozenset[Node]:
-    """The tree nodes that collectors may make of a layer's gradients."""
+    """The tree nodes that collectors may add up, of the gradients of one layer."""
     stage = placement.stage_of_layer(layer)
     hosts, number = Hosts.of(placement, stage), placement.num_microbatches
     made = (hosts.added_up(nodes, number) for nodes in rounds_of(placement, stage))
@@ -263,14 +272,14 @@ def sums_of_hosts(placement: Placement, layer: int) -> frozenset[Node]:
 def _rounds(
     microbatches: Mapping[int, Sequence[int]], nodes: Mapping[int, Sequence[Node]]
 ) -> list[dict[int, tuple[Node, ...]]]:
-    """Sums that are complete at about the same time, if all members begin and end their micro-batches together.
+    """The sums of a layer by rounds: those of a round are complete at about the same time.
 
-    So one that is given more micro-batches than others, since it is faster, need not keep its sums until these have as
-    many. The member with the most nodes gives the times of the rounds; a round has the nodes of the others that
-    are complete by then: none, one or several of a member.
+    This assumes that all members begin and end their micro-batches together. So a member that is given more of them, as
+    it is faster, need not keep its sums until others have as many. The rounds end when the nodes of the member with the
+    most nodes are complete. Of the other members a round has the nodes that are complete by then: none, one or several.
 
     Args:
-        microbatches: member -> what it computes, in this order.
+        microbatches: member -> its micro-batches, in the order in which it computes them.
         nodes: member -> its tree nodes, in the order in which they are complete.
     """
     ends = {
@@ -292,22 +301,26 @@ def _by_primary(found: Sequence[Route], members: Sequence[int]) -> dict[int, tup
 def _gradients_behind(
     sums: Sequence[SumExchange], layers: range, layout: ModelLayout, replica_map: ReplicaMap, members: frozenset[int]
 ) -> dict[int, list[GradientExchange]]:
-    """Index of an exchange of sums -> the exchanges of reduced gradients that come right after it; -1: there is none.
+    """Index of an exchange of sums -> the exchanges of reduced gradients that come right after it.
+
+    If there are no exchanges of sums, the index is -1.
 
     Args:
-        sums: all exchanges of sums that are made.
-        layers: of the stage.
+        sums: all exchanges of sums of the stage, in their order.
+        layers: the layers of the stage.
+        members: the members of the stage.
     """
     behind, last = dict[int, list[GradientExchange]](), list[GradientExchange]()
     for layer in reversed(layers):
         exchange = GradientExchange.of(layout.layers[layer], replica_map[layer], members)
         if exchange is None:
             continue
-        # Those of a tied parameter are made of sums of its readers as well. Links bring those of other stages.
+        # The gradient of a tied parameter is made of sums of the layers that read it as well.
         ranges = (pages for sent in exchange.ranges.values() for pages in sent)
         uses = {use for pages in ranges for use in layout.uses_of(layer, pages.first)}
-        # A stage before this one has its last sums when the pipeline is empty, and so would all exchanges behind this.
-        # One member alone may have computed all of a layer: then no exchange says when its gradient is complete.
+        # The exchange comes last in two cases. If an earlier stage reads the parameter, its last sums come when the
+        # pipeline is empty, and all exchanges after this one would wait until then. If one member has computed all of a
+        # layer, no exchange of sums tells when the gradient is complete.
         made_of = [] if min(uses) < layers.start else [at for at, one in enumerate(sums) if one.layer in uses]
         if made_of:
             behind.setdefault(min(made_of[-1] + LAG, len(sums) - 1), []).append(exchange)
@@ -329,9 +342,9 @@ def _exchanges_of_sums(
     hosts: Hosts,
     num_microbatches: int,
 ) -> list[SumExchange]:
-    """The exchanges of sums in their order, each of them in two where less goes between hosts then.
+    """The exchanges of sums in their order; two for a layer if fewer pages go from host to host then.
 
-    The second one comes `LAG` exchanges later than it could, like an exchange of reduced gradients, and for its reason.
+    The second of the two comes `LAG` exchanges later than it could, for the same reason as an exchange of gradients.
     """
     found, behind = list[SumExchange](), list[SumExchange]()
     for nodes in rounds:
@@ -352,10 +365,10 @@ def _exchanges_of_sums(
 
 
 def _pages_between(sums: Sequence[int], ways: Mapping[int, tuple[Route, ...]], hosts: Hosts) -> int:
-    """The pages of one layer that go from host to host, each as often as it has sums.
+    """The number of pages of one layer that go from host to host, each counted once for each sum.
 
     Args:
-        sums: of each host, that go to every primary elsewhere.
+        sums: for each host the number of sums that it sends to every primary on another host.
     """
     pages_of = {primary: sum(route.stop - route.first for route in found) for primary, found in ways.items()}
     total = sum(pages_of.values())
@@ -369,28 +382,30 @@ def _elements(route: Route, layout: ModelLayout) -> int:
 
 
 class StageExchanges:
-    """One worker's part in the exchanges of one step after another: what is issued next, and what may be missing yet.
+    """One worker's part in the exchanges of one step after another: which is issued next, and which sums and gradients
+    may still be missing somewhere.
 
-    Without a plan, and for steps that not all members have agreed to exchange, it takes nothing: links serve.
+    Without a plan, and in steps that not all members have agreed to exchange, it takes nothing, and links are used.
     """
 
     def __init__(self) -> None:
         self.plan: ExchangePlan | None = None
-        # What this worker gives to the plan's exchanges: its sums, and reduced gradients -> the mirrors that get them.
+        # What this worker gives to the plan's exchanges: its sums, and page ranges of reduced gradients -> the mirrors
+        # that get them.
         self._exchanged: frozenset[LayerSum] = frozenset()
         self._mirrors: Mapping[PageRange, frozenset[int]] = {}
         self.step = 0
-        """The step that goes through the group, if all members have agreed to it; else 0."""
-        self._is_begun = False
-        self._issued = 0  # exchanges of the step, in the order of the plan
-        self._complete = 0
-        self._given = Given()  # and may be missing somewhere yet
-        # The same, after the group has failed or the epoch is over.
+        """The step whose sums go through the group, as all members have agreed to; 0 if there is none."""
+        self._is_begun = False  # this worker has begun the step
+        self._issued = 0  # how many exchanges of the plan's order were issued in the step
+        self._complete = 0  # how many of these are complete on this worker
+        self._given = Given()
+        # What was in `_given` when the group failed or the epoch ended, until it is taken back.
         self._returned: dict[LayerSum, GradientBuffer] = {}
         self._returned_gradients: list[tuple[ReducedPages, frozenset[int]]] = []
 
     def enter_epoch(self, plan: ExchangePlan) -> None:
-        """Begin a new mesh epoch. What may be missing somewhere is to be taken back."""
+        """Begin a new mesh epoch. The caller takes back what the older group may not have brought everywhere."""
         self.stop()
         self.plan = plan
         sums = (sent for sent in plan.order if isinstance(sent, SumExchange))
@@ -401,22 +416,22 @@ class StageExchanges:
         self._mirrors = {pages.key: mirrors_in(members, pages) for pages in ranges}
 
     def agree(self, step: int) -> None:
-        """All votes for the step before had the mark: this one is exchanged, once this worker begins it."""
+        """The votes of all members for the step before have offered the group: this step goes through it (E1)."""
         assert not self._given.sums and not self._given.gradients, (step, self.step)
         self.step = step
         self._is_begun = False
         self._issued = self._complete = 0
 
     def begin(self, step: int) -> None:
-        """This worker begins a step."""
+        """This worker begins a step: exchanges of it may be issued from now on, if it goes through the group."""
         self._is_begun = step == self.step
 
     def takes(self, step: int, layer: int, node: Node) -> bool:
-        """True if a sum of this worker goes through the group in a step, to primaries that `reaches` names."""
+        """True if a sum of this worker goes through the group in a step, to all primaries that `reaches` accepts."""
         return step == self.step and (layer, node) in self._exchanged
 
     def reaches(self, primary: int) -> bool:
-        """True if another worker belongs to the group."""
+        """True if a primary is another worker of this stage, and so belongs to the group."""
         return self.plan is not None and primary != self.plan.rank and primary in self.plan.members
 
     def mirrors(self, step: int, pages: PageRange) -> frozenset[int]:
@@ -424,15 +439,17 @@ class StageExchanges:
         return self._mirrors.get(pages, frozenset()) if step == self.step else frozenset()
 
     def add(self, layer: int, node: Node, buffer: GradientBuffer) -> None:
-        """A sum of this worker is complete. Its buffer stays as it is until the sum is given up."""
+        """Give a complete sum of this worker to its exchange. Its buffer must stay as it is until it is given up."""
         self._given.sums[layer, node] = buffer
 
     def add_gradient(self, reduced: ReducedPages) -> None:
-        """A reduced gradient of this worker is complete, and has `mirrors`. It stays as it is until it is decided."""
+        """Give a complete reduced gradient of this worker, which has `mirrors`, to its exchange. Its memory must stay
+        as it is until the step is decided."""
         self._given.gradients[reduced.pages.key] = reduced
 
     def next(self) -> Exchange | None:
-        """The exchange to issue now; None: what it sends is not complete here, or enough are in progress."""
+        """The exchange to issue now. None if what the next one sends is not complete here, if `WINDOW` exchanges are in
+        progress, or if none is left."""
         if self.plan is None or not self._is_begun or self._issued == len(self.plan.order):
             return None
         if self._issued - self._complete >= WINDOW:
@@ -451,7 +468,7 @@ class StageExchanges:
         return all((node, route.first) in found for route in self.plan.collects(exchange.layer) for node in nodes)
 
     def collect(self, exchange: SumExchange, route: Route, sums: Mapping[Node, Tensor]) -> None:
-        """What this worker's host has for a primary on another one is added up, after an exchange within hosts."""
+        """File the sums that this worker has added up for a primary on another host, after an exchange within hosts."""
         found = self._given.collected.setdefault(exchange.layer, {})
         found |= {(node, route.first): value for node, value in sums.items()}
 
@@ -462,11 +479,11 @@ class StageExchanges:
 
     @property
     def is_over(self) -> bool:
-        """True if no exchange of a step that this worker has begun is to come or in progress."""
+        """True if no exchange of the present step is in progress or still to come, or if it has not begun here."""
         return not self._is_begun or self.plan is None or self._complete == len(self.plan.order)
 
     def pack(self, exchange: Exchange, place: torch.device) -> Tensor:
-        """The values that this worker sends in an exchange, which is issued now."""
+        """Return the values that this worker sends in an exchange, and count the exchange as issued."""
         assert self.plan is not None
         self._issued += 1
         values = self.plan.pack(exchange, self._given, place)
@@ -477,7 +494,7 @@ class StageExchanges:
         return values
 
     def complete(self) -> list[LayerSum]:
-        """The oldest exchange in progress is complete here. Returns own sums that are now known to be everywhere."""
+        """Count the oldest exchange in progress as complete here. Returns own sums now known to be everywhere (E3)."""
         assert self.plan is not None and self._complete < self._issued
         self._complete += 1
         if (known := self._complete - WINDOW) <= 0:
@@ -485,20 +502,20 @@ class StageExchanges:
         return self._known_everywhere(self.plan.order[known - 1])
 
     def _known_everywhere(self, exchange: Exchange) -> list[LayerSum]:
-        """All members have completed an exchange: nothing of it is taken back. Returns own sums of it."""
+        """All members have completed an exchange, so nothing of it will be taken back. Returns own sums of it."""
         assert self.plan is not None
         if isinstance(exchange, GradientExchange):
             for pages in exchange.sent_by(self.plan.rank):
                 del self._given.gradients[pages.key]
             return []
-        if exchange.way is Way.WITHIN_HOSTS:  # primaries on other hosts have none of it yet
+        if exchange.way is Way.WITHIN_HOSTS:  # primaries on other hosts get these sums by the second exchange
             return []
         for layer_sum in (found := _own_sums(self.plan, exchange)):
             del self._given.sums[layer_sum]
         return found
 
     def stop(self) -> None:
-        """The group has failed, or its mesh epoch is over: what it may not have brought goes over links."""
+        """The group has failed, or its mesh epoch is over: set aside what has to go over links (`take_back`)."""
         self._returned |= self._given.sums
         self._returned_gradients += [(one, self._mirrors[key]) for key, one in self._given.gradients.items()]
         self._given = Given()
@@ -506,17 +523,18 @@ class StageExchanges:
         self._is_begun = False
 
     def take_back(self) -> dict[LayerSum, GradientBuffer]:
-        """The sums that have to be sent over links, once."""
+        """Return the sums that have to be sent over links, and clear them."""
         returned, self._returned = self._returned, {}
         return returned
 
     def take_back_gradients(self) -> list[tuple[ReducedPages, frozenset[int]]]:
-        """The reduced gradients that have to be sent over links, once, and the mirrors that may lack them."""
+        """Return the reduced gradients that have to be sent over links, with the mirrors that may lack them, and clear
+        them."""
         returned, self._returned_gradients = self._returned_gradients, []
         return returned
 
     def forget(self) -> None:
-        """The step is decided, or given up: nobody needs anything of it any more."""
+        """Drop everything of a step that is decided or given up."""
         self._given = Given()
         self._returned = {}
         self._returned_gradients = []
@@ -525,5 +543,5 @@ class StageExchanges:
 
 
 def _own_sums(plan: ExchangePlan, exchange: SumExchange) -> list[LayerSum]:
-    """The sums of its own micro-batches that a worker has a part in an exchange with, or in the one before it."""
+    """The sums of this worker's own micro-batches that an exchange brings; between hosts, by way of a collector."""
     return [(exchange.layer, node) for node in exchange.own[plan.rank]]

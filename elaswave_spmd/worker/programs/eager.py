@@ -1,7 +1,8 @@
 """The layer programs of one worker, run eagerly. The other kinds of programs derive from them (README.md).
 
-Each layer is run forward and backward by itself, on one micro-batch. Its input is detached from the graph before it, so
-its bits do not depend on where the stages are cut, and its gradient can be sent as soon as its backward is done.
+Each layer is run forward and backward by itself, on one micro-batch. The layer's input is detached from the graph of
+the layer before. So the bits of a layer do not depend on where stages are cut, and the gradients of a layer can be sent
+as soon as its own backward is done.
 """
 
 from __future__ import annotations
@@ -53,12 +54,16 @@ class Batches(Protocol):
         ...
 
     def batch(self, ids: np.ndarray) -> Any:
-        """The tokens and targets of these samples, int64 [samples, seq_len] each; or a tree of tensors on the CPU."""
+        """The batch of these samples: tokens and targets, int64 [samples, seq_len] each; or a tree of CPU tensors.
+
+        Args:
+            ids: sample ids, int64 [samples].
+        """
         ...
 
 
 class ProgramArgs(TypedDict):
-    """The arguments that the constructors of all kinds of `StagePrograms` have in common; see there."""
+    """The arguments that the constructors of all kinds of `StagePrograms` have in common, described there."""
 
     num_layers: int
     loss: Loss | Objective
@@ -69,7 +74,8 @@ class ProgramArgs(TypedDict):
 
 def program_args(job: Job, layout: ModelLayout, loss: Loss | Objective) -> ProgramArgs:
     """Returns the constructor arguments for the layers of a run."""
-    # The mean over the global batch, not over the micro-batch: then the sum of all micro-batches is the step's loss.
+    # A micro-batch's loss is scaled to its part of the mean over the global batch, not to a mean of its own. So the
+    # losses of all micro-batches add up to the loss of the step, and so do their gradients.
     scale = 1.0 / job.tokens_per_step
     return {
         "num_layers": len(layout.layers),
@@ -82,13 +88,14 @@ def program_args(job: Job, layout: ModelLayout, loss: Loss | Objective) -> Progr
 
 @dataclass
 class SavedForward:
-    """The forward of one layer and micro-batch, as far as its backward needs it.
+    """The parts of the forward of one layer and micro-batch that its backward needs.
 
     Args:
-        x: the layer's input, a leaf.
-        y: its output with the graph; None with activation checkpointing, where the forward is run again.
-        keys: of the forward.
-        put_off: receives what its backward puts off; None: the backward makes all gradients.
+        x: the layer's input, a leaf of the autograd graph.
+        y: the layer's output with its graph; None with activation checkpointing, where the forward is run again, and
+            for layers before the first trained one.
+        keys: the random keys of the forward.
+        put_off: receives the products of weights that the backward puts off; None: the backward makes all gradients.
     """
 
     x: Activation
@@ -102,9 +109,9 @@ class BegunBackward:
     """The second part of a layer's backward for one micro-batch, while it is put off.
 
     Args:
-        gradients: what the first part has made, by trained parameter.
-        put_off: what it has put off.
-        loss: the micro-batch's loss, after the last layer, as `into.add_loss` takes it.
+        gradients: for each trained parameter the gradient that the first part has made; None if it has made none.
+        put_off: the products that the first part has put off; None if it has made all gradients.
+        loss: for the last layer the micro-batch's scaled loss, as `into.add_loss` takes it; else None.
     """
 
     gradients: list[Tensor | None]
@@ -121,36 +128,36 @@ class StagePrograms:
     Args:
         num_layers: number of layers of the whole model; the loss is computed after the last one.
         loss: the model's loss function, perhaps with metrics for validations.
-        loss_scale: 1 / tokens of the global batch.
+        loss_scale: 1 / number of tokens (or samples) of the global batch.
         checkpointing: activation checkpointing: save only the inputs of layers, and run each layer again before its
             backward.
-        first_trained: the first layer that has a backward (`ModelLayout.first_trained`). Those before it have nothing
-            to train, and no input of theirs needs a gradient: it is `no_gradient`, whatever is asked.
+        first_trained: the first layer that has a backward (`ModelLayout.first_trained`). The layers before it have
+            nothing to train, and their inputs need no gradient: their backward returns `no_gradient`.
     """
 
     _SAVED = ("_saved", "_losses", "_begun")
-    """The tables of what is kept of micro-batches until the end of their backward."""
+    """The attributes that hold what is kept of micro-batches until the end of their backward."""
 
     def __init__(
         self, num_layers: int, *, loss: Loss | Objective, loss_scale: float, checkpointing: bool, first_trained: int = 0
     ) -> None:
         self._modules: Mapping[int, nn.Module] = {}
         self._values: Mapping[int, ValueBuffer] = {}
-        self._keyed: Mapping[int, str] = {}  # bound layers that take keys -> what an error of their code says of that
+        self._keyed: Mapping[int, str] = {}  # bound layers that take keys -> what the note on an error says of that
         objective = loss if isinstance(loss, Objective) else Objective(loss)
         self._loss, self._metrics = objective.loss, objective.metrics
         self._loss_scale = loss_scale
         self._checkpointing = checkpointing
         self._first_trained = first_trained
         self._last = num_layers - 1
-        self._saved: dict[tuple[int, int], SavedForward] = {}  # (layer, micro-batch) ->
+        self._saved: dict[tuple[int, int], SavedForward] = {}  # keys are (layer, micro-batch)
         self._losses: dict[int, Tensor] = {}  # micro-batch -> scaled loss, fp32, as `into.add_loss` takes it
-        self._begun: dict[tuple[int, int], BegunBackward] = {}  # (layer, micro-batch) ->
-        self._split: dict[int, SplitLayer] = {}  # bound layers that put off their weight products
+        self._begun: dict[tuple[int, int], BegunBackward] = {}  # keys are (layer, micro-batch)
+        self._split: dict[int, SplitLayer] = {}  # the bound layers that put off products of weights
         self._marks: dict[int, tuple[bool, ...]] = {}  # layer -> which tensors of its output have a gradient
-        self._weighted: bool | None = None  # the loss comes with a weight; None: it has not been computed yet
+        self._weighted: bool | None = None  # whether the loss has a weight; None: it has not been computed yet
         self.scored: ScoreForm | None = None
-        """The form of what a validation makes of a micro-batch, once it has done so."""
+        """Says which of the numbers that `evaluate` returns for the last layer is what; None before it has run."""
         self.memory = LayerMemory()
 
     @property
@@ -172,18 +179,18 @@ class StagePrograms:
         """Refuses a micro-batch that these programs cannot run. Layers that are not compiled take any shapes.
 
         Raises:
-            DataError: they are compiled, and for others.
+            DataError: the programs were compiled for other shapes. Never raised here, but by subclasses.
         """
 
     def dropped(self, layer: int) -> None:
-        """Called after the layer's parameters were dropped until their next version. A copy of them may be freed."""
+        """Called after a layer's parameters were dropped until their next version. Subclasses may free copies."""
 
     @contextmanager
     def aside(self, tables: dict[str, dict]) -> Iterator[None]:
-        """Runs programs on other tables of saved forwards than the worker's own: those of a check.
+        """Context in which programs save their forwards in the tables of a check, in place of the worker's own.
 
         Args:
-            tables: of the check, empty before its first program.
+            tables: the tables of the check; an empty dict before its first program.
         """
         own = {name: getattr(self, name) for name in self._SAVED}
         vars(self).update((name, tables.setdefault(name, {})) for name in own)
@@ -194,7 +201,7 @@ class StagePrograms:
 
     @contextmanager
     def without_checkpointing(self) -> Iterator[None]:
-        """Runs forwards that keep what their backward needs, whether the run has activation checkpointing or not."""
+        """Context in which forwards keep their graph, whether or not the run has activation checkpointing."""
         own = self._checkpointing
         self._checkpointing = False
         try:
@@ -203,7 +210,7 @@ class StagePrograms:
             self._checkpointing = own
 
     def bind(self, modules: Mapping[int, nn.Module], values: Mapping[int, ValueBuffer]) -> None:
-        """Sets the layers to run from now on. If they are others than before, all saved forwards are discarded.
+        """Sets the layers to run from now on, the bound layers. If they change, all saved forwards are discarded.
 
         Args:
             modules: layer -> module, whose parameters are views of its value buffer.
@@ -235,7 +242,7 @@ class StagePrograms:
     @property
     def forwarded(self) -> frozenset[int]:
         """The micro-batches that were run forward through all bound layers, and not yet backward."""
-        # The last bound layer is run last in a forward, and first in a backward.
+        # The last bound layer is run last in a forward and first in a backward, so it alone has to be looked at.
         return frozenset(microbatch for layer, microbatch in self._saved if layer == max(self._modules))
 
     def discard_all(self) -> None:
@@ -255,10 +262,10 @@ class StagePrograms:
 
         Args:
             layer: number of a bound layer.
-            microbatch: id within the step; `backward` finds what is saved by it.
-            x: what the model's `inputs(batch)` returns for layer 0, such as token ids; else the output of the layer
-                before.
-            keys: of this layer, step and samples.
+            microbatch: number within the step, by which `backward` finds what is saved.
+            x: for layer 0 what the model's `inputs(batch)` returns, such as token ids; for others the output of the
+                layer before.
+            keys: the random keys of this layer, step and samples.
             batch: the micro-batch; needed by the last layer only, for its loss.
 
         Returns:
@@ -269,7 +276,8 @@ class StagePrograms:
             ModelError: the layer or the loss returned something else than the contract says.
             Exception: whatever the model's code raises, with a note that names the layer.
         """
-        # A new leaf: this layer's graph begins here even if the layer before ran on this worker, too.
+        # The input becomes a new leaf, so that this layer's graph begins here even if the layer before ran on this
+        # worker.
         x = leaf(x, passes_gradient=self._passes_gradient(layer))
         if layer < self._first_trained:
             y = self._run_and_save(layer, microbatch, x, keys, batch)
@@ -288,12 +296,13 @@ class StagePrograms:
         if layer < self._first_trained:
             with torch.no_grad():
                 y = self._run(layer, microbatch, x, keys, batch)
-            self._saved[layer, microbatch] = SavedForward(no_gradient(x), None, keys)  # nothing is run again
+            # Nothing is run again for such a layer: its backward returns what is saved as its input here.
+            self._saved[layer, microbatch] = SavedForward(no_gradient(x), None, keys)
         elif self._checkpointing:
             y = self._without_graph(layer, microbatch, x, keys, batch)
             self._saved[layer, microbatch] = SavedForward(x, None, keys)
         else:
-            # Of the first forward of a layer it is measured what autograd saves, so it saves all that a backward needs.
+            # The first forward of a layer measures the memory that autograd saves, so its backward puts nothing off.
             split = self._split.get(layer) if layer in self.memory.known else None
             put_off = None
             if split is None:
@@ -310,7 +319,9 @@ class StagePrograms:
             y = self._run(layer, microbatch, x, keys, batch)
         if isinstance(y, Tensor):
             return y
-        if layer not in self._marks:  # what has a gradient shows in the graph alone, and is the same every time
+        # Only a graph shows which tensors of a tuple have a gradient. It is the same ones in every forward, so one
+        # additional forward with a graph is enough.
+        if layer not in self._marks:
             self._marks[layer] = marks_of(self._run(layer, microbatch, x, keys.again(), batch))
         return marked(y, self._marks[layer])
 
@@ -329,16 +340,17 @@ class StagePrograms:
         Args:
             layer: number of a bound layer.
             microbatch: as it was given to `forward`.
-            dy: gradient of the step's loss with respect to the layer's output, in its shape and dtype, of a tuple those
-                of its tensors that have one; None for the last layer, whose output is the loss.
+            dy: gradient of the step's loss with respect to the layer's output, in its shape and dtype. If the output
+                is a tuple, gradients of those of its tensors that have one. None for the last layer, whose output is
+                the loss.
             into: receives the gradients of the layer's trained parameters, and the loss of the last layer.
             add: add to the content of `into` instead of overwriting it. Only with fp32 compute: in bf16 the sum would
                 be rounded.
             batch: the micro-batch; needed by the last layer only, with activation checkpointing.
 
         Returns:
-            The gradient with respect to the layer's input, in its shape and dtype, of a tuple those of its tensors that
-            have one; None after the first layer; `no_gradient` if no layer before this one has a gradient.
+            The gradient with respect to the layer's input, in its shape and dtype; of a tuple, gradients of those of
+            its tensors that have one. None for layer 0. `no_gradient` if no layer before this one has a backward.
 
         Raises:
             Exception: whatever autograd or the model's code raises, with a note that names the layer.
@@ -356,7 +368,7 @@ class StagePrograms:
             # Autograd accumulates into a gradient that exists, so this adds without a temporary copy.
             for parameter, view in zip(parameters, into.views, strict=True):
                 parameter.grad = view
-        if outputs := graded(y):  # there are none if a layer without parameters makes features of tokens
+        if outputs := graded(y):  # none has a gradient if a layer without parameters makes features of tokens
             try:
                 run_backward(outputs, gradients_of(dy))
             except (Exception, SystemExit) as error:
@@ -369,18 +381,20 @@ class StagePrograms:
             # Had autograd made a new gradient tensor instead of adding in place, `into` would lack it without an error.
             assert all(map(is_, gradients, into.views))
         else:
-            # Not into the views directly: a bf16 gradient is converted, and a missing one must become zero.
+            # Autograd does not write into the views directly: a bf16 gradient is converted to fp32, and a missing
+            # gradient must become zero.
             into.set(gradients)
         if layer == self._last:
-            # The loss is an element of the gradient: so it is reduced, replicated and recovered like any gradient page.
+            # The loss is an element of the gradient (the loss page). So it is reduced, replicated and recovered like
+            # any page of gradients.
             into.add_loss(self._losses.pop(microbatch), add=add)
         return self._gradient_of(layer, saved.x)
 
     def backward_input(self, layer: int, microbatch: int, dy: Activation | None, *, batch: Any) -> Activation | None:
-        """The first part of a backward: the gradient of the layer's input. `backward_weights` follows, at any time.
+        """The first part of a backward: the gradient of the layer's input. `backward_weights` may follow at any time.
 
-        Both have the bits of `backward`, whatever runs in between. What is saved of the forward is discarded, but for
-        what the second part needs.
+        The two parts together have the bits of `backward`, whatever runs in between. What is saved of the forward is
+        discarded, except what the second part needs.
 
         Args:
             layer, microbatch, dy, batch: as for `backward`.
@@ -415,14 +429,14 @@ class StagePrograms:
         gradients: tuple[Tensor, ...] | None,
         begun: BegunBackward,
     ) -> None:
-        """Runs the first part of a backward: the gradient of `x` becomes its `grad`, what else is made goes to `begun`.
+        """Runs the first part of a backward: sets the `grad` of `x`, and stores the parameters' gradients in `begun`.
 
         Args:
             layer: number of a bound layer.
             x: the layer's input, a leaf.
-            outputs: those that have a gradient.
-            gradients: of these; None for the loss.
-            begun: the second part, to be completed.
+            outputs: the tensors of the layer's output that have a gradient.
+            gradients: the gradients of `outputs`; None if the output is the loss.
+            begun: the record of the second part. Its `gradients` are set here.
         """
         run_backward(outputs, gradients)
         parameters = self._values[layer].trained
@@ -431,14 +445,15 @@ class StagePrograms:
             parameter.grad = None
 
     def backward_weights(self, layer: int, microbatch: int, into: GradientBuffer, *, add: bool) -> None:
-        """The second part of a backward: the gradients of the layer's trained parameters, and the loss of the last.
+        """The second part of a backward: the gradients of the layer's trained parameters, and the last layer's loss.
 
         Args:
             layer, microbatch: as for `backward_input`, which has run.
             into, add: as for `backward`.
 
         Raises:
-            RuntimeError: the model's code has changed what they are made of, with a note that names the layer.
+            RuntimeError: the model's code has changed tensors in place that the gradients are made of; with a note that
+                names the layer.
         """
         if layer < self._first_trained:
             return
@@ -449,7 +464,7 @@ class StagePrograms:
                 gradients = begun.put_off.gradients(self._values[layer].trained, gradients)
         if add:
             made = [(view, one) for view, one in zip(into.views, gradients, strict=True) if one is not None]
-            if made:  # each by itself, by one call
+            if made:  # one call adds each gradient to its own view; the bits are those of single additions
                 torch._foreach_add_([view for view, _ in made], [one for _, one in made])  # pyright: ignore[reportPrivateImportUsage]
         else:
             into.set(gradients)
@@ -458,11 +473,11 @@ class StagePrograms:
 
     @property
     def begun(self) -> frozenset[int]:
-        """The micro-batches of which the second part of the backward is put off, in any layer."""
+        """The micro-batches of which the second part of the backward is still to run, in any layer."""
         return frozenset(microbatch for _, microbatch in self._begun)
 
     def bytes_put_off(self, layer: int, microbatch: int) -> int:
-        """The bytes that the second part of a layer's backward keeps; 0 if nothing is put off."""
+        """The bytes of memory that are kept for the second part of a layer's backward; 0 if nothing is put off."""
         begun = self._begun[layer, microbatch]
         operands = () if begun.put_off is None else begun.put_off.operands
         if not operands:
@@ -472,12 +487,12 @@ class StagePrograms:
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def discard_begun(self, microbatch: int) -> None:
-        """Discards the second part of a micro-batch's backward: its weight gradients are not wanted any more."""
+        """Discards the second part of a micro-batch's backward, whose weight gradients nobody needs any more."""
         for key in [k for k in self._begun if k[1] == microbatch]:
             del self._begun[key]
 
     def _output_again(self, layer: int, microbatch: int, saved: SavedForward, batch: Any) -> Activation:
-        """The forward with its graph, run again for a backward."""
+        """Runs a forward again for its backward (activation checkpointing). Returns the output with its graph."""
         # `again` resets the counters of random draws, so that dropout has the mask of the first forward.
         return self._run(layer, microbatch, saved.x, saved.keys.again(), batch, "forward, repeated for backward")
 
@@ -498,8 +513,8 @@ class StagePrograms:
             batch: needed by the last layer only.
 
         Returns:
-            The layer's output; for the last layer the micro-batch's loss, summed over its tokens, fp32 scalar; or a
-            tuple of such numbers, of the form `scored`, where the loss has a weight or the model has metrics.
+            The layer's output. For the last layer the micro-batch's loss, summed over its tokens, fp32 scalar; if the
+            loss has a weight or the model has metrics, a tuple of such scalars, in the form `scored`.
 
         Raises:
             ModelError: as `forward`.
@@ -535,7 +550,11 @@ class StagePrograms:
         return y
 
     def _check_weighted(self, weighted: bool) -> None:
-        """Refuse a loss that has a weight for some micro-batches only."""
+        """Refuse a loss that has a weight only for some micro-batches.
+
+        Raises:
+            ModelError: this micro-batch differs from those before it in that.
+        """
         if self._weighted is not weighted and self._weighted is not None:
             raise mixed_weights(
                 "loss(output, batch) has returned a sum with a weight for one micro-batch, and without for another"
@@ -543,11 +562,11 @@ class StagePrograms:
         self._weighted = weighted
 
     def _call(self, layer: int, x: Activation, keys: Keys, batch: Any, phase: str = "forward") -> Activation:
-        """The layer's output, or the loss, or (loss, weight), after the last layer, in its one form on every mesh.
+        """The layer's output; for the last layer the loss, or (loss, weight).
 
-        An output is contiguous, aligned and in the compute dtype even where no stage ends behind the layer. Otherwise
-        the next layer would see other strides, or another dtype, when the stages are cut elsewhere, and other kernels
-        could run.
+        An output is contiguous, aligned and in the compute dtype, even if no stage ends after the layer. Otherwise the
+        next layer would see other strides or another dtype when the stages are cut elsewhere, and other kernels, with
+        other bits, could run.
         """
         try:
             y = self._compute(layer, x, keys, batch)
@@ -568,12 +587,12 @@ class StagePrograms:
         return (x, keys) if layer in self._keyed else (x,)
 
     def _compute(self, layer: int, x: Activation, keys: Keys, batch: Any) -> Any:
-        """Runs the model's own code of the layer, and the loss after the last layer. Subclasses run it otherwise."""
+        """Runs the model's own code of the layer, and the loss after the last layer. Subclasses may run it compiled."""
         y = self._modules[layer](*self._arguments(layer, x, keys))
         return y if layer < self._last else self._loss_of(y, batch)
 
     def _compute_scores(self, layer: int, x: Activation, keys: Keys, batch: Any) -> tuple[Any, Mapping[str, Any]]:
-        """Runs the last layer, the loss and the metrics for a validation. Subclasses run them otherwise."""
+        """Runs the last layer, the loss and the metrics for a validation. Subclasses may run them compiled."""
         if self._metrics is None:
             return self._compute(layer, x, keys, batch), {}
         y = self._modules[layer](*self._arguments(layer, x, keys))
@@ -592,7 +611,10 @@ class StagePrograms:
             return self._metrics(y, batch)
 
     def set_training(self, training: bool) -> None:
-        """Switches modules between training and evaluation; those that the model itself put into evaluation stay."""
+        """Switches modules between training and evaluation mode.
+
+        Modules that the model itself has put into evaluation mode stay there.
+        """
         for module in self._training:
             module.training = training
 
@@ -600,14 +622,15 @@ class StagePrograms:
 def note_layer(error: Exception | SystemExit, name: str, phase: str, x: Activation | None = None) -> None:
     """Adds a note to an exception that comes out of a layer: the layer, what it was doing, and its input.
 
-    For example "in layer 'block0' (forward), input float32[2, 16, 32]". The caller lets the exception go on, so that
-    its type still tells a device's error from a mistake in the model. Only of a sys.exit() an error is made, so that
-    it is held and told of as any other: the worker would end, with its state.
+    For example "in layer 'block0' (forward), input float32[2, 16, 32]". The caller raises the same exception again, so
+    that its type still tells a device's error from a mistake in the model. Only SystemExit is replaced by an error:
+    otherwise a sys.exit() in a model would end the worker, and its state would be lost.
 
     Args:
-        name: of the layer.
+        error: the exception.
+        name: the layer's name.
         phase: "forward", "backward", "weight gradients", "evaluation" or "compilation", perhaps with an addition.
-        x: the layer's input, if it is there still; only its shape and dtype are read.
+        x: the layer's input, if it still exists; only its shape and dtype are read.
 
     Raises:
         ModelError: in place of a SystemExit.
@@ -620,7 +643,7 @@ def note_layer(error: Exception | SystemExit, name: str, phase: str, x: Activati
 
 @contextmanager
 def naming_layer(name: str, phase: str, x: Activation | None = None) -> Iterator[None]:
-    """Has `note_layer` name the layer in any exception that comes out of the block."""
+    """Context that adds the note of `note_layer` to any exception that comes out of the block."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -630,14 +653,14 @@ def naming_layer(name: str, phase: str, x: Activation | None = None) -> Iterator
 
 @contextmanager
 def naming_function(name: str, output: Any, batch: Any) -> Iterator[None]:
-    """Adds a note to an exception that comes out of a function that a model has after its last layer.
+    """Context that adds a note to an exception from a function that the model has after its last layer.
 
     For example "in loss(output, batch), of output float32[2, 9], batch.tokens int64[2, 4], batch.targets int64[2, 4]".
-    `naming_layer` adds another one behind it.
+    `naming_layer` adds its own note after it.
 
     Args:
         name: "loss" or "metrics".
-        output, batch: its arguments; only shapes and dtypes are read.
+        output, batch: the arguments of the function; only shapes and dtypes are read.
     """
     try:
         yield
@@ -651,12 +674,12 @@ def naming_function(name: str, output: Any, batch: Any) -> Iterator[None]:
 
 
 def gradients_of(dy: Activation | None) -> tuple[Tensor, ...] | None:
-    """The gradients of the outputs of a layer, for autograd; None for the loss."""
+    """The gradients of a layer's outputs, in the form that autograd takes; None if the output is the loss."""
     return None if dy is None else tensors_of(dy)
 
 
 def no_gradient(x: Activation) -> Tensor:
-    """A stand-in for the gradient of `x` that no layer before it needs: one zero, on its device.
+    """A stand-in for a gradient of `x` that no layer before it needs: a zero of shape [1], on the device of `x`.
 
     Between stages it is sent like any gradient, so that every stage has the same actions in a step and in a recovery.
     """
