@@ -19,36 +19,27 @@ import weakref
 from collections.abc import Callable, Collection
 
 
-def call_in_forks(method: Callable[[], object]) -> None:
-    """Have a method called in each process that is forked from this one from now on, as long as its object lives."""
-    found = weakref.WeakMethod(method)
-
-    def call() -> None:
-        if (here := found()) is not None:
-            here()
-
-    os.register_at_fork(after_in_child=call)
-
-
-def set_up_forks(method: Callable[[], object], signals: Collection[int]) -> None:
+def call_in_forks(method: Callable[[], object], held: Collection[int] = ()) -> None:
     """Have a method called in each process that is forked from this one from now on, as long as its object lives.
 
-    Until it has returned, signals wait: one that came while Python sets the new process up would be lost.
+    Args:
+        held: signals that wait until the method has returned. One that came while Python sets the new process up would
+            be lost.
     """
     found, before = weakref.WeakMethod(method), threading.local()
 
     def hold() -> None:
-        before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, held)
 
     def let_go() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before.mask)
 
-    def set_up() -> None:
+    def call() -> None:
         if (here := found()) is not None:
             here()
         let_go()
 
-    os.register_at_fork(before=hold, after_in_parent=let_go, after_in_child=set_up)
+    os.register_at_fork(before=hold, after_in_parent=let_go, after_in_child=call)
 
 
 def close_bound(address: str | tuple[str, int]) -> None:

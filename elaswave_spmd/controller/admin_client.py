@@ -12,7 +12,6 @@ import json
 import math
 import os
 import socket
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.errors import ControlError, DataError, RunError
 from elaswave_spmd.mesh.mesh import shortened_ranks, shortened_workers
-from elaswave_spmd.run_dir.directory import read_events
+from elaswave_spmd.run_dir.directory import is_run_directory, read_events
 from elaswave_spmd.run_dir.display import clock_text, count
 from elaswave_spmd.run_dir.listener import CALLBACK
 
@@ -76,11 +74,9 @@ def ask(run: str, request: Mapping[str, object], timeout_s: float = ANSWER_S) ->
     """
     folder = Path(os.path.expanduser(run))
     try:
-        is_run = stat.S_ISREG(os.stat(folder / CONFIG).st_mode)
-    except PermissionError as error:  # runs keep their directories from others
+        is_run = is_run_directory(folder)
+    except PermissionError as error:
         raise _belongs_to_another(run) from error
-    except OSError:
-        is_run = False
     if not is_run:
         raise ControlError(
             f"{run} is no run directory",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.errors import DataError
 from elaswave_spmd.regular_files import open_regular, read_regular
-from elaswave_spmd.run_dir.directory import EVENTS, METRICS, SUMMARY
+from elaswave_spmd.run_dir.directory import EVENTS, METRICS, SUMMARY, is_run_directory
 from elaswave_spmd.run_dir.json_lines import line_name, read_json, read_json_line
 from elaswave_spmd.run_dir.metrics import MetricsLine
 
@@ -87,7 +86,15 @@ class RunReader:
     """
 
     def __init__(self, path: Path) -> None:
-        if not _is_file(path / CONFIG):
+        try:
+            is_run = is_run_directory(path)
+        except PermissionError as error:
+            raise DataError(
+                f"cannot read {path / CONFIG} ({error.strerror or error})",
+                rule="the files of a run are read by the user that it belongs to",
+                fix="a copy of the run that you may read",
+            ) from error
+        if not is_run:
             raise DataError(
                 f"{path} is no run directory",
                 rule="a run is named by its directory",
@@ -123,24 +130,6 @@ class RunReader:
             summary = _read_summary(self._path / SUMMARY)
             self._run = RecordedRun(run.path, run.config, run.metrics + lines, run.events + events, summary)
         return self._run
-
-
-def _is_file(path: Path) -> bool:
-    """True for a regular file.
-
-    Raises:
-        DataError: whether it is one cannot be told, as a directory on the way to it may not be entered.
-    """
-    try:
-        return stat.S_ISREG(os.stat(path).st_mode)
-    except PermissionError as error:
-        raise DataError(
-            f"cannot read {path} ({error.strerror or error})",
-            rule="the files of a run are read by the user that it belongs to",
-            fix="a copy of the run that you may read",
-        ) from error
-    except OSError:  # it is not there; also of a name that is too long
-        return False
 
 
 def _read_summary(path: Path) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
@@ -211,6 +212,20 @@ class RunDir:
         for folder in reversed(self._made_folders):
             _remove_if_empty(folder)
         return True
+
+
+def is_run_directory(folder: Path) -> bool:
+    """True for a directory with the settings of a run.
+
+    Raises:
+        PermissionError: whether it is one cannot be told, as it may not be entered: runs keep theirs from other users.
+    """
+    try:
+        return stat.S_ISREG(os.stat(folder / CONFIG).st_mode)
+    except PermissionError:
+        raise
+    except OSError:  # it is not there; also of a name that is too long
+        return False
 
 
 def has_result(folder: Path) -> bool:

@@ -24,16 +24,13 @@ from torch import Tensor
 
 from elaswave_spmd.determinism.rng_keys import Keys
 from elaswave_spmd.errors import ModelError
-from elaswave_spmd.recovery.messages import ITEM_BYTES, MOST_TENSORS, TensorForm, aligned
+from elaswave_spmd.recovery.messages import ALIGNMENT, ITEM_BYTES, MOST_TENSORS, TensorForm, aligned
 
 Activation: TypeAlias = Tensor | tuple[Tensor, ...]
 """What a layer takes and returns, or the gradient of that."""
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-ALIGNMENT = 64
-"""Bytes: addresses of memory that torch allocates are multiples of it."""
 
 
 def tensors_of(value: Activation) -> tuple[Tensor, ...]:

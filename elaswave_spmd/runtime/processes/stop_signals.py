@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
 
-from elaswave_spmd.forks import set_up_forks
+from elaswave_spmd.forks import call_in_forks
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -84,7 +84,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():  # Python has handlers in this thread only
-            set_up_forks(self._give_back, self._asked_for)  # what code of the user forks ends by them
+            call_in_forks(self._give_back, self._asked_for)  # what code of the user forks ends by them
             for number in self._asked_for:
                 # A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP. Both must stay ignored.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):

@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 
-from elaswave_spmd.forks import set_up_forks
+from elaswave_spmd.forks import call_in_forks
 
 _ONE_SIGNAL_S = 0.5
 """A process and its fork that get SIGTERM within so many seconds have got it as members of one group."""
@@ -35,7 +35,7 @@ class TermInForks:
         for end in (self._unhandled, self._written):
             end.setblocking(False)
         signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
-        set_up_forks(self._in_fork, {signal.SIGTERM})
+        call_in_forks(self._in_fork, {signal.SIGTERM})
 
     def came(self) -> None:
         """This process has got SIGTERM. For its handler: it does not block."""

@@ -216,13 +216,18 @@ def test_a_controller_that_cannot_receive_any_more_ends_with_the_cause(
     assert str(run.error) == why and why in run.event("stop")["message"]
 
 
+def let_worker_1_go(story: Story) -> None:
+    """Worker 1 asks to leave, and is told to end. Its process is left to the test."""
+    story.workers.say(m.Leaving(1))
+    story.until_epoch(0, {0})
+    story.until(lambda: m.Stop() in story.heard[1])
+    story.dead.add(1)
+
+
 def test_a_worker_that_asks_to_leave_is_let_go(told: Callable[..., Told]) -> None:
     def tell(story: Story, layout: ModelLayout) -> None:
         one_step(story)
-        story.workers.say(m.Leaving(1))
-        story.until_epoch(0, {0})
-        story.until(lambda: m.Stop() in story.heard[1])
-        story.dead.add(1)
+        let_worker_1_go(story)
         story.workers.end(Exited(rank=1, pid=71, code=0, signal=None))
         the_rest(story, layout, 0)
 
@@ -236,10 +241,7 @@ def test_a_worker_that_was_let_go_and_does_not_end_is_killed(told: Callable[...,
 
     def tell(story: Story, layout: ModelLayout) -> None:
         one_step(story)
-        story.workers.say(m.Leaving(1))
-        story.until_epoch(0, {0})
-        story.until(lambda: m.Stop() in story.heard[1])
-        story.dead.add(1)
+        let_worker_1_go(story)
         story.until(lambda: story.workers.killed == [1])
         story.workers.end(Exited(rank=1, pid=71, code=None, signal=9))
         the_rest(story, layout, 0)
