@@ -1,5 +1,4 @@
-"""Finds damage of one worker's state in memory (H5), and sends hashes of the state for the comparison of replicas (H1).
-"""
+"""Finds damage of a worker's state in memory (H5), and sends hashes of the state to compare replicas by (H1)."""
 
 from __future__ import annotations
 
