@@ -1,10 +1,10 @@
 """A worker's heartbeats: a thread that reports the progress of the training thread to the controller at fixed times.
 
-On many workers they come less often, so that the controller can hear all of them. Those of an agent's machine go to the
-controller together, as long as the agent answers (runtime/processes/beat_relay.py).
+With many workers heartbeats are less frequent, so that the controller can handle all of them. On an agent's machine the
+agent sends those of all workers in one message, as long as it answers (runtime/processes/beat_relay.py).
 
-The controller tells three cases apart by them: a dead process sends no heartbeat, a process whose
-training thread hangs sends heartbeats without progress, and one that waits for another worker says so.
+By heartbeats the controller tells three cases apart: a dead process sends none, a process whose training thread hangs
+sends heartbeats without progress, and a process that waits for another worker says so.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Progress:
     A heartbeat may read it between two writes and report a mixture. The next one, a period later, is right.
     """
 
-    count: int = 0  # actions finished
-    waiting: bool = False  # for a message
+    count: int = 0  # the number of fault points passed and layers evaluated so far
+    waiting: bool = False  # the thread waits for a message
     action: str = ""  # what the thread does now, in words
-    num_workers: int = 1  # of the mesh
+    num_workers: int = 1  # the number of workers of the mesh, which the period depends on
 
 
 class HeartbeatSender:
@@ -37,12 +37,12 @@ class HeartbeatSender:
     The thread starts with the constructor and ends when the link to the controller is closed, or by `stop`.
 
     Args:
-        rank: this worker's.
-        links: this worker's.
-        progress: is read for each heartbeat.
-        timeouts: have the period, which depends on the number of workers.
-        relay: of the worker's agent, which sends them on; None: they go over the link to the controller.
-        outlives_link: the thread goes on when the link is closed: another controller may take this worker over.
+        rank: the rank of this worker.
+        links: the links of this worker.
+        progress: the progress of the training thread, read for each heartbeat.
+        timeouts: has the period in seconds, which depends on the number of workers.
+        relay: sends heartbeats by way of the worker's agent; None: they go over the link to the controller.
+        outlives_link: keep the thread when the link is closed, since another controller may adopt this worker.
     """
 
     def __init__(
@@ -73,7 +73,8 @@ class HeartbeatSender:
     def _run(self) -> None:
         now, before = self._progress, -1
         while True:
-            # Looked at once it has waited for a period: in most steps never.
+            # The links are asked only if the training thread has waited for a whole period without progress, which does
+            # not happen in most steps.
             is_sending = now.waiting and now.count == before and self._links.is_sending()
             before, rejected = now.count, tuple(self._links.rejected.items())
             beat = Heartbeat(self._rank, before, now.waiting, now.action, rejected, is_sending)
@@ -83,15 +84,16 @@ class HeartbeatSender:
                 return
 
     def _send(self, beat: bytes, period_s: float) -> bool:
-        """Send a heartbeat by the relay, or over the link where that does not answer. True if the link is open."""
+        """Send a heartbeat by the relay, or over the link if the relay does not answer. True if the link is open."""
         if self._relay is not None and self._link_works() and self._relay.send(beat, period_s):
             return True
         return self._links.send(CONTROLLER, beat)
 
     def _link_works(self) -> bool:
-        """True if the link to the controller is open, and what was sent over it is acknowledged.
+        """True if the link to the controller is open and acknowledges what is sent over it.
 
-        Else nothing goes by the relay: a worker that the controller does not hear is to be found by its silence.
+        If not, the relay is not used: a worker whose messages do not reach the controller must be found by its silence,
+        which heartbeats by way of the agent would hide.
         """
         links = self._links
         return links.reaches(CONTROLLER) and links.unacknowledged_s(CONTROLLER) < self._timeouts.suspect / 2

@@ -1,8 +1,8 @@
-"""Sums of one host's workers, which are added up on the host before they cross to others (`runtime.collectives=group`).
+"""Sums of one host's workers are added up on the host before they go to others (`runtime.collectives=group`, E8).
 
-A primary on another host is then sent one sum for the micro-batches of a whole host, where these are nodes of the tree,
-in place of one from each of its workers. The additions are those of the tree all the same: a worker of the host, the
-*collector* of that primary's pages, makes some of them in its place.
+If the micro-batches of a whole host are a node of the reduction tree, a primary on another host is then sent one sum in
+place of one from each worker of the host. The additions are still those of the tree: a worker of the host, the
+*collector* of that primary's pages, makes some of them in place of the primary.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Hosts:
     """The workers of a stage by host.
 
     Args:
-        members: of each host, in the order of the stage.
-        computing: those that have micro-batches.
+        members: for each host its workers, in the order of the stage.
+        computing: the workers that have micro-batches.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -43,20 +43,20 @@ class Hosts:
         return self._host_of[one] == self._host_of[other]
 
     def collector(self, sender: int, primary: int) -> int | None:
-        """The worker on the host of a sender that adds up what this host has for a primary on another one.
+        """The worker on the sender's host that adds up the sums of this host for a primary on another host.
 
-        It is one that has micro-batches, so that it is among those that are asked when a check finds a sum wrong; None
-        if no worker of the host has any. A host's workers share the primaries of all other hosts among themselves.
+        It has micro-batches, so that it is among the workers that are asked when a check finds a wrong sum (V8). None
+        if no worker of the host has any. The primaries of all other hosts are shared evenly among a host's workers.
         """
         candidates = self._candidates[self._host_of[sender]]
         at = self._position[primary] % len(candidates) if candidates else 0
         return candidates[at] if candidates else None
 
     def added_up(self, nodes: NodesByWorker, num_microbatches: int) -> dict[int, tuple[Node, ...]]:
-        """Worker -> the tree nodes of its host, as far as the tree allows to add up those of the host's workers.
+        """Worker -> the tree nodes of its host, once those of the host's workers are added as far as the tree allows.
 
         Args:
-            nodes: worker -> tree nodes that it can complete by itself.
+            nodes: worker -> the tree nodes that it can complete by itself.
         """
         found = dict[int, tuple[Node, ...]]()
         for members in self.members:

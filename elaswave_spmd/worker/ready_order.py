@@ -1,13 +1,13 @@
-"""The order in which a worker does its part of a step: whatever is ready runs.
+"""The order in which a worker does its part of a step: it runs whichever action is ready.
 
-The placement, or the recovery plan of an interrupted step, says which micro-batches a worker runs. In which order it
-does so is its own affair, which no bit depends on: a backward as soon as there is one, else a forward, with a bounded
-number of micro-batches in flight, else weight gradients that were put off (programs/split_backward.py). Of several it
-takes the one whose turn it is (`pipeline.turns`).
+The placement, or the recovery plan of an interrupted step, says which micro-batches a worker runs. The worker chooses
+their order by itself, and no bit depends on it. It prefers a backward; if none is ready, a forward, as long as the
+number of micro-batches in flight is below its bound; else weight gradients that were put off
+(programs/split_backward.py). Of several it takes the one with the lowest turn (`pipeline.turns`).
 
-No worker can wait for ever. Weight gradients wait for nothing, and every micro-batch in flight on the last stage can
-run backward at once. So its bound lets every micro-batch through in the end, the stage before gets every gradient that
-it waits for, and so on to the first.
+No worker waits for ever. Weight gradients wait for nothing, and on the last stage every micro-batch in flight can run
+backward at once. So the last stage runs every micro-batch in spite of its bound, and sends the stage before every
+gradient that it waits for; the same then holds for that stage, and so on to the first.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class MicrobatchWork:
     """The actions that are left of a micro-batch on this worker.
 
     Args:
-        forward: it has to run forward; else a saved forward serves.
-        backward: FULL, INPUT_GRADIENT, WEIGHTS_ONLY if its weight gradients were put off, or 0 for none
-            (`recovery.partial_step`).
-        alone: its gradient is not added to others here, but sent by itself.
+        forward: it must run forward. False: its forward is done, and is saved if the backward needs it.
+        backward: what is left of the backward: FULL, INPUT_GRADIENT, WEIGHTS_ONLY (its weight gradients were put off),
+            or 0 if nothing is (`recovery.partial_step`).
+        alone: its weight gradients are sent by themselves, not added to those of other micro-batches here.
     """
 
     forward: bool
@@ -47,12 +47,12 @@ class MicrobatchWork:
 
 @dataclass(frozen=True)
 class KeptLimits:
-    """The most micro-batches that a worker keeps anything of.
+    """The most micro-batches of which a worker keeps tensors.
 
     Args:
-        in_flight: between forward and backward. A forward whose backward another worker runs keeps nothing, and does
-            not count.
-        put_off: between backward and weight gradients; 0: backwards are whole.
+        in_flight: the most between forward and backward. A forward whose backward another worker runs keeps nothing,
+            and does not count.
+        put_off: the most between backward and weight gradients; 0: backwards are not in two parts.
     """
 
     in_flight: int
@@ -66,20 +66,22 @@ def next_ready(
     has_gradient: Callable[[int], bool],
     limits: KeptLimits,
 ) -> int | None:
-    """A micro-batch whose next action has its input; None if there is none.
+    """The micro-batch to run next, of those whose next action has its input; None if there is none.
 
-    A backward if there is one: it frees memory, and other stages wait for it. Else a forward, else weight gradients;
-    these come before a backward where no more may be put off.
+    A backward comes first: it frees memory, and other stages wait for it. Then come forwards, then weight gradients. If
+    no more may be put off, weight gradients come before a backward.
 
     Args:
         work: micro-batch -> what is left of it.
-        turn: of a micro-batch; the lowest goes first.
-        has_activation, has_gradient: the input of a micro-batch's forward, or backward, is here.
+        turn: returns the turn of a micro-batch; the lowest runs first.
+        has_activation, has_gradient: return True if the input of a micro-batch's forward, or backward, is here.
+        limits: the most micro-batches in flight and put off.
     """
     to_come: list[int] = []
     in_flight: list[int] = []
     put_off: list[int] = []
-    for microbatch, left in work.items():  # once: it is asked before every action, of all that is left of the step
+    # One pass, since this runs before every action, over everything that is left of the step.
+    for microbatch, left in work.items():
         if left.forward:
             to_come.append(microbatch)
         elif left.backward == WEIGHTS_ONLY:
@@ -104,8 +106,8 @@ def is_ready(
 ) -> bool:
     """True if an action of this kind (`scheduling.pipeline`) may run now.
 
-    It is the next one of its micro-batch, has its input, and is within the limits. Further arguments as for
-    `next_ready`.
+    That is so if the action is the next one of its micro-batch, has its input, and is within the limits. The other
+    arguments are those of `next_ready`.
     """
     left = work.get(microbatch)
     if left is None:

@@ -1,9 +1,9 @@
 """Waiting inside the training thread: a worker is a generator that yields whenever it can only go on after a message.
 
-The process resumes it from its mailbox. The simulated cluster resumes many of them in one process, in an order drawn
-from a seed. So nothing in this room blocks or sleeps while it trains, but for two things that the simulated cluster
-does not have: a batch of a user's dataset that is still being read (loading.py), and a device that is synchronized
-since it may be brought back (device_fault.py).
+The process resumes the generator from its mailbox. The simulated cluster resumes those of many workers in one process,
+in an order drawn from a seed. So nothing in this room blocks or sleeps while it trains, with two exceptions that the
+simulated cluster does not have: a batch of a user's dataset that is still being read (loading.py), and a device that
+can be recovered and is synchronized at the begin of a step (device_fault.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Waits = Generator[Reason, None, None]
 class ConfigurationChanged(Exception):  # noqa: N818  (control flow, not an error)
     """A new configuration arrived: the current step must be re-planned. Control flow, not an error.
 
-    Raised by a wait, however deep in a step, and caught by `Executor.train` alone. An action that is broken off puts
-    back what it has taken (MicrobatchRunner.forward), so that it can be run again.
+    Raised by a wait, however deep in a step, and caught only by `Executor.train`. An action that is interrupted puts
+    back the inputs that it has taken (MicrobatchRunner.forward), so that it can be run again.
     """
 
     def __init__(self, configuration: Configuration) -> None:
@@ -33,7 +33,7 @@ class ConfigurationChanged(Exception):  # noqa: N818  (control flow, not an erro
 
 
 class Waiting(Protocol):
-    """The part of a worker's loop that its other parts call in order to wait."""
+    """The methods of a worker's loop (`Executor`) that its other parts call in order to wait."""
 
     def until(self, ready: Callable[[], bool], what: str, number: int) -> Waits:
         """Handle messages, and do background copies, until `ready()`.
