@@ -7,6 +7,7 @@ The build starts by `python -m mkdocs` in the root of the repository, which this
 from __future__ import annotations
 
 import logging
+import posixpath
 import re
 from pathlib import Path
 
@@ -37,9 +38,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """The links of a page as they are on the site."""
     source = page.file.src_uri
     is_outside = source in ("changelog.md", "contributing.md")
+    here = posixpath.dirname(source)
     links = Links(
         root=ROOT,
-        folder="" if is_outside else "docs",
+        folder="" if is_outside else posixpath.join("docs", here).rstrip("/"),
+        here=here,
         pages=OUTSIDE,
         titles={file.src_uri: _title(file) for file in files.documentation_pages()},
         repo_url=config.repo_url or "",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 _FENCED, _CODE, _LINK = r"^```[\s\S]*?^```[^\n]*$", r"`[^`\n]+`", r"\[([^\]]+)\]\(([^)\s]+)\)"
 _PARTS = re.compile(rf"({_FENCED}|{_CODE}(?!\]\())|(?<!!){_LINK}", re.MULTILINE)
-_NAMED = re.compile(rf"({_FENCED}|{_CODE}|\[[^\]]+\]\([^)]+\)|^ {{4}}.*$)|\bdocs/(\w+\.md)\b", re.MULTILINE)
+_NAMED = re.compile(rf"({_FENCED}|{_CODE}|\[[^\]]+\]\([^)]+\)|^ {{4}}.*$)|\bdocs/((?:\w+/)?\w+\.md)\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Links:
     Attributes:
         root: the repository.
         folder: the folder of the page's source, relative to the root: "docs", or "" for CHANGELOG.md.
+        here: the folder of the page on the site: "", or "design" for docs/design/*.md.
         pages: pages of the site made of files outside docs/: path from the root -> page.
         titles: page -> its title, for pages that a text names as `docs/NAME.md`.
         repo_url: address of the repository, or "".
@@ -33,6 +34,7 @@ class Links:
 
     root: Path
     folder: str
+    here: str
     pages: Mapping[str, str]
     titles: Mapping[str, str]
     repo_url: str
@@ -54,14 +56,18 @@ class Links:
                 return whole
             self.missing(target)
         if path in self.pages:
-            return f"[{words}]({self.pages[path]}{anchor})"
+            return f"[{words}]({self._from_here(self.pages[path])}{anchor})"
         if path.startswith("docs/") and not path.endswith(".py"):
             page = path.removeprefix("docs/")
             is_its_name = words.strip("`").endswith(page)
-            return f"[{self.titles.get(page, words) if is_its_name else words}]({page}{anchor})"
+            return f"[{self.titles.get(page, words) if is_its_name else words}]({self._from_here(page)}{anchor})"
         if self.repo_url:
             return f"[{words}]({self.repo_url.rstrip('/')}/blob/main/{path}{anchor})"
         return f"`{path}`" if words.strip("`") in path else f"{words} (`{path}`)"
 
     def _named(self, whole: str, page: str) -> str:
-        return f"[{self.titles[page]}]({page})" if page in self.titles else whole
+        return f"[{self.titles[page]}]({self._from_here(page)})" if page in self.titles else whole
+
+    def _from_here(self, page: str) -> str:
+        """The way to a page of the site from the folder of this one."""
+        return posixpath.relpath(page, self.here or ".")

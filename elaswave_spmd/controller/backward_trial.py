@@ -2,8 +2,9 @@
 
 A backward in two parts costs a few percent more processor time than a whole one, and fills time in which a worker would
 wait (`scheduling.split_backward`). Whether a worker has such time no plan knows: where workers share processors another
-one computes meanwhile. So steps are timed both ways, in blocks in turn, and the faster way is kept (docs/design.md).
-Workers are told by `Limits`, which hold from their next step on. No bit depends on them.
+one computes meanwhile. So steps are timed both ways, in blocks in turn, and the faster way is kept
+(docs/design/backward_and_order.md). Workers are told by `Limits`, which hold from their next step on. No bit depends on
+them.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def plan_paces(
     raised = _raised(lambda f: graph.makespan(graph.seconds / f), before_s, limits.highest, goal_s)
     fastest = replace(graph, seconds=graph.seconds / raised)
     groups, slower = _slowed_down(fastest, limits, raised / limits.lowest)
-    # Steps vary, so lowered frequencies keep a margin; see design.md, "Frequency hints keep a margin".
+    # Steps vary, so lowered frequencies keep a margin; see docs/design/frequencies.md.
     frequencies = np.clip(raised / slower * (1 + limits.margin), limits.lowest, raised)[groups]
     changes_s = _change_seconds(graph, groups, limits.change_s)
     after_s = graph.makespan(graph.seconds / frequencies + changes_s)

@@ -63,7 +63,7 @@ class StateSharding:
         """The page ranges of one stage of a new mesh, each with its primary, in page order.
 
         Every layer is cut over all workers of the stage, so that moving a layer between stages of n workers is n
-        disjoint transfers (docs/design.md, "Pages are assigned in ranges"). With `least_joined`, neighbouring layers
+        disjoint transfers (docs/design/state_and_gradients.md). With `least_joined`, neighbouring layers
         that are too small for this are cut together, as if they were one layer.
 
         If a layer's pages do not divide evenly, some workers get one page more. Layer after layer, other workers do, so

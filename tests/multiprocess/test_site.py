@@ -16,7 +16,7 @@ from tests.browser import browser
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/design").glob("*.md"))]
 WIDEST = ("index", "start", "port_your_model", "api", "settings", "run_files", "results")
 """Pages with the longest lines of code, names and tables, one of each kind."""
 _TOLD = {"bullet_list_open": "ul", "ordered_list_open": "ol", "table_open": "table", "image": "img"}
@@ -57,14 +57,14 @@ def test_nothing_is_loaded_from_the_network(site: Path) -> None:
     assert styles and not [file for file in styles if re.search(r"url\(.?(https?:)?//", file.read_text("utf-8"))]
 
 
-@pytest.mark.parametrize("source", PAGES, ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", PAGES, ids=lambda source: f"{source.parent.name}-{source.stem}")
 def test_a_page_has_the_lists_tables_and_pictures_that_other_readers_of_markdown_see(site: Path, source: Path) -> None:
     if source.stem == "api":
         pytest.skip("this page is made of docstrings")
     tokens = MarkdownIt("commonmark").enable("table").parse(source.read_text(encoding="utf-8"))
     all_tokens = [inner for token in tokens for inner in (token, *(token.children or []))]
     wanted = Counter(_TOLD[token.type] for token in all_tokens if token.type in _TOLD)
-    html = article(site / f"{source.stem}.html")
+    html = article(site / source.relative_to(ROOT / "docs").with_suffix(".html"))
     assert {tag: len(re.findall(f"<{tag}[ >]", html)) for tag in wanted} == dict(wanted)
 
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "elaswave_spmd"
 READMES = sorted(PACKAGE.rglob("README.md"))
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/design").glob("*.md"))]
 FILE = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")
 
 

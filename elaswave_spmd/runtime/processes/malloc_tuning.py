@@ -13,7 +13,7 @@ def keep_freed_memory() -> bool:
     """Make glibc keep freed memory for the next allocation. Called before a worker's first large tensor.
 
     By default glibc maps blocks from 128 KiB on one by one and returns the top of the heap to the system: a training
-    step then takes thousands of page faults for memory that it had a step before (docs/design.md has the measurement).
+    step then takes thousands of page faults for memory that it had a step before (docs/design/cost_of_a_step.md).
     The peak does not change, only how soon memory goes back.
 
     Returns:

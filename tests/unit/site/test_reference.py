@@ -14,12 +14,12 @@ from elaswave_spmd.conf.section import declarations
 ROOT = Path(__file__).parents[3]
 
 
-def links(text: str, *, repo_url: str = "", folder: str = "docs") -> tuple[str, list[str]]:
+def links(text: str, *, repo_url: str = "", folder: str = "docs", here: str = "") -> tuple[str, list[str]]:
     """The rewritten text, and the targets that were missing."""
     missing: list[str] = []
     pages = {"CHANGELOG.md": "changelog.md"}
     titles = {"protocol.md": "The step protocol", "settings.md": "Settings"}
-    made = Links(ROOT, folder, pages, titles, repo_url, missing.append)
+    made = Links(ROOT, folder, here, pages, titles, repo_url, missing.append)
     return made.rewrite(text), missing
 
 
@@ -52,6 +52,16 @@ def test_links_between_pages_stay_and_those_to_the_root_lead_to_pages() -> None:
     assert links(same) == (same, [])
     assert links("[log](../CHANGELOG.md)") == ("[log](changelog.md)", [])
     assert links("[a](docs/protocol.md)", folder="") == ("[a](protocol.md)", [])
+
+
+def test_links_of_a_page_in_a_folder_lead_from_there() -> None:
+    inside = {"folder": "docs/design", "here": "design"}
+    same = "[a](../protocol.md#terms) [b](checks.md)"
+    assert links(same, **inside) == (same, [])
+    assert links("[log](../../CHANGELOG.md) docs/protocol.md", **inside) == (
+        "[log](../changelog.md) [The step protocol](../protocol.md)",
+        [],
+    )
 
 
 def test_pages_that_a_text_names_are_linked_by_their_titles_and_code_stays() -> None:
