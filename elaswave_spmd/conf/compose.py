@@ -63,7 +63,7 @@ def settings_from(words: Sequence[str]) -> Settings:
     composed, saved = _compose(words), dict[str, Any]()
     if (run := composed["train"].get("resume")) is not None:
         named = [override.key_or_group for override in overrides]
-        run = _resolved({"resume": run})["resume"] if "\\${" in str(run) else run  # as words_resuming writes it
+        run = _resolved({"resume": run})["resume"] if "\\${" in str(run) else run  # words_resuming escapes it
         saved = resume.saved(str(run))
         composed = resume.merge(resume.literal(saved), composed, named)
     settings = Settings.from_dict(_resolved(composed))

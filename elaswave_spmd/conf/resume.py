@@ -18,7 +18,7 @@ from elaswave_spmd.errors import ConfigError
 CONFIG = "config.yaml"
 """Name of the file in a run directory that holds the settings of the run."""
 
-_WHOLE = ("mesh",)  # groups whose settings exclude each other: naming one of them replaces the whole group
+_WHOLE = ("mesh",)  # groups whose settings exclude each other: if one setting is named, all of them are replaced
 # Groups and settings that a resumed run does not inherit:
 _GROUPS_OF_ONE_COMMAND = ("chaos", "run")  # injected faults; where the run's files are, and how it is shown
 _OF_ONE_COMMAND = (

@@ -65,7 +65,7 @@ def read_bin_file(path: Path) -> BinFile:
     for block in read_blocks(path):
         content.update(block)
         num_bytes += len(block)
-        # A block may end in the middle of a token, because a file system may return fewer bytes than were asked for.
+        # A block may have any size, so it may end in the middle of a token.
         block = odd + block
         whole = len(block) // 2 * 2
         odd = block[whole:]

@@ -176,7 +176,7 @@ def _lacking(make: Callable[..., Any], kwargs: Mapping[str, object]) -> list[str
 def _needs(target: str, lacks: Sequence[str], kwargs: Mapping[str, object]) -> DataError:
     """The error about arguments that a constructor needs and the settings do not give."""
     settings = [f"data.{name}" if name in _SETTINGS else f"data.args.{name}" for name in lacks]
-    if by_value.is_by_value(target):  # from Python
+    if by_value.is_by_value(target):  # the class was given from Python, and so are settings: as a dict
         fix = "settings={" + ", ".join(f'"{setting}": VALUE' for setting in settings) + "}"
     else:
         fix = " ".join(f"{'+' * setting.startswith('data.args.')}{setting}=VALUE" for setting in settings)

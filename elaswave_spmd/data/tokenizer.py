@@ -68,8 +68,9 @@ class JsonTokenizer:
     """A tokenizer saved as JSON by the `tokenizers` package. No special tokens are added, and no text is left out.
 
     The file may ask for truncation and padding, which are meant for the inputs of a model. Both are switched off here.
-    A document is cut after a newline about every million characters and encoded piece by piece, so that a file of any
-    size can be tokenised in little memory. The cuts depend on the document only, so its tokens are always the same.
+    A file is cut after a newline about every million characters and encoded piece by piece, so that a file of any size
+    can be tokenised in little memory. A row of a column comes as one block, and is cut once at most. The cuts depend on
+    the document only, so its tokens are always the same.
 
     Args:
         path: path of the JSON file; it may begin with `~`.
@@ -118,13 +119,13 @@ def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer with this name: `bytes`, or the one in a JSON file.
 
     Raises:
-        DataError: see `JsonTokenizer`.
+        DataError: as for `JsonTokenizer`.
     """
     return ByteTokenizer() if name == BYTES else JsonTokenizer(name)
 
 
 def _cut_text(blocks: Iterable[bytes]) -> Iterator[str]:
-    """Decode a document, and cut it after a newline about every `BLOCK_CHARACTERS` characters."""
+    """Decode a document, and cut it at its last newline whenever `BLOCK_CHARACTERS` characters have come."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     text = ""
     for block in blocks:

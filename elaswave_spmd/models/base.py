@@ -54,8 +54,8 @@ class LayeredModel(nn.Module):
     Raises:
         ModelError: the model breaks the contract: it has no layers; a layer that cannot be called with one input;
             random numbers that are not keyed; statistics over the batch; shared parameters; parameters outside all
-            layers; a tie that does not fit. With any of these the bits of a run would depend on its mesh, or a
-            parameter would not be trained.
+            layers; a tie that does not fit. Most of these would make the bits of a run depend on its mesh, or leave a
+            parameter untrained.
     """
 
     shardings: Shardings = Shardings()

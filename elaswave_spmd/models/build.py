@@ -365,6 +365,7 @@ def _unknown(target: str, exists: str, close: str = "") -> ModelError:
 
 
 def _broken(target: str, error: Exception | SystemExit) -> ModelError:
+    """The error about a module that failed while it was imported, with the innermost line that was running."""
     at = getattr(error, "filename", None), getattr(error, "lineno", None)
     trace = error.__traceback__
     while trace is not None:

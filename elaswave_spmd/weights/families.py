@@ -321,6 +321,7 @@ def stored_name(stored: Stored, prefix: str) -> str:
 
 
 def _whole(config: Mapping[str, Any], name: str, file: Path) -> int:
+    """The field `name` of a config.json, which is a whole number of at least 1. Raises ConfigError if it is not."""
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(

@@ -220,6 +220,7 @@ def _check_tensors(source: WeightSource, model: LayeredModel, given: str) -> Non
 
 
 def _fix_of_shape(name: str) -> str:
+    """The advice about a parameter that has another shape in the weights than in the model."""
     if name == "embed.weight":
         return f"data.tokenizer=FILE, the tokenizer of these weights; or ++{VOCABULARY}=ROWS, if it has fewer tokens"
     if name == "embed.positions":
@@ -251,6 +252,7 @@ def _refuse_extra(extra: list[str], where: str, path: Path) -> None:
 
 
 def _listed(names: Iterable[str]) -> str:
+    """Names as an error lists them: all of them, or the first `_LISTED` and the number of the others."""
     first, *rest = [", ".join(part) for part in _parts(sorted(names))]
     return f"{first} and {rest[0]} more" if rest else first
 
