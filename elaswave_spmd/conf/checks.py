@@ -1,7 +1,7 @@
-"""Checks of single values, as they stand behind a name on the command line.
+"""Checks of the values of single settings.
 
 Each check returns the value in its own type, or raises a ConfigError that begins with the override ("train.steps=0").
-`section.py` calls them with the limits that a setting declares.
+`section.py` calls the checks with the limits that a setting declares.
 """
 
 from __future__ import annotations
@@ -34,15 +34,18 @@ def shown(value: object) -> str:
 
 
 def given(name: str, value: object) -> str:
-    """A value that is refused, as `override` writes it, but for a text in place of a number: "optim.lr='0.01'"."""
+    """The setting with its value, for the error that refuses it: as `override` writes it, but with quotes if needed.
+
+    Quotes show that the value is a text where a number, a bool or a list is expected: "optim.lr='0.01'".
+    """
     return f"{name}={value!r}" if isinstance(value, str) and _looks_otherwise(value) else override(name, value)
 
 
 def unquoted(name: str, value: object, reads: Callable[[str], object]) -> str:
-    """The fix for a text that would be good without its quotes; "" if the value is no such text.
+    """The advice about a text that would be accepted without its quotes; "" for any other value.
 
     Args:
-        reads: makes the value of the text, or raises a ValueError.
+        reads: converts the text, or raises a ValueError if it would not be accepted.
     """
     if not isinstance(value, str) or not _looks_otherwise(value):
         return ""
@@ -54,7 +57,7 @@ def unquoted(name: str, value: object, reads: Callable[[str], object]) -> str:
 
 
 def _looks_otherwise(text: str) -> bool:
-    """True for a text that would be no text if it stood without quotes: a number, true, null, a list, a mapping."""
+    """True for a text that without quotes would be read as a number, true, false, null, a list or a mapping."""
     word = text.strip().lower()
     if word in ("true", "false", "null", "none") or word.startswith(("[", "{")):
         return True
@@ -123,10 +126,10 @@ def flag(name: str, value: object) -> bool:
 
 
 def text(name: str, value: object) -> str:
-    """A text that is not empty. A whole number is taken as its digits: `run.dir=7` names a folder."""
+    """A text that is not empty. A whole number becomes the text of its digits: `run.dir=7` names a folder."""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    if isinstance(value, str) and "\0" in value:  # no path has one, no program is given one
+    if isinstance(value, str) and "\0" in value:  # no path and no argument of a program can have one
         raise _refused(name, value, "has a NUL character", f"{name} is a text without it")
     if isinstance(value, str) and value.strip():
         return value

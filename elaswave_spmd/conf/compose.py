@@ -1,9 +1,9 @@
 """The translation of command-line words into settings: `train mesh=dp2_pp2 train.steps=20 +model.args.window=8`.
 
-Hydra's grammar and composition, without Hydra's command line: names are checked here first, so that a typo ends with
-the closest name that exists, and everything Hydra refuses becomes a ConfigError. The configuration that overrides apply
-to is made from the declarations in `schema.py`; the YAML files beside this file are choices (`model=llama_tiny`) that
-are laid over it. No Hydra or OmegaConf object leaves this file.
+It uses the grammar and the composition of Hydra, but not its command line. Names are checked here first, so that the
+error about a typo shows the closest name that exists, and everything that Hydra refuses becomes a ConfigError. The
+configuration that overrides apply to is made from the declarations in `schema.py`; the YAML files beside this file are
+choices (`model=llama_tiny`) that are laid over it. No Hydra or OmegaConf object leaves this file.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ CHOICES: Mapping[str, str] = {
     "optim": "adamw",
     "chaos": "none",
 }
-"""The groups whose settings are chosen by a name, each with the choice that holds where none is named."""
+"""The groups of settings that have named choices, each with the choice that applies if none is named."""
 
 _OPEN = ("model.args.", "data.args.")  # names below these belong to the user's own code
 _LONGEST_SHOWN = 500  # characters of a word in an error
 
 
 def choices_of(group: str) -> list[str]:
-    """The names that a group can be set to. For `mesh`, whose names have no end, their forms."""
+    """The names that a group can be set to. For `mesh`, which has any number of names, the forms of names."""
     if group == "mesh":
         return [*FORMS]
     return sorted(file.stem for file in (Path(__file__).parent / group).glob("*.yaml"))
@@ -56,14 +56,14 @@ def settings_from(words: Sequence[str]) -> Settings:
     With `train.resume=RUN` they are those of RUN, except for what the words name.
 
     Raises:
-        ConfigError: a word, a name, a choice or a value that cannot be; or there is no run to resume.
+        ConfigError: a word cannot be read; a name, a choice or a value is not valid; or there is no run to resume.
     """
     own = any("hydra.searchpath" in word for word in words)
     overrides = [_parsed(word, own) for word in words]
     composed, saved = _compose(words), dict[str, Any]()
     if (run := composed["train"].get("resume")) is not None:
         named = [override.key_or_group for override in overrides]
-        run = _resolved({"resume": run})["resume"] if "\\${" in str(run) else run  # as words_resuming writes it
+        run = _resolved({"resume": run})["resume"] if "\\${" in str(run) else run  # words_resuming escapes it
         saved = resume.saved(str(run))
         composed = resume.merge(resume.literal(saved), composed, named)
     settings = Settings.from_dict(_resolved(composed))
@@ -77,15 +77,19 @@ def settings_from(words: Sequence[str]) -> Settings:
 
 
 def _names_in(group: str, names: Sequence[str]) -> set[str]:
-    """The settings of a group among names: {"lr"} of the group "optim" and ["optim.lr", "optim", "seed"]."""
+    """The settings of one group that are among names: {"lr"} for "optim" and ["optim.lr", "optim", "seed"]."""
     return {name.removeprefix(f"{group}.") for name in names if name.startswith(f"{group}.")}
 
 
 def _given_of(optim: OptimSettings, named: Sequence[str], *, whole: bool) -> set[str]:
-    """The settings of the optimizer that words name, or the file of a choice: what is not as it is by default.
+    """The settings of the optimizer that were given: by the words of the command line, or by the file of a choice.
+
+    A setting that the file of a choice sets is known by its value, which is not the default.
 
     Args:
-        whole: they were composed now, none is that of a run that is resumed.
+        named: the names of settings on the command line.
+        whole: all settings of the group come from this command. False if some may come from a run that is resumed,
+            where a value other than the default does not show that somebody gave it.
     """
     defaults = vars(OptimSettings()) if whole else {}
     return _names_in("optim", named) | {name for name, value in defaults.items() if getattr(optim, name) != value}
@@ -114,7 +118,7 @@ def word_of(name: str, text: str) -> str:
 
 
 def _one_by_one(settings: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """The settings; of all arguments of a model or dataset in one value, `{"data.args": {...}}`, each by itself."""
+    """The settings one by one. A dict of all arguments of a model or dataset, {"data.args": {...}}, is taken apart."""
     for name, value in settings.items():
         if f"{name}." in _OPEN and isinstance(value, Mapping):
             yield from ((f"{name}.{argument}", given) for argument, given in value.items())
@@ -125,11 +129,11 @@ def _one_by_one(settings: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 def words_of(settings: Mapping[str, object]) -> list[str]:
     """The words of a command line that set these values, given as Python has them: {"optim.lr": 1e-3, "mesh": "dp2"}.
 
-    A text stays a text, also where a command line would read a number or a list out of it. What the models and datasets
-    of a user take (`model.args.NAME`) need not be set already.
+    A text stays a text, even if a command line would read it as a number or a list. Arguments of the user's own models
+    and datasets (`model.args.NAME`) are added if they are not set yet.
 
     Raises:
-        ConfigError: a name that is no text, a group of settings in one value, or a value that no setting can have.
+        ConfigError: a name is not a text, a value is a dict for a whole group, or one that no setting can have.
     """
     _refuse_groups(settings)
     words = []
@@ -146,7 +150,7 @@ def words_of(settings: Mapping[str, object]) -> list[str]:
 
 
 def _refuse_groups(settings: Mapping[str, object]) -> None:
-    """Refuse settings in the form of a dict for each group, with the same ones as they are given here."""
+    """Refuse dicts of settings for whole groups. The error shows the same settings in the form that is accepted."""
     nested = {name: value for name, value in settings.items() if name in GROUPS and isinstance(value, Mapping)}
     if not nested:
         return
@@ -171,7 +175,11 @@ def _item(value: object) -> str:
 
 
 def _in_grammar(name: str, value: object) -> str:
-    """A value in Hydra's grammar."""
+    """A Python value as it is written in Hydra's grammar.
+
+    Raises:
+        ConfigError: no setting can have this value.
+    """
     if callable(item := getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
         value = item()  # a scalar of numpy or torch
     if value is None or isinstance(value, bool):
@@ -198,18 +206,18 @@ def _in_grammar(name: str, value: object) -> str:
 
 
 def _is_plain_text(text: str) -> bool:
-    """True for a text that Hydra's grammar reads as this text, without quotes."""
+    """True for a text that Hydra's grammar reads as the same text without quotes."""
     if not re.fullmatch(r"[A-Za-z_][\w.]*", text, re.ASCII):
         return False
     return text.lower() not in ("true", "false", "yes", "no", "on", "off", "null", "nan", "inf")
 
 
 def own_arguments(words: Sequence[str], known: Mapping[str, str], command: str) -> tuple[dict[str, str], list[str]]:
-    """The arguments of a command that are no settings, and the words that are left: `plan event='fail 3' mesh=dp4`.
+    """The arguments of a command that are not settings, and the words that are left: `plan event='fail 3' mesh=dp4`.
 
     Args:
         known: the command's own arguments, each with its default.
-        command: for errors.
+        command: the name of the command, for errors.
 
     Raises:
         ConfigError: an argument is given twice, or a word has no value.
@@ -230,7 +238,11 @@ def own_arguments(words: Sequence[str], known: Mapping[str, str], command: str) 
 
 
 def own_flag(values: Mapping[str, str], name: str) -> bool:
-    """True or false, of a command's own argument."""
+    """The value of a command's own argument that is true or false.
+
+    Raises:
+        ConfigError: it is neither.
+    """
     return checks.flag(name, {"true": True, "false": False}.get(values[name], values[name]))
 
 
@@ -251,6 +263,11 @@ def _compose(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _resolved(composed: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with each `${...}` replaced by the value that it refers to.
+
+    Raises:
+        ConfigError: a reference cannot be resolved, or a value is missing.
+    """
     config = OmegaConf.create(dict(composed))
     assert isinstance(config, DictConfig)
     try:
@@ -269,15 +286,15 @@ def _resolved(composed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(word: str, own: bool = False) -> Override:
-    """One override, if its name and, for a group, its choice exist.
+    """Parse one word, and check that its name and, for a group, its choice exist.
 
-    `hydra.searchpath=[file:///my/conf]` is the one setting of Hydra's that is passed on: it adds choices of your own.
+    `hydra.searchpath=[file:///my/conf]` is the one setting of Hydra's that is passed on: it adds choices of the user's.
 
     Args:
-        own: choices are not only those of conf/, so their names are left to Hydra.
+        own: there are other choices than those of conf/, so the names of choices are left to Hydra.
 
     Raises:
-        ConfigError: otherwise.
+        ConfigError: the word cannot be read, asks for several runs, or names a setting or choice that does not exist.
     """
     # Hydra's option for sweeps, in every abbreviation that its parser would accept.
     if re.fullmatch(r"-m.*|--mu?l?t?i?r?u?n?", word) or word.lstrip("+").startswith("hydra.mode="):
@@ -288,7 +305,7 @@ def _parsed(word: str, own: bool = False) -> Override:
         raise _without_value(word)
     try:
         override = OverridesParser.create().parse_override(word)
-    except (HydraException, ValueError, RecursionError) as error:  # Python's own: a number of 5000 digits, deep lists
+    except (HydraException, ValueError, RecursionError) as error:  # the last two: 5000 digits, deep lists
         why = str(error).splitlines()[0]
         fix = "quote what a shell or a list would take apart: 'data.path=\"a b.txt\"'"
         raise ConfigError(f"{_shortened(word)} cannot be read ({why})", where=_shortened(word), fix=fix) from None
@@ -307,7 +324,7 @@ def _parsed(word: str, own: bool = False) -> Override:
 
 
 def _shortened(word: str) -> str:
-    """A word of a command line as an error shows it: of a very long one its begin."""
+    """A word of a command line as an error shows it: a very long one is cut off."""
     return word if len(word) <= _LONGEST_SHOWN else f"{word[:_LONGEST_SHOWN]}..."
 
 
@@ -347,13 +364,13 @@ def _check_choice(group: str, value: object, word: str, own: bool) -> None:
 
 
 def _refused_by_hydra(error: Exception, words: Sequence[str]) -> ConfigError:
-    """Hydra's refusal in our form. The override that it speaks of is named if that can be told from its text."""
+    """An error of Hydra as a ConfigError. It names the override that the error is about, if the error's text tells."""
     text = str(error)
     # Hydra's exceptions have no field for the override, only this line in their text.
     key = re.search(r"full_key: (\S+)", f"{text}\n{error.__cause__}")
     name = key[1] if key else ""
     where = next((word for word in words if name and word.lstrip("+~").startswith(name)), None)
-    if where is None:  # of `data.args={rows: 3}` the key is data.args.rows; `data=bin` is not meant
+    if where is None:  # the key may be deeper than the word: data.args.rows for `data.args={rows: 3}`, not `data=bin`
         around = [word for word in words if name.startswith(f"{word.partition('=')[0]}.")]
         where = max(around, key=lambda word: len(word.partition("=")[0]), default=None)
     if where is None:

@@ -1,7 +1,7 @@
-"""Files that a setting names and that are read whole: text and YAML. What has no end is not read.
+"""Reads files that a setting names, text and YAML, as a whole. Refuses those that would not end or fit in memory.
 
-An alias of YAML stands for as much again as its anchor: a few lines of them in each other are more than any memory
-holds. Pipes and devices: see `regular_files`.
+Aliases in YAML are refused: each repeats the content of its anchor, so a few nested lines of them expand to more than
+any memory holds. Pipes and devices are refused by `regular_files`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def text_of(path: str | Path) -> str:
     """The text of a file, whose path may begin with `~`.
 
     Raises:
-        OSError: it cannot be read, or is a pipe or a device.
-        UnicodeError: it is not UTF-8.
+        OSError: the file cannot be read, or is a pipe or a device.
+        UnicodeError: the file is not UTF-8.
     """
     return read_regular(os.path.expanduser(path)).decode("utf-8")
 
@@ -28,10 +28,10 @@ def path_given(keyword: str, path: object) -> str:
     """The path that a call from Python names, as text.
 
     Args:
-        keyword: the argument, for errors.
+        keyword: the name of the argument, for errors.
 
     Raises:
-        ConfigError: it is neither a text nor a path.
+        ConfigError: the value is neither a text nor a path.
     """
     if isinstance(path, os.PathLike):
         path = os.fspath(path)
@@ -46,11 +46,11 @@ def path_given(keyword: str, path: object) -> str:
 
 
 def yaml_of(path: str | Path) -> Any:
-    """The value in a YAML file without aliases, as this package writes it.
+    """The value in a YAML file without aliases; this package writes none.
 
     Raises:
         OSError: as for `text_of`.
-        ValueError: it is no such YAML.
+        ValueError: the file is not UTF-8 or not YAML, has an alias, or is nested too deeply.
     """
     import yaml
 

@@ -1,4 +1,4 @@
-"""`mesh=dp3_pp2` without a file: a Hydra config source that spells the name of a mesh out."""
+"""A Hydra config source that spells out the names of meshes, so that `mesh=dp3_pp2` needs no YAML file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def spell_out(name: str) -> dict[str, Any]:
     "dp3_pp2" is {"dp": 3, "pp": 2, "stages": None, "tp": None, "fsdp": None}.
 
     Raises:
-        ConfigError: the name is not that of a mesh; with the closest one.
+        ConfigError: the name is not that of a mesh. The error shows the closest one.
     """
     group: dict[str, Any] = {"dp": None, "pp": None, "stages": None, "tp": None, "fsdp": None}
     try:
@@ -50,7 +50,7 @@ def spell_out(name: str) -> dict[str, Any]:
 
 
 def _closest(name: str) -> str:
-    """The mesh that `name` probably means: "dp2_pp2" for "dp2_p2". "" if it is like none."""
+    """The name of the mesh that `name` probably means: "dp2_pp2" for "dp2_p2"; "" if none is close."""
     if difflib.get_close_matches(name.rstrip("0123456789"), ["single"], cutoff=0.7):
         return "single"
     words = []
@@ -70,7 +70,10 @@ def _closest(name: str) -> str:
 
 
 class MeshNames(ConfigSource):
-    """The group `mesh`, without files. Hydra passes arguments by name, so they keep Hydra's names."""
+    """The config source of the group `mesh`, which makes the settings from the name.
+
+    Hydra passes arguments by keyword, so the parameters of the methods have the names that Hydra gives them.
+    """
 
     @staticmethod
     def scheme() -> str:
@@ -98,7 +101,7 @@ class MeshNames(ConfigSource):
 
 
 class MeshNamesPath(SearchPathPlugin):
-    """Puts `MeshNames` behind the files of conf/."""
+    """Adds `MeshNames` to Hydra's search path, after the files of conf/."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append(provider="elaswave_spmd", path=f"{_SCHEME}://")

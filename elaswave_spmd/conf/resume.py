@@ -1,4 +1,4 @@
-"""`train.resume=RUN`: the settings of RUN, with what the command line names explicitly on top."""
+"""`train.resume=RUN`: the settings of RUN, replaced by those that the command line names explicitly."""
 
 from __future__ import annotations
 
@@ -18,37 +18,39 @@ from elaswave_spmd.errors import ConfigError
 CONFIG = "config.yaml"
 """Name of the file in a run directory that holds the settings of the run."""
 
-_WHOLE = ("mesh",)  # groups whose settings exclude each other: naming one names them all
-_GROUPS_OF_ONE_COMMAND = ("chaos", "run")  # injected faults, and where and how the run is written and shown
+_WHOLE = ("mesh",)  # groups whose settings exclude each other: if one setting is named, all of them are replaced
+# Groups and settings that a resumed run does not inherit:
+_GROUPS_OF_ONE_COMMAND = ("chaos", "run")  # injected faults; where the run's files are, and how it is shown
 _OF_ONE_COMMAND = (
-    *(("train", "resume"), ("train", "resume_at"), ("train", "reschedule")),  # how the run was resumed itself
-    ("runtime", "launcher"),  # what had started its command
+    *(("train", "resume"), ("train", "resume_at"), ("train", "reschedule")),  # how that run was itself resumed
+    ("runtime", "launcher"),  # by what its command was started
 )
 _NOT_AGAIN = ("run.dir", "train.resume", "train.resume_at")
-"""Where a run is, and where it came from. A command that goes on with it is told the former as `train.resume`."""
+"""Where a run is, and where it was resumed from. `words_resuming` leaves them out, and names the run's directory as
+`train.resume`."""
 
 _REFERENCE = re.compile(r"(\\*)\$\{")
-"""The begin of a reference to another setting, with the backslashes before it, each pair of which stands for one."""
+"""The begin of a reference to another setting, with the backslashes before it. A pair of them stands for one."""
 
 _STEP = re.compile(r"step_0*([0-9]+)")
-"""The directory of a checkpoint, below that of its run."""
+"""The name of the directory of a checkpoint."""
 
 _WEIGHTS_OF_A_RUN = re.compile(r"weights\.safetensors|checkpoints/step_[0-9]+")
-"""The part of a run that `model.init_from=RUN` was found to mean, below the directory of that run."""
+"""The files and checkpoints, by their paths in the directory of a run, that `model.init_from=RUN` may stand for."""
 
 
 def merge(saved: Mapping[str, Any], composed: Mapping[str, Any], named: Iterable[str]) -> dict[str, Any]:
-    """The saved settings, with those that were named as they were composed.
+    """The settings of a run that is resumed: the saved ones, replaced by those that the command line names.
 
     Args:
         saved: settings of the run that is resumed.
-        composed: settings of the command line.
+        composed: all settings as composed from the command line.
         named: groups and dotted names of settings that the command line names.
     """
     found = without_those_of_one_command(saved)
     for name in _GROUPS_OF_ONE_COMMAND:
         found[name] = composed[name]
-    # Groups come first: `model.layers=2 model=llama_tiny` is llama_tiny with 2 layers in any order.
+    # Groups come first, so that `model.layers=2 model=llama_tiny` is llama_tiny with 2 layers in any order.
     for name in sorted(dict.fromkeys(named), key=lambda n: n.count(".")):
         path = name.split(".")
         _put(found, composed, path[:1] if path[0] in _WHOLE else path)
@@ -56,7 +58,7 @@ def merge(saved: Mapping[str, Any], composed: Mapping[str, Any], named: Iterable
 
 
 def without_those_of_one_command(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of settings, by group, without what belongs to one command line and not to the run."""
+    """A copy of the settings, by group, without those that belong to one command and not to the run."""
     kept = {name: copy.deepcopy(found) for name, found in settings.items() if name not in _GROUPS_OF_ONE_COMMAND}
     for group, name in _OF_ONE_COMMAND:
         kept.setdefault(group, {}).pop(name, None)
@@ -64,7 +66,7 @@ def without_those_of_one_command(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def literal(value: Any) -> Any:
-    """The value with every `${` in its texts written so that it stays what it is: these values are resolved already."""
+    """The value with every `${` in its texts escaped, because it is resolved already and must not be resolved again."""
     if isinstance(value, str):
         return _REFERENCE.sub(r"\1\1\\${", value)
     if isinstance(value, Mapping):
@@ -73,15 +75,16 @@ def literal(value: Any) -> Any:
 
 
 def begun_from(named: str | None, saved: Mapping[str, Any]) -> str | None:
-    """The `model.init_from` of a run that is resumed: the saved one, also where its own command is repeated.
+    """The `model.init_from` of a run that is resumed: the saved one, even if its first command is repeated.
 
-    The first command named a run and saved which file or checkpoint of it was read. Its words, given again, name the
-    run: they mean what was found then, whatever that run has written since. No other settings must come of them, as
-    weights with which a run has begun are part of its identity, and workers are adopted by equal settings only.
+    That command may have named the directory of another run, and what was saved is the file or checkpoint in it that
+    was read. If its words are given again, they mean this same file or checkpoint, whatever the other run has written
+    since. The settings must stay equal, because the weights with which a run begins are part of its identity, and
+    because workers are adopted only with equal settings.
 
     Args:
         named: the setting as it is after `merge`.
-        saved: settings of the run that is resumed; empty: none is.
+        saved: the settings of the run that is resumed; empty if no run is resumed.
     """
     model = saved.get("model", {})
     found = model.get("init_from") if isinstance(model, Mapping) else None
@@ -93,13 +96,14 @@ def begun_from(named: str | None, saved: Mapping[str, Any]) -> str | None:
 
 
 def words_resuming(words: Iterable[str], run_dir: str) -> list[str]:
-    """The words of the command that goes on with a run, whose command was given `words` and has died.
+    """The words of the command that continues a run whose controller has died.
 
-    All of them hold on, `train.reschedule` as well: the checkpoint that the next command finds may be older than the
-    other learning rates. Only where the run comes from is another place. Faults that were to be injected are not named
-    again: what has happened of them has happened.
+    All words of its command are kept, except for those that say where the run is and where it was resumed from.
+    `train.reschedule` is kept, too, because the newest checkpoint may be from before the change of the learning rates.
+    Injected faults (`chaos`) are left out, because some of them may have happened already.
 
     Args:
+        words: the words of the command that has died.
         run_dir: the directory of the run.
     """
     from elaswave_spmd.conf.compose import setting_of, word_of  # Hydra: not before it is needed
@@ -110,7 +114,7 @@ def words_resuming(words: Iterable[str], run_dir: str) -> list[str]:
 
 
 def _put(target: dict[str, Any], composed: Mapping[str, Any], path: list[str]) -> None:
-    """Copy what was composed at `path`; what is not there any more (`~name`) is removed from `target`."""
+    """Copy the composed value at `path` into `target`. A name that was removed (`~name`) is removed from `target`."""
     head, *rest = path
     if head not in composed:
         target.pop(head, None)
@@ -121,7 +125,11 @@ def _put(target: dict[str, Any], composed: Mapping[str, Any], path: list[str]) -
 
 
 def _inside_a_run(path: Path, where: str) -> ConfigError | None:
-    """The refusal of a path in the directory of a run, such as that of a checkpoint; None: it lies in no run."""
+    """The error about a path inside the directory of a run, such as that of a checkpoint; None if it is in no run.
+
+    Args:
+        where: the override that names the path.
+    """
     run = next((folder for folder in path.parents if os.path.isfile(folder / CONFIG)), None)
     if run is None:
         return None
@@ -141,15 +149,15 @@ def _inside_a_run(path: Path, where: str) -> ConfigError | None:
 
 
 def _is_saved(name: object, found: object) -> bool:
-    """True for an item as config.yaml has them: a setting, or a group of settings."""
+    """True if a name and its value can be an item of config.yaml: a setting, or a group of settings."""
     return isinstance(name, str) and (name not in GROUPS or isinstance(found, dict))
 
 
 def fields_in(file: Path) -> dict[str, Any] | None:
-    """The settings in a config.yaml, by group; None: it is no mapping, or no YAML that a run writes.
+    """The settings in a config.yaml, by group; None if it is not a mapping, or not YAML as a run writes it.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         fields = yaml_of(file)

@@ -1,8 +1,9 @@
 """Every setting of a run, declared once: name, type, default, range and meaning (`section.py` says how).
 
-The values are plain, frozen and checked when they are made. `Settings.to_dict` and `Settings.from_dict` carry them to
-workers and into config.yaml as plain JSON; `compose.py` makes them from a command line. Every error is a ConfigError
-that names the override. What needs the model, the data or the device is checked where those are opened.
+The values are plain and frozen, and are checked when they are made. `compose.py` makes them from a command line.
+`Settings.to_dict` and `Settings.from_dict` carry them to workers and into config.yaml as plain JSON. Every error is a
+ConfigError that names the override. Rules that need the model, the data or the device are checked where these are
+opened.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ _SLOW_EXAMPLE = "emulated.slow=[{rank: 3, speed: 0.5, step: 10}]"
 class MeshSettings(Section, group="mesh"):
     """The numbers of workers, of stages, and of devices inside each worker.
 
-    Either `dp` and `pp`, or `stages` alone. `tp` and `fsdp` lie inside each worker, over its local devices: one XLA
-    program spans all of them.
+    Workers and stages are given by `dp` and `pp`, or by `stages` alone. `tp` and `fsdp` are axes inside each worker,
+    over its local devices; one XLA program spans all of them.
     """
 
     dp: int | None = setting(None, "workers per stage", at_least=1)
@@ -123,9 +124,9 @@ class ShardingSettings(Section, group="sharding"):
 
 
 _MOST_LAYERS, _LARGEST_WIDTH = 10_000, 1_000_000
-"""Far above those of any model. A mistyped number would otherwise be built, layer by layer, for hours."""
+"""Limits far above the sizes of any model. Without them a model with a mistyped size would be built for hours."""
 SIZES = frozenset(("layers", "d_model", "heads", "dropout"))
-"""The settings of a model that its constructor gets where it has a parameter of that name."""
+"""The settings of a model that its constructor gets if it has a parameter of that name."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,10 @@ class ModelSettings(Section, group="model"):
         None, "weights to begin with: a safetensors file, a run or checkpoint, or a directory of Hugging Face"
     )
     named: frozenset[str] = dataclasses.field(default=frozenset(), compare=False, repr=False)
-    """Sizes that the command line or the call names, and no choice: the model must have a use for them. No setting."""
+    """The sizes that the command line or the call itself names. The constructor must have parameters for them.
+
+    This is not a setting: it says where settings came from, and the sizes that the file of a choice sets are not in it.
+    """
 
     @property
     def label(self) -> str:
@@ -151,7 +155,11 @@ class ModelSettings(Section, group="model"):
         return self.target.rpartition(".")[2] if "." in self.target else self.name
 
     def sizes(self, seq_len: int, vocab_size: int) -> dict[str, Any]:
-        """The sizes by the names that a constructor knows them by. `vocab_size` is 0 where samples are no tokens."""
+        """The sizes by the names of a constructor's parameters.
+
+        Args:
+            vocab_size: the vocabulary of the data; 0 if samples are not tokens, and then it is left out.
+        """
         return {
             **({"vocab_size": vocab_size} if vocab_size else {}),
             "seq_len": seq_len,
@@ -164,7 +172,7 @@ class ModelSettings(Section, group="model"):
 
 @dataclass(frozen=True)
 class DataSettings(Section, group="data"):
-    """The data that it is trained on: a corpus, or a dataset of your own."""
+    """The data that the model is trained on: a corpus, or a dataset of your own."""
 
     name: str = setting(
         "stdlib", "Python's library, text files, token files, tables, or your own dataset", choices=CORPORA
@@ -193,8 +201,8 @@ class DataSettings(Section, group="data"):
 class OptimGroup(Section, group="optim.groups"):
     """Settings of the parameters whose names match a pattern, in place of the optimizer's own.
 
-    A parameter that two groups match has what both say; groups that say different things of it are refused, so their
-    order does not matter. `weight_decay` is that of all parameters that match, also of those with one dim.
+    If two groups match a parameter, the settings of both apply to it. Groups that contradict each other are refused, so
+    their order does not matter. `weight_decay` applies to all parameters that match, also to those with one dim.
     """
 
     match: str = setting(REQUIRED, 'patterns of names, as in optim.freeze: "embed.* *.bias"')
@@ -230,12 +238,12 @@ _READ_BY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "schedule_steps": ("schedule", _WITH_AN_END),
     "decay_steps": ("schedule", (WSD,)),
 }
-"""Settings that only some choices read: the setting that chooses, and those choices."""
+"""Settings that only some choices read: name -> (the setting that makes the choice, the choices that read it)."""
 
 
 @dataclass(frozen=True)
 class OptimSettings(Section, group="optim"):
-    """The update of the weights."""
+    """The update of the weights: the optimizer, the schedule of the learning rate, and what is trained."""
 
     name: str = setting("adamw", "the optimizer", choices=OPTIMIZERS)
     lr: float = setting(2e-3, "peak of the learning rate", above=0)
@@ -272,7 +280,7 @@ class OptimSettings(Section, group="optim"):
         return _patterns(self.freeze or "")
 
     def check_rules(self) -> None:
-        self.check_read(("decay_steps", "schedule_steps"))  # without a value they are None
+        self.check_read(("decay_steps", "schedule_steps"))  # None unless given, so these two need no list of names
         if self.schedule_steps is not None and self.schedule_steps <= self.warmup_steps:
             given = checks.override("optim.schedule_steps", self.schedule_steps)
             raise ConfigError(
@@ -283,16 +291,16 @@ class OptimSettings(Section, group="optim"):
             )
 
     def check_read(self, given: Collection[str]) -> None:
-        """Check that the optimizer and the schedule read the settings that somebody gave a value.
+        """Check that the chosen optimizer and schedule read the settings that somebody has given.
 
-        Without such a list this cannot be told: the config.yaml of a run has all settings, those of the other
-        optimizer as well. What is None has no value.
+        The values alone do not tell which ones were given: the config.yaml of a run has all settings, including those
+        of the other optimizer.
 
         Args:
-            given: names of settings, without the group.
+            given: names of the settings that were given, without the group. Those that are None are passed over.
 
         Raises:
-            ConfigError: one of them is read by another optimizer or schedule only.
+            ConfigError: a setting is read by another optimizer or schedule only.
         """
         for name, (by, readers) in _READ_BY.items():
             if name not in given or (value := getattr(self, name)) is None:
@@ -307,10 +315,10 @@ class OptimSettings(Section, group="optim"):
                 )
 
     def check_decay(self, steps: int) -> None:
-        """Check that the warm-up and the decay fit into a run of so many steps.
+        """Check that the warm-up and the decay fit into a run of `steps` steps.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: they are longer than the schedule.
         """
         all_steps = steps if self.schedule_steps is None else self.schedule_steps
         if self.decay_steps is not None and self.warmup_steps + self.decay_steps > all_steps:
@@ -327,7 +335,7 @@ class OptimSettings(Section, group="optim"):
 class TrainSettings(Section, group="train"):
     """The length of a run, and the data of each step.
 
-    `microbatch_size` is part of a run's identity: other sizes, other bits.
+    `microbatch_size` is part of a run's identity: with another size the run has other bits.
     """
 
     steps: int = setting(400, "steps of the run", at_least=1)
@@ -406,26 +414,27 @@ class PageSettings(Section, group="page"):
 class RuntimeSettings(Section, group="runtime"):
     """The devices and machines that workers run on.
 
-    `threads_per_worker`, `dtype` and `compile` are part of a run's identity: other values, other bits.
+    `threads_per_worker`, `dtype` and `compile` are part of a run's identity: with other values the run has other bits.
 
-    `check_model`: before the first step each kind of layer computes one micro-batch twice, on every worker; a model
+    `check_model`: before the first step every worker computes one micro-batch twice with each kind of layer. A model
     whose bits depend on more than the micro-batch is refused.
 
-    `collectives`: while a stage has a process group of the device's library (NCCL, HCCL; gloo on the CPU), partial
-    sums, reduced gradients and new parameters go through it, and over links otherwise. On several machines the sums of
-    a machine's workers are added up there first. The bits are the same.
+    `collectives`: with `group`, partial sums, reduced gradients and new parameters go through the process group of the
+    stage (NCCL, HCCL; gloo on the CPU). While a stage has no group, they go over links. If a stage spans several
+    machines, the sums of a machine's workers are added up on that machine first. The bits are the same in all cases.
 
-    `pairs`: with `collectives=group`, boundary tensors and state that is moved or copied to new replicas go from device
-    to device through groups of two workers, and over links otherwise. The bits are the same.
+    `pairs`: with `collectives=group`, boundary tensors, and state that is moved or copied to new replicas, go from
+    device to device through process groups of two workers, or over links where there is no such group. The bits are the
+    same.
 
-    Several machines: the controller listens at `rendezvous`, where agents find it, `agents` of them before the run
-    begins (with 0 it begins alone) and others at any time later. `local_workers` run beside the controller, the others
-    are assigned to the agents. `token_file` holds the secret that all of them share.
+    Several machines: agents find the controller at `rendezvous`, where it listens. It waits for `agents` of them before
+    the run begins (0: it begins alone); others may come at any time later. `local_workers` run on the controller's
+    machine, all others are assigned to the agents. `token_file` holds the secret that controller and agents share.
 
-    `launcher`: docs/engines.md says which variables of torchrun are followed, and when, and what a Ray cluster does.
-    It belongs to one command: a run that is resumed does not inherit it.
+    `launcher`: docs/engines.md says which variables of torchrun are followed, and when, and how a run uses a Ray
+    cluster. It belongs to one command: a run that is resumed does not inherit it.
 
-    `encryption` is for `transport=tcp`; what it protects and what it costs is in docs/security.md.
+    `encryption` is for `transport=tcp`. docs/security.md says what it protects and what it costs.
     """
 
     device: str = setting("cpu", "what workers compute on; emulated: programs that only take time", choices=DEVICES)
@@ -526,10 +535,10 @@ class RuntimeSettings(Section, group="runtime"):
 
 
 def endpoint(name: str | None, value: object) -> tuple[str, int]:
-    """Host and port of a text "HOST:PORT". The host has the form of a name, so its look-up raises nothing but OSError.
+    """Host and port of a text "HOST:PORT". The form of the host is checked, so its look-up raises nothing but OSError.
 
     Args:
-        name: the setting that has this value; None: it is a word by itself, as on the command line of an agent.
+        name: the setting that has this value; None if it is a word by itself, as on the command line of an agent.
 
     Raises:
         ConfigError: the text has another form.
@@ -560,11 +569,10 @@ def _must_be_tcp(where: str, transport: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class GenerateSettings(Section, group="generate"):
-    """Text that the model goes on with, generated from each checkpoint and from the weights at the end.
+    """Text that the model generates after a prompt, from each checkpoint and from the weights at the end.
 
     A process beside the controller generates it, at the lowest priority until training has ended, so no step waits for
-    it. How often there is a text is a matter of `checkpoint.every` and `checkpoint.keep_best`; without them there is
-    one at the end.
+    it. There is one text for each checkpoint (`checkpoint.every`, `checkpoint.keep_best`) and one at the end.
     """
 
     prompt: str | None = setting(None, "the begin of the text; null: no text is generated")
@@ -575,7 +583,7 @@ class GenerateSettings(Section, group="generate"):
 
 @dataclass(frozen=True)
 class RunSettings(Section, group="run"):
-    """The files of a run."""
+    """The files of a run, its display, and the code and services that hear of its progress."""
 
     dir: str | None = setting(None, "directory of the run's files; null: runs/<model>-<mesh>-<time>")
     tensorboard: bool = setting(True, "write TensorBoard files")
@@ -604,15 +612,18 @@ class RunSettings(Section, group="run"):
 class ElasticSettings(Section, group="elastic"):
     """The membership of a run: workers that may come and go.
 
-    `spares` are kept at their number: a new one is started for each that has taken a place or has died. So with spares
-    every lost worker is replaced, whether or not `replace` is given. `replacements_per_minute`: 20 are a whole machine
-    of workers at once, and no more than a worker every 3 seconds, which is what a start takes of one processor's time.
+    The number of `spares` is kept: a new one is started for each spare that has joined the mesh or has died. So with
+    spares every lost worker is replaced, whether or not `replace` is given.
 
-    `min_workers` counts members. A worker that is being started in place of a lost one is none yet, so with as many as
-    the mesh has, the first loss for which no spare is ready stops the run, with its state saved.
+    `replacements_per_minute`: the default of 20 allows a whole machine of workers to start at once. In the long run it
+    is one worker every 3 seconds, which is the processor time that a start takes.
 
-    `max_workers`: on a machine that comes, or comes back, workers are started until the run has so many again, as far
-    as the machine has places. Spares are not counted.
+    `min_workers` counts members of the mesh. A worker that is still being started in place of a lost one is not a
+    member yet. So with `min_workers` equal to the size of the mesh, the first loss for which no spare is ready stops
+    the run, with its state saved.
+
+    `max_workers`: when a machine joins the run, or returns, workers are started on it until the run has this many
+    again, or the machine has no more places. Spares are not counted.
     """
 
     enabled: bool = setting(True, "false: the first loss of a worker ends the run")
@@ -642,13 +653,13 @@ class ElasticSettings(Section, group="elastic"):
 
     @property
     def replaces(self) -> bool:
-        """True if lost workers are replaced."""
+        """True if lost workers are replaced, by `replace` or by spares."""
         return self.replace or self.spares > 0
 
 
 @dataclass(frozen=True)
 class MirrorSettings(Section, group="mirror"):
-    """The mirrors of sharded state: replicas on other workers of the stage, from which a loss is made good."""
+    """The mirrors of sharded state: replicas on other workers of the stage, which take over when a worker is lost."""
 
     count: int = setting(1, "mirrors of each page of sharded state", at_least=0)
     scatter: int = setting(0, "workers that share the mirrors of one worker's pages; 0: chosen", at_least=0)
@@ -670,8 +681,9 @@ class MirrorSettings(Section, group="mirror"):
 class VerifySettings(Section, group="verify"):
     """Checks of devices: a second worker computes some micro-batches, and some sums, as well, before a step commits.
 
-    At rate 1 a step that a loss meets begins anew, as nothing unchecked is committed. Below it is recovered in part as
-    ever, without the rest of its checks (docs/protocol.md, V1 to V9).
+    A worker may be lost in the middle of a step. At rate 1 the step then begins again, because nothing unchecked may be
+    committed. At lower rates it is recovered in part as usual, and its remaining checks are left out (docs/protocol.md,
+    V1 to V9).
     """
 
     rate: float = setting(
@@ -699,11 +711,11 @@ class CheckpointSettings(Section, group="checkpoint"):
 
 
 _SHORTEST_HEARTBEAT = 1e-3
-"""Seconds: a processor that is to send and to hear more of them has no time for anything else."""
+"""In seconds. With a shorter period a processor has time for nothing but to send and receive heartbeats."""
 _LATE_HEARTBEATS = 3
 _MOST_HEARTBEATS = 5_000
-"""A second of them, as far as `suspect` allows: the controller has other things to do with a processor."""
-_HEARTBEATS_OF_SUSPECT = 4  # however many workers there are
+"""The most heartbeats of all workers per second, as far as `suspect` allows: the controller has other work to do."""
+_HEARTBEATS_OF_SUSPECT = 4  # that a worker sends within `suspect` at least, however many workers there are
 
 # (lower, times, upper, why): upper must exceed lower, or be at least `times` lower where `times` is not 1.
 _TIMEOUT_ORDER = (
@@ -719,13 +731,20 @@ _TIMEOUT_ORDER = (
 
 @dataclass(frozen=True)
 class Timeouts(Section, group="timeouts"):
-    """The waiting times of a run, in seconds, in an order that is checked. A certain loss (a death, a closed socket)
-    waits for none of them.
+    """The waiting times of a run, in seconds, in an order that is checked.
 
-    `heartbeat` is also the longest time that one tick of a failure detector counts. `status`: in the middle of an
-    action a worker has `progress_factor` times its usual duration, if that is longer. `start` counts from a worker's
-    launch, or from the last layer that it compiled, and is also what its first action may take instead of `progress`.
-    Twice `suspect` without an acknowledgement ends a link between two workers over TCP, whose network has failed.
+    None of them delays the handling of a loss that is certain, such as a process that died or a socket that closed.
+
+    `heartbeat` is also the longest time that one tick of the failure detector counts, however late the tick comes.
+
+    `suspect`: a TCP link between two workers is given up after twice this time without an acknowledgement.
+
+    `status`: a worker in the middle of an action has `progress_factor` times the usual duration of the action, if that
+    is longer.
+
+    `start` counts from a worker's launch, or from the last layer that it has compiled. A worker's first action may also
+    take this time, instead of `progress`.
+
     `leave`: a worker whose leave takes longer counts as failed, unless it holds state that no other worker has.
     """
 
@@ -771,57 +790,62 @@ class Timeouts(Section, group="timeouts"):
         )
 
     def heartbeat_of(self, num_workers: int) -> float:
-        """Seconds from one heartbeat of a worker to the next: `heartbeat`, and more on more than 500 workers.
+        """Seconds from one heartbeat of a worker to the next: `heartbeat`, or more if there are many workers.
 
-        All workers together send 5,000 in a second, but each sends four within `suspect` on any number of workers.
+        All workers together send at most 5,000 heartbeats per second, unless a worker would then send fewer than four
+        within `suspect`. With the default of `heartbeat` the period grows from 500 workers on.
         """
         return max(self.heartbeat, min(num_workers / _MOST_HEARTBEATS, self.suspect / _HEARTBEATS_OF_SUSPECT))
 
     @property
     def silent_link(self) -> float:
-        """Seconds without an acknowledgement after which a link between two workers on different machines counts as
-        lost. Longer than `suspect`, so that a machine that nobody hears is given up by its heartbeats first.
+        """Seconds without an acknowledgement after which a link between workers on two machines counts as lost.
+
+        It is longer than `suspect`, so that an unreachable machine is first given up by its missing heartbeats.
         """
         return 2 * self.suspect
 
     @property
     def orphan_grace(self) -> float:
-        """Seconds that workers may live after their controller: they wait for it, then they write a checkpoint."""
+        """Seconds that workers may live without their controller: they wait for one, then they write a checkpoint."""
         return self.without_controller + self.shutdown
 
     @property
     def agent_grace(self) -> float:
-        """Seconds that workers of an agent may live after it: no other one takes its place."""
+        """Seconds that workers may live without their agent. No other agent takes its place, so none adopts them."""
         return self.controller + self.shutdown
 
     @property
     def without_controller(self) -> float:
-        """Seconds that workers wait when their controller is lost, before they write a checkpoint."""
+        """Seconds that workers wait for a controller when theirs is lost, before they write a checkpoint."""
         return self.controller if self.adopt is None else self.adopt
 
     def orphans_step(self, *, is_abandoned: bool) -> float:
-        """Seconds that a worker may go on to compute its step when its controller is lost.
+        """Seconds for which a worker may go on to compute its step when its controller is lost.
 
-        Half of `shutdown` is left to write its state, before it is killed.
+        Then half of `shutdown` is left for it to write its state before it is killed.
 
         Args:
-            is_abandoned: its agent is lost, too: it waits for no other controller.
+            is_abandoned: the worker's agent is lost as well, so it does not wait for another controller.
         """
         return (self.controller if is_abandoned else self.without_controller) + self.shutdown / 2
 
 
 @dataclass(frozen=True)
 class ChaosEvent(Section, group="chaos.events"):
-    """An injected fault: once, at the first attempt of `step`, when a worker reaches `point` of it.
+    """An injected fault, which happens once: when a worker reaches `point` in the first attempt of `step`.
 
-    `kind`: `kill`, `stop` and `term` are the signals SIGKILL, SIGSTOP and SIGTERM (a graceful leave) to the worker's
-    process. `exit`: the process ends; `raise`: an exception; `corrupt`: a bit of its state flips, of
-    the parameters or of the optimizer's state, as `chaos.seed` draws it. `join`: a new worker is asked for at that
-    moment. `miscompute`: one bit of one element of what the worker's device computes at `point` is
-    wrong: of a layer's output (forward), of the gradient of a layer's input (backward), of a micro-batch's weight
-    gradient (reduce), of the sum of a worker's micro-batches (sum), of a reduced gradient (norm) or of an update
-    (apply). `input` and `weights` are in the two parts of a split backward, which stages after the first have: the
-    gradient of a layer's input is made, and before the weight gradients of a micro-batch that were put off.
+    `kind`: `kill`, `stop` and `term` send SIGKILL, SIGSTOP or SIGTERM (a graceful leave) to the worker's process. With
+    `exit` the process ends, and with `raise` an exception is raised in it. `corrupt` flips a bit of the worker's state,
+    in the parameters or the optimizer's state, as drawn by `chaos.seed`. `join` asks for a new worker at that moment.
+
+    `miscompute` makes one bit of one element wrong in what the worker's device computes at `point`: a layer's output
+    (forward), the gradient of a layer's input (backward), a micro-batch's weight gradient (reduce), the sum over a
+    worker's micro-batches (sum), a reduced gradient (norm) or an update (apply).
+
+    The points `input` and `weights` are in the two parts of a split backward, which stages after the first have:
+    `input` when the gradient of a layer's input is made, `weights` before the weight gradients of a micro-batch that
+    were put off.
     """
 
     step: int = setting(REQUIRED, "step of the run", at_least=1)
@@ -866,7 +890,7 @@ class ChaosEvent(Section, group="chaos.events"):
 
     @property
     def ranks(self) -> tuple[int, ...] | None:
-        """The workers that are named; None: any one."""
+        """The workers that are named; None for any worker."""
         if isinstance(self.rank, tuple):
             return self.rank
         return None if isinstance(self.rank, str) else (self.rank,)
@@ -892,12 +916,15 @@ class ChaosSettings(Section, group="chaos"):
 class ScheduleSettings(Section, group="schedule"):
     """The changes of a running plan that follow from what its workers measure.
 
-    A decision is made every `every` steps, on medians over `window` steps. A change is made if a step is expected to
-    gain at least `min_gain` of its time in `patience` decisions in a row, and if that pays for the state that it
-    moves. The next change takes twice as many decisions, until workers come or go. On a busy machine a worker may take
-    fifty times as long for a moment: what is measured counts, and is shown, as far as it has lasted for `lasting`
-    seconds. Without a `memory_limit` no such change makes the state of a worker more than twice the even share on the
-    mesh that the run was started with. The limit also bounds the weight gradients that a worker puts off.
+    A decision is made every `every` steps, on medians over `window` steps. The plan is changed if `patience` decisions
+    in a row expect a step to take at least the share `min_gain` less time, and if that pays for the state that has to
+    move. The next change takes twice as many decisions, until workers come or go.
+
+    On a busy machine a worker may for a moment take fifty times as long as usual. So a measured difference counts, and
+    is shown, only as far as it has lasted for `lasting` seconds.
+
+    Without a `memory_limit` no change gives a worker more than twice the even share of state on the mesh that the run
+    was started with. The limit also bounds the weight gradients that a worker puts off.
     """
 
     microbatches: bool = setting(True, "assign micro-batches by the measured speed of workers")
@@ -937,10 +964,14 @@ class ScheduleSettings(Section, group="schedule"):
     f_change_ms: float = setting(5.0, "milliseconds that a change takes; an emulated device takes them", at_least=0)
 
     def check_device(self, device: str, *, has_agents: bool) -> None:
-        """Check that the frequencies of the devices that workers run on can be set by this backend, and from here.
+        """Check that this backend can set the frequencies of the devices, from the controller's machine.
+
+        Args:
+            device: the kind of device that workers run on (`runtime.device`).
+            has_agents: workers may run on other machines, where no backend can set frequencies.
 
         Raises:
-            ConfigError: they cannot; with the backend that would fit.
+            ConfigError: it cannot. The error names the backends that could.
         """
         if self.frequency == "none":
             return
@@ -976,14 +1007,16 @@ class SlowDevice(Section, group="emulated.slow"):
             checks.whole("emulated.slow.until", self.until, at_least=self.step + 1)
 
     def holds_at(self, rank: int, step: int) -> bool:
-        """True if this is about the given worker and step."""
+        """True if this entry applies to the given worker and step."""
         return rank == self.rank and self.step <= step and (self.until is None or step < self.until)
 
 
 @dataclass(frozen=True)
 class EmulatedSettings(Section, group="emulated"):
-    """Durations of the programs of runtime.device=emulated, which return keyed numbers. Of two entries of `slow` that
-    hold at the same time the later one counts."""
+    """The durations of the programs of runtime.device=emulated, which compute nothing and return keyed numbers.
+
+    If two entries of `slow` apply to a worker at the same time, the later one counts.
+    """
 
     forward_ms: float = setting(10.0, "milliseconds of one micro-batch's forward through a layer of cost 1", at_least=0)
     backward_ms: float = setting(20.0, "milliseconds of its backward", at_least=0)
@@ -1002,14 +1035,14 @@ class EmulatedSettings(Section, group="emulated"):
     slow: tuple[SlowDevice, ...] = setting((), f"slow workers, quoted: '{_SLOW_EXAMPLE}'", example=_SLOW_EXAMPLE)
 
     def speed(self, rank: int, step: int) -> float:
-        """Relative speed of a worker in a step, without its frequency."""
+        """Relative speed of a worker in a step, at the normal frequency of its device."""
         return next((s.speed for s in reversed(self.slow) if s.holds_at(rank, step)), 1.0)
 
     def check_layers(self, num_layers: int) -> None:
-        """Check that there is one cost for each layer of the model, or none.
+        """Check that there is one cost for each layer of the model, or none at all.
 
         Raises:
-            ConfigError: another number of them.
+            ConfigError: there is another number of costs.
         """
         if self.layer_costs and len(self.layer_costs) != num_layers:
             given = checks.override("emulated.layer_costs", self.layer_costs)
@@ -1090,7 +1123,7 @@ class Settings(Section):
             )
 
     def _check_chaos(self) -> None:
-        """Events at the points of split backwards happen only where there are such backwards."""
+        """Refuse events at the points of split backwards in a run that has no such backwards: they would not happen."""
         points = [event.point for event in self.chaos.events if event.point in _SPLIT_POINTS]
         if not points:
             return
@@ -1116,22 +1149,22 @@ class Settings(Section):
                 )
 
     def check_named(self, names: Collection[str]) -> None:
-        """Check that the settings that somebody names are read: some belong to a choice, and to nothing else.
+        """Check that the settings that somebody has named are read. Some are read only if another setting has a value.
 
-        As for `OptimSettings.check_read`, a config.yaml cannot tell, since it has all settings.
+        As for `OptimSettings.check_read`, the values alone do not tell: a config.yaml has all settings.
 
         Args:
             names: whole names of settings; names of groups are passed over.
 
         Raises:
-            ConfigError: nothing reads one of them.
+            ConfigError: nothing reads one of these settings.
         """
         for name in names:
             for belonging, is_read, chosen, instead in self._choices():
                 if name not in belonging or is_read:
                     continue
                 group, _, field = name.partition(".")
-                if (value := self.to_dict()[group][field]) is None:  # no value, which nothing need read
+                if (value := self.to_dict()[group][field]) is None:  # it has no value that could be read
                     continue
                 where = checks.override(name, value)
                 raise ConfigError(
@@ -1142,7 +1175,12 @@ class Settings(Section):
                 )
 
     def _choices(self) -> Iterator[tuple[Collection[str], bool, str, str]]:
-        """Names of settings, whether the choice that they belong to is made, what is chosen, and that choice if any."""
+        """The settings that are read only with some choice.
+
+        Yields:
+            The names of settings; whether they are read; the override that decides it, with its present value; and the
+            override with which they would be read, or "" if there is none.
+        """
         yield _OF_PROMPT, self.generate.prompt is not None, "generate.prompt=null", "generate.prompt=TEXT"
         yield ("chaos.rate",), self.chaos.random, "chaos.random=false", "chaos=random"
         device = self.runtime.device
@@ -1159,15 +1197,16 @@ class Settings(Section):
         checks_devices = self.verify.rate > 0 or self.mirror.verify_every > 0
         yield ("verify.action",), checks_devices, "verify.rate=0", "verify.rate=0.01"
         yield ("runtime.agents_timeout",), runtime.has_agents, "runtime.rendezvous=null", "runtime.rendezvous=HOST:PORT"
-        is_read = runtime.encryption or runtime.transport == "tcp"  # true is what holds anyway
+        is_read = runtime.encryption or runtime.transport == "tcp"  # true is the default, and changes nothing elsewhere
         chosen = f"runtime.transport={runtime.transport}"
         yield ("runtime.encryption",), is_read, chosen, "runtime.transport=tcp"
 
     @property
     def held_by_controller(self) -> tuple[str, str] | None:
-        """A setting by which the controller alone has or knows something, so that none can take over its workers.
+        """A setting that keeps another controller from adopting the workers, as it needs what only this one has.
 
-        The setting as it is given, and why; None: nothing.
+        Returns:
+            The setting as it is given, and the reason; None if there is no such setting.
         """
         runtime, verify = self.runtime, self.verify
         is_launched = runtime.launcher == TORCHRUN and runtime.rendezvous is not None
@@ -1185,7 +1224,7 @@ class Settings(Section):
         return None
 
     def _check_adopted(self) -> None:
-        """Refuse `timeouts.adopt` where a controller alone has or knows something: no other one can take that over."""
+        """Refuse `timeouts.adopt` together with a setting that keeps another controller from adopting the workers."""
         if (held := self.held_by_controller) is None:
             return
         given, why = held
@@ -1197,7 +1236,7 @@ class Settings(Section):
         )
 
     def _check_rollback(self) -> None:
-        """A run that may have to go back has checkpoints to go back to, and can begin again by itself."""
+        """Check that a run with `verify.action=rollback` has checkpoints to go back to, and can restart by itself."""
         if not self.checkpoint.every:
             raise ConfigError(
                 "verify.action=rollback is given without checkpoints",
@@ -1215,18 +1254,18 @@ class Settings(Section):
 
     @property
     def checks_model(self) -> bool:
-        """True if workers check the model before they are ready; an emulated device computes nothing with it."""
+        """True if workers check the model before they are ready. On an emulated device there is nothing to check."""
         return self.runtime.check_model and self.runtime.device != EMULATED
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of a step."""
+        """The number of micro-batches of a step."""
         return self.train.global_batch // self.train.microbatch_size
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; `from_dict` inverts it."""
+        """All settings by group, in plain JSON types; `from_dict` inverts it."""
         fields = dataclasses.asdict(self)
-        del fields["model"]["named"]  # it is of one command
+        del fields["model"]["named"]  # it belongs to one command, not to the run
         return checks.plain(fields)
 
     def to_yaml(self) -> str:
@@ -1237,10 +1276,10 @@ class Settings(Section):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Settings:
-        """Inverse of `to_dict`; a setting that is left out has its default.
+        """The settings from plain data; the inverse of `to_dict`. A setting that is left out has its default.
 
         Raises:
-            ConfigError: an unknown setting, or a value that breaks a rule.
+            ConfigError: a setting is unknown, or a value breaks a rule.
         """
         values: dict[str, Any] = {}
         for name, value in fields.items():

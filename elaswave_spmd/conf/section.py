@@ -1,4 +1,4 @@
-"""The declaration of a setting: name, type, default, range and meaning in one line of a frozen dataclass.
+"""The declaration of settings: name, type, default, range and meaning, in one line of a frozen dataclass.
 
     @dataclass(frozen=True)
     class TrainSettings(Section, group="train"):
@@ -14,7 +14,7 @@ that Hydra starts from, and `--help`. The annotation says which check applies:
     a Section               an item of a list, given as a mapping
     T | None                any of these, or null
 
-Any other union is left to the section's own `check_rules`, which also holds the rules across its settings.
+Any other union is left to the section's own `check_rules`, which also checks the rules across its settings.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _ELSEWHERE: Mapping[str, str] = types.MappingProxyType(
 )
 """Names that other programs give to settings -> the last part of the name here."""
 REQUIRED: Any = dataclasses.MISSING
-"""Stands for the default of a setting that has none: the field `step` of a chaos event."""
+"""Stands for the default of a setting that has none, such as the field `step` of a chaos event."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The values that a setting may take, and what it means. The fields that do not apply to its type are unused."""
+    """The values that a setting may take, and its meaning. Fields that do not apply to its type are unused."""
 
     meaning: str
     at_least: float = -math.inf
@@ -70,11 +70,11 @@ def setting(
     """Declare a setting: the default of a dataclass field, with everything else about it as the field's metadata.
 
     Args:
-        default: its value where nothing else is given, or REQUIRED.
+        default: the value if no other is given, or REQUIRED.
         meaning: one line for `--help`.
         at_least, above, below, at_most, multiple_of: limits of a number, or of each number in a list.
         choices: the words that a text may be.
-        example: an override that would be good, for errors about lists.
+        example: a valid override, for errors about lists.
     """
     limits = Limits(meaning, at_least, above, below, at_most, multiple_of, choices, example)
     metadata = {_KEY: limits}
@@ -85,7 +85,7 @@ def setting(
 
 @dataclass(frozen=True)
 class Declaration:
-    """A setting as its section declares it. `name` is the whole name, "train.steps"; `field` that of the attribute."""
+    """A setting as its section declares it. `name` is its whole name, "train.steps"; `field` the attribute, "steps"."""
 
     name: str
     field: str
@@ -103,11 +103,12 @@ class Declaration:
 
     @property
     def items(self) -> type[Section] | None:
-        """The section that each item of this list is, or None."""
+        """The section that describes each item, if the setting is a list of mappings; else None."""
         found = [arg for arg in typing.get_args(self.type) if isinstance(arg, type) and issubclass(arg, Section)]
         return found[0] if found else None
 
     def _check(self, kind: Any, name: str, value: object) -> Any:
+        """Check a value, or an item of it, against `kind`: the type of the setting, or a part of this type."""
         limits = self.limits
         arguments = typing.get_args(kind)
         if typing.get_origin(kind) in (types.UnionType, typing.Union):
@@ -160,19 +161,19 @@ class Section:
 
     def __post_init__(self) -> None:
         for declared in declarations(type(self)):
-            # The dataclass is frozen, and this is the one moment at which its values are still being made.
+            # The dataclass is frozen. Here it is still being made, so values may be replaced by checked ones.
             object.__setattr__(self, declared.field, declared.check(getattr(self, declared.field)))
         self.check_rules()
 
     def check_rules(self) -> None:
-        """Check the rules that no single setting can check. Called after each setting has been checked alone."""
+        """Check the rules across several settings. Called after each setting has been checked by itself."""
 
     @classmethod
     def from_fields(cls: type[S], fields: object) -> S:
         """The section from plain data; a setting that is left out has its default.
 
         Raises:
-            ConfigError: this is no mapping, or it has an unknown name.
+            ConfigError: the data is not a mapping, or has an unknown name.
         """
         if not isinstance(fields, Mapping):
             given = checks.override(cls.GROUP, fields)
@@ -186,7 +187,15 @@ class Section:
 
     @classmethod
     def from_item(cls: type[S], item: object, example: str) -> S:
-        """The section that an item of a list is, from a mapping of its fields."""
+        """The section for one item of a list, from a mapping of its fields.
+
+        Args:
+            item: the mapping, or a section that is returned as it is.
+            example: a valid override of the whole list, for errors.
+
+        Raises:
+            ConfigError: the item is not a mapping, has an unknown name, or lacks a field.
+        """
         if isinstance(item, cls):
             return item
         declared = declarations(cls)
@@ -217,16 +226,17 @@ def unknown_setting(name: str, names: list[str], where: str) -> ConfigError:
 
     Args:
         name: the name as given, "train.stpes".
-        names: those that exist, for the list and the advice.
+        names: the names that exist, for the list and the advice.
         where: the override or the file that names it.
     """
     by_last_part = {known.rpartition(".")[2]: known for known in reversed(names)}
     group, last = name.partition(".")[0] + ".", name.rpartition(".")[2]
     in_group = {known.rpartition(".")[2]: known for known in names if known.startswith(group)}
-    # Names of one group are alike by the group alone, so in it the last parts are compared.
+    # All names of a group are similar because of the group alone, so within it only the last parts are compared.
     close = in_group.get(closest(last, in_group), "") if in_group else closest(name, names)
     other = by_last_part.get(_ELSEWHERE.get(last, ""), "")
-    # The user's own code may have an argument of any name: that one of another group is nearly like it says nothing.
+    # The user's own code may have arguments of any name. So for them a setting of another group is advised only if it
+    # has exactly this name, not if it is similar.
     may_be_argument = name.startswith(("model.", "data."))
     elsewhere = by_last_part.get(last if may_be_argument else closest(last, by_last_part), "")
     like = other or close or elsewhere
@@ -241,7 +251,7 @@ def unknown_setting(name: str, names: list[str], where: str) -> ConfigError:
 
 @cache
 def declarations(section: type[Section]) -> tuple[Declaration, ...]:
-    """The settings that a section declares itself, in order; groups inside it are not among them."""
+    """The settings that a section declares itself, in order. Sections inside it, as in `Settings`, are left out."""
     hints = typing.get_type_hints(section)
     prefix = f"{section.GROUP}." if section.GROUP else ""
     found = []

@@ -1,4 +1,4 @@
-"""Data: from text to fixed-length samples that any process opens by id. See README.md."""
+"""The training data: text is tokenised once, and any process reads fixed-length samples by id. See README.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's own files of uint16 tokens, in the layout of nanoGPT: `train.bin` and `val.bin`, or one file."""
+"""A user's own files of uint16 tokens (`data=bin`), laid out as in nanoGPT: `train.bin` and `val.bin`, or one file."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ class BinFile:
 
 
 def find_bin_files(path: str) -> tuple[Path, Path | None]:
-    """The files of training and of validation; one file has no second, and its tail is held out.
+    """Find the token files for training and for validation.
+
+    The second is None if `path` is a single file. The caller then holds out the tail of that file.
 
     Raises:
-        DataError: there is no such file, or the folder lacks one of the two.
+        DataError: there is no such file or folder, or the folder lacks one of the two files.
     """
     found = Path(os.path.expanduser(path)).absolute()
     train, validation = found / "train.bin", found / "val.bin"
@@ -54,16 +56,16 @@ def find_bin_files(path: str) -> tuple[Path, Path | None]:
 
 
 def read_bin_file(path: Path) -> BinFile:
-    """Read a token file once, for its hash and its largest token.
+    """Read a token file once, to find its hash and its largest token.
 
     Raises:
-        DataError: it cannot be read, is empty, or is not a whole number of tokens.
+        DataError: the file cannot be read, is empty, or does not hold a whole number of tokens.
     """
     content, num_bytes, largest, odd = hashlib.sha256(), 0, 0, b""
     for block in read_blocks(path):
         content.update(block)
         num_bytes += len(block)
-        # A block may end within a token, where a file system gives fewer bytes than were asked for.
+        # A block may have any size, so it may end in the middle of a token.
         block = odd + block
         whole = len(block) // 2 * 2
         odd = block[whole:]

@@ -1,6 +1,7 @@
-"""The token file: written once per (corpus, tokenizer), published by one rename, mapped read-only by every process.
+"""The cache of token files. Each is written once per (corpus, tokenizer) and mapped read-only by every process.
 
-An entry is a folder `<key>/` with `tokens.bin` (raw little-endian unsigned integers) and `meta.json`.
+An entry is a folder `<key>/` with `tokens.bin` (raw little-endian unsigned integers) and `meta.json`. It is written
+into a scratch folder and published by one rename, so no process sees half of it.
 """
 
 from __future__ import annotations
@@ -30,10 +31,15 @@ _META = "meta.json"
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Tokens of a whole corpus. `path` is absolute, `dtype` one of uint8, uint16, uint32 (stored little-endian).
+    """A token file, which holds the tokens of a whole corpus.
 
-    `tokens_sha256` is the hash of the file; empty where the tokens are known by the hash of what they were made of:
-    bytes, and columns of token ids.
+    Args:
+        path: absolute path.
+        dtype: uint8, uint16 or uint32, stored little-endian.
+        num_tokens: number of tokens in the file.
+        vocab_size: every token lies in [0, vocab_size).
+        tokens_sha256: hash of the file. It may be empty for the tokens of `ByteTokenizer`, and is empty for columns of
+            token ids: both are determined by the hash of the data that they were made of.
     """
 
     path: str
@@ -51,12 +57,12 @@ def default_cache() -> Path:
     """The default directory of token files: `$XDG_CACHE_HOME/elaswave_spmd`, or `~/.cache/elaswave_spmd`.
 
     Raises:
-        ConfigError: neither the variable nor a home directory is there.
+        ConfigError: there is neither an absolute `$XDG_CACHE_HOME` nor a home directory.
     """
-    # A relative XDG_CACHE_HOME is invalid by its specification, and is ignored as that demands.
+    # The XDG specification demands that a relative path is ignored.
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache"))
-    if not folder.is_absolute():  # a user without an entry in the list of users, as in some containers
+    if not folder.is_absolute():  # `~` was not expanded: no HOME, and no entry in the user database, as in containers
         raise ConfigError(
             "there is no home directory, in whose cache folder token files are kept",
             rule="tokens are made once and kept in data.cache, or else in the user's cache folder",
@@ -79,11 +85,11 @@ def tokenize_once(
     accept: Callable[[int], None] = lambda num_tokens: None,
     progress: bool = False,
 ) -> TokenFile:
-    """The token file of a corpus, from the cache, or made and put there now.
+    """The token file of a corpus: the one in the cache, or a new one that is written there.
 
     Args:
-        accept: called with the number of tokens before anything is published; raises to refuse it.
-        progress: show a bar on stderr while tokenising.
+        accept: called with the number of tokens, before a new entry is published. It raises an error to refuse them.
+        progress: show a progress bar on stderr while tokenising.
 
     Raises:
         ConfigError: the cache cannot be written.
@@ -98,10 +104,10 @@ def tokenize_once(
 
 
 def store_once(column: TokenColumn, vocab_size: int, cache: Path) -> TokenFile:
-    """The token file of a column of token ids that cannot be read in place, from the cache, or made and put there now.
+    """The token file of a column of token ids that cannot be read in place: the one in the cache, or a new one.
 
     Args:
-        vocab_size: above every id; it says how ids are stored.
+        vocab_size: larger than every id; it decides the dtype in which ids are stored.
 
     Raises:
         ConfigError: the cache cannot be written.
@@ -118,7 +124,12 @@ def store_once(column: TokenColumn, vocab_size: int, cache: Path) -> TokenFile:
 def _find_or_make(
     cache: Path, key: str, write: Callable[[Path], TokenFile], accept: Callable[[int], None]
 ) -> TokenFile:
-    """The entry of this key: the one that is there, or what `write` writes into a folder of its own."""
+    """The cache entry with this key: the one that exists, or a new one.
+
+    Args:
+        write: writes a new entry into the scratch folder that it is given.
+        accept: as for `tokenize_once`; also called for an entry that exists.
+    """
     cache = Path(os.path.expanduser(cache)).absolute()
     entry = cache / key
     if (found := _read_entry(entry)) is not None:
@@ -154,7 +165,7 @@ def _cache_key(corpus: Documents, tokenizer: Tokenizer) -> str:
 
 
 def _read_entry(entry: Path) -> TokenFile | None:
-    """The entry if it exists and is whole, else None: a damaged one is made anew."""
+    """The entry if it exists and is whole; None if there is none or it is damaged, so that a new one is written."""
     tokens = entry / "tokens.bin"
     try:
         meta = json.loads(read_regular(entry / _META))
@@ -166,7 +177,7 @@ def _read_entry(entry: Path) -> TokenFile | None:
 
 
 def _with_hash(found: TokenFile) -> TokenFile:
-    """The token file with its hash, of an entry that was made when there was none; its meta.json has it from now on."""
+    """Add the hash to an entry that an earlier version has written without one, and store it in its meta.json."""
     path, digest = Path(found.path), hashlib.sha256()
     with _cache_errors(path.parent.parent), open_regular(path) as file:
         while block := file.read(READ_BYTES):
@@ -174,7 +185,7 @@ def _with_hash(found: TokenFile) -> TokenFile:
     hashed = replace(found, tokens_sha256=digest.hexdigest())
     scratch = path.with_name(f".meta.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        with contextlib.suppress(OSError, ValueError, TypeError):  # a cache that is filled need not be writable
+        with contextlib.suppress(OSError, ValueError, TypeError):  # a filled cache may be read-only
             about = {**json.loads(read_regular(path.with_name(_META))), "tokens_sha256": hashed.tokens_sha256}
             scratch.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
             os.replace(scratch, path.with_name(_META))
@@ -210,7 +221,8 @@ def _write_entry(scratch: Path, corpus: Documents, tokenizer: Tokenizer, progres
                 ) from error
         out.flush()
         os.fsync(out.fileno())
-    # The corpus was hashed when it was found and is read a second time here; the key of the entry is the first hash.
+    # The corpus was hashed when it was found, which gave the key of this entry, and was read again here. If it changed
+    # in between, its tokens must not be stored under that key.
     if content.hexdigest() != corpus.sha256:
         raise _changed(corpus.name)
     made = TokenFile(str(path), dtype.name, num_tokens, tokenizer.vocab_size, written.hexdigest())
@@ -246,14 +258,14 @@ def _changed(name: str) -> DataError:
 
 
 def _write_meta(scratch: Path, made: TokenFile, about: Mapping[str, object]) -> None:
-    """Write meta.json of an entry: what it takes to read the tokens, and for people, where they come from."""
+    """Write meta.json of an entry: the facts needed to read the tokens and, for people, where they come from."""
     fields = {name: value for name, value in asdict(made).items() if name != "path" and value != ""}
     written = json.dumps({"format": FORMAT, **fields, **about}, indent=1)
     (scratch / _META).write_text(written + "\n", encoding="utf-8")
 
 
 def _publish(scratch: Path, entry: Path) -> None:
-    """Rename an entry into place. If another process was first, its entry stays, which has the same tokens."""
+    """Rename an entry into place. If another process was first, its entry stays: it has the same tokens."""
     try:
         os.rename(scratch, entry)
     except OSError:
@@ -276,7 +288,10 @@ def _cache_errors(cache: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress_bar(corpus: Documents, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar; yields advance(num_bytes). The caller's thread redraws it, since the controller forks later."""
+    """A progress bar on stderr; yields advance(num_bytes).
+
+    It has no thread of its own, because the controller forks later: `advance` redraws it, at each per cent.
+    """
     if not shown:
         yield lambda num_bytes: None
         return

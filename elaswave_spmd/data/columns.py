@@ -1,7 +1,7 @@
-"""One column of a table: its rows as documents of text, or as tokens one after another.
+"""One column of a table. Its rows are documents of text, or lists of token ids, which are read one after another.
 
-What is measured of a column (number of tokens, largest token, sha256) depends on its content alone: the same rows in
-other files, or in the other format, are the same data.
+The facts about a column (number of tokens, largest token, sha256) depend on its content alone: the same rows in other
+files, or in the other format, are the same data.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _LARGEST = 2**32 - 1
 
 @dataclass(frozen=True)
 class TokenColumn:
-    """A column of token ids, measured.
+    """A column of token ids, with the facts that `read_token_column` has found about it.
 
     Args:
-        table, column: where it is.
-        dtype: numpy name of the stored ids.
-        num_tokens: in all rows.
+        table, column: the table, and the name of its column.
+        dtype: numpy name of the dtype in which the ids are stored.
+        num_tokens: the number of ids in all rows.
         largest: the largest id.
-        sha256: of the ids as little-endian uint32, one row after another.
+        sha256: hash of the ids as little-endian uint32, one row after another.
     """
 
     table: Table
@@ -41,14 +41,14 @@ class TokenColumn:
     sha256: str
 
     def arrays(self) -> Iterator[np.ndarray]:
-        """The ids of all rows, one batch after another."""
+        """The ids of all rows in order, as one array for each batch of rows."""
         for path, array in column_arrays(self.table, self.column):
             yield _token_values(path, self.column, array)
 
 
 @dataclass(frozen=True)
 class TextColumn:
-    """A column of text as a corpus (`corpus.Corpus`) whose documents are its rows."""
+    """A column of text as a corpus whose documents are the rows. The attributes are those of `corpus.Corpus`."""
 
     table: Table
     column: str
@@ -62,7 +62,7 @@ class TextColumn:
         return self.table.kind
 
     def documents(self) -> Iterator[tuple[str, Iterator[bytes]]]:
-        """The UTF-8 bytes of each row, and a name for it."""
+        """Each row's name for errors, and its text in UTF-8 as one block."""
         row = 0
         for path, array in column_arrays(self.table, self.column):
             data, ends = _text_values(path, self.column, array)
@@ -72,10 +72,10 @@ class TextColumn:
 
 
 def kind_of_column(table: Table, column: str | None) -> str:
-    """TEXT or TOKENS, by the type of the column.
+    """The kind of a column by its type: TEXT for strings, TOKENS for lists of integers.
 
     Raises:
-        DataError: none is named, there is no such column, or its type is another.
+        DataError: no column is named, the table has no such column, or it is of neither kind.
     """
     types = columns_of(table)
     listed = ", ".join(f"{name} ({found})" for name, found in types.items()) or "no columns"
@@ -102,10 +102,10 @@ def kind_of_column(table: Table, column: str | None) -> str:
 
 
 def read_token_column(table: Table, column: str) -> TokenColumn:
-    """Read a column of token ids once, for its size, its hash and its largest id.
+    """Read a column of token ids once, to find its size, its hash and its largest id.
 
     Raises:
-        DataError: it cannot be read, has rows without a value, an id that is negative or too large, or no ids.
+        DataError: the column cannot be read, has null values or no ids, or an id is negative or 2**32 or more.
     """
     content, num_tokens, largest, dtype = hashlib.sha256(), 0, 0, ""
     for path, array in column_arrays(table, column):
@@ -130,10 +130,10 @@ def read_token_column(table: Table, column: str) -> TokenColumn:
 
 
 def read_text_column(table: Table, column: str) -> TextColumn:
-    """Read a column of text once, for its size and its hashes.
+    """Read a column of text once, to find its size and its hashes.
 
     Raises:
-        DataError: it cannot be read, or has rows without a value, or no text.
+        DataError: the column cannot be read, or has null values or no text.
     """
     content, sizes, num_bytes, num_documents = hashlib.sha256(), hashlib.sha256(), 0, 0
     for path, array in column_arrays(table, column):
@@ -148,10 +148,10 @@ def read_text_column(table: Table, column: str) -> TextColumn:
 
 
 class ChunkedTokens:
-    """Tokens that lie in several arrays, addressed as one array by numpy's indexing with an array of positions.
+    """Several arrays of tokens that are addressed as one, by numpy's indexing with an array of positions.
 
     Args:
-        chunks: 1-D integers, usually views of memory-mapped files. Empty ones are left out.
+        chunks: 1-D arrays of integers, usually views of memory-mapped files. Some may be empty.
     """
 
     def __init__(self, chunks: list[np.ndarray]) -> None:
@@ -161,7 +161,7 @@ class ChunkedTokens:
         self.shape = (int(self._ends[-1]) if self._chunks else 0,)
 
     def __getitem__(self, positions: np.ndarray) -> np.ndarray:
-        """The tokens at these positions, int64 in the shape of `positions`, which lie in [0, shape[0])."""
+        """The tokens at these positions, int64 of the same shape. Positions must lie in [0, shape[0])."""
         numbers = np.searchsorted(self._ends, positions, side="right")
         found = np.empty(positions.shape, dtype=np.int64)
         for number in np.unique(numbers):
@@ -171,10 +171,10 @@ class ChunkedTokens:
 
 
 def map_tokens(table: Table, column: str) -> ChunkedTokens:
-    """The ids of an arrow table's column in place, one row after another.
+    """Map the token ids of an arrow table's column into memory, one row after another, without copying them.
 
     Raises:
-        DataError: a file cannot be read in place.
+        DataError: a file cannot be read, or not in place.
     """
     return ChunkedTokens([_token_values(table.files[0], column, array) for array in mapped_arrays(table, column)])
 
@@ -188,7 +188,7 @@ def _token_values(path: str, column: str, array: Any) -> np.ndarray:
 
 
 def _text_values(path: str, column: str, array: Any) -> tuple[memoryview, np.ndarray]:
-    """The UTF-8 bytes of all rows, and the positions in them at which rows begin and end, one more than rows."""
+    """The UTF-8 bytes of all rows, and int64 offsets [rows + 1] into them: row i is bytes[ends[i] : ends[i + 1]]."""
     _refuse_empty_rows(path, column, array)
     if not len(array):
         return memoryview(b""), np.zeros(1, dtype=np.int64)
@@ -200,6 +200,7 @@ def _text_values(path: str, column: str, array: Any) -> tuple[memoryview, np.nda
 
 
 def _refuse_empty_rows(path: str, column: str, array: Any) -> None:
+    """Raise DataError if a value is null."""
     if array.null_count:
         raise DataError(
             f"data.column={column} has {array.null_count} values that are null, in {path}",

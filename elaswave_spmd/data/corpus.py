@@ -1,4 +1,4 @@
-"""Corpora: ordered lists of files, with the sha256 of their bytes."""
+"""A corpus is an ordered list of text files, with the sha256 of their bytes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ READ_BYTES = 1 << 20
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "testing", "_test", "__phello__"}
 )
-# Files written at build or installation time: they contain paths of the machine, so equal Pythons would differ.
+# Names of files that are tests, or that are written at build or installation time. The latter contain paths of the
+# machine, so equal Python versions would give different corpora.
 _SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize", "test_", "config-")
 
 
 class Documents(Protocol):
-    """Documents of text in order, with the hashes of their content; the attributes are those of `Corpus`."""
+    """An ordered sequence of text documents with the hashes of their content. The attributes are those of `Corpus`."""
 
     @property
     def name(self) -> str: ...
@@ -38,7 +39,7 @@ class Documents(Protocol):
     @property
     def num_documents(self) -> int: ...
     def documents(self) -> Iterator[tuple[str, Iterator[bytes]]]:
-        """Each document's name, for messages, and its bytes in blocks."""
+        """Each document's name for errors, and its bytes in blocks."""
         ...
 
 
@@ -49,9 +50,10 @@ class Corpus:
     Attributes:
         name: `stdlib` or `text`.
         files: the documents.
-        sha256: hash of their concatenation.
-        num_bytes: size of their concatenation.
-        boundaries: hash of their sizes: a tokenizer may give other tokens if the same bytes are divided differently.
+        sha256: hash of the bytes of all documents, one after another.
+        num_bytes: size of all documents in bytes.
+        boundaries: hash of the sizes of the documents. The tokens depend on it as well, because a tokenizer may give
+            other tokens if the same bytes are divided into other documents.
 
     Raises:
         DataError: there is no document, or all are empty.
@@ -81,7 +83,7 @@ class Corpus:
 
 
 def stdlib_corpus() -> Corpus:
-    """Source text of the running Python's standard library: `.py` files sorted by path, without tests and packages.
+    """Source text of the running Python's standard library: its `.py` files by path, without tests and site-packages.
 
     Raises:
         DataError: this Python has no source text (a zipped or stripped installation), or it cannot be read.
@@ -115,13 +117,13 @@ def _skipped(name: str) -> bool:
 
 
 def text_corpus(pattern: str) -> Corpus:
-    """The files that match a glob (`**` goes into folders, `~` is the home directory), sorted by path.
+    """A corpus of the files that match a glob, sorted by path. `**` goes into folders, `~` is the home directory.
 
     Raises:
         DataError: nothing matches, a file cannot be read, or all files are empty.
     """
     expanded = os.path.expanduser(pattern)
-    matches = sorted({*glob.glob(expanded, recursive=True)})  # a/**/**/b.txt finds some of them several times
+    matches = sorted({*glob.glob(expanded, recursive=True)})  # a set, as a/**/**/b.txt finds some files several times
     files = tuple(Path(match) for match in matches if os.path.isfile(match))
     if not files:
         raise DataError(
@@ -142,7 +144,7 @@ def _what_is_there(pattern: str, matches: list[str]) -> str:
         return f"{matches[0]}, which is no regular file"
     try:
         folder = nearest_folder(pattern)
-    except OSError as error:  # a name that is too long for one
+    except OSError as error:  # a name that is too long for a file
         return f"nothing of this name ({error.strerror or error})"
     try:
         names = sorted(entry.name for entry in folder.iterdir())
@@ -153,7 +155,7 @@ def _what_is_there(pattern: str, matches: list[str]) -> str:
 
 
 def nearest_folder(pattern: str) -> Path:
-    """The innermost folder on the way to a path, or to the first star of a glob, that exists."""
+    """The innermost existing folder on the way to a path, or to the first star of a glob."""
     folder = Path(pattern.split("*")[0])
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent

@@ -22,14 +22,14 @@ _METHODS = {
 _GENERIC_CONTRACT = "a class with __len__ and __getitem__; with vocab_size its samples are tokens, else anything"
 
 _SETTINGS = ("path", "tokenizer")
-"""The arguments of a constructor that are settings of their own, `data.path`."""
+"""Constructor arguments that have a setting of their own, such as `data.path`. All others are `data.args.NAME`."""
 
 
 def load_target(target: str) -> Callable[..., Any]:
     """Import the class (or function) that `module.Name` names, with the working directory on the import path.
 
     Raises:
-        DataError: it cannot be imported, or there is no such name in it.
+        DataError: the module cannot be imported, or has no class or function of this name.
     """
     module_name, _, name = target.rpartition(".")
     if not is_dotted_name(target):
@@ -56,7 +56,10 @@ def load_target(target: str) -> Callable[..., Any]:
 
 
 def accepted_names(target: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
-    """The names that the constructor takes as keywords, and True if it takes any name (`**kwargs`)."""
+    """The names that a constructor takes as keywords, and True if it takes any name (`**kwargs`).
+
+    A constructor whose signature cannot be inspected is taken to accept any name.
+    """
     try:
         parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
@@ -70,11 +73,15 @@ def choose_kwargs(
 ) -> tuple[dict[str, object], bool]:
     """Choose keyword arguments for `target`: those of `offered` that it has parameters for, and all of `demanded`.
 
+    Args:
+        offered: arguments that the run has for any dataset, such as `seq_len`.
+        demanded: arguments that the user has set.
+
     Returns:
         The arguments, and True if the constructor has a parameter `split`.
 
     Raises:
-        DataError: the constructor has no parameter for something that the user set.
+        DataError: the constructor has no parameter for an argument that the user has set.
     """
     named, takes_any = accepted_names(load_target(target))
     for name, value in demanded.items():
@@ -93,7 +100,8 @@ def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
     """Construct the user's dataset, and check its interface without reading a sample.
 
     Raises:
-        DataError: its constructor failed, or it is not a map-style dataset, or its vocabulary is none.
+        DataError: the constructor failed, the object is not a map-style dataset, or its `vocab_size` cannot be read or
+            is not a positive integer.
     """
     make, given = load_target(target), by_value.as_given(target, "data")
     try:
@@ -101,7 +109,8 @@ def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
     except DataError:
         raise
     except (Exception, SystemExit) as error:
-        # Only if the call itself failed: a wrapper may have given what the signature of the wrapped says is missing.
+        # Missing arguments explain the error only if the call itself failed, before any of the user's code ran. Python
+        # shows the signature of the wrapped function for a wrapper, which may supply what seems to be missing.
         if isinstance(error, TypeError) and place_in_user_code(error) is None and (lacks := _lacking(make, kwargs)):
             raise _needs(target, lacks, kwargs) from error
         raise DataError(
@@ -135,11 +144,11 @@ def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
 def _check_readable(dataset: Any, given: str) -> None:
     """Refuse a dataset whose class has a `vocab_size` that cannot be read.
 
-    An AttributeError inside of such a property looks as if there were none, and tokens would be taken for samples of
-    another kind.
+    If `vocab_size` is a property that raises an AttributeError, `hasattr` says that the dataset has none. Its tokens
+    would then be treated as samples of another kind.
 
     Raises:
-        DataError: it cannot.
+        DataError: reading `vocab_size` failed.
     """
     if not hasattr(type(dataset), "vocab_size"):
         return
@@ -165,8 +174,9 @@ def _lacking(make: Callable[..., Any], kwargs: Mapping[str, object]) -> list[str
 
 
 def _needs(target: str, lacks: Sequence[str], kwargs: Mapping[str, object]) -> DataError:
+    """The error about arguments that a constructor needs and the settings do not give."""
     settings = [f"data.{name}" if name in _SETTINGS else f"data.args.{name}" for name in lacks]
-    if by_value.is_by_value(target):  # from Python
+    if by_value.is_by_value(target):  # the class was given from Python, and so are settings: as a dict
         fix = "settings={" + ", ".join(f'"{setting}": VALUE' for setting in settings) + "}"
     else:
         fix = " ".join(f"{'+' * setting.startswith('data.args.')}{setting}=VALUE" for setting in settings)
@@ -184,11 +194,11 @@ def length_of(dataset: Any, name: str) -> int:
     """The number of samples of a user's dataset.
 
     Raises:
-        DataError: its `__len__` raises, or returns something else than a number of samples.
+        DataError: `__len__` raises, or does not return a whole number of at least 0.
     """
     rule = "a dataset has a fixed number of samples: __len__ returns a whole number, 0 or more"
     try:
-        length = type(dataset).__len__(dataset)  # not len(), whose refusal does not say what was returned
+        length = type(dataset).__len__(dataset)  # not len(), whose error does not show the returned value
     except DataError:
         raise
     except (Exception, SystemExit) as error:
@@ -213,14 +223,17 @@ def length_of(dataset: Any, name: str) -> int:
 
 
 def has_tokens(dataset: Any) -> bool:
-    """True if a dataset has a vocabulary: its samples are tokens. Others may have any samples (samples.py)."""
+    """True if a dataset has a `vocab_size`: its samples are tokens. Those of other datasets are trees (samples.py)."""
     return hasattr(dataset, "vocab_size")
 
 
 def _refuse_iterable(dataset: object, name: str) -> None:
-    """Refuse what can only be iterated over.
+    """Refuse a dataset that can only be iterated over.
 
-    torch's IterableDataset has a `__getitem__`, which it inherits and which always raises.
+    torch's IterableDataset inherits a `__getitem__` that always raises, so having the method is not enough.
+
+    Raises:
+        DataError: the dataset has `__iter__` and no `__getitem__` of its own.
     """
     cls = type(dataset)
     inherited = getattr(getattr(cls, "__getitem__", None), "__module__", "") == "torch.utils.data.dataset"
@@ -241,7 +254,8 @@ def read_sample(dataset: Any, index: int, seq_len: int, name: str) -> np.ndarray
     """Read one sample of a user's dataset as int64[seq_len + 1], and check it.
 
     Raises:
-        DataError: wrong shape or kind, or a token outside the vocabulary.
+        DataError: the sample has another shape or dtype, or a token outside the vocabulary.
+        Exception: whatever the dataset raises, with a note that names the sample.
     """
     try:
         sample = np.asarray(dataset[index])

@@ -1,4 +1,4 @@
-"""Splits: fixed-length samples of a token file, or of a user's dataset, by sample id."""
+"""The splits of the data, whose samples a worker reads by id: from a token file, or from a user's dataset."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 
 class DataSplit(Protocol):
-    """One split of the data, as a worker reads it. Ids count from 0 within the split.
+    """One split of the data, as a worker reads it. Sample ids count from 0 within the split.
 
-    A batch is a function of its ids: B ids of tokens give (tokens, targets), two int64 arrays [B, T]; of a dataset
-    without tokens they give a tree of tensors on the CPU (`samples.GenericDataset`).
+    `batch(ids)` returns the samples with these ids. For token data these are (tokens, targets), two int64 arrays
+    [B, T]; for a dataset without a vocabulary they are a tree of tensors on the CPU (`samples.GenericDataset`). Equal
+    ids give equal batches. The one exception is a dataset that asks for random keys: its batches also depend on the
+    seed of the run and the step, which are further arguments of its `batch`.
     """
 
     def __len__(self) -> int: ...
@@ -33,11 +35,11 @@ class TokenDataset:
     """Samples of a token array: sample i is tokens[(first + i) * T : (first + i) * T + T + 1].
 
     Args:
-        tokens: 1-D unsigned integers, usually a read-only memory map, or several.
+        tokens: 1-D integers; usually a read-only memory map, or several of them addressed as one (`ChunkedTokens`).
         seq_len: T.
-        first: number of the split's first sample in the file.
+        first: index of the split's first sample among the samples of `tokens`.
         num_samples: length of the split.
-        vocab_size: tokens lie in [0, vocab_size).
+        vocab_size: every token lies in [0, vocab_size).
 
     Raises:
         DataError: the samples reach beyond the tokens.
@@ -67,7 +69,11 @@ class TokenDataset:
         return self._samples(np.asarray([index]))[0]
 
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Samples as (tokens, targets), both int64 [B, T]; targets are one token later. Raises IndexError."""
+        """The samples with these ids as (tokens, targets), both int64 [B, T]. A target is the token after its token.
+
+        Raises:
+            IndexError: an id is outside [0, len).
+        """
         samples = self._samples(np.asarray(ids))
         return np.ascontiguousarray(samples[:, :-1]), np.ascontiguousarray(samples[:, 1:])
 
@@ -78,7 +84,15 @@ class TokenDataset:
 
 
 class CustomDataset:
-    """`num_samples` samples of a user's dataset, from `first` on; every sample is checked when it is read."""
+    """One split of a user's map-style dataset of tokens. Every sample is checked when it is read (`read_sample`).
+
+    Args:
+        dataset: the user's dataset, which has a `vocab_size`.
+        seq_len: T.
+        first: index of the split's first sample in `dataset`.
+        num_samples: length of the split.
+        name: the name of the dataset in errors.
+    """
 
     def __init__(self, dataset: Any, seq_len: int, first: int, num_samples: int, name: str) -> None:
         self.seq_len = seq_len
@@ -97,17 +111,25 @@ class CustomDataset:
         return read_sample(self._dataset, self._first + int(index), self.seq_len, self._name)
 
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Samples as (tokens, targets), both int64 [B, T]. Raises IndexError and DataError."""
+        """The samples with these ids as (tokens, targets), both int64 [B, T]. A target is the token after its token.
+
+        Raises:
+            IndexError: an id is outside [0, len).
+            DataError: a sample is malformed.
+        """
         rows = [self[int(i)] for i in ids]
         samples = np.stack(rows) if rows else np.empty((0, self.seq_len + 1), dtype=np.int64)
         return np.ascontiguousarray(samples[:, :-1]), np.ascontiguousarray(samples[:, 1:])
 
 
 def open_split(prepared: PreparedData, split: Split) -> DataSplit:
-    """Open one split in this process; cheap, and safe in any number of processes at once.
+    """Open one split in this process. Any number of processes may do so at once.
+
+    Token files and Arrow files are memory-mapped. A user's dataset is constructed here.
 
     Raises:
-        DataError: the token file is missing or damaged, or the user's dataset cannot be made.
+        DataError: the token file is missing or damaged; the user's dataset cannot be constructed, or is not the one
+            that the controller has seen; or there is no such split.
     """
     check_split(split)
     num_samples = prepared.num_samples(split)
@@ -137,7 +159,8 @@ def _open_tokens(prepared: PreparedData, *, own_validation: bool) -> np.ndarray 
 def _open_custom(prepared: PreparedData, split: Split, num_samples: int) -> CustomDataset | GenericDataset:
     kwargs = dict(prepared.kwargs)
     first = 0
-    # A dataset that knows `split` numbers the samples of each split from 0; of any other, validation is the tail.
+    # A dataset whose constructor takes `split` numbers the samples of each split from 0. For any other dataset the
+    # validation split is the tail of its samples.
     if "split" in kwargs:
         kwargs["split"] = split
     elif split == "validation":
@@ -160,7 +183,7 @@ def _open_custom(prepared: PreparedData, split: Split, num_samples: int) -> Cust
 
 def _map_tokens(path: str, num_tokens: int, prepared: PreparedData) -> np.ndarray:
     dtype = np.dtype(prepared.dtype).newbyteorder("<")
-    owned = prepared.corpus != "bin"  # a user's own file is not made anew
+    owned = prepared.corpus != "bin"  # data=bin names a user's own file, which the next start does not write again
     try:
         size = os.stat(path).st_size
         if size != num_tokens * dtype.itemsize:
@@ -178,6 +201,6 @@ def _map_tokens(path: str, num_tokens: int, prepared: PreparedData) -> np.ndarra
 
 
 def _check_ids(ids: np.ndarray, length: int) -> None:
-    # Negative ids would silently read from the file's end.
+    # A negative id would silently read from the end of the data.
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= length):
         raise IndexError(f"sample ids must lie in [0, {length}), got {int(ids.min())} to {int(ids.max())}")

@@ -1,8 +1,8 @@
-"""A user's dataset whose samples are no tokens: trees of tensors, arrays and numbers, collated into batches.
+"""A user's dataset without a vocabulary. Its samples are trees of tensors, arrays and numbers, collated into batches.
 
-A batch is a tree of tensors, each in its own dtype. It is a function of its sample ids alone, or, of a dataset that
-asks for keys, of the run's seed, the step and the ids: whichever worker reads it, and however often, it has the same
-bits. Imports torch, so it is imported only where such a dataset is opened.
+A batch is a tree of tensors, each in its own dtype. It depends only on the ids of its samples, and, if the dataset asks
+for random keys (`takes_keys`), on the seed of the run and the step. So a batch has the same bits whichever worker reads
+it, and however often. This module imports torch, so it is imported only where such a dataset is opened.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _MASK = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class SampleKeys:
-    """The keys of the random numbers of one sample in one step; given to a dataset that asks for them.
+    """The keys of the random numbers of one sample in one step, given to a dataset that asks for them (`takes_keys`).
 
     Args:
-        seed: of the run.
-        step: that the sample is trained in; 0 in a validation, which is the same each time.
-        sample_id: number of the sample within its split.
+        seed: the seed of the run.
+        step: the step in which the sample is trained; 0 in a validation, so that all validations are alike.
+        sample_id: id of the sample within its split.
     """
 
     seed: int
@@ -39,11 +39,11 @@ class SampleKeys:
     sample_id: int
 
     def generator(self) -> torch.Generator:
-        """A new generator of torch, for `torch.rand(..., generator=g)`. Each call begins the same stream again."""
+        """A new torch generator on the CPU, for `torch.rand(..., generator=g)`. Each call begins the same stream."""
         return torch.Generator().manual_seed(int(self._seeds.generate_state(1, np.uint64)[0]) & _MASK)
 
     def numpy(self) -> np.random.Generator:
-        """A new generator of numpy. Each call begins the same stream again."""
+        """A new numpy generator. Each call begins the same stream."""
         return np.random.Generator(np.random.Philox(self._seeds))
 
     @property
@@ -52,14 +52,15 @@ class SampleKeys:
 
 
 class GenericDataset:
-    """`num_samples` samples of a user's dataset, from `first` on, as collated batches.
+    """One split of a user's dataset without a vocabulary, read as collated batches.
 
     Args:
-        dataset: map-style, `dataset[i]`, or with `__getitem__(self, index, keys)` for random augmentation. Its method
-            `collate(samples)`, if it has one, makes a batch; else torch's default_collate stacks the leaves.
-        first: number of the split's first sample in the dataset.
+        dataset: a map-style dataset, read by `dataset[i]`; or by `dataset.__getitem__(i, keys)` if it asks for keys,
+            for random augmentation. If it has a method `collate(samples)`, this makes the batches; otherwise torch's
+            `default_collate` does.
+        first: index of the split's first sample in `dataset`.
         num_samples: length of the split.
-        name: of the dataset, for errors.
+        name: the name of the dataset in errors.
     """
 
     def __init__(self, dataset: Any, first: int, num_samples: int, name: str) -> None:
@@ -68,17 +69,21 @@ class GenericDataset:
         self._num_samples = num_samples
         self._name = name
         self.keyed = takes_keys(dataset)
-        """The samples depend on the seed and the step as well."""
+        """True if the samples depend on the seed and the step as well."""
 
     def __len__(self) -> int:
         return self._num_samples
 
     def batch(self, ids: np.ndarray, seed: int = 0, step: int = 0) -> Any:
-        """The samples with these ids, collated: a tree of tensors on the CPU.
+        """The samples with these ids, collated into a tree of tensors on the CPU.
+
+        Args:
+            ids: sample ids, integers [B].
+            seed, step: the seed of the run and the step. They are read only if the dataset asks for keys.
 
         Raises:
-            IndexError: an id outside [0, len).
-            DataError: the batch is no tree of tensors.
+            IndexError: an id is outside [0, len).
+            DataError: the samples cannot be stacked, or the batch is not a tree of tensors.
             Exception: whatever the dataset raises, with a note that names the sample.
         """
         if len(ids) and (int(np.min(ids)) < 0 or int(np.max(ids)) >= len(self)):
@@ -100,7 +105,7 @@ class GenericDataset:
 
 
 def takes_keys(dataset: Any) -> bool:
-    """True if `__getitem__` has a second parameter `keys`: the samples are augmented by keyed random numbers."""
+    """True if the dataset's `__getitem__` has a parameter `keys`: it gets `SampleKeys`, for random augmentation."""
     try:
         parameters = inspect.signature(dataset.__getitem__).parameters
     except (TypeError, ValueError):
@@ -109,14 +114,17 @@ def takes_keys(dataset: Any) -> bool:
 
 
 def collated(samples: Sequence[Any], dataset: Any, name: str, indices: Sequence[int]) -> Any:
-    """Several samples as one batch: by the dataset's own `collate(samples)`, or by stacking their leaves.
+    """Collate samples into one batch: by the dataset's own `collate(samples)`, or else by stacking their leaves.
 
     Args:
-        name: of the dataset, for errors.
-        indices: of the samples, for errors.
+        samples: what the dataset returned for each sample.
+        dataset: the user's dataset, whose `collate` is called if it has one.
+        name: the name of the dataset in errors.
+        indices: the indices of the samples in the dataset, for errors.
 
     Raises:
-        DataError: samples cannot be stacked, or a leaf of the batch is no tensor.
+        DataError: the samples cannot be stacked, or the batch has no leaves, or one that is not a tensor.
+        Exception: whatever the dataset's `collate` raises, with a note that names it.
     """
     own = getattr(dataset, "collate", None)
     if callable(own):
@@ -141,7 +149,8 @@ def collated(samples: Sequence[Any], dataset: Any, name: str, indices: Sequence[
             ) from error
     batch = map_tree(_as_tensor, batch)
     if callable(own):
-        # It may fill the same memory again for the next batch, which is read while this one is still in use.
+        # The next batch is read while this one is still in use. A user's `collate` may return the same memory for both,
+        # so this batch gets memory of its own.
         batch = map_tree(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
     leaves = list(named_leaves(batch))
     for path, leaf in leaves:
@@ -159,10 +168,12 @@ def collated(samples: Sequence[Any], dataset: Any, name: str, indices: Sequence[
 
 
 def _stacked(samples: Sequence[Any]) -> Any:
-    """The samples' leaves, stacked by torch, which would leave out what the first sample lacks.
+    """Stack the leaves of the samples by torch's `default_collate`.
+
+    `default_collate` would silently leave out keys that the first sample lacks, so unequal keys are refused here.
 
     Raises:
-        KeyError: dicts of the samples have other keys.
+        KeyError: the dicts of two samples have different keys.
     """
     first = _keys_of(samples[0])
     if any(_keys_of(one) != first for one in samples[1:]):
@@ -171,21 +182,21 @@ def _stacked(samples: Sequence[Any]) -> Any:
 
 
 def _keys_of(tree: Any) -> Any:
-    """The keys of all dicts in a tree, in its form; None for a leaf. The order of keys does not count."""
+    """The structure of a tree with None in place of each leaf, to compare the dict keys of samples in any order."""
     if isinstance(tree, Mapping):
         return {key: _keys_of(value) for key, value in tree.items()}
     return [_keys_of(value) for value in tree] if isinstance(tree, (list, tuple)) else None
 
 
 def _odd_one(samples: Sequence[Any], indices: Sequence[int]) -> str:
-    """The first sample of another form than the one at the front, in words; "" if all are alike."""
+    """A description of the first sample whose names, shapes or types differ from those of sample 0; "" if none does."""
     described = [_described(sample) for sample in samples]
     odd = next((number for number, text in enumerate(described) if text != described[0]), None)
     return "" if odd is None else f"one is {_described(samples[odd], f'sample {indices[odd]}')}"
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """Arrays and numbers as tensors; without a graph, in memory of its own layout. Anything else stays as it is."""
+    """A leaf as a tensor: arrays and numbers are converted, tensors detached and made contiguous; others stay."""
     if isinstance(leaf, Tensor):
         return leaf.detach().contiguous()
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
@@ -196,7 +207,7 @@ def _as_tensor(leaf: Any) -> Any:
 
 
 def _described(tree: Any, name: str = "sample") -> str:
-    """The leaves of a tree in words."""
+    """A description of a tree for errors: the name of each leaf, with its dtype and shape, or its type."""
     parts = []
     for path, leaf in named_leaves(tree, name):
         is_array = isinstance(leaf, (Tensor, np.ndarray))
@@ -206,9 +217,13 @@ def _described(tree: Any, name: str = "sample") -> str:
 
 
 def plain_attributes(dataset: Any) -> dict[str, Any]:
-    """The public integers and tuples of integers that a dataset or its class has as plain attributes.
+    """The public attributes of a dataset, or of its classes, that are integers or lists and tuples of 1 to 8 integers.
 
-    Those of its base classes that are the framework's say how it reads, and not what its samples are.
+    They are offered to the constructor of the model, as `num_classes` is. The attributes of this package's own base
+    classes (`ShardedDataset`) are left out, because they configure how samples are read.
+
+    Returns:
+        name -> int, or list of int.
     """
     found: dict[str, Any] = {}
     for name, value in {**_of_classes(dataset), **getattr(dataset, "__dict__", {})}.items():

@@ -1,4 +1,4 @@
-"""`DataSpec`, the data that a user asked for, and `PreparedData`, which workers open: plain immutable values."""
+"""`DataSpec` says which data a user asked for, `PreparedData` what workers open. Both are immutable plain values."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ class DataSpec:
             Hugging Face's `save_to_disk` wrote to the folder `path`), `parquet` (files at `path`) or `custom` (the
             user's map-style dataset `target`). A set `target` always means `custom`.
         path: a glob for `text`; a file or folder for `bin`; a folder for `arrow`; a file, a glob or a folder for
-            `parquet`; handed to a custom dataset that names it.
-        column: of `arrow` and `parquet`: text, or lists of token ids.
+            `parquet`. If it is set for `custom`, the constructor of the dataset gets it as `path`.
+        column: for `arrow` and `parquet`, the name of a column of text or of lists of token ids.
         tokenizer: `bytes`, or the path of a `tokenizers` JSON file.
-        target: `my_file.MyDataset`, imported with the working directory on the path.
+        target: `my_file.MyDataset`, imported with the working directory on the import path.
         args: further keyword arguments of a custom dataset.
         cache: directory of token files; default is `elaswave_spmd` in the user's cache directory.
-        validation_fraction: share of the samples held out at the end, in [0, 1); 0 holds nothing out.
-        seq_len: tokens per sample, where it is not given to `prepare_data`.
+        validation_fraction: share of the samples held out at the end, in [0, 1); 0 holds nothing out. Data that has a
+            validation split of its own uses that instead, unless this is 0.
+        seq_len: tokens per sample; may be given to `prepare_data` instead.
 
     Raises:
         ConfigError: unknown name, a setting out of range, or settings that contradict each other.
+        DataError: `path` is missing for data that needs one.
     """
 
     name: str = "stdlib"
@@ -127,30 +129,42 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Data ready to be opened by any process, by `open_split`. Plain: `to_dict` gives JSON types only.
+    """Prepared data, which any process opens by `open_split`. `to_dict` makes it plain JSON.
+
+    The tokens are in `token_file`, or in the column `column` of `arrow_files`, or the samples are those of the custom
+    dataset `target`. Exactly one of the three is set.
 
     Attributes:
         corpus: `stdlib`, `text`, `bin`, `arrow`, `parquet`, or the target of a custom dataset.
-        sha256: of the corpus' bytes in order, or of a column's content (of both hashes, where validation has its own);
-            equal bits of a run are claimed for equal values, with those of `tokens_sha256`. Empty for custom.
+        sha256: hash of the bytes of the corpus in order, or of the content of the column; where the validation split
+            has data of its own, the hash of both hashes. Empty for custom. Two runs can have equal bits only if this
+            and `tokens_sha256` are equal.
         num_bytes: size of the corpus in bytes; 0 for custom.
-        tokenizer: `bytes`, or the file's name and the first digits of its sha256; empty for custom.
-        vocab_size: every token lies in [0, vocab_size); 0 for a dataset whose samples are no tokens.
-        seq_len: T; a sample is T+1 consecutive tokens and neighbours share one. Without tokens only what a dataset and
-            a model may ask for.
+        tokenizer: `bytes`; or the name of a tokenizer file with the first digits of its sha256; or, for data that holds
+            token ids already, `uint16` (`bin`) or `tokens` (a column). Empty for custom.
+        vocab_size: every token lies in [0, vocab_size); 0 for a dataset whose samples are not tokens.
+        seq_len: T. A sample is T + 1 consecutive tokens, and neighbouring samples share one token. For a dataset whose
+            samples are not tokens, it is only an argument that the constructors of the dataset and the model may take.
         num_train_samples, num_validation_samples: lengths of the two splits.
-        token_file: absolute path of the raw tokens; empty for custom.
-        dtype: numpy name of the stored tokens (`uint8`, `uint16`, `uint32`; of tables any integers); empty for custom.
-        num_tokens: tokens in the file; 0 for custom.
-        validation_file, num_validation_tokens: a file of its own for validation, counted from its start; else empty.
-        column: name of the column of `arrow_files` (and `arrow_validation_files`, like `validation_file`), files of
-            token ids that are read in place and take the place of `token_file`; else empty.
-        target, kwargs: class of a custom dataset and its keyword arguments, without `split`.
-        tokens_sha256: of the token file (of both hashes, where validation has its own), if a tokenizer has made it of
-            text: other tokens may come of the same text that is divided otherwise, or of another version of the
-            package; empty for all other data.
-        attributes: of a dataset without tokens: its plain integers and tuples of integers, such as `num_classes`, for
-            the constructor of a model.
+        token_file: absolute path of the raw tokens, or empty.
+        dtype: numpy name of the stored tokens: `uint8`, `uint16` or `uint32`; for `arrow_files` any integer type. Empty
+            for custom.
+        num_tokens: number of tokens in `token_file`, or in the column of `arrow_files`; 0 for custom.
+        validation_file, num_validation_tokens: the token file of the validation split, where that has data of its own,
+            and its number of tokens. Otherwise empty: the validation split is the tail of the training data.
+        column: name of the column of token ids in `arrow_files`, or empty.
+        arrow_files: absolute paths of Arrow files whose token ids are read in place, in order, or empty.
+        arrow_validation_files: the same for the validation split, like `validation_file`.
+        target, kwargs: class of a custom dataset and the keyword arguments of its constructor. The value of `split`, if
+            it is among them, is replaced when a split is opened.
+        tokens_sha256: hash of the token file, if a tokenizer has made it from text; where the validation split has data
+            of its own, the hash of both hashes. It is needed beside `sha256` because the tokens also depend on how the
+            text is divided into documents, and on the version of the tokenizers package. Empty for all other data.
+        attributes: for a dataset whose samples are not tokens, its plain integers and lists of integers, such as
+            `num_classes`. The constructor of the model may take them.
+
+    Raises:
+        DataError: none or several of the three are set, or a size is out of range.
     """
 
     corpus: str
@@ -219,9 +233,9 @@ class PreparedData:
         return names_tokenizer(self.tokenizer)
 
     def to_dict(self) -> dict[str, object]:
-        """The fields in JSON's own types; `from_dict` inverts it.
+        """The fields as plain values; `from_dict` inverts it.
 
-        Attributes and the hash of tokens are left out where there are none.
+        `attributes` and `tokens_sha256` are left out if they are empty.
         """
         fields = dataclasses.asdict(self)
         for name in ("attributes", "tokens_sha256"):
@@ -231,7 +245,7 @@ class PreparedData:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, object]) -> PreparedData:
-        """Inverse of `to_dict`.
+        """The prepared data from its fields; the inverse of `to_dict`.
 
         Raises:
             DataError: a field is missing or unknown.
@@ -246,7 +260,7 @@ class PreparedData:
 
 
 def names_tokenizer(name: str) -> bool:
-    """True if `PreparedData.tokenizer` names a tokenizer: bytes, or a file with its digest; not the form of tokens."""
+    """True if a value of `PreparedData.tokenizer` names a tokenizer, and not the form of given token ids (`uint16`)."""
     return name == BYTES or ":" in name
 
 
@@ -266,6 +280,6 @@ def check_seq_len(seq_len: object) -> int:
 
 
 def check_split(split: object) -> None:
-    """Refuse anything but `train` and `validation` (DataError)."""
+    """Raise DataError unless `split` is `train` or `validation`."""
     if split not in SPLITS:
         raise DataError(f"{split!r} is not one of the two splits", exists=", ".join(SPLITS))

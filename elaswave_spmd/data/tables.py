@@ -1,7 +1,7 @@
-"""Tables that a user has: a dataset saved by Hugging Face's `Dataset.save_to_disk`, or parquet files. Found and opened.
+"""Finds and opens a user's tables: datasets saved by Hugging Face's `Dataset.save_to_disk`, and parquet files.
 
-Both are read by pyarrow, which is optional and imported on request. Arrow files are memory-mapped; parquet files are
-read batch by batch. No thread of pyarrow is used, so that a process that forks later owns none.
+Both are read by pyarrow, which is optional and imported on first use. Arrow files are memory-mapped; parquet files are
+read batch by batch. pyarrow's threads are not used, so that a process that forks later has none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TABLES = (ARROW, PARQUET)
 
 _WHERE = "data.path"
 _HELD_OUT = ("validation", "valid", "val", "dev", "test")
-"""Names of a split to validate on, the first that there is."""
+"""Names that a split to validate on may have. The first of them that exists is used."""
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 _BATCH_ROWS = 1024
 _BUFFER_BYTES = 1 << 20
@@ -37,7 +37,7 @@ class Table:
 
     Args:
         kind: `arrow` (streams of Arrow's IPC format) or `parquet`.
-        files: their absolute paths.
+        files: the absolute paths of the files.
     """
 
     kind: str
@@ -45,10 +45,12 @@ class Table:
 
 
 def find_tables(kind: str, path: str) -> tuple[Table, Table | None]:
-    """The tables of training and of validation; where there is no second, the tail of the first is held out.
+    """Find the tables for training and for validation.
+
+    The second is None if the data has no split to validate on. The caller then holds out the tail of the first.
 
     Raises:
-        DataError: there is nothing of this kind at `path`, or it cannot be read in place.
+        DataError: there is no table of this kind at `path`, it is incomplete, or it cannot be read in place.
     """
     try:
         return _find_arrow(path) if kind == ARROW else _find_parquet(path)
@@ -59,10 +61,10 @@ def find_tables(kind: str, path: str) -> tuple[Table, Table | None]:
 
 
 def pyarrow_package() -> Any:
-    """The optional package `pyarrow`, with its modules `ipc` and `parquet`.
+    """The optional package `pyarrow`, with its modules `ipc` and `parquet` imported.
 
     Raises:
-        DataError: it is not installed.
+        DataError: pyarrow is not installed.
     """
     try:
         import pyarrow
@@ -101,10 +103,10 @@ def columns_of(table: Table) -> dict[str, Any]:
 
 
 def column_arrays(table: Table, column: str) -> Iterator[tuple[str, Any]]:
-    """The column's rows as pyarrow arrays, each with the path of its file. One batch is in memory at a time.
+    """The rows of a column as (path of the file, pyarrow array), batch by batch. One batch is in memory at a time.
 
     Raises:
-        DataError: a file cannot be read, or is not whole.
+        DataError: a file cannot be read, or is truncated.
     """
     for path in table.files:
         with _opened(table.kind, path, column) as file:
@@ -113,10 +115,10 @@ def column_arrays(table: Table, column: str) -> Iterator[tuple[str, Any]]:
 
 
 def mapped_arrays(table: Table, column: str) -> list[Any]:
-    """All of the column of an arrow table as pyarrow arrays that lie in the files' memory maps.
+    """The whole column of an arrow table, as pyarrow arrays that point into memory maps of the files.
 
     Raises:
-        DataError: a file cannot be read or is not whole, or is compressed, so that it is not readable in place.
+        DataError: a file cannot be read, is truncated, or is compressed and so cannot be read in place.
     """
     assert table.kind == ARROW
     arrays: list[Any] = []
@@ -127,7 +129,7 @@ def mapped_arrays(table: Table, column: str) -> list[Any]:
 
 
 class _File:
-    """One open file: its schema and, of one column, its batches."""
+    """One open Arrow or parquet file: its schema, and the batches of one of its columns."""
 
     def __init__(self, kind: str, path: str, column: str | None) -> None:
         self._package = pyarrow_package()
@@ -145,7 +147,7 @@ class _File:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - len(_END_OF_STREAM)))
             end = file.read()
-        if end != _END_OF_STREAM:  # a stream that is cut between two batches reads as a shorter one
+        if end != _END_OF_STREAM:  # pyarrow reads a stream that was cut between two batches as a shorter whole one
             raise DataError(
                 f"{self._path} is not a whole stream of Arrow: it has {size} bytes and no end mark",
                 rule="data=arrow reads what Dataset.save_to_disk writes, and each file is whole",
@@ -181,7 +183,7 @@ class _File:
 
 @contextlib.contextmanager
 def _opened(kind: str, path: str, column: str | None = None) -> Iterator[_File]:
-    """An open file; what pyarrow raises for a file that it cannot read becomes a DataError."""
+    """Open a file. Errors of pyarrow and of the system become a DataError, also while the file is read."""
     package = pyarrow_package()
     try:
         yield _File(kind, path, column)
@@ -254,21 +256,31 @@ def _find_parquet(path: str) -> tuple[Table, Table | None]:
     folder = Path(expanded).absolute()
     if folder.is_dir():
         return _of_splits(path, folder, [file for file in folder.rglob("*.parquet") if _is_data(file, folder)])
-    before = os.path.dirname(re.split(r"[*?[]", expanded)[0])  # all that matches is in this folder
+    before = os.path.dirname(re.split(r"[*?[]", expanded)[0])  # every match is below this folder
     folder = Path(os.path.abspath(nearest_folder(before or ".")))
-    matches = {*glob.glob(expanded, recursive=True)}  # a/**/**/b.parquet finds some of them several times
+    matches = {*glob.glob(expanded, recursive=True)}  # a set, as a/**/**/b.parquet finds some files several times
     return _of_splits(path, folder, map(Path, map(os.path.abspath, matches)))
 
 
 def _is_data(file: Path, folder: Path) -> bool:
-    """False for what Spark writes beside the data."""
+    """False for files that Spark writes beside the data, whose names or folders begin with an underscore or a dot."""
     return not any(part.startswith(("_", ".")) for part in file.relative_to(folder).parts)
 
 
 def _of_splits(path: str, folder: Path, found: Iterable[Path]) -> tuple[Table, Table | None]:
-    """The files in a folder that are trained on; those whose names begin with that of a split are of that split.
+    """The tables for training and for validation, made of the files that were found in a folder.
 
-    That is how datasets on the Hub are laid out: `data/train-00000-of-00002.parquet`, or `train/part-0.parquet`.
+    The name of a file, or of a folder that it is in, says which split the file belongs to, as in datasets on the
+    Hugging Face Hub: `data/train-00000-of-00002.parquet`, or `train/part-0.parquet`. If all files belong to one split,
+    or to none, all are trained on.
+
+    Args:
+        path: `data.path` as it was given, for errors.
+        folder: the folder below which all files are.
+        found: the files, in any order.
+
+    Raises:
+        DataError: there is no file, or the splits do not say what to train on and what to validate on.
     """
     splits: dict[str, list[str]] = {}
     files = (file for file in found if file.is_file())
@@ -291,7 +303,7 @@ def _of_splits(path: str, folder: Path, found: Iterable[Path]) -> tuple[Table, T
 
 
 def _split_of(parts: tuple[str, ...]) -> str:
-    """The name of the split that a file belongs to, by its folders or the first word of its own name; else empty."""
+    """The split that a file belongs to, named by a folder or by the first word of the file's name; "" if none is."""
     first_word = parts[-1].removesuffix(".parquet").replace("_", "-").replace(".", "-").split("-")[0]
     return next((name for name in (*parts[:-1], first_word) if name in ("train", *_HELD_OUT)), "")
 

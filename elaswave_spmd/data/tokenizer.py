@@ -19,9 +19,10 @@ BLOCK_CHARACTERS = 1 << 20
 
 
 class Tokenizer(Protocol):
-    """A map from the bytes of a document to tokens.
+    """A map from the bytes of a document to tokens, which lie in [0, vocab_size).
 
-    `identity` names the tokenizer in a cache key: equal identities give equal tokens. Tokens lie in [0, vocab_size).
+    `name` is for people. `identity` is part of the key of the token cache: tokenizers with equal identities give equal
+    tokens.
     """
 
     @property
@@ -31,7 +32,10 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
     def encode(self, blocks: Iterable[bytes]) -> Iterator[np.ndarray]:
-        """The tokens of one document, whose bytes come in blocks, as arrays of any unsigned integer dtype.
+        """The tokens of one document, as arrays of any unsigned integer dtype.
+
+        Args:
+            blocks: the bytes of the document, in order.
 
         Raises:
             UnicodeDecodeError: the document is not UTF-8 and the tokenizer needs text.
@@ -39,7 +43,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens. Bytes that are no UTF-8 become replacement characters."""
+        """The text that the tokens stand for. Bytes that are not UTF-8 become replacement characters."""
         ...
 
 
@@ -56,19 +60,23 @@ class ByteTokenizer:
             yield np.frombuffer(block, dtype=np.uint8)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The bytes as UTF-8."""
+        """The tokens as bytes, decoded as UTF-8."""
         return bytes(tokens).decode("utf-8", "replace")
 
 
 class JsonTokenizer:
     """A tokenizer saved as JSON by the `tokenizers` package. No special tokens are added, and no text is left out.
 
-    Truncation and padding that are stored in the file are for batches of a model, and are switched off. A document is
-    cut after a newline about every million characters, so that a file of any size fits in memory. The cuts depend on
+    The file may ask for truncation and padding, which are meant for the inputs of a model. Both are switched off here.
+    A file is cut after a newline about every million characters and encoded piece by piece, so that a file of any size
+    can be tokenised in little memory. A row of a column comes as one block, and is cut once at most. The cuts depend on
     the document only, so its tokens are always the same.
 
+    Args:
+        path: path of the JSON file; it may begin with `~`.
+
     Raises:
-        DataError: no such file, not a tokenizer, or the package is not installed.
+        DataError: the file cannot be read, is not a tokenizer or has no tokens, or the package is not installed.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -88,7 +96,8 @@ class JsonTokenizer:
         if self.vocab_size < 1:
             raise DataError(f"the tokenizer {path} has no tokens", where="data.tokenizer", fix="train it first")
         digest = hashlib.sha256(content).hexdigest()
-        # Earlier versions cut each part of a text to the length in the file: such a cache entry is not used again.
+        # Earlier versions obeyed truncation and padding. Where the file asks for either, the identity has a suffix, so
+        # that token files which such a version has cached are not used again.
         cut = self._tokenizer.truncation is not None or self._tokenizer.padding is not None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -96,7 +105,7 @@ class JsonTokenizer:
         self.name = f"{Path(path).name}:{digest[:12]}"
 
     def encode(self, blocks: Iterable[bytes]) -> Iterator[np.ndarray]:
-        """The document's tokens as uint32 arrays, one per cut of about `BLOCK_CHARACTERS` characters."""
+        """The document's tokens as uint32 arrays, one per piece of about `BLOCK_CHARACTERS` characters."""
         for text in _cut_text(blocks):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
             yield np.asarray(ids, dtype=np.uint32)
@@ -110,12 +119,13 @@ def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer with this name: `bytes`, or the one in a JSON file.
 
     Raises:
-        DataError: see `JsonTokenizer`.
+        DataError: as for `JsonTokenizer`.
     """
     return ByteTokenizer() if name == BYTES else JsonTokenizer(name)
 
 
 def _cut_text(blocks: Iterable[bytes]) -> Iterator[str]:
+    """Decode a document, and cut it at its last newline whenever `BLOCK_CHARACTERS` characters have come."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     text = ""
     for block in blocks:

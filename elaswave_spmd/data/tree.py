@@ -7,7 +7,7 @@ from typing import Any
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
-    """A tree of the same form, with the function of each leaf. Mappings become dicts."""
+    """A tree of the same structure, with `function` applied to each leaf. Mappings become dicts."""
     if isinstance(tree, Mapping):
         return {key: map_tree(function, value) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -18,7 +18,11 @@ def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def named_leaves(tree: Any, name: str = "batch") -> Iterator[tuple[str, Any]]:
-    """The leaves with their names for a user, such as `batch["image"]` or `batch[0]`."""
+    """The leaves of a tree, each with the expression by which a user reaches it: `batch["image"]`, `batch[0]`.
+
+    Args:
+        name: the name of the tree itself.
+    """
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from named_leaves(value, f"{name}[{key!r}]".replace("'", '"'))

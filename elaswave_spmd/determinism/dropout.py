@@ -20,7 +20,7 @@ from elaswave_spmd.errors import ModelError
 # A module that is called twice within one layer call needs two masks. Its key therefore contains the number of earlier
 # uses, above the bits of the site: `site + (use << USE_SHIFT)`.
 USE_SHIFT = 16
-# The bits above are those of the purpose, DROPOUT: a further use would have the masks of the first one.
+# The bits above these are those of the purpose, DROPOUT. One more use would run into them and repeat the first masks.
 MOST_USES = DROPOUT // 2**USE_SHIFT
 _BF16_ONE = 0x3F80  # the bits of 1.0 in bfloat16, which numpy has no type for
 

@@ -13,7 +13,10 @@ from collections.abc import Iterable
 
 
 def expansion(values: Iterable[float]) -> tuple[float, ...]:
-    """Doubles, largest first, whose exact sum equals the exact sum of `values`. If that is not finite: one value."""
+    """Doubles, largest first, whose exact sum equals the exact sum of `values`.
+
+    If a value or the sum is not finite, or the sum is too large for a double, one value that is not finite is returned.
+    """
     rest = list(values)
     parts: list[float] = []
     while True:
@@ -25,13 +28,13 @@ def expansion(values: Iterable[float]) -> tuple[float, ...]:
             return tuple(parts)
         if not math.isfinite(part):
             return (part,)
-        # What fsum rounded away is the exact sum of the terms and minus the rounded sum: next round.
+        # The exact sum of the terms and of minus the rounded sum is what fsum rounded away. The next round finds it.
         parts.append(part)
         rest.append(-part)
 
 
 def exact_sum(expansions: Iterable[tuple[float, ...]]) -> float:
-    """The exactly rounded sum of several expansions; nan if any of them is not finite."""
+    """The exactly rounded sum of several expansions; nan if one of them is not finite, or the sum is too large."""
     values = [v for parts in expansions for v in parts]
     if not all(map(math.isfinite, values)):
         return math.nan

@@ -18,10 +18,13 @@ _ROUNDS = 6
 
 
 def permute_many(index: NDArray[np.int64], size: int, key: Key) -> NDArray[np.int64]:
-    """The images of all elements of `index` under the permutation of range(`size`) that `key` names; int64, same shape.
+    """The images of all elements of `index` under the permutation of range(`size`) that `key` names.
+
+    Returns:
+        int64, of the shape of `index`.
 
     Raises:
-        ValueError: an index outside range(`size`), or a size outside 1 .. 2**62.
+        ValueError: an index is outside range(`size`), or the size is outside 1 .. 2**62.
     """
     _check(size)
     flat = np.array(index, dtype=np.int64).reshape(-1)
@@ -39,14 +42,14 @@ def permute_many(index: NDArray[np.int64], size: int, key: Key) -> NDArray[np.in
 def sample_ids(
     seed: int, step: int, global_batch: int, num_samples: int, slots: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """The ids of the samples of one step; int64, one for each slot.
+    """The ids of the samples of one step: int64, one for each slot of the global batch.
 
-    Steps count from 1. Slot j of step t is number i = (t - 1) * global_batch + j of the run. Each pass over the data,
-    e = i // num_samples, has a permutation of its own, so that no sample comes twice within a pass.
+    Steps count from 1. Slot j of step t has the number i = (t - 1) * global_batch + j within the whole run. Each pass
+    over the data, e = i // num_samples, has a permutation of its own, so that no sample comes twice within a pass.
 
     Args:
-        slots: int64 [any], ascending: the slots of the global batch that are wanted, where those of the steps after
-            this one follow from `global_batch` on; None: all of this step.
+        slots: the slots that are wanted, int64 [any], ascending. Slots from `global_batch` on are those of the steps
+            after this one. None: all slots of this step.
     """
     number = (step - 1) * global_batch + (np.arange(global_batch, dtype=np.int64) if slots is None else slots)
     out = np.empty(len(number), np.int64)
@@ -66,7 +69,7 @@ def _check(size: int) -> None:
 
 
 def _sides(size: int) -> tuple[int, int]:
-    """(a, b), both near sqrt(size), with a * b >= size. Fewer than sqrt(size) values lie outside and walk on."""
+    """(a, b), both near sqrt(size), with a * b >= size. Fewer than sqrt(size) values are outside range(size)."""
     a = max(1, math.isqrt(size))
     return a, -(-size // a)
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 Node = tuple[int, int]
 
-_NODES_KEPT = 1 << 14  # nodes whose way up is cached: those of the micro-batches and sums that a worker handles
+_NODES_KEPT = 1 << 14  # nodes whose way up is cached; meant for all micro-batches and sums that a worker handles
 
 
 def split(node: Node) -> int:
@@ -48,7 +48,7 @@ def is_node(node: Node, num_microbatches: int) -> bool:
 
 
 def sibling_in(parent: Node, half: Node) -> Node:
-    """The other half of a parent."""
+    """The other half of `parent`, one half of which is `half`."""
     middle = split(parent)
     return (middle, parent[1]) if half[0] == parent[0] else (parent[0], middle)
 
@@ -77,7 +77,7 @@ class WayUp:
 
 @lru_cache(maxsize=_NODES_KEPT)
 def way_up(node: Node, num_microbatches: int) -> WayUp:
-    """The way of a node to the root. A worker asks for it for each layer of each micro-batch, step after step."""
+    """The way from a node up to the root. Cached, as a worker needs it for each layer of each micro-batch."""
     if len(above := path(node, num_microbatches)) == 1:
         return WayUp((node,), ())
     parent = above[-2]
@@ -101,7 +101,7 @@ def maximal_nodes(microbatches: Iterable[int], num_microbatches: int) -> tuple[N
 
     def walk(node: Node) -> Iterator[Node]:
         lo, hi = node
-        number = bisect_left(have, hi) - bisect_left(have, lo)  # of its micro-batches, without looking at each
+        number = bisect_left(have, hi) - bisect_left(have, lo)  # how many of the node's micro-batches are in `have`
         if number == hi - lo:
             yield node
         elif number:
@@ -121,14 +121,15 @@ def max_open_nodes(order: Iterable[int], num_microbatches: int) -> int:
     sums, most = Reduction(num_microbatches), 0
     for microbatch in order:
         added = sums.add((microbatch, microbatch + 1))
-        # A new leaf is added directly into its sibling if that is held, so that the first level needs no buffer.
+        # If the sibling of a new leaf is held, the leaf is added directly into it. So a merge of two leaves needs no
+        # buffer of its own.
         most = max(most, len(sums.held) + max(0, len(added.merges) - 1 if added else 0))
     return most
 
 
 @dataclass(frozen=True)
 class Added:
-    """What the caller has to do for a new node: drop the sums of the `superseded` nodes inside it, then make the
+    """What the caller has to do for a new node: drop the sums of the `superseded` nodes inside it, then carry out the
     additions in `merges` in this order."""
 
     superseded: tuple[Node, ...]
@@ -139,9 +140,9 @@ class Added:
 class Reduction:
     """The nodes of one tree whose sums a worker has. It finds the additions that are possible.
 
-    It handles only the ids of nodes; the caller has the values. Duplicates, and nodes inside a held node, are ignored:
-    a contribution is a pure function of its id, so a second copy has the same bits. Reconfigurations rely on this, as
-    afterwards a sum may arrive from two workers.
+    It handles only the ids of nodes; the caller keeps the values. Duplicates, and nodes inside a held node, are
+    ignored: the sum of a node is a pure function of its id, so a second copy has the same bits. Reconfigurations rely
+    on this, because afterwards a sum may arrive from two workers.
     """
 
     num_microbatches: int

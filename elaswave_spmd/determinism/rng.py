@@ -88,7 +88,7 @@ def fold(key: Key, *words: int) -> Key:
 
 
 def words(key: Key, start: int, count: int, stream: int = 0) -> NDArray[np.uint32]:
-    """Words [start, start + count) of a stream under `key`: uint32 [count]. In numpy; the reference of `fast_words`."""
+    """Words [start, start + count) of a stream under `key`: uint32 [count]. The numpy reference of `fast_words`."""
     first, last = start // 4, -(-(start + count) // 4)
     blocks = np.arange(first, last, dtype=np.uint64)
     counter = np.empty((len(blocks), 4), np.uint32)
@@ -100,21 +100,22 @@ def words(key: Key, start: int, count: int, stream: int = 0) -> NDArray[np.uint3
 
 
 def fast_words(key: Key, start: int, count: int, stream: int = 0) -> NDArray[np.uint32]:
-    """The same words as `words`, made by randomgen's compiled Philox (4 ns per word)."""
+    """The same words as those of `words`, made by randomgen's compiled Philox (4 ns per word)."""
     return WordSource().words(key, start, count, stream)
 
 
 class WordSource:
     """A source of `fast_words` for many calls: it keeps one generator object and sets its key and counter at each call.
 
-    The result of `words` depends on the arguments only. For one thread at a time. Measured: making a generator takes
-    50 us, setting its state 4 us; drawing takes 13 us by `integers` of numpy's Generator and 1 us by `uintegers`.
+    The result of `words` depends on its arguments only. A source may be used by one thread at a time. Measured: making
+    a generator takes 50 us, setting its state 4 us; drawing takes 13 us by `integers` of numpy's Generator and 1 us by
+    `uintegers`.
     """
 
     __slots__ = ("_bits", "_draw", "_state")
 
     def __init__(self) -> None:
-        self._bits: Any = None  # made on first use: most keys are passed on without drawing
+        self._bits: Any = None  # made on first use, as most `Keys` are passed on without drawing
 
     def words(self, key: Key, start: int, count: int, stream: int = 0) -> NDArray[np.uint32]:
         """Words [start, start + count) of a stream under `key`: uint32 [count]."""

@@ -18,15 +18,16 @@ from elaswave_spmd.determinism.rng import MASK64, WordSource
 class Keys:
     """The seed, the step, the sample ids and the layer of one call `layer(x, keys)`.
 
-    The fields are tensors and not Python numbers, because a compiled program would be traced again for each number. A
-    value serves one layer call, because it counts how often each dropout module is used within it. `again()` makes the
-    value for a second run of the whole call: `runtime.activation_checkpointing` recomputes with it, or else the
-    recomputed masks would differ. A part of a layer that is recomputed is called by `checkpoint`.
+    The fields are tensors and not Python numbers, because a compiled program would be traced again for each number.
+
+    A value serves one layer call, because it counts how often each dropout module is used within this call. For a
+    second run of the whole call, as with `runtime.activation_checkpointing`, `again()` makes keys that begin to count
+    anew, so that the recomputed masks are equal. A layer that recomputes a part of itself calls it by `checkpoint`.
 
     Attributes:
         seed, step, layer: int64 scalar tensors.
         sample_ids: int64 [B], the id of the sample in each row of the micro-batch.
-        uses: site -> number of uses so far in this layer call.
+        uses: site of a dropout -> number of its uses so far in this layer call.
         source: the generator of random words. All layers of a micro-batch share it, so their keys belong to one thread.
     """
 
@@ -55,19 +56,20 @@ class Keys:
         return cls(scalar(seed), scalar(step), ids, scalar(layer))
 
     def again(self) -> Keys:
-        """The same keys with no use counted yet, for a second run of the same call."""
+        """The same keys without any counted use, for a second run of the same layer call."""
         return self._counting_from({})
 
     def checkpoint(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls `function(*arguments, keys)` within a layer, and keeps little of it: the backward computes it again.
+        """Calls `function(*arguments, keys)` within a layer, and keeps only its inputs: the backward runs it again.
 
-        It takes the place of `torch.utils.checkpoint.checkpoint`, whose second run would draw other masks than the
-        first one, as the uses of the first one are counted. The masks are those of a plain call, also where one
-        function, or one dropout module, is called several times. torch.compile refuses both (`runtime.compile`).
+        Use it in place of `torch.utils.checkpoint.checkpoint`. There the second run would draw other masks than the
+        first one, because the uses of the first run are counted already. Here the masks are those of a plain call, even
+        if one function, or one dropout module, is called several times. torch.compile accepts neither of the two
+        (`runtime.compile`).
 
         Args:
-            function: such as a module of the layer; the keys are its last argument.
-            arguments: tensors, and whatever else it takes. Gradients go back through tensors among them.
+            function: the part of the layer, such as a module; it gets the keys as its last argument.
+            arguments: its other arguments. Gradients flow back through tensors among them.
 
         Returns:
             What `function` returns.
@@ -77,12 +79,12 @@ class Keys:
         def run(*given: Any) -> Any:
             keys = self._counting_from(dict(before))
             result = function(*given, keys)
-            # A second run, in the backward, finds these uses counted already, and later ones of the layer with them.
+            # The second run, in the backward, comes after further uses in the layer. The larger count stays.
             for site, use in keys.uses.items():
                 self.uses[site] = max(use, self.uses.get(site, 0))
             return result
 
-        # Nothing of a layer draws from torch's own generators, so their states need not be kept.
+        # No layer draws from torch's own generators, so their states need not be kept for the second run.
         return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
 
     def at(self, layer: int) -> Keys:
@@ -93,8 +95,8 @@ class Keys:
     def generator(self, row: int) -> torch.Generator:
         """A new generator on the CPU for the sample in row `row`, seeded from seed, step, layer and sample id.
 
-        Each call for a row begins the same stream again: a layer that draws twice keeps the generator. It is for layers
-        that run eagerly; those that are compiled have `KeyedDropout`.
+        Each call for a row begins the same stream, so a layer that draws twice has to keep the generator. It is for
+        layers that run eagerly; compiled layers use `KeyedDropout`.
         """
         parts = int(self.seed), int(self.step), int(self.layer), int(self.sample_ids[row])
         state = np.random.SeedSequence([part & MASK64 for part in parts]).generate_state(1, np.uint64)

@@ -1,7 +1,7 @@
 """The layer contract: `LayeredModel` is an ordered list of layers, each called on one micro-batch.
 
-A layer is called `layer(x, keys)`, or `layer(x)` if its `forward` has no place for keys: any module of torch, such as
-`nn.Sequential`, is a layer.
+A layer is called `layer(x, keys)`, or `layer(x)` if its `forward` has no parameter for keys. So any module of torch,
+such as `nn.Sequential`, can be a layer.
 """
 
 from __future__ import annotations
@@ -33,26 +33,29 @@ _POSITIONAL = (
 class LayeredModel(nn.Module):
     """An ordered stack of layers. Subclasses build the layers and pass them to `super().__init__`.
 
-    A layer maps (x, keys), or x alone, of one micro-batch to what the next layer takes: a tensor, or a flat tuple or
-    named tuple of tensors, some of them without gradient. The first gets what `inputs(batch)` returns: int64 tokens
-    [B, T], or of a dataset without tokens the inputs of its batches, floats in the compute dtype. A layer reads its
-    parameters through attributes at every call, because the framework replaces them by views of a flat buffer. Names of
-    parameters are `<layer>.<path>`, such as `block0.attn.qkv.weight`. Parameters with `requires_grad=False`, set by the
-    constructor of the model or of a layer, are frozen: they are not trained.
+    A layer is called on one micro-batch, as `layer(x, keys)` or `layer(x)`. It returns what the next layer takes: a
+    tensor, or a flat tuple or named tuple of tensors, some of which may have no gradient. The first layer gets what
+    `inputs(batch)` returns. For token data these are int64 tokens [B, T]. For a dataset without a vocabulary they are
+    inputs from its batches, whose floating-point tensors have the compute dtype.
+
+    A layer reads its parameters through attributes at every call, because the framework replaces them by views of a
+    flat buffer. Names of parameters are `<layer>.<path>`, such as `block0.attn.qkv.weight`. Parameters with
+    `requires_grad=False`, set by the constructor of the model or of a layer, are frozen: they are not trained.
 
     Initial values are those that the constructors of the layers made, unless a subclass overrides `init`.
 
     Args:
-        layers: name -> module, first to last; or a factory of the module, a callable without arguments. A worker builds
-            the layers given as factories only where it needs them, for models that do not fit into one process.
+        layers: name -> module, first to last. In place of a module there may be a factory: a callable without arguments
+            that returns it. Layers from factories have memory only in workers that need them, so such a model need not
+            fit into one process.
         ties: pairs of parameters that are one array. Each of the two layers has a parameter of its own; the framework
             binds both to the same values and adds their gradients, because the layers may be on different workers.
 
     Raises:
         ModelError: the model breaks the contract: it has no layers; a layer that cannot be called with one input;
             random numbers that are not keyed; statistics over the batch; shared parameters; parameters outside all
-            layers; a tie that does not fit. All of these would change the bits of a run with its mesh, so they are
-            refused here.
+            layers; a tie that does not fit. Most of these would make the bits of a run depend on its mesh, or leave a
+            parameter untrained.
     """
 
     shardings: Shardings = Shardings()
@@ -74,7 +77,7 @@ class LayeredModel(nn.Module):
             self.add_module(name, _checked_layer(name, layer))
         self.layer_names: tuple[str, ...] = tuple(layers)
         self.factories: frozenset[str] = frozenset(n for n, g in layers.items() if not isinstance(g, nn.Module))
-        """The layers that were given as factories."""
+        """The names of the layers that were given as factories."""
         self.ties: tuple[Tie, ...] = tuple(ties)
         _check_parameters(self)
         _check_ties(self)
@@ -102,7 +105,10 @@ class LayeredModel(nn.Module):
         return [self.get_submodule(name) for name in self.layer_names]
 
     def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
-        """Run the whole stack in one process, for evaluation (without `keys`) and tests. Training calls the layers."""
+        """Run all layers in one process, for evaluation (without `keys`) and tests.
+
+        Training does not call this: it calls the layers one by one, each on the workers of its stage.
+        """
         for number, layer in enumerate(self.layers):
             x = call_layer(layer, x, None if keys is None else keys.at(number))
         return x
@@ -110,40 +116,44 @@ class LayeredModel(nn.Module):
     def inputs(self, batch: Any) -> Any:
         """The first layer's input for a micro-batch: a tensor, or a flat tuple or named tuple of tensors.
 
-        Called where the first layer is, with the whole micro-batch. See `first_inputs`.
+        Called on workers that have the first layer, with the whole micro-batch. `first_inputs` says what is returned
+        unless a subclass overrides this.
         """
         return first_inputs(batch)
 
     def loss(self, output: Any, batch: Any) -> Any:
         """The cross entropy of logits [B, T, V] against `batch.targets` [B, T], summed over tokens: an fp32 scalar.
 
-        It is a sum and not a mean, so that the loss of a step is the sum over its micro-batches, which is divided by
-        the number of tokens, or of samples where these are no tokens. A subclass may return (sum, weight): then it is
-        divided by the weight of all micro-batches of the step, as where tokens are masked. A method
-        `metrics(output, batch)` may return further sums, or (sum, weight), by name, for validations.
+        It is a sum and not a mean, because the losses of the micro-batches of a step are added up. The framework
+        divides this sum by the number of tokens of the step, or by that of samples if samples are not tokens.
+
+        A subclass may return (sum, weight), for example if tokens are masked. The sum of the step is then divided by
+        the weight of all its micro-batches. For validations a subclass may also have a method
+        `metrics(output, batch)`, which returns further sums, or (sum, weight), by name.
         """
         if not isinstance(batch, Batch):
             raise other_loss(type(self).__name__)
         return nn.functional.cross_entropy(output.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
 
     def init(self, name: str, shape: tuple[int, ...]) -> Init:
-        """The rule of the initial values of parameter `name`, where a subclass overrides this method.
+        """The rule for the initial values of parameter `name`. It is used only if a subclass overrides this method.
 
-        A rule is for values that any worker can draw any part of. In a subclass that has no `init` parameters keep what
-        the constructors made; `return super().init(name, shape)` asks for the rules below.
+        Without an override parameters keep the values that the constructors made. By a rule any worker can draw any
+        part of a parameter by itself. An override may return `super().init(name, shape)`: normal values for parameters
+        of two or more dims, zeros for biases, ones for all others.
         """
         if len(shape) >= 2:
             return Normal(0.02)
         return Constant(0.0) if name.endswith("bias") else Constant(1.0)
 
     def decays(self, name: str, shape: tuple[int, ...]) -> bool:
-        """True if weight decay applies to parameter `name`."""
+        """True if weight decay applies to parameter `name`: if it has two or more dims, unless a subclass says else."""
         return len(shape) >= 2
 
     def share_ties(self) -> None:
-        """Make each tied reader the owner's Parameter, to train the whole model in one process outside the framework.
+        """Make each tied reader the owner's Parameter, to use the whole model in one process without the framework.
 
-        The baselines of the benchmarks use it; the framework itself binds ties by views of flat buffers.
+        Loaded models and the baselines of the benchmarks need it. Workers bind ties by views of flat buffers instead.
         """
         for tie in self.ties:
             path, _, name = tie.reader.rpartition(".")
@@ -151,16 +161,16 @@ class LayeredModel(nn.Module):
 
 
 def takes_keys(layer: nn.Module) -> bool:
-    """True if a layer is called `layer(x, keys)`; False: `layer(x)`.
+    """True if a layer is called `layer(x, keys)`; False if it is called `layer(x)`.
 
-    The second parameter of its `forward` is for keys if it is called so, or has no default. So the optional arguments
+    The second parameter of its `forward` is for keys if it is named `keys` or has no default. So the optional arguments
     of torch's modules, such as the mask of `nn.TransformerEncoderLayer`, keep their defaults.
     """
     return bool(keys_parameter(layer))
 
 
 def keys_parameter(layer: nn.Module) -> str:
-    """The parameter of a layer's `forward` that is given keys (`takes_keys`), as it is written there; "": none is."""
+    """The parameter of a layer's `forward` that gets the keys, as it is written there: "keys", "*args"; "" if none."""
     forward = layer.forward
     is_method = isinstance(forward, MethodType)
     parameters = _of_method(forward.__func__) if is_method else tuple(inspect.signature(forward).parameters.values())
@@ -172,16 +182,16 @@ def keys_parameter(layer: nn.Module) -> str:
     return f"*{given[1].name}" if given[1].kind is inspect.Parameter.VAR_POSITIONAL else given[1].name
 
 
-@lru_cache(maxsize=256)  # a model that is run by itself asks at every call of a layer
+@lru_cache(maxsize=256)  # `LayeredModel.forward` asks at every call of a layer
 def _of_method(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    """The parameters of a bound method of this function."""
+    """The parameters of a function as a bound method: without `self`, unless its first parameter is `*args`."""
     parameters = tuple(inspect.signature(function).parameters.values())
     takes_all = bool(parameters) and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL
     return parameters if takes_all else parameters[1:]
 
 
 def call_layer(layer: nn.Module, x: Any, keys: Keys | None) -> Any:
-    """A layer's output."""
+    """The output of a layer, which is called with keys if it takes them."""
     return layer(x, keys) if takes_keys(layer) else layer(x)
 
 
@@ -195,7 +205,7 @@ def _check_name(model: nn.Module, name: str) -> None:
 
 
 def _checked_layer(name: str, layer: object) -> nn.Module:
-    """The layer; refused if it cannot be called with one input, or contains a forbidden module."""
+    """Return the layer, after a check that it can be called with one input and contains no forbidden module."""
     if not isinstance(layer, nn.Module):
         raise ModelError(f"layer {name} is of type {type(layer).__name__}", rule="a layer is an nn.Module")
     keyed = takes_keys(layer)
@@ -219,13 +229,13 @@ def _checked_layer(name: str, layer: object) -> nn.Module:
 
 
 def check_modules(module: nn.Module, name: str = "") -> None:
-    """Refuse modules that cannot give the same bits on every mesh, in the mode that they are in.
+    """Refuse modules that cannot give the same bits on every mesh, in their present mode (training or evaluation).
 
     Args:
-        name: of the module, for errors; empty: a whole model.
+        name: the name of the module in errors; "" for a whole model.
 
     Raises:
-        ModelError: there is one.
+        ModelError: a module is forbidden.
     """
     for path, inner in module.named_modules(prefix=name):
         if problem := _forbidden(inner):
@@ -243,7 +253,7 @@ def _other_call(name: str, layer: nn.Module) -> ModelError:
 
 
 def _forbidden(module: nn.Module) -> tuple[str, str] | None:
-    """(rule, fix) if a module cannot give the same bits on every mesh, else None."""
+    """The rule and the fix of an error, if a module cannot give the same bits on every mesh; else None."""
     dropouts = nn.modules.dropout._DropoutNd
     unkeyed = (isinstance(module, dropouts) and module.p > 0) or (
         isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
@@ -275,7 +285,10 @@ def _forbidden(module: nn.Module) -> tuple[str, str] | None:
 
 
 def _statistics(module: nn.modules.batchnorm._NormBase) -> tuple[str, str] | None:
-    """(rule, fix) if a norm takes its statistics from a batch. Those of evaluation mode are constants."""
+    """The rule and the fix of an error, if a norm takes its statistics from the batch; else None.
+
+    Running statistics in evaluation mode are constants, and are allowed.
+    """
     fix = "use nn.LayerNorm, nn.RMSNorm or nn.GroupNorm"
     if module.track_running_stats:
         if not module.training:
@@ -290,7 +303,7 @@ def _statistics(module: nn.modules.batchnorm._NormBase) -> tuple[str, str] | Non
 
 
 def _has_power_iteration(module: nn.Module) -> bool:
-    """True for a module whose weight has a spectral norm, as either of torch's two functions makes it."""
+    """True if one of torch's two functions `spectral_norm` has been applied to the module."""
     hooks = module._forward_pre_hooks.values()
     own = isinstance(module, nn.utils.parametrizations._SpectralNorm)
     return own or any(isinstance(hook, SpectralNorm) for hook in hooks)
@@ -339,6 +352,7 @@ def _check_outside(model: LayeredModel) -> None:
 
 
 def _check_ties(model: LayeredModel) -> None:
+    """Refuse ties that do not fit the parameters of the model, or each other."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     readers = [tie.reader for tie in model.ties]
     for tie in model.ties:
@@ -379,7 +393,7 @@ def _check_ties(model: LayeredModel) -> None:
 
 
 def _number_dropouts(model: LayeredModel) -> None:
-    """Number the dropouts within each layer. With the layer's number this keeps their random masks apart."""
+    """Number the KeyedDropouts within each layer. The number and that of the layer give each one its own masks."""
     homes: dict[int, str] = {}
     for layer in model.layer_names:
         modules = [m for m in model.get_submodule(layer).modules() if isinstance(m, KeyedDropout)]

@@ -1,4 +1,4 @@
-"""Construction of models from a name and sizes: the project's own, or a user's `my_file.MyModel`."""
+"""Constructs models from a name and sizes: the project's own, or a user's `my_file.MyModel`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WITHOUT_MEMORY = (
 )
 
 _LISTED = 40
-"""Names of parameters that fit on a screen."""
+"""The most names of parameters that an error lists in full."""
 
 
 def build_model(
@@ -40,19 +40,22 @@ def build_model(
     attributes: Mapping[str, Any] | None = None,
     named: Collection[str] = (),
 ) -> LayeredModel:
-    """Make the model `target`. Under `with torch.device("meta")` no memory is allocated.
+    """Construct the model `target` and check it. Under `with torch.device("meta")` no memory is allocated.
 
     Args:
         target: a class or a factory (a callable that returns a model), a short name (gpt, llama, mlp), or "module.Name"
-            of one; the working directory is on the import path.
+            of a class or factory; the working directory is on the import path.
         sizes: vocab_size, seq_len, layers, d_model, heads, dropout. The constructor, or the factory, gets those that it
             has parameters for.
-        extra: further arguments; it must have a parameter for each.
-        attributes: of the dataset, such as num_classes: for parameters that would be missing otherwise.
-        named: those of the sizes that the user has named: the constructor must have a parameter for each.
+        extra: further arguments. The constructor must have a parameter for each.
+        attributes: attributes of the dataset, such as num_classes. They are given for parameters that would be missing
+            otherwise.
+        named: the names of those sizes that the user has set. The constructor must have a parameter for each.
 
     Raises:
-        ModelError: there is no such model, it is not a LayeredModel, or arguments are unknown, unused or missing.
+        ModelError: there is no such model; it is not a LayeredModel, or breaks its contract; its constructor failed in
+            the user's code; or arguments are unknown, unused or missing.
+        Exception: whatever the constructor raises, if no line of the user's code was running.
     """
     make = find_model(target) if isinstance(target, str) else target
     shown = target if isinstance(target, str) else by_value.plain_name(make, "model")
@@ -69,7 +72,7 @@ def build_model(
     except (Exception, SystemExit) as error:
         place = place_in_user_code(error)
         if place is None and isinstance(error, (OverflowError, RuntimeError)) and target in OWN:
-            raise ModelError(  # torch's own, such as of a tensor of 2**63 elements
+            raise ModelError(  # an error of torch about the sizes, such as a tensor of 2**63 elements
                 f"model.target={target} cannot be made ({type(error).__name__}: {headline_of(error)})",
                 where="model.target",
                 exists=f"it was given {given}",
@@ -86,7 +89,7 @@ def build_model(
     if not isinstance(model, LayeredModel):
         raise _no_model(f"{shown}() returned {type(model).__name__}")
     _check_shardings(model)
-    check_modules(model)  # again: after its layers were checked, the constructor may have put them into another mode
+    check_modules(model)  # again, as the constructor may have changed the mode of layers after they were checked
     _check_hooks(model)
     _check_hidden(model)
     return model
@@ -95,11 +98,11 @@ def build_model(
 def _check_kinds(make: Callable[..., object], extra: Mapping[str, Any]) -> None:
     """Refuse arguments of the project's own models of another kind than their constructors take.
 
-    A text such as "false" would count as true, and other mistakes would end with a traceback of torch. What is None is
-    left to the constructor.
+    A text such as "false" would count as true, and other mistakes would end with a traceback of torch. None is not
+    checked here, but left to the constructor.
 
     Raises:
-        ModelError: there is one.
+        ModelError: an argument is of another kind.
     """
     parameters = inspect.signature(make).parameters
     for name, value in extra.items():
@@ -129,16 +132,18 @@ def _no_model(what: str) -> ModelError:
 
 
 def _check_shardings(model: LayeredModel) -> None:
-    """Refuse a declaration that is none, or that has another name: nothing would read it, and the defaults would hold.
+    """Refuse an attribute `shardings` that is not a `Shardings`, and a `Shardings` that has another name.
+
+    Nothing would read the latter, and the defaults would apply without a word.
 
     Raises:
-        ModelError: there is one.
+        ModelError: there is such an attribute.
     """
     shown, fix = type(model).__name__, 'shardings = Shardings(batch=P("dp"), layers=P("pp"), optim=P("dp"))'
     rule = "a model declares how its arrays lie on the mesh as its attribute shardings, an elaswave_spmd.Shardings"
     try:
         declared = model.shardings
-    except (Exception, SystemExit) as error:  # a property of the user's
+    except (Exception, SystemExit) as error:  # `shardings` may be a property of the user's
         what = f"{shown}.shardings failed ({type(error).__name__}: {error})"
         raise ModelError(what, rule=rule, where=place_in_user_code(error) or "model.target", fix=fix) from error
     if not isinstance(declared, Shardings):
@@ -151,7 +156,7 @@ def _check_shardings(model: LayeredModel) -> None:
 
 
 def _check_hooks(model: LayeredModel) -> None:
-    """Refuse hooks of parameters, which would be lost without a word. Those of modules stay."""
+    """Refuse hooks of parameters, which would silently be lost. Hooks of modules are kept."""
     for name, parameter in model.named_parameters():
         hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
         if hooks:
@@ -164,7 +169,10 @@ def _check_hooks(model: LayeredModel) -> None:
 
 
 def _check_hidden(model: LayeredModel) -> None:
-    """Refuse what is to be trained and torch does not see: it would neither be trained nor saved."""
+    """Refuse tensors, parameters and modules that require training and are not registered with torch.
+
+    They would be neither trained nor saved.
+    """
     known = {id(module) for module in model.modules()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -172,12 +180,12 @@ def _check_hidden(model: LayeredModel) -> None:
                 continue
             if name == "_flat_weights" and isinstance(module, nn.RNNBase):
                 continue  # torch keeps it in step with the attributes
-            # One with a grad_fn was computed of parameters, as the older weight norm of torch keeps it.
+            # A tensor with a grad_fn was computed from parameters, as torch's older weight norm keeps one.
             is_free = isinstance(value, Tensor) and value.requires_grad and value.grad_fn is None
             if is_free and not isinstance(value, nn.Parameter):
                 raise _untrained(f"{path}.{name}")
             for one in _inside(value):
-                # A module that is registered elsewhere as well is that one; its parameters are replaced there.
+                # A module that is also registered elsewhere is allowed, because its parameters are replaced there.
                 if isinstance(one, nn.Parameter) or (id(one) not in known and any(True for _ in one.parameters())):
                     what = "a parameter" if isinstance(one, nn.Parameter) else f"the parameters of {one!r}"
                     raise ModelError(
@@ -198,7 +206,11 @@ def _untrained(name: str) -> ModelError:
 
 
 def _inside(value: object, around: tuple[int, ...] = ()) -> Iterator[nn.Parameter | nn.Module]:
-    """The parameters and modules in a list, tuple or dict; `around`: ids of the containers that it lies in itself."""
+    """The parameters and modules in a list, tuple or dict, and in containers inside it.
+
+    Args:
+        around: ids of the containers around it, so that a container which contains itself is not followed for ever.
+    """
     if id(value) in around:
         return
     for one in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
@@ -217,8 +229,12 @@ def _arguments(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments for a model's constructor, and those of them that are `attributes` of the dataset.
 
-    They are the sizes that it has parameters for, all of `extra`, and what it needs besides, of the attributes. A
-    parameter with a default keeps that: the same name may mean something else there.
+    The constructor gets the sizes that it has parameters for, all of `extra`, and attributes for parameters that have
+    no default and no value yet. A parameter with a default keeps it, even if the dataset has an attribute of this name:
+    the name may mean something else to the model.
+
+    Raises:
+        ModelError: an argument of `extra` is unknown, or a parameter has no value.
     """
     parameters = inspect.signature(make).parameters
     name_of_it = by_value.plain_name(make, shown)
@@ -248,7 +264,7 @@ def _arguments(
 
 
 def _refuse_unused(make: Callable[..., object], shown: str, named: Mapping[str, Any]) -> None:
-    """Refuse sizes that the user has named and the constructor has no parameter for: they would change nothing."""
+    """Refuse sizes that the user has set and the constructor has no parameter for: they would change nothing."""
     parameters = inspect.signature(make).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
@@ -267,7 +283,7 @@ def _refuse_unused(make: Callable[..., object], shown: str, named: Mapping[str, 
 def attributes_given(
     target: str, sizes: Mapping[str, Any], extra: Mapping[str, Any], attributes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The attributes of a dataset that `build_model` gives to the model, with these arguments."""
+    """The attributes of the dataset that `build_model` gives to the model `target`, with the same arguments."""
     return _arguments(find_model(target), target, sizes, extra, attributes)[1]
 
 
@@ -275,7 +291,7 @@ def freeze_parameters(model: LayeredModel, patterns: Sequence[str]) -> None:
     """Freeze the parameters whose names match one of the patterns (`optim.freeze`), beside those frozen already.
 
     Args:
-        patterns: as of file names: `*` stands for any characters, `?` for one.
+        patterns: patterns as for file names: `*` stands for any characters, `?` for one.
 
     Raises:
         ModelError: no parameter matches a pattern.
@@ -296,19 +312,19 @@ def freeze_parameters(model: LayeredModel, patterns: Sequence[str]) -> None:
 
 
 def close_names(pattern: str, names: Collection[str]) -> str:
-    """The names of parameters for an error about a pattern: all, or of many those that are most like it."""
+    """The names of parameters, for an error about a pattern: all of them, or of many the ones closest to it."""
     if len(names) <= _LISTED:
         return ", ".join(sorted(names))
     return ", ".join(get_close_matches(pattern, names, n=5, cutoff=0.0)) + ", ..."
 
 
 def import_model(target: str | Callable[..., LayeredModel]) -> None:
-    """Import a model's file before the model is made without memory, or with values of its own.
+    """Import a model's file before the model is constructed on the meta device or under seeded generators.
 
-    What the file makes at its top, such as class weights, is made for real, and by torch as it is.
+    So tensors that the file makes when it is imported, such as class weights, have memory and their usual values.
 
     Raises:
-        ModelError: as `find_model`.
+        ModelError: as for `find_model`.
     """
     if isinstance(target, str):
         find_model(target)
@@ -336,7 +352,7 @@ def find_model(target: str) -> Any:
         raise _broken(target, error) from error
     if not hasattr(module, name):
         classes = [n for n, v in vars(module).items() if inspect.isclass(v) and issubclass(v, LayeredModel)]
-        classes = [n for n in classes if vars(module)[n] is not LayeredModel]  # the base, which the file has imported
+        classes = [n for n in classes if vars(module)[n] is not LayeredModel]  # imported by the file as the base class
         close = closest(name, classes)
         exists = f"models in {module_name}: {names_like(name, classes) or 'none'}"
         raise _unknown(target, exists, f"{module_name}.{close}" if close else "")
@@ -349,6 +365,7 @@ def _unknown(target: str, exists: str, close: str = "") -> ModelError:
 
 
 def _broken(target: str, error: Exception | SystemExit) -> ModelError:
+    """The error about a module that failed while it was imported, with the innermost line that was running."""
     at = getattr(error, "filename", None), getattr(error, "lineno", None)
     trace = error.__traceback__
     while trace is not None:

@@ -1,8 +1,8 @@
-"""The construction of a model for a run: under seeded generators, with the layers built that a worker needs.
+"""Constructs the model of a run under seeded generators, with memory for the layers that a worker needs.
 
-A constructor draws initial values from generators that the whole process shares. Seeded before it, and put back
-afterwards, they give every worker the same values. A layer that is given as a factory has a seed of its own, so its
-values do not depend on which other layers were built in this process.
+Constructors draw initial values from generators that the whole process shares. These are seeded before a model is
+constructed, and restored afterwards, so every worker gets the same values. A layer that is given as a factory has a
+seed of its own, so its values do not depend on which other layers are built in this process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils import deterministic
 
 @dataclass(frozen=True)
 class _Construction:
-    """The model that is being made: the run's seed, and the layers given as factories that get memory; None: all."""
+    """The construction that is under way in this context. The fields are the arguments of `constructing`."""
 
     seed: int
     layers: Collection[str] | None
@@ -32,21 +32,21 @@ _present: ContextVar[_Construction | None] = ContextVar("elaswave_spmd.construct
 
 @contextmanager
 def constructing(seed: int, layers: Collection[str] | None = None) -> Iterator[None]:
-    """Make a model inside the `with`, as every worker of a run with this seed makes it.
+    """A context in which a model is constructed as every worker of a run with this seed constructs it.
 
-    Memory that a constructor leaves as it found it (`torch.empty`) is filled with NaN, so that it can be told.
+    Memory that a constructor leaves uninitialised (`torch.empty`) is filled with NaN, so that it can be found.
 
     Args:
-        seed: of the run.
-        layers: names of the layers that are built if they are given as factories; the others have shapes and no memory.
-            None: all of them.
+        seed: the seed of the run.
+        layers: names of the layers that get memory if they are given as factories. Other factories are called on the
+            meta device, so that their layers have shapes only. None: all layers get memory.
     """
     token = _present.set(_Construction(seed, layers))
-    # Not torch.use_deterministic_algorithms, which imports the compiler: seconds, for each worker.
+    # torch.use_deterministic_algorithms would import the compiler, which takes seconds in each worker.
     before = torch.get_deterministic_debug_mode()
     filled = deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
     torch.set_deterministic_debug_mode("warn")
-    # A device of this process that is deterministic itself has switched the filling off.
+    # A device that has made torch deterministic in this process may have switched the filling off.
     deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with seeded(seed, ""):
@@ -58,7 +58,10 @@ def constructing(seed: int, layers: Collection[str] | None = None) -> Iterator[N
 
 
 def build_layer(name: str, factory: Callable[[], object]) -> object:
-    """Build a layer that a model gives as a factory: under its own seed, and without memory where nobody needs it."""
+    """Build a layer that a model gives as a factory.
+
+    Within `constructing` it is built under a seed of its own, and on the meta device if it is not needed here.
+    """
     if (now := _present.get()) is None:
         return factory()
     with seeded(now.seed, name):
@@ -70,16 +73,16 @@ def build_layer(name: str, factory: Callable[[], object]) -> object:
 
 @contextmanager
 def seeded(seed: int, name: str) -> Iterator[None]:
-    """Seed the global generators of torch (on the CPU), numpy and Python inside the `with`, and put them back after it.
+    """A context in which the global generators of torch (CPU), numpy and Python are seeded. Restores them at its end.
 
     Args:
-        seed: of the run.
-        name: of a layer; empty: the whole model.
+        seed: the seed of the run.
+        name: the name of a layer; "" for the whole model.
     """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
     key = int.from_bytes(digest, "little")
     before = torch.random.get_rng_state(), np.random.get_state(), random.getstate()
-    # Not torch.manual_seed, which would begin with accelerators as well.
+    # torch.manual_seed would seed accelerators as well.
     torch.random.default_generator.manual_seed(key % 2**63)  # pyright: ignore[reportPrivateImportUsage]
     np.random.seed(np.frombuffer(digest, "<u4"))
     random.seed(key)

@@ -68,7 +68,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer."""
+    """One pre-norm transformer layer, with dropout on both residual branches."""
 
     def __init__(self, d_model: int, heads: int, hidden: int, dropout: float, norm_eps: float = 1e-5) -> None:
         super().__init__()
@@ -101,10 +101,11 @@ class GPT(LayeredModel):
     """A decoder with `layers` blocks between embedding and head.
 
     Args:
-        vocab_size, seq_len, layers, d_model, heads, dropout: sizes; `seq_len` is the longest input.
+        vocab_size, seq_len, layers, d_model, heads, dropout: the sizes of the model. Inputs have at most as many tokens
+            as there are positions.
         mlp_ratio: hidden width of the MLP over `d_model`.
         tied: the head reads the embedding's weight.
-        norm_eps: added to the variance by every norm.
+        norm_eps: number that every norm adds to the variance.
         positions: number of learned positions, `seq_len` or more; 0 means `seq_len`.
 
     Raises:
@@ -140,7 +141,10 @@ class GPT(LayeredModel):
         self.depth = layers
 
     def init(self, name: str, shape: tuple[int, ...]) -> Init:
-        """The rule of the base class, but layers that write to the residual stream are scaled by its depth (GPT-2)."""
+        """The rules of the base class, but smaller values, by depth, for weights that write to the residual stream.
+
+        This is the initialization of GPT-2.
+        """
         if name.endswith(("attn.out.weight", "mlp.down.weight")):
             return Normal(0.02 / math.sqrt(2 * self.depth))
         return super().init(name, shape)

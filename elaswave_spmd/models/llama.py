@@ -23,10 +23,11 @@ from elaswave_spmd.sharding import P, Shardings, shard, tie
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's longer context: slow rotary frequencies are divided by `factor`, fast ones stay, those between mix.
+    """The scaling of rotary frequencies by which Llama 3 has a longer context.
 
-    A frequency is slow or fast by how often it turns within the `original_max_position_embeddings` tokens of the first
-    training: fewer than `low_freq_factor` times, or more than `high_freq_factor` times. The fields are those of
+    What counts is how often a frequency turns within the `original_max_position_embeddings` tokens of the first
+    training. Slow frequencies, which turn fewer than `low_freq_factor` times, are divided by `factor`. Fast ones, which
+    turn more than `high_freq_factor` times, stay as they are. Those between are interpolated. The fields are those of
     `rope_scaling` in a config.json of Hugging Face.
 
     Raises:
@@ -52,7 +53,11 @@ class RopeScaling:
 
     @classmethod
     def of(cls, given: object) -> RopeScaling | None:
-        """The scaling that an argument of a model means; None: there is none."""
+        """The scaling that the argument `rope_scaling` of a model stands for; None if frequencies are not scaled.
+
+        Raises:
+            ModelError: the argument is not a mapping with exactly these fields, or a value is out of range.
+        """
         if given is None or isinstance(given, RopeScaling):
             return given
         names = [field.name for field in fields(cls)]
@@ -66,7 +71,7 @@ class RopeScaling:
         return cls(**given)
 
     def scaled(self, frequency: Tensor) -> Tensor:
-        """The frequencies, in radians per token, as they are used."""
+        """The scaled frequencies, in radians per token as the given ones."""
         turns = frequency * (self.original_max_position_embeddings / (2 * math.pi))
         fast = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0.0, 1.0)
         return (1 - fast) * (frequency / self.factor) + fast * frequency
@@ -141,7 +146,12 @@ class Attention(nn.Module):
 def rotary_tables(
     tokens: int, width: int, theta: float, device: torch.device, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of position times frequency, fp32 [T, K]; dims i and i + K/2 of a head form a pair."""
+    """Cosines and sines of position times frequency, each fp32 [T, K]. Dims i and i + K/2 of a head form a pair.
+
+    Args:
+        tokens, width: T and K.
+        theta: base of the frequencies.
+    """
     pair = torch.arange(width // 2, dtype=torch.float32, device=device)
     frequency = torch.exp(pair * (-2.0 * math.log(theta) / width))
     if scaling is not None:
@@ -172,7 +182,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer, around the given attention."""
+    """One pre-norm transformer layer around the given attention, with dropout on both residual branches."""
 
     def __init__(self, d_model: int, attention: Attention, hidden: int, dropout: float, norm_eps: float) -> None:
         super().__init__()
@@ -205,17 +215,17 @@ class Llama(LayeredModel):
     """A decoder with `layers` blocks between embedding and head.
 
     Args:
-        vocab_size, layers, d_model, heads, dropout: sizes. Inputs may have any length.
-        kv_heads: key/value heads, a divisor of `heads`; 0 means `heads`.
+        vocab_size, layers, d_model, heads, dropout: the sizes of the model. Inputs may have any length.
+        kv_heads: number of key/value heads, a divisor of `heads`; 0 means `heads`.
         hidden: width of the SwiGLU; 0 means 8/3 of `d_model`, rounded up to a multiple of 64.
         theta: base of the rotary frequencies.
         tied: the head reads the embedding's weight.
-        norm_eps: added to the mean square by every norm.
+        norm_eps: number that every norm adds to the mean square.
         rope_scaling: the fields of a `RopeScaling`; None: frequencies are not scaled.
 
     Raises:
-        ModelError: heads that do not divide, an odd head width, a dropout outside [0, 1), a `norm_eps` or a `theta`
-            that is not above 0, or a `rope_scaling` that is none.
+        ModelError: `heads` does not divide `d_model`, or `kv_heads` does not divide `heads`; an odd head width; a
+            dropout outside [0, 1); a `norm_eps` or a `theta` that is not above 0; or an invalid `rope_scaling`.
     """
 
     shardings = Shardings(batch=P("dp"), layers=P("pp"), params=P(None), grads=P("dp"), optim=P("dp"))
@@ -251,7 +261,7 @@ class Llama(LayeredModel):
         self.depth = layers
 
     def init(self, name: str, shape: tuple[int, ...]) -> Init:
-        """The rule of the base class, but layers that write to the residual stream are scaled by its depth."""
+        """The rules of the base class, but smaller values, by depth, for weights that write to the residual stream."""
         if name.endswith(("attn.out.weight", "mlp.down.weight")):
             return Normal(0.02 / math.sqrt(2 * self.depth))
         return super().init(name, shape)

@@ -1,4 +1,4 @@
-"""A causal language model of multi-layer perceptrons, in which each layer sees a window of the tokens before a token.
+"""A causal language model of multi-layer perceptrons, in which a block sees a token and a few tokens before it.
 
 Shape suffixes: B samples of a micro-batch, T tokens, D model width, W window, F hidden width, V vocabulary.
 """
@@ -61,7 +61,7 @@ class MLP(LayeredModel):
     """The smallest model here that learns. It has no attention and compiles quickly.
 
     Args:
-        vocab_size, layers, d_model, dropout: sizes. Inputs may have any length.
+        vocab_size, layers, d_model, dropout: the sizes of the model. Inputs may have any length.
         window: number of tokens that a block sees, the present one included.
         mlp_ratio: hidden width over `d_model`.
 
@@ -89,5 +89,5 @@ class MLP(LayeredModel):
         super().__init__({"embed": embed, **blocks, "head": head})
 
     def init(self, name: str, shape: tuple[int, ...]) -> Init:
-        """The rule of the base class."""
+        """The rules of the base class. The override asks for them, as constructors leave some parameters empty."""
         return super().init(name, shape)

@@ -1,4 +1,4 @@
-"""The objective of a model: the first layer's input of a batch, its loss, and the metrics of a validation."""
+"""What a model computes of a batch outside its layers: the first layer's input, the loss, and validation metrics."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ class Batch:
 
 
 Loss = Callable[[Any, Any], Any]
-"""(the last layer's output, the micro-batch) -> one number, the sum over the samples or tokens of the micro-batch; or
-(sum, weight): the gradient, and the loss that is reported, are divided by the weight of the whole step."""
+"""(the last layer's output, the micro-batch) -> the loss of the micro-batch: one number, the sum over its samples or
+tokens; or (sum, weight). The weights of a step are added up, and its gradient and its reported loss are divided by
+their sum."""
 
 Metrics = Callable[[Any, Any], Mapping[str, Any]]
-"""(the last layer's output, the micro-batch) -> name -> sum over the samples, or (sum, weight)."""
+"""(the last layer's output, the micro-batch) -> for the name of each metric its sum over the samples, or (sum, weight).
+"""
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Objective:
     """The functions of a model that are called after its last layer.
 
     Args:
-        loss: see `Loss`.
-        metrics: computed beside the loss in a validation; None: there are none.
+        loss: the loss function, see `Loss`.
+        metrics: the function of the metrics that a validation computes beside the loss; None if the model has none.
     """
 
     loss: Loss
@@ -45,19 +47,19 @@ class Objective:
     @classmethod
     def of(cls, model: LayeredModel) -> Objective:
         """The objective of a model."""
-        has_metrics = callable(getattr(type(model), "metrics", None))  # of the class: a layer may be called so
+        has_metrics = callable(getattr(type(model), "metrics", None))  # of the class: a layer may have this name
         found: Any = model.metrics if has_metrics else None
         return cls(model.loss, found)
 
 
 def first_inputs(batch: Any) -> Any:
-    """The arguments of the first layer, where the model has no `inputs(batch)` of its own.
+    """The input of the first layer, for models that have no `inputs(batch)` of their own.
 
-    The tokens of token data; of other data the batch itself, if it is one tensor, `batch["x"]` of a dict, and
-    `batch[0]` of a tuple, a named tuple or a list: (x, y) as loaders of PyTorch give it.
+    For token data it is `batch.tokens`. For other data it is `batch["x"]` of a dict, `batch[0]` of a tuple, a named
+    tuple or a list (as in the (x, y) of PyTorch's loaders), or the batch itself if it is one tensor.
 
     Raises:
-        ModelError: a dict without "x".
+        ModelError: the batch is a dict without "x".
     """
     if isinstance(batch, Batch):
         return batch.tokens
@@ -77,7 +79,7 @@ def first_inputs(batch: Any) -> Any:
 
 
 def other_loss(model: str) -> ModelError:
-    """The error of a model that has no loss for data without tokens."""
+    """The error about a model without a `loss` of its own, whose data is not tokens. `model`: the name of its class."""
     return ModelError(
         f"{model} has no loss for samples that are no tokens",
         rule="the loss of LayeredModel is the cross entropy of tokens; with other data a model has its own",

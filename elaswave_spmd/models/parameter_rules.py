@@ -1,4 +1,4 @@
-"""What a model's own `init` and `decays` say of a parameter: both are a user's code, called while a run is planned."""
+"""Asks a model's own `init` and `decays` about a parameter. Both are a user's code, called while a run is planned."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from elaswave_spmd.models.base import LayeredModel
 
 
 def init_of(model: LayeredModel, name: str, shape: tuple[int, ...]) -> Init:
-    """The rule of the initial values of a parameter, of a model that overrides `init`.
+    """The rule for the initial values of a parameter, of a model that overrides `init`.
 
     Raises:
-        ModelError: `init` raised something, or returned no rule.
+        ModelError: `init` failed, or returned something that is not a rule.
     """
     found = _asked(model, "init", name, shape)
     if isinstance(found, Normal | Uniform | Constant):
@@ -25,7 +25,7 @@ def decays_of(model: LayeredModel, name: str, shape: tuple[int, ...]) -> bool:
     """True if weight decay applies to a parameter.
 
     Raises:
-        ModelError: `decays` raised something, or returned neither true nor false.
+        ModelError: `decays` failed, or returned neither True nor False.
     """
     found = _asked(model, "decays", name, shape)
     if isinstance(found, bool):
@@ -37,7 +37,7 @@ def _asked(model: LayeredModel, function: str, name: str, shape: tuple[int, ...]
     try:
         return getattr(model, function)(name, shape)
     except UserError:
-        raise  # it says itself what is wrong
+        raise  # this error already says what is wrong
     except (Exception, SystemExit) as error:
         raise ModelError(
             f"{type(model).__name__}.{function}({name!r}, {shape}) failed ({type(error).__name__}: {error})",

@@ -1,1 +1,1 @@
-"""Weights in and out: `model.init_from`, and models in the form of Hugging Face; see README.md."""
+"""Weights in and out of runs: `model.init_from`, and models in the format of Hugging Face. See README.md."""

@@ -1,4 +1,4 @@
-"""The tokenizer whose tokens are bytes, in the form of Hugging Face: token b is byte b, and there are no merges."""
+"""The tokenizer whose tokens are bytes, in the format of Hugging Face: token b is byte b, and there are no merges."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def byte_tokenizer() -> dict[str, dict[str, Any]]:
-    """Name of a file -> its fields."""
+    """The files of the tokenizer: name -> the fields of its JSON."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     tokenizer = {
         "version": "1.0",
@@ -34,7 +34,7 @@ def byte_tokenizer() -> dict[str, dict[str, Any]]:
 
 
 def _characters() -> list[str]:
-    """The character that stands for each byte: itself where it can be seen, else one from U+0100 on, in order."""
+    """The character for each byte, as in GPT-2: the byte itself if it is visible, else one from U+0100 on, in order."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return [chr(byte) if byte in visible else chr(256 + hidden.index(byte)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""A run's model in the form of Hugging Face: config.json, safetensors files and the tokenizer's files."""
+"""Export of a run's model in the format of Hugging Face: config.json, safetensors files and the tokenizer's files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from elaswave_spmd.weights.tensor_files import INDEX, MODEL, read_json
 from elaswave_spmd.weights.trained import AS_WRITTEN, TrainedModel, check_parameters, is_on_tokens, tokenizer_file
 
 MAX_FILE_BYTES = 2 * 10**9
-"""Bytes of the tensors in one file: what an export holds in memory, unless a single tensor is larger."""
+"""The most bytes of tensors in one file, unless a single tensor is larger. An export holds one file in memory."""
 
 _BESIDE_TOKENIZER = (
     "tokenizer_config.json",
@@ -36,29 +36,35 @@ _BESIDE_TOKENIZER = (
     "chat_template.jinja",
     "generation_config.json",
 )
-"""Files that may lie beside a tokenizer.json, and name its tokens."""
+"""Files that may lie beside a tokenizer.json and belong to it. They are copied with it."""
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
 class _File:
-    """A file that is to be written: its name, and the parameters of ours whose tensors it holds."""
+    """A safetensors file that is to be written: its name, and the names of our parameters whose tensors it holds."""
 
     name: str
     parameters: tuple[str, ...]
 
 
 def export_model(trained: TrainedModel, folder: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> list[str]:
-    """Write a trained model as transformers loads it. The folder is there whole, or not at all.
+    """Write a trained model in the format that transformers loads.
+
+    The files are written into a scratch folder, which is then renamed. So the folder is complete, or does not exist.
+
+    Args:
+        folder: a new directory, or an empty one; it may begin with `~`.
+        max_file_bytes: bytes of tensors after which another safetensors file is begun.
 
     Returns:
         The names of the files.
 
     Raises:
-        ConfigError: the model is of no family that transformers has; the folder exists; it cannot be written; the
-            tokenizer of the run is not there.
-        ModelError: its parameters are not those that were trained.
+        ConfigError: the model is of no family that transformers has; the folder is not empty or cannot be written; the
+            tokenizer of the run is missing or has changed.
+        ModelError: the model's parameters are not those that were trained.
     """
     family = _family_of(trained)
     check_parameters(trained.model, trained.source, str(trained.path), AS_WRITTEN)
@@ -77,7 +83,7 @@ def export_model(trained: TrainedModel, folder: Path, *, max_file_bytes: int = M
         try:
             _write(trained, family, scratch, tokenizer, max_file_bytes)
             scratch.chmod(0o755)
-            scratch.replace(folder)  # over an empty directory, too
+            scratch.replace(folder)  # also replaces an empty directory
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
@@ -86,7 +92,7 @@ def export_model(trained: TrainedModel, folder: Path, *, max_file_bytes: int = M
 
 
 def _is_taken(folder: Path) -> bool:
-    """True if there is something at the path of the folder that is to be made, other than an empty directory."""
+    """True if something exists at this path, other than an empty directory."""
     try:
         return os.path.lexists(folder) and not (os.path.isdir(folder) and not os.listdir(folder))
     except OSError as error:
@@ -124,13 +130,17 @@ def _write(trained: TrainedModel, family: Family, folder: Path, tokenizer: Path 
 
 
 def has_byte_tokenizer(trained: TrainedModel) -> bool:
-    """True if the model's tokens are bytes: not of a dataset of the user's own, nor of token ids that were stored."""
+    """True if the model was trained on bytes, and not on a user's own dataset or on given token ids."""
     data = trained.data
     return data.target is None and data.tokenizer == BYTES and not is_on_tokens(trained)
 
 
 def config_of(trained: TrainedModel, family: Family) -> dict[str, Any]:
-    """The config.json. What no training changes is as in that of the published model that the run began with."""
+    """The fields of the config.json.
+
+    If the run began with the weights of a published model, its special tokens are kept, and the longest input of its
+    config.json is not shortened to that of the run.
+    """
     begun = _begun_with(trained, family)
     longest = begun.get("max_position_embeddings")
     seq_len = max(trained.seq_len, longest if isinstance(longest, int) else 0)
@@ -140,7 +150,7 @@ def config_of(trained: TrainedModel, family: Family) -> dict[str, Any]:
         "torch_dtype": "float32",
         **family.config_of(family.facts_of_model(trained.model)),
         **family.context(seq_len, trained.settings.dropout),
-        # Our corpora have no special tokens, and those of a tokenizer are named in its own files.
+        # Our corpora have no special tokens. Those of a tokenizer are named in its own files.
         "bos_token_id": None,
         "eos_token_id": None,
         **{name: value for name, value in begun.items() if name in _SPECIAL_TOKENS},
@@ -148,7 +158,10 @@ def config_of(trained: TrainedModel, family: Family) -> dict[str, Any]:
 
 
 def _begun_with(trained: TrainedModel, family: Family) -> Mapping[str, Any]:
-    """The config.json of the published model whose weights the run began with; empty: it is not there, or none is."""
+    """The config.json of the published model whose weights the run began with.
+
+    Empty if the run began with other weights, or if the file is gone or is of another family.
+    """
     if trained.settings.init_from is None:
         return {}
     file = Path(os.path.expanduser(trained.settings.init_from)) / CONFIG_JSON
@@ -178,7 +191,7 @@ def _write_tensors(trained: TrainedModel, family: Family, folder: Path, max_file
 
 
 def as_stored(source: WeightSource, name: str, how: Stored) -> Tensor:
-    """A parameter of ours as a published model stores it."""
+    """The values of our parameter `name` in the form `how` of a published model, fp32 and contiguous."""
     values = whole(source, name)
     if how.heads:
         parts = values.reshape(how.heads, 3, -1, *values.shape[1:])
@@ -187,7 +200,11 @@ def as_stored(source: WeightSource, name: str, how: Stored) -> Tensor:
 
 
 def _files(sizes: Mapping[str, int], most: int) -> Iterator[_File]:
-    """The parameters in their order, cut into files of at most `most` bytes, or of one parameter."""
+    """Distribute parameters, in their order, over files of at most `most` bytes, or of a single larger parameter.
+
+    Args:
+        sizes: name of a parameter -> bytes.
+    """
     groups: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():

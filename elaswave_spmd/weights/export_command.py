@@ -1,4 +1,4 @@
-"""`python -m elaswave_spmd export RUN --to hf DIR`: writes a run's model in the form of Hugging Face."""
+"""`python -m elaswave_spmd export RUN --to hf DIR`: writes a run's model in the format of Hugging Face."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORMATS = ("hf",)
 
 
 def main(arguments: Sequence[str], program: str) -> int:
-    """Writes the model, and prints the names of its files. Returns the exit code.
+    """Write the model, and print the names of its files. Returns the exit code.
 
     Raises:
         UserError: there is no such run or format; the model cannot be expressed; the directory cannot be written.

@@ -1,7 +1,8 @@
-"""Families of published models: how Hugging Face names their tensors and sizes, and which of them ours can express.
+"""Families of published models: how Hugging Face names their tensors and sizes, and which our models can express.
 
-A family is values and pure functions. What a model is, is a mapping of *facts*: names of settings with their values,
-defaults filled in. They are read from a config.json and from a model of ours, compared, and written to a config.json.
+A family consists of values and pure functions. It describes a model by *facts*: a mapping from the names of settings to
+their values, with defaults filled in. Facts are read from a config.json and from our model, are compared with each
+other, and are written to a config.json.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Stored:
-    """The form in which a parameter of ours is stored in a published model.
+    """The form in which a parameter of our model is stored in a published model.
 
     Args:
-        name: of the tensor, without a prefix of the whole model.
-        transposed: it is [in, out] there (GPT-2's Conv1D), and [out, in] here.
-        heads: if not 0: our rows are ordered (head, q k or v, width), and theirs (q k or v, head, width).
+        name: the name of the tensor, without the prefix of its file (`stored_name`).
+        transposed: True if the tensor is [in, out] (GPT-2's Conv1D), where our parameter is [out, in].
+        heads: if not 0, the parameter is a fused q, k, v projection with this number of heads. Our rows are ordered
+            (head, q k or v, width), the rows of published models (q k or v, head, width).
     """
 
     name: str
@@ -43,26 +45,33 @@ class Family(Protocol):
 
     @property
     def model_type(self) -> str:
-        """Its name in a config.json."""
+        """The `model_type` of the family in a config.json."""
         ...
 
     @property
     def target(self) -> str:
-        """`model.target` of our model."""
+        """The `model.target` of our model for this family."""
         ...
 
     @property
     def prefix(self) -> str:
-        """The begin of the names of tensors, but for the head's, where the file is of a causal language model."""
+        """The prefix of all names of tensors but the head's, in files of a model with a head.
+
+        Files of a model that was saved without a head have no prefix.
+        """
         ...
 
     @property
     def class_name(self) -> str:
-        """The class of transformers that loads it."""
+        """The class of transformers that loads a model of this family."""
         ...
 
     def facts_of_config(self, config: Mapping[str, Any], file: Path) -> Facts:
         """The facts in a config.json.
+
+        Args:
+            config: the fields of the config.json.
+            file: its path, for errors.
 
         Raises:
             ConfigError: it asks for something that our model cannot express, or lacks a size.
@@ -70,29 +79,29 @@ class Family(Protocol):
         ...
 
     def facts_of_model(self, model: LayeredModel) -> Facts:
-        """The facts of a model of ours."""
+        """The facts of our model, read from its modules and the shapes of its parameters."""
         ...
 
     def config_of(self, facts: Facts) -> dict[str, Any]:
-        """The config.json of a model with these facts, without what all families have."""
+        """The fields of config.json that these facts determine, without those that all families have."""
         ...
 
     def context(self, seq_len: int, dropout: float) -> dict[str, Any]:
-        """The other facts of a config.json: how long inputs were in training, and the dropout."""
+        """The fields of config.json for the longest input, in tokens, and for the dropout."""
         ...
 
     def stored(self, name: str, heads: int) -> Stored:
-        """The form in which the parameter `name` of ours is stored."""
+        """The form in which the parameter `name` of our model is stored. `heads`: its number of attention heads."""
         ...
 
     def is_constant(self, tensor: str) -> bool:
-        """True for a tensor in old files that is no parameter: a mask, or a table of frequencies."""
+        """True for a tensor that is not a parameter. Old files also hold attention masks and rotary frequencies."""
         ...
 
 
 @dataclass(frozen=True)
 class LlamaFamily:
-    """Llama 1 to 3, and what has its config.json and tensors."""
+    """Llama 1 to 3, and other models with the same config.json and tensors."""
 
     model_type = "llama"
     target = "llama"
@@ -140,7 +149,8 @@ class LlamaFamily:
         }
 
     def config_of(self, facts: Facts) -> dict[str, Any]:
-        # Both forms of the rotary settings: transformers 5 reads rope_parameters, and older versions the other two.
+        # The rotary settings are written in both forms: transformers 5 reads rope_parameters, older versions read
+        # rope_theta and rope_scaling.
         theta, scaling = facts["model.args.theta"], facts["model.args.rope_scaling"]
         scaled = None if scaling is None else {"rope_type": "llama3", **scaling}
         return {
@@ -162,7 +172,7 @@ class LlamaFamily:
         }
 
     def context(self, seq_len: int, dropout: float) -> dict[str, Any]:
-        # Llama of transformers has no dropout where ours has it.
+        # The Llama of transformers has dropout inside attention only, where ours has none.
         return {"max_position_embeddings": seq_len, "attention_dropout": 0.0}
 
     def stored(self, name: str, heads: int) -> Stored:
@@ -179,7 +189,7 @@ class LlamaFamily:
 
 @dataclass(frozen=True)
 class Gpt2Family:
-    """GPT-2, and what has its config.json and tensors."""
+    """GPT-2, and other models with the same config.json and tensors."""
 
     model_type = "gpt2"
     target = "gpt"
@@ -191,7 +201,7 @@ class Gpt2Family:
         hidden = config.get("n_inner") or 4 * d_model
         activation = config.get("activation_function")
         expected = {
-            # Two names of the same approximation by tanh.
+            # gelu_new and gelu_pytorch_tanh are two names of the same approximation by tanh.
             "activation_function": ("gelu_new", activation if activation == "gelu_pytorch_tanh" else "gelu_new"),
             "scale_attn_weights": (True, True),
             "scale_attn_by_inverse_layer_idx": (False, False),
@@ -281,7 +291,7 @@ FAMILIES: tuple[Family, ...] = (LlamaFamily(), Gpt2Family())
 
 
 def family_of_target(target: str) -> Family | None:
-    """The family that a `model.target` of ours belongs to; None: to none, as a user's own model."""
+    """The family that a `model.target` belongs to; None if it is of no family, as `mlp` or a user's own model."""
     return next((family for family in FAMILIES if family.target == target), None)
 
 
@@ -289,7 +299,7 @@ def family_of_config(config: Mapping[str, Any], file: Path) -> Family:
     """The family of a config.json.
 
     Raises:
-        ConfigError: it is of no family that is known here.
+        ConfigError: its model_type is that of no family here.
     """
     named = config.get("model_type")
     family = next((family for family in FAMILIES if family.model_type == named), None)
@@ -306,11 +316,12 @@ def family_of_config(config: Mapping[str, Any], file: Path) -> Family:
 
 
 def stored_name(stored: Stored, prefix: str) -> str:
-    """The whole name of a tensor; the head has no prefix."""
+    """The full name of a tensor in a file with this prefix. The head has no prefix in any file."""
     return stored.name if stored.name.startswith("lm_head.") else prefix + stored.name
 
 
 def _whole(config: Mapping[str, Any], name: str, file: Path) -> int:
+    """The field `name` of a config.json, which is a whole number of at least 1. Raises ConfigError if it is not."""
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(
@@ -323,7 +334,16 @@ def _whole(config: Mapping[str, Any], name: str, file: Path) -> int:
 
 
 def _check_expressible(config: Mapping[str, Any], expected: Mapping[str, tuple[Any, Any]], file: Path) -> None:
-    """Refuse a config.json with another value than ours: (what a missing one means, what our model computes)."""
+    """Refuse a config.json that asks for something else than what our model computes.
+
+    Args:
+        config: the fields of the config.json.
+        expected: name of a field -> (the value that a missing field stands for, the value that our model computes).
+        file: the path of the config.json, for errors.
+
+    Raises:
+        ConfigError: a field has another value.
+    """
     for name, (default, wanted) in expected.items():
         value = config.get(name, default)
         value = default if value is None else value
@@ -338,7 +358,11 @@ def _check_expressible(config: Mapping[str, Any], expected: Mapping[str, tuple[A
 
 
 def _rope_scaling(rope: Mapping[str, Any], file: Path) -> dict[str, float] | None:
-    """The scaling of Llama 3 in the rotary settings of a config.json; None: frequencies are not scaled."""
+    """The Llama 3 scaling in the rotary settings of a config.json; None if frequencies are not scaled.
+
+    Raises:
+        ConfigError: frequencies are scaled in another way, or a field is missing.
+    """
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None

@@ -1,4 +1,4 @@
-"""Text that a trained model goes on with: greedy, or drawn at a temperature with keyed randomness."""
+"""Generation of text by a trained model: greedy, or drawn at a temperature with keyed random numbers."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Sampling:
     """The rule by which tokens are chosen.
 
     Args:
-        tokens: number of new ones.
-        temperature: that logits are divided by; 0: the most likely token is taken.
-        seed: of the draws. The draw of a token depends on the seed and its position alone.
+        tokens: the number of new tokens.
+        temperature: the number that logits are divided by; with 0 the most likely token is taken.
+        seed: the seed of the draws. The random numbers for a token depend on the seed and its position alone.
 
     Raises:
-        ConfigError: a value that is out of range.
+        ConfigError: a value is out of range.
     """
 
     tokens: int
@@ -85,10 +85,10 @@ def check_prompt(settings: Settings, data: PreparedData) -> None:
 
 
 def load_model(trained: TrainedModel) -> LayeredModel:
-    """The model with its weights, in this process, for evaluation.
+    """Load a trained built-in model into this process, on the CPU and in evaluation mode. Closes its source.
 
     Raises:
-        ConfigError: it is not one of the built-in models.
+        ConfigError: the model is not one of the built-in models.
         ModelError: its parameters are not those that were trained.
     """
     if trained.settings.target not in OWN:
@@ -110,13 +110,15 @@ def load_model(trained: TrainedModel) -> LayeredModel:
 
 
 def continued(trained: TrainedModel, text: bytes, sampling: Sampling) -> str:
-    """A text with what a run's model goes on with.
+    """A text followed by its continuation by a run's model.
 
     Args:
-        text: UTF-8, or what is none as it comes from a command line.
+        text: the bytes of the text. They must be UTF-8, unless the tokenizer is `bytes`.
 
     Raises:
-        ConfigError, DataError: the model is no built-in one, or its tokenizer cannot be used, or not for this text.
+        ConfigError, DataError: the model is not a built-in one, the tokenizer cannot be used, or the text is empty or
+            not UTF-8.
+        ModelError: the model's parameters are not those that were trained.
         RunError: the model's output is not finite.
     """
     tokenizer = tokenizer_of(trained)
@@ -137,9 +139,9 @@ def tokenizer_of(trained: TrainedModel) -> Tokenizer:
     """The tokenizer of the run's data.
 
     Raises:
-        ConfigError: the run was trained on a dataset of the user's own or on tokens, or its tokenizer has gone or
-            changed.
-        DataError: the file is no tokenizer.
+        ConfigError: the run was trained on a user's own dataset or on given token ids, or the tokenizer file is gone or
+            has changed.
+        DataError: the file is not a tokenizer.
     """
     if trained.data.target is not None:
         raise ConfigError(
@@ -160,10 +162,18 @@ def tokenizer_of(trained: TrainedModel) -> Tokenizer:
 
 
 def generate(model: LayeredModel, prompt: Sequence[int], sampling: Sampling, vocab_size: int) -> list[int]:
-    """The tokens that follow a prompt. A model with learned positions sees the last ones that it has positions for.
+    """Generate the tokens that follow a prompt.
+
+    If the model has learned positions, it is given only the last tokens, as many as it has positions for.
 
     Args:
-        vocab_size: tokens of the tokenizer; rows of the embedding beyond them have no text.
+        model: a causal language model that maps int64 tokens [1, T] to logits [1, T, V].
+        prompt: token ids.
+        vocab_size: the number of tokens of the tokenizer. The embedding may have more rows, which stand for no text, so
+            their logits are ignored.
+
+    Returns:
+        The new tokens, `sampling.tokens` of them.
 
     Raises:
         ConfigError: the prompt is empty.
@@ -186,9 +196,13 @@ def generate(model: LayeredModel, prompt: Sequence[int], sampling: Sampling, voc
 
 
 def next_token(logits: NDArray[np.float64], sampling: Sampling, position: int) -> int:
-    """The token at a position, from the logits for it; of several that are equally likely the first.
+    """Choose the token at a position from its logits, float64 [V].
 
-    A token is drawn by the maximum of its logit and Gumbel noise, which has the probabilities of the softmax.
+    With temperature 0 this is the most likely token, the first of several. Otherwise the token is drawn: the largest
+    sum of scaled logit and Gumbel noise has the probabilities of the softmax (Gumbel-max trick).
+
+    Raises:
+        RunError: a logit is not finite.
     """
     if not np.isfinite(logits).all():
         raise RunError(f"the model's output for the token at position {position} is not finite")

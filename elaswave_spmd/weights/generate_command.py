@@ -1,4 +1,4 @@
-"""`python -m elaswave_spmd generate RUN "text"`: prints the text with what the run's model goes on with."""
+"""`python -m elaswave_spmd generate RUN "text"`: prints the text and its continuation by the run's model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str], program: str) -> int:
-    """Prints the text and its continuation. Returns the exit code.
+    """Print the text and its continuation. Returns the exit code.
 
     Raises:
         UserError: there is no such run; its model or tokenizer cannot be used; an argument out of range.
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str], program: str) -> int:
 
     sampling = Sampling(options.tokens, options.temperature, options.seed)
     trained = open_trained(options.run, average=options.ema, best=options.best)
-    # A text from the command line may hold bytes that are no UTF-8.
+    # A text from the command line may hold bytes that are not UTF-8, which Python keeps as surrogates.
     print(continued(trained, options.text.encode("utf-8", "surrogateescape"), sampling))
     return 0
 

@@ -1,7 +1,11 @@
-"""A process that generates text from weights on the disk: at the lowest priority while a run goes on.
+"""A process that generates text from weights on disk, at the lowest priority, so that it does not slow the run down.
 
-It takes one line of JSON for each text from its standard input, and answers with one. Its input ends with the process
-that has started it; then it ends at once, also in the middle of a text.
+It reads requests from its standard input, one line of JSON each, and answers each with one line of JSON on its standard
+output. Its input ends when the process that has started it ends; then this process exits at once, even in the middle of
+a text.
+
+    request: {"path": file or checkpoint, "prompt": text, "tokens": N, "temperature": T, "seed": N}
+    answer: {"text": prompt with its continuation, "seconds": S}, or {"gone": path does not exist, "error": reason}
 """
 
 from __future__ import annotations
@@ -20,12 +24,12 @@ AT_USUAL_PRIORITY = "--usual-priority"
 
 
 def main() -> None:
-    """Answers requests until there are none to come."""
+    """Answer requests, one after another. Never returns: `_read` ends the process."""
     if AT_USUAL_PRIORITY not in sys.argv:
         _step_back()
     requests: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests,), daemon=True).start()
-    # What a library prints is no answer, be it by Python or not.
+    # Whatever a library prints, from Python or from C, goes to standard error, so that it is not taken for an answer.
     answers, sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8"), sys.stderr
     os.dup2(2, 1)
     import torch
@@ -36,13 +40,14 @@ def main() -> None:
 
 
 def _step_back() -> None:
-    """Take processor time only where nobody else wants it."""
+    """Take processor time only when no other process wants it."""
     with contextlib.suppress(OSError, AttributeError):
         os.nice(19)
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _read(requests: queue.SimpleQueue[str]) -> None:
+    """Queue the requests, on a thread of its own, and end the process when standard input ends."""
     for line in sys.stdin:
         requests.put(line)
     os._exit(0)
@@ -58,7 +63,7 @@ def _answer(request: Mapping[str, Any]) -> Mapping[str, object]:
     try:
         text = _generate(request)
     except Exception as error:
-        # A run removes checkpoints when it has newer ones, also one that is being read.
+        # A run removes old checkpoints when it has newer ones, even one that is being read here.
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return {"gone": not os.path.exists(request["path"]), "error": reason}
     return {"text": text, "seconds": round(time.monotonic() - begin, 3)}

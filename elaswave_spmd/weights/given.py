@@ -1,7 +1,7 @@
-"""`model.init_from=FILE|DIR`: the weights that a run begins with, opened and compared with its model.
+"""`model.init_from=FILE|DIR`: the weights that a run begins with are opened, and compared with its model.
 
-The controller checks them before any worker starts: what does not fit is refused. Workers open
-the same files when they initialise their pages, and read these pages alone. A run that is resumed reads none of it.
+The controller checks them before any worker starts, and refuses weights that do not fit. Workers open the same files
+when they initialise their pages, and read only these pages. A run that is resumed does not read them.
 """
 
 from __future__ import annotations
@@ -47,17 +47,19 @@ DIGEST_BYTES = 16
 def check_weights(settings: ModelSettings, model: LayeredModel, *, tokenizer: str = BYTES) -> None:
     """Check that the weights of `model.init_from` fit a model, before any worker starts.
 
-    Only headers are read, but of the weights of a run that has finished, which are compared with their hash.
+    Only the headers of files are read. The weights of a finished run are the exception: all of them are read, to be
+    compared with their hash.
 
     Args:
-        settings: as `resolved` returns them.
-        model: as it is trained, on the meta device.
-        tokenizer: that the run's settings name, so that no other one is advised.
+        settings: the model's settings, as `resolve.resolved` returns them.
+        model: the model that is trained, on the meta device.
+        tokenizer: `data.tokenizer` of the run. The error about a vocabulary of another size advises the tokenizer that
+            lies beside the weights, unless the run uses it already.
 
     Raises:
-        ConfigError: tensors that are missing, unknown, of another shape, or of a type that fp32 does not hold; a
-            configuration beside them that contradicts the model; files that cannot be read.
-        CheckpointError: a checkpoint that is not whole, or weights of a run that are not those that it has trained.
+        ConfigError: tensors are missing, unknown, of another shape, or of a type that fp32 does not hold; the
+            configuration beside the weights contradicts the model; files cannot be read.
+        CheckpointError: a checkpoint is not whole, or the weights of a run are not those that it has trained.
     """
     assert settings.init_from is not None
     _check_configuration(settings, model, tokenizer)
@@ -73,11 +75,12 @@ def open_weights(settings: ModelSettings, model: LayeredModel, *, checked: bool 
     """Open the weights of `model.init_from`.
 
     Args:
-        model: whose parameters are read.
-        checked: refuse tensors of a published model that this one has no parameter for.
+        settings: the model's settings, as `resolve.resolved` returns them.
+        model: the model whose parameters are read; it may be on the meta device.
+        checked: refuse a published model that has tensors for which this model has no parameter.
 
     Raises:
-        ConfigError, CheckpointError: files that cannot be read, or are none.
+        ConfigError, CheckpointError: the path holds no weights, or they cannot be read.
     """
     assert settings.init_from is not None
     path, where = existing_path(settings.init_from), checks.override(SETTING, settings.init_from)
@@ -88,8 +91,8 @@ def open_weights(settings: ModelSettings, model: LayeredModel, *, checked: bool 
     if os.path.exists(path / CONFIG_JSON):
         return _open_published(path, where, model, checked=checked)
     try:
-        entries = sorted(os.listdir(path)) if os.path.isdir(path) else []  # it may be a device, or a pipe
-    except OSError as error:  # a directory of somebody else's, say: nothing of it was found for that reason
+        entries = sorted(os.listdir(path)) if os.path.isdir(path) else []  # a path may also be a device or a pipe
+    except OSError as error:  # the directory may not be read, so none of the files above was found in it
         raise unreadable(path, where, error) from error
     raise ConfigError(
         f"{path} holds no weights",
@@ -101,11 +104,11 @@ def open_weights(settings: ModelSettings, model: LayeredModel, *, checked: bool 
 
 
 class GivenWeights:
-    """The weights of `model.init_from`, for a worker: opened when they are first read, and closed after that.
+    """The weights of `model.init_from`, as a worker reads them. They are opened when they are first read.
 
     Args:
-        settings: of the model.
-        model: on the meta device.
+        settings: the model's settings.
+        model: the model, on the meta device.
     """
 
     def __init__(self, settings: ModelSettings, model: LayeredModel) -> None:
@@ -120,13 +123,16 @@ class GivenWeights:
         return self._source.read(name, first, stop)
 
     def close(self) -> None:
-        """Close the files: the values are in the state of the workers now."""
+        """Close the files, when the values are in the worker's state. A later read opens them again."""
         if self._source is not None:
             self._source.close()
             self._source = None
 
     def digests(self, layers: Iterable[str]) -> Iterator[tuple[str, bool, bytes]]:
-        """(name, False, digest) of each parameter of some layers, to compare files on several machines."""
+        """(name, False, digest) of each parameter of some layers, to compare the files of several machines.
+
+        False says that these are parameters and not constants (`worker.initial_values.Row`).
+        """
         owned = dict(owned_parameters(self._model))
         for layer in layers:
             for name, number in owned.items():
@@ -140,7 +146,7 @@ class GivenWeights:
 
 
 def owned_parameters(model: LayeredModel) -> Iterator[tuple[str, int]]:
-    """(name, number of elements) of each parameter that reads no other one."""
+    """(name, number of elements) of each parameter of a model, without the readers of ties, whose values are shared."""
     readers = {tie.reader for tie in model.ties}
     for layer in model.layer_names:
         for name, parameter in model.get_submodule(layer).named_parameters(prefix=layer):
@@ -149,7 +155,7 @@ def owned_parameters(model: LayeredModel) -> Iterator[tuple[str, int]]:
 
 
 def words_of(facts: Mapping[str, Any]) -> str:
-    """Facts as words of a command line."""
+    """Facts as words of a command line, which set the settings to these values."""
     return " ".join(_word(name, value) for name, value in facts.items())
 
 
@@ -167,7 +173,7 @@ def _open_published(path: Path, where: str, model: LayeredModel, *, checked: boo
     wanted = {name: family.stored(name, heads) for name, _ in owned_parameters(model)}
     stored = {name: replace(how, name=stored_name(how, prefix)) for name, how in wanted.items()}
     if checked:
-        # A tied head is stored by some, and read by none: it is the embedding.
+        # Some files also store a tied head. It is not read, as it equals the embedding.
         tied = {stored_name(family.stored(tie.reader, heads), prefix) for tie in model.ties}
         known = {how.name for how in stored.values()} | tied
         extra = [name for name in files.tensors if name not in known and not family.is_constant(name)]
@@ -176,7 +182,7 @@ def _open_published(path: Path, where: str, model: LayeredModel, *, checked: boo
 
 
 def _check_tensors(source: WeightSource, model: LayeredModel, given: str) -> None:
-    """Refuse weights that lack a parameter, have one of another shape or type, or one that the model has not."""
+    """Refuse weights that lack a parameter, have one of another shape or type, or one that the model does not have."""
     where = checks.override(SETTING, given)
     wanted = {name: tuple(model.get_parameter(name).shape) for name, _ in owned_parameters(model)}
     missing = [name for name in wanted if name not in source.shapes]
@@ -214,6 +220,7 @@ def _check_tensors(source: WeightSource, model: LayeredModel, given: str) -> Non
 
 
 def _fix_of_shape(name: str) -> str:
+    """The advice about a parameter that has another shape in the weights than in the model."""
     if name == "embed.weight":
         return f"data.tokenizer=FILE, the tokenizer of these weights; or ++{VOCABULARY}=ROWS, if it has fewer tokens"
     if name == "embed.positions":
@@ -222,7 +229,7 @@ def _fix_of_shape(name: str) -> str:
 
 
 def _refuse_tied(ties: list[Tie], where: str, path: Path) -> None:
-    """Refuse parameters that read those of another layer: only one of the two values could be used."""
+    """Refuse weights that also hold the reader of a tie: its values may differ from its owner's, and are not used."""
     if ties:
         raise ConfigError(
             f"{path} holds {_listed(tie.reader for tie in ties)}, which the model ties: "
@@ -245,6 +252,7 @@ def _refuse_extra(extra: list[str], where: str, path: Path) -> None:
 
 
 def _listed(names: Iterable[str]) -> str:
+    """Names as an error lists them: all of them, or the first `_LISTED` and the number of the others."""
     first, *rest = [", ".join(part) for part in _parts(sorted(names))]
     return f"{first} and {rest[0]} more" if rest else first
 
@@ -254,7 +262,10 @@ def _parts(names: list[str]) -> list[list[str]]:
 
 
 def _check_configuration(settings: ModelSettings, model: LayeredModel, tokenizer: str) -> None:
-    """Refuse settings of the model that shapes do not show, and that the weights' own configuration contradicts."""
+    """Refuse a model that contradicts the configuration of the weights in settings that shapes do not show.
+
+    The configuration is the config.json of a published model, or the config.yaml of the run that wrote the weights.
+    """
     assert settings.init_from is not None
     path, where = existing_path(settings.init_from), checks.override(SETTING, settings.init_from)
     ours = family_of_target(settings.target)
@@ -282,14 +293,14 @@ def _check_configuration(settings: ModelSettings, model: LayeredModel, tokenizer
         with torch.device("meta"):
             other = build_model(saved.target, {**sizes, "heads": saved.heads, "dropout": 0.0}, saved.args)
         facts = dict(ours.facts_of_model(other))
-        for name in (VOCABULARY, "model.args.positions"):  # of the data, not of these settings; shapes show them
+        for name in (VOCABULARY, "model.args.positions"):  # they follow from the data, and shapes show them
             facts.pop(name, None)
         _compare(ours, facts, model, path, where, tokenizer)
 
 
 def _saved_model(path: Path) -> ModelSettings | None:
-    """The settings of the model that a run of ours was trained with, by its files; None: the weights lie alone."""
-    # weights.safetensors lies in the directory of its run, a checkpoint two below it.
+    """The model settings of the run that wrote the weights; None if there is no config.yaml of a run beside them."""
+    # weights.safetensors lies in the directory of its run, a checkpoint two levels below it.
     folder = path.parent if os.path.isfile(path) else path.parent.parent
     try:
         return ModelSettings.from_fields((fields_in(folder / CONFIG) or {})["model"])
@@ -298,6 +309,17 @@ def _saved_model(path: Path) -> ModelSettings | None:
 
 
 def _compare(family: Family, facts: Facts, model: LayeredModel, file: Path, where: str, tokenizer: str) -> None:
+    """Refuse a model with other facts than those of the weights.
+
+    Args:
+        facts: the facts of the weights.
+        file: the file or directory that they were read from.
+        where: the setting that named the weights, for errors.
+        tokenizer: as for `check_weights`.
+
+    Raises:
+        ConfigError: facts differ; with the settings that make them equal.
+    """
     present = family.facts_of_model(model)
     wrong = {name: value for name, value in facts.items() if present[name] != value}
     if not wrong:
@@ -307,7 +329,8 @@ def _compare(family: Family, facts: Facts, model: LayeredModel, file: Path, wher
     ]
     fix = words_of(wrong)
     beside = file.parent / "tokenizer.json"
-    # Of a vocabulary that is padded the embedding has more rows than its own tokenizer has tokens.
+    # The tokenizer beside the weights is advised unless the run uses it already: if the vocabulary was padded, the
+    # embedding has more rows than this tokenizer has tokens.
     if VOCABULARY in wrong and os.path.exists(beside) and not _is_same_file(tokenizer, beside):
         rest = words_of({name: value for name, value in wrong.items() if name != VOCABULARY})
         fix = f"data.tokenizer={beside} {rest}".rstrip()

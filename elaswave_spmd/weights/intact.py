@@ -1,4 +1,4 @@
-"""Whether the weights of a run that has finished are still those that it has written: their hash is in its summary."""
+"""Checks that the weights of a finished run are still those that it wrote, by the hash in the run's summary."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ _HASHES = {WEIGHTS: "weights_sha256", WEIGHTS_EMA: "weights_ema_sha256"}
 
 
 def check_intact(path: Path, source: WeightSource) -> None:
-    """Compare the weights of a run that has finished with their hash in its summary, as checkpoints are with theirs.
+    """Compare the weights of a finished run with their hash in its summary.
+
+    Nothing is compared for checkpoints, which have hashes of their own, and for files that do not lie in a run's
+    directory under the name that a run gives them.
 
     Args:
-        path: the file that holds them. One that no run has written, or that lies elsewhere, is compared with nothing.
-        source: what it holds; read as a whole, part by part, and closed.
+        path: the file that holds the weights.
+        source: the weights in this file. If they are compared, all of them are read, part by part, and it is closed.
 
     Raises:
-        CheckpointError: they are others.
+        CheckpointError: the weights do not match the hash.
         DataError: the summary is malformed.
     """
     if isinstance(source, SavedState) or path.name not in _HASHES or not os.path.exists(path.parent / SUMMARY):
         return
     wanted = read_summary(path.parent).get(_HASHES[path.name])
-    if wanted is None:  # an earlier version has written it, or a run without an average
+    if wanted is None:  # the summary of an earlier version, or of a run without an average
         return
     found = sha256_in_parts((name, _parts_of(source, name)) for name in sorted(source.shapes))
     source.close()
@@ -47,7 +50,7 @@ def check_intact(path: Path, source: WeightSource) -> None:
 
 
 def _parts_of(source: WeightSource, name: str) -> Iterator[np.ndarray]:
-    """The values of a parameter, a part of them at a time: fp32."""
+    """The values of a parameter, in parts of at most `_CHUNK` elements, little-endian fp32."""
     number = math.prod(source.shapes[name])
     for first in range(0, number, _CHUNK):
         part = source.read(name, first, min(first + _CHUNK, number))

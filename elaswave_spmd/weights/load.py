@@ -1,4 +1,4 @@
-"""`load_model(RUN)`: any model of a run, with the weights that it has been trained to, in this process."""
+"""`load_model(RUN)`: the model of any run, with its trained weights, as a module in this process."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ def load_model(
 ) -> LayeredModel:
     """The model of a run with its trained weights, on the CPU in float32, in evaluation mode.
 
-    `model(tokens)` runs all layers in this process: without keys, so without dropout.
+    `model(tokens)` runs all layers in this process. It gives them no keys, so there is no dropout.
 
     Args:
         run: the directory of a run, of which weights.safetensors is read, or else the newest good checkpoint; or the
             directory of one of its checkpoints.
-        model: the class or function that the run got as its model. Needed if the run got it by value, from a script or
-            a notebook: no code is kept in a run's directory, and none of it is ever executed. None: it is imported by
-            the name in the run's settings.
-        ema: the average of the weights over the steps (optim.ema) in their place.
-        best: of a run's directory, the weights with the lowest validation loss (checkpoint.keep_best).
+        model: the class or function that the run got as its model. It must be given if the run got it by value, from a
+            script or a notebook: a run's directory holds no code, and nothing in it is ever executed. None: the model
+            is imported by the name in the run's settings.
+        ema: load the average of the weights over the steps (optim.ema) in place of the weights.
+        best: load the weights of the run's directory with the lowest validation loss (checkpoint.keep_best).
 
     Raises:
-        ConfigError: `run` is no directory of a run; its settings cannot be read; it has no average.
-        CheckpointError: the checkpoint is damaged, or there is none, or none of a step that was validated.
-        ModelError: the model cannot be built, or is not the one that was trained: its parameters are others.
+        ConfigError: `run` is not the directory of a run; its settings cannot be read; it has no average.
+        CheckpointError: the checkpoint or weights.safetensors is damaged, there is no checkpoint, or none of a step
+            that was validated.
+        ModelError: the model cannot be built, or its parameters are not those that were trained.
     """
     opened = open_run(path_given("run", run), average=ema, best=best)
     source = opened.source
@@ -63,7 +64,13 @@ def load_model(
 def _build(
     fields: Mapping[str, Any], data: Mapping[str, Any], model: Callable[..., LayeredModel] | None
 ) -> LayeredModel:
-    """The model as the run has made it, with what it was told of the data: constants have the values of its seed."""
+    """Construct the model as the run did: under its seed, so that constants which constructors draw are the same.
+
+    Args:
+        fields: the run's settings, by group.
+        data: `vocab_size` and `attributes` of the run's data, as far as they are known.
+        model: the class or function; None to import it by the name in the settings.
+    """
     settings = ModelSettings.from_fields(fields.get("model", {}))
     seq_len = TrainSettings.from_fields(fields.get("train", {})).seq_len
     sizes = settings.sizes(seq_len, int(data.get("vocab_size") or 0))
@@ -76,11 +83,15 @@ def _build(
 
 
 def _about_data(opened: OpenedRun) -> Mapping[str, Any]:
-    """`vocab_size` and `attributes` of the data that the run was trained on, as far as they are known."""
+    """`vocab_size` and `attributes` of the data that the run was trained on, as far as they are known.
+
+    They are read from the record that belongs to the opened weights, else from the newest checkpoint. Without any,
+    `vocab_size` is the number of rows of embed.weight.
+    """
     found = about_data(opened.path, opened.source)
     if "vocab_size" in found:
         return found
-    try:  # a summary that an earlier version wrote
+    try:  # the summary of an earlier version has no vocab_size
         path = load_newest_good(opened.folder)[0].path
         return about_data(path, SavedState(path))
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""The file or checkpoint that `model.init_from` means, found once, before any process reads it. No torch in here."""
+"""Finds the file or checkpoint that `model.init_from` means, once, before any process reads it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ FORMS = (
 
 
 def resolved(settings: Settings) -> Settings:
-    """The settings with a run's directory in `model.init_from` replaced by the file of it that is read.
+    """The settings, with a run's directory in `model.init_from` replaced by the file or checkpoint that is read.
 
-    That is weights.safetensors of a run that has finished, and otherwise its newest good checkpoint. A run that goes on
-    makes newer ones while workers start, and all of them must read the same one. A checkpoint is compared with its
-    hashes, this once.
+    This is weights.safetensors if the run has finished, and its newest good checkpoint otherwise. All workers must read
+    the same one, and a run that is still training writes newer checkpoints while they start. A checkpoint is compared
+    with its hashes here, and not again when workers read it.
 
     Raises:
-        ConfigError, CheckpointError: there is no such file or directory; a run without a good checkpoint; a checkpoint
-            that is damaged.
+        ConfigError, CheckpointError: there is no such file or directory; the run has no good checkpoint; the checkpoint
+            is damaged.
     """
     given = settings.model.init_from
     if given is None or settings.train.resume is not None:
@@ -46,14 +46,14 @@ def existing_path(given: str) -> Path:
     """The path that `model.init_from` names.
 
     Raises:
-        ConfigError: there is nothing, or a directory on the way to it may not be entered.
+        ConfigError: nothing is there, or a directory on the way to it may not be entered.
     """
     path, where = Path(os.path.expanduser(given)), checks.override(SETTING, given)
     try:
         os.stat(path)
     except PermissionError as error:
         raise unreadable(path, where, error) from error
-    except OSError:  # also of a name that is too long
+    except OSError:  # also raised for a name that is too long
         raise ConfigError(
             f"there is no file or directory {path}",
             rule=FORMS,
@@ -64,7 +64,7 @@ def existing_path(given: str) -> Path:
 
 
 def unreadable(path: Path, where: str, error: OSError) -> ConfigError:
-    """The refusal of weights that may be there, and that this user, or this machine now, cannot read."""
+    """The error about weights that cannot be read and may exist all the same: no permission, or a failing disk."""
     return ConfigError(
         f"{path} cannot be read ({error.strerror or error})", rule=FORMS, where=where, fix="make it readable"
     )

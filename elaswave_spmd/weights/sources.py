@@ -1,4 +1,4 @@
-"""Sources of given weights: parameters by our names, of which any range of elements can be read alone."""
+"""Sources of weights: parameters under our names, of which any range of elements can be read by itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from elaswave_spmd.weights.tensor_files import TensorFiles, elements, row_span
 
 
 class WeightSource(Protocol):
-    """Given weights. Nothing but names and shapes is in memory until values are read."""
+    """Weights that are read in ranges. Only names, shapes and types are in memory until values are read."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -29,7 +29,7 @@ class WeightSource(Protocol):
 
     @property
     def dtypes(self) -> Mapping[str, str]:
-        """Name of a parameter -> the type of its values, in the words of safetensors."""
+        """Name of a parameter -> the type of its stored values, as safetensors names it: "F32", "BF16"."""
         ...
 
     def read(self, name: str, first: int, stop: int) -> Tensor:
@@ -37,12 +37,12 @@ class WeightSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what reading has opened."""
+        """Close what reading has opened. A later read opens it again."""
         ...
 
 
 class OwnTensors:
-    """Tensors under our own names, such as weights.safetensors of a run."""
+    """The weights in safetensors files with our own names, such as weights.safetensors of a run."""
 
     def __init__(self, files: TensorFiles) -> None:
         self._files = files
@@ -58,11 +58,12 @@ class OwnTensors:
 
 
 class StoredTensors:
-    """Tensors of a published model.
+    """The weights of a published model, under our names and in our order of rows and dims.
 
     Args:
-        files: of the model.
-        stored: name of a parameter of ours -> how it is stored, under the whole name of its tensor.
+        files: the tensors of the model.
+        stored: name of our parameter -> the form in which it is stored, with the full name of the tensor. Parameters
+            whose tensor is missing are left out of `shapes`.
     """
 
     def __init__(self, files: TensorFiles, stored: Mapping[str, Stored]) -> None:
@@ -87,7 +88,17 @@ class StoredTensors:
 
 
 def qkv_runs(num_rows: int, heads: int, first: int, stop: int) -> list[tuple[int, int]]:
-    """The places of rows [first, stop), ordered by (head, q k or v, width), among rows by (q k or v, head, width)."""
+    """The rows of a published q, k, v projection that are our rows [first, stop).
+
+    Our rows are ordered by (head, q k or v, width), the published ones by (q k or v, head, width).
+
+    Args:
+        num_rows: the number of rows of the whole projection.
+        heads: the number of attention heads.
+
+    Returns:
+        Ranges [start, stop) of published rows, in the order of our rows.
+    """
     width = num_rows // (3 * heads)
     runs = []
     for part in range(first // width, -(-stop // width)):
@@ -99,7 +110,7 @@ def qkv_runs(num_rows: int, heads: int, first: int, stop: int) -> list[tuple[int
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of a parameter in a checkpoint: the elements of its layer's state that begin at `start`."""
+    """Where a parameter lies in a checkpoint: in the flat state of layer number `layer`, from element `start` on."""
 
     layer: int
     start: int
@@ -107,18 +118,21 @@ class _Place:
 
 
 class SavedState:
-    """The parameters in a checkpoint of a run.
+    """The weights in a checkpoint of a run.
 
     Args:
-        average: their averages over the steps; of frozen ones, which stay as they are, the parameters.
+        path: the directory of the checkpoint.
+        average: read the averages of the parameters over the steps instead (`optim.ema`). Frozen parameters have no
+            average; they do not change, so their values are read.
 
     Raises:
-        CheckpointError: it is unfinished or torn.
+        CheckpointError: the checkpoint is unfinished or torn.
         ConfigError: it has no averages.
     """
 
     def __init__(self, path: Path, *, average: bool = False) -> None:
-        # Not compared with its hashes: `resolve.resolved` has done that once, before any worker.
+        # The data is not compared with its hashes here. That was done when the checkpoint was chosen: for workers by
+        # `resolve.resolved`, once for all of them.
         self.checkpoint: Checkpoint = open_checkpoint(path, verify=False)
         self._average = average
         if average and AVERAGE not in self.checkpoint.manifest.kinds:
@@ -149,17 +163,17 @@ class SavedState:
         return torch.from_numpy(found)
 
     def close(self) -> None:
-        """Nothing is open: each read opens its shard."""
+        """Do nothing: each read opens and closes the shards that it needs."""
 
 
 def whole(source: WeightSource, name: str) -> Tensor:
-    """A parameter in its own shape, fp32."""
+    """All values of a parameter in its own shape, fp32."""
     shape = source.shapes[name]
     return source.read(name, 0, math.prod(shape)).reshape(shape)
 
 
 def no_average(path: Path) -> ConfigError:
-    """The error about a run, or a checkpoint, that has no average of its weights."""
+    """The error about a run or a checkpoint that has no average of its weights."""
     return ConfigError(
         f"{path} has no average of its weights",
         rule="a run averages its weights if optim.ema is given when it begins",

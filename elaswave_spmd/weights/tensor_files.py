@@ -1,4 +1,4 @@
-"""Safetensors files, read by ranges: of each tensor only the elements that are asked for."""
+"""Safetensors files that are read in ranges: only those elements of a tensor that are asked for."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from elaswave_spmd.regular_files import open_regular
 INDEX = "model.safetensors.index.json"
 MODEL = "model.safetensors"
 EXACT = ("F32", "BF16", "F16")
-"""The types of tensors whose values fp32 holds exactly."""
+"""The types, as safetensors names them, whose values fp32 holds exactly."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as the header of its file describes it. `dtype` is in the words of safetensors: "BF16"."""
+    """A tensor as the header of its file describes it. `dtype` is the name that safetensors has for it: "BF16"."""
 
     file: Path
     shape: tuple[int, ...]
@@ -33,17 +33,19 @@ class TensorInfo:
 
 
 class TensorFiles:
-    """The tensors of one or several safetensors files. Only their headers are read until values are asked for.
+    """The tensors of one or several safetensors files. Only the headers are read until values are asked for.
 
-    The files are mapped, not loaded; `close` ends that.
+    The files are memory-mapped until `close`.
 
     Args:
-        files: all of them.
+        files: the paths of all files.
         where: the setting that named them, for errors.
-        index: name of a tensor -> its file, as an index lists it; None: the tensors are those of the headers.
+        index: name of a tensor -> the file that holds it, as an index lists them. None if there is no index to compare
+            with.
 
     Raises:
-        ConfigError: a file cannot be read, is not safetensors, or lacks what the index lists; a tensor in two files.
+        ConfigError: a file cannot be read, is not safetensors, or lacks a tensor that the index lists for it; or a
+            tensor is in two files.
     """
 
     def __init__(self, files: Sequence[Path], where: str, index: Mapping[str, Path] | None = None) -> None:
@@ -79,7 +81,7 @@ class TensorFiles:
             from safetensors import SafetensorError, safe_open
 
             try:
-                open_regular(file).close()  # the library would wait for a pipe
+                open_regular(file).close()  # refuses a pipe, on which the library would wait without end
                 self._open[file] = safe_open(str(file), framework="pt")
             except OSError as error:
                 raise ConfigError(
@@ -95,39 +97,42 @@ class TensorFiles:
         return self._open[file]
 
     def rows(self, name: str, first: int, stop: int) -> Tensor:
-        """Rows [first, stop) of a tensor, along its first dim, fp32. A tensor without dims is one row."""
+        """Rows [first, stop) of a tensor along its first dim, converted to fp32. A tensor without dims is one row."""
         info = self.tensors[name]
         opened = self._opened(info.file)
         found = opened.get_slice(name)[first:stop] if info.shape else opened.get_tensor(name).reshape(1)[first:stop]
         return found.to(torch.float32)
 
     def columns(self, name: str, first: int, stop: int) -> Tensor:
-        """Columns [first, stop) of a matrix as the rows of its transpose, fp32."""
+        """Columns [first, stop) of a matrix, as the rows of its transpose, converted to fp32."""
         info = self.tensors[name]
         return self._opened(info.file).get_slice(name)[:, first:stop].to(torch.float32).T
 
     def close(self) -> None:
-        """Unmap the files. They are opened again where values are asked for."""
+        """Unmap the files. They are opened again when values are asked for."""
         self._open.clear()
 
 
 def elements(rows: Tensor, first_row: int, first: int, stop: int) -> Tensor:
-    """Elements [first, stop) of a flattened tensor, of which `rows` are those from `first_row` on."""
+    """Elements [first, stop) of a flattened tensor, whose rows from `first_row` on are `rows`."""
     width = math.prod(rows.shape[1:])
     return rows.reshape(-1)[first - first_row * width : stop - first_row * width]
 
 
 def row_span(shape: Sequence[int], first: int, stop: int) -> tuple[int, int]:
-    """The rows that elements [first, stop) of a flattened tensor lie in."""
+    """The range of rows that contains elements [first, stop) of a flattened tensor of this shape."""
     width = max(math.prod(shape[1:]), 1)
     return first // width, -(-stop // width)
 
 
 def files_of(folder: Path, where: str) -> TensorFiles:
-    """The tensors of a directory in the form of Hugging Face: model.safetensors, or an index of several files.
+    """The tensors of a directory in the format of Hugging Face: model.safetensors, or several files with an index.
+
+    Args:
+        where: the setting that named the directory, for errors.
 
     Raises:
-        ConfigError: there are none, or as in TensorFiles.
+        ConfigError: the directory has neither of the two, or as for `TensorFiles`.
     """
     if os.path.exists(folder / INDEX):
         index = _read_index(folder, where)
@@ -158,10 +163,13 @@ def _read_index(folder: Path, where: str) -> dict[str, Path]:
 
 
 def read_json(file: Path, where: str) -> dict[str, Any]:
-    """A JSON object in a file.
+    """The JSON object in a file.
+
+    Args:
+        where: the setting that named the file, for errors.
 
     Raises:
-        ConfigError: the file cannot be read, or holds something else.
+        ConfigError: the file cannot be read, or does not hold a JSON object.
     """
     try:
         fields = json.loads(text_of(file))

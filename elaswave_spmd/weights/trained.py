@@ -1,4 +1,4 @@
-"""The weights that a run has trained, with the settings of its model: opened for `export` and `generate`."""
+"""Opens the trained weights of a run, with the settings of its model, for `export`, `generate` and `load_model`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from elaswave_spmd.weights.tensor_files import TensorFiles
 _RUN_RULE = "RUN is the directory of a run, or of one of its checkpoints"
 _FIX = "runs/NAME, or runs/NAME/checkpoints/step_00000100"
 AS_WRITTEN = "config.yaml as the run wrote it"
-"""The fix for a model that its settings make otherwise than it was trained."""
+"""The advice about a model whose settings give other parameters than those that were trained."""
 _LISTED = 5  # names in a message
 
 
@@ -40,10 +40,10 @@ class TrainedModel:
 
     Args:
         path: the file or checkpoint that holds the weights.
-        settings: of the model.
-        data: the settings of the data: its tokenizer.
+        settings: the settings of the model.
+        data: the settings of the data, which name its tokenizer.
         seq_len: tokens of a training sequence.
-        model: on the meta device; its parameters are read from `source`.
+        model: the model on the meta device. The values of its parameters are read from `source`.
         source: the weights.
     """
 
@@ -56,16 +56,20 @@ class TrainedModel:
 
 
 def open_trained(run: str, *, average: bool = False, best: bool = False) -> TrainedModel:
-    """Open a run's weights: of the checkpoint, if one is named; else weights.safetensors, or the newest checkpoint.
+    """Open the weights of a run and build its model, for commands that need an embedding called `embed`.
 
     Args:
-        average: the average of the weights over the steps (optim.ema) in their place; weights_ema.safetensors.
-        best: the checkpoint with the lowest validation loss, or weights.safetensors if those are better.
+        run: the directory of a checkpoint, whose weights are opened; or that of a run, of which weights.safetensors is
+            opened, or else the newest good checkpoint.
+        average: open the average of the weights over the steps (optim.ema) instead; weights_ema.safetensors.
+        best: of a run's directory, open the checkpoint with the lowest validation loss, or weights.safetensors if its
+            loss is the lowest.
 
     Raises:
-        ConfigError: RUN is no directory of a run; its settings cannot be read; it has no average.
+        ConfigError: RUN is not the directory of a run; its settings cannot be read; it has no average; the weights have
+            no embed.weight.
         CheckpointError: the checkpoint is damaged, or there is none; weights.safetensors does not match its hash.
-        ModelError: the model cannot be built, as where its file is missing.
+        ModelError: the model cannot be built, for example because its file is missing.
     """
     opened = open_run(run, average=average, best=best)
     fields, source = opened.fields, opened.source
@@ -77,7 +81,7 @@ def open_trained(run: str, *, average: bool = False, best: bool = False) -> Trai
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """The settings of a run, and weights of it.
+    """The settings of a run, and opened weights of it.
 
     Args:
         folder: the run's directory.
@@ -93,10 +97,10 @@ class OpenedRun:
 
 
 def open_run(run: str, *, average: bool = False, best: bool = False) -> OpenedRun:
-    """Open a run's weights, as for `open_trained`, for a model of any kind.
+    """Open the weights of a run, of a model of any kind. The arguments are those of `open_trained`.
 
     Raises:
-        ConfigError: RUN is no directory of a run; its settings cannot be read; it has no average.
+        ConfigError: RUN is not the directory of a run; its settings cannot be read; it has no average.
         CheckpointError: the checkpoint is damaged, or there is none; weights.safetensors does not match its hash.
     """
     given = Path(os.path.expanduser(run))
@@ -112,10 +116,10 @@ def open_run(run: str, *, average: bool = False, best: bool = False) -> OpenedRu
 
 
 def _refuse_checkpoint(given: Path, run: str) -> None:
-    """Refuse the directory of a checkpoint where the best one of a run is asked for.
+    """Refuse the directory of a checkpoint where the best weights of a run are asked for.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: `given` is the directory of a checkpoint.
     """
     if os.path.exists(given / MANIFEST):
         raise ConfigError(
@@ -130,11 +134,12 @@ def check_parameters(model: LayeredModel, source: WeightSource, run: str, fix: s
     """Refuse a model whose parameters are not those that were trained.
 
     Args:
-        run: as it was named, for errors.
-        fix: what to do about it.
+        source: the trained weights.
+        run: the run as the user named it, for errors.
+        fix: the advice in the error.
 
     Raises:
-        ModelError: they are others.
+        ModelError: the names or shapes of parameters differ.
     """
     wanted = {name: tuple(model.get_parameter(name).shape) for name, _ in owned_parameters(model)}
     stored = dict(source.shapes)
@@ -155,10 +160,12 @@ def check_parameters(model: LayeredModel, source: WeightSource, run: str, fix: s
 
 
 def tokenizer_file(trained: TrainedModel) -> Path | None:
-    """The tokenizers JSON file that the run's data was made with; None: bytes, or a dataset that has none here.
+    """The tokenizers JSON file that the run's text was tokenised with.
+
+    None if the run was trained on bytes, on given token ids or on a user's own dataset.
 
     Raises:
-        ConfigError: the file is not there any more.
+        ConfigError: the file is gone, or has changed since the run was started.
     """
     data = trained.data
     if data.target is not None or data.tokenizer == BYTES:
@@ -176,10 +183,16 @@ def tokenizer_file(trained: TrainedModel) -> Path | None:
 
 
 def about_data(path: Path, source: WeightSource) -> Mapping[str, Any]:
-    """The function reads a run's record of its data: `tokenizer`, `vocab_size`, `attributes`, as far as it has them.
+    """A run's record of its data: `tokenizer`, `vocab_size` and `attributes`, as far as it has them.
+
+    The record is in the manifest of a checkpoint, or in the summary of a finished run.
 
     Args:
-        path: the file or checkpoint that holds its weights.
+        path: the file or checkpoint that holds the weights.
+        source: these weights.
+
+    Raises:
+        DataError: the summary is malformed.
     """
     if isinstance(source, SavedState):
         return source.checkpoint.manifest.identity.get("data", {})
@@ -188,18 +201,18 @@ def about_data(path: Path, source: WeightSource) -> Mapping[str, Any]:
 
 
 def recorded_tokenizer(trained: TrainedModel) -> str:
-    """The name of the tokenizer that the run was trained with, as `PreparedData.tokenizer`; empty: it is not known."""
+    """The tokenizer that the run was trained with, in the form of `PreparedData.tokenizer`; "" if it is not known."""
     return str(about_data(trained.path, trained.source).get("tokenizer", ""))
 
 
 def is_on_tokens(trained: TrainedModel) -> bool:
-    """True if the run was trained on token ids as they were stored, and no tokenizer is known that made them."""
+    """True if the run was trained on given token ids, so that the tokenizer that made them is not known."""
     named = recorded_tokenizer(trained)
     return bool(named) and not names_tokenizer(named)
 
 
 def _check_same(trained: TrainedModel, file: Path) -> None:
-    """Refuse a tokenizer file that has changed since the run was started."""
+    """Refuse a tokenizer file that has changed since the run was started, by the digest in the run's record."""
     named = recorded_tokenizer(trained)
     _, _, digest = named.rpartition(":")
     found = hashlib.sha256(read_regular(file)).hexdigest()
@@ -214,10 +227,13 @@ def _check_same(trained: TrainedModel, file: Path) -> None:
 
 
 def read_config(file: Path, run: str) -> Mapping[str, Any]:
-    """The settings in a run's config.yaml, by group. `run`: as it was named, for errors.
+    """The settings in a run's config.yaml, by group.
+
+    Args:
+        run: the run as the user named it, for errors.
 
     Raises:
-        ConfigError: it cannot be read, or holds something else.
+        ConfigError: the file cannot be read, does not hold settings, or has another format version.
     """
     try:
         fields = fields_in(file)
@@ -238,10 +254,15 @@ def read_config(file: Path, run: str) -> Mapping[str, Any]:
 
 
 def open_source(given: Path, *, is_checkpoint: bool = False, average: bool = False) -> tuple[Path, WeightSource]:
-    """Open the weights of a run, or of a checkpoint. Returns the file or checkpoint that holds them as well.
+    """Open the weights of a run or of a checkpoint.
 
     Args:
-        average: the average of the weights over the steps in their place.
+        given: the directory of the run, or of the checkpoint.
+        is_checkpoint: `given` is the directory of a checkpoint.
+        average: open the average of the weights over the steps instead.
+
+    Returns:
+        The path of the file or checkpoint that holds the weights, and the weights.
 
     Raises:
         ConfigError: there is no average.
@@ -260,7 +281,12 @@ def open_source(given: Path, *, is_checkpoint: bool = False, average: bool = Fal
 
 
 def _build(settings: ModelSettings, source: WeightSource, seq_len: int, run: str) -> LayeredModel:
-    """The model on the meta device. Its vocabulary is the data's, which the embedding shows."""
+    """Build the model on the meta device. Its vocabulary was that of the data: the number of rows of embed.weight.
+
+    Raises:
+        ConfigError: the weights have no embed.weight.
+        ModelError: the model cannot be built.
+    """
     if "embed.weight" not in source.shapes:
         raise ConfigError(
             f"the weights of {run} have no embed.weight",
