@@ -55,8 +55,8 @@ class GenericDataset:
     """One split of a user's dataset without a vocabulary, read as collated batches.
 
     Args:
-        dataset: a map-style dataset, read by `dataset[i]`; or by `dataset.__getitem__(i, keys)` if it asks for keys,
-            for random augmentation. If it has a method `collate(samples)`, this makes the batches; otherwise torch's
+        dataset: a map-style dataset, read by `dataset[i]`; or by `dataset.__getitem__(i, keys=...)` if it asks for
+            keys, for random augmentation. If it has a method `collate(samples)`, this makes the batches; otherwise torch's
             `default_collate` does.
         first: index of the split's first sample in `dataset`.
         num_samples: length of the split.
@@ -95,7 +95,7 @@ class GenericDataset:
         index = self._first + sample_id
         try:
             if self.keyed:
-                return self._dataset.__getitem__(index, SampleKeys(seed, step, sample_id))
+                return self._dataset.__getitem__(index, keys=SampleKeys(seed, step, sample_id))
             return self._dataset[index]
         except Exception as error:
             add_note(error, f"in sample {index} of {self._name}")
@@ -105,12 +105,12 @@ class GenericDataset:
 
 
 def takes_keys(dataset: Any) -> bool:
-    """True if the dataset's `__getitem__` has a parameter `keys`: it gets `SampleKeys`, for random augmentation."""
+    """True if the dataset's `__getitem__` has a parameter `keys`, which gets `SampleKeys` by its name."""
     try:
         parameters = inspect.signature(dataset.__getitem__).parameters
     except (TypeError, ValueError):
         return False
-    return "keys" in parameters
+    return "keys" in parameters and parameters["keys"].kind is not inspect.Parameter.POSITIONAL_ONLY
 
 
 def collated(samples: Sequence[Any], dataset: Any, name: str, indices: Sequence[int]) -> Any:

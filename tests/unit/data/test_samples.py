@@ -129,7 +129,14 @@ def test_samples_by_keys() -> None:
                 [index, keys.sample_id, keys.numpy().random(), float(torch.rand((), generator=keys.generator()))]
             )
 
-    assert takes_keys(Keyed()) and not takes_keys(Samples())
+    class ByName(Keyed):
+        def __getitem__(self, index: int, flag: bool = False, *, keys: SampleKeys) -> np.ndarray:  # pyright: ignore[reportIncompatibleMethodOverride]
+            assert not flag
+            return super().__getitem__(index, keys)
+
+    assert takes_keys(Keyed()) and takes_keys(ByName()) and not takes_keys(Samples())
+    by_name = GenericDataset(ByName(), 10, 5, "by name").batch(np.array([0, 3]), 7, 1)
+    assert torch.equal(by_name, GenericDataset(Keyed(), 10, 5, "keyed").batch(np.array([0, 3]), 7, 1))
     split = GenericDataset(Keyed(), 10, 5, "keyed")
     first, again, other = (split.batch(np.array([0, 3]), 7, step) for step in (1, 1, 2))
     assert torch.equal(first, again) and first[:, :2].tolist() == [[10, 0], [13, 3]]
