@@ -56,8 +56,8 @@ class GenericDataset:
 
     Args:
         dataset: a map-style dataset, read by `dataset[i]`; or by `dataset.__getitem__(i, keys=...)` if it asks for
-            keys, for random augmentation. If it has a method `collate(samples)`, this makes the batches; otherwise torch's
-            `default_collate` does.
+            keys, for random augmentation. If it has a method `collate(samples)`, this makes the batches; otherwise
+            torch's `default_collate` does.
         first: index of the split's first sample in `dataset`.
         num_samples: length of the split.
         name: the name of the dataset in errors.
