@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -154,10 +155,38 @@ def _start_remover(folder: Path) -> subprocess.Popen[bytes]:
 def _remove_dead(base: Path) -> None:
     """Remove the directories in `base` that no process holds any more."""
     for folder in base.glob(f"{SOCKETS}*"):
-        with contextlib.suppress(OSError):  # another user's; held; or just removed by another command
-            fd = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC)
+        # Another user's; held; just removed by another command; or nested deeper than Python before 3.13 can remove.
+        with contextlib.suppress(OSError, RecursionError):
+            held = _lock_dead(folder)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder)
             finally:
-                os.close(fd)
+                os.close(held)
+
+
+def _lock_dead(folder: Path) -> int:
+    """Take the lock of a directory that no process holds any more; returns its descriptor.
+
+    Everybody may make directories and links of these names in /tmp, so nothing is followed or opened that is not this
+    user's own: the mere opening of some devices has an effect, or waits.
+
+    Raises:
+        OSError: it is no directory of this user, has no file by which it is held, or is held.
+    """
+    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(directory).st_uid != os.geteuid():
+            raise PermissionError(f"{folder} is another user's")
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
+        owner = os.open(_OWNER, flags, dir_fd=directory)
+    finally:
+        os.close(directory)
+    try:
+        status = os.fstat(owner)
+        if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+            raise PermissionError(f"{folder / _OWNER} is no file of this user")
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(owner)
+        raise
+    return owner
