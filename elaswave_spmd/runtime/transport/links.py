@@ -88,6 +88,17 @@ REJECTED_CONNECTIONS: Mapping[int, str] = {
 HANDSHAKE_MS = 10_000
 """How long a connection may take to show its credentials, from when it is accepted."""
 
+KEEPALIVE: Mapping[int, int] = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 300,
+    zmq.TCP_KEEPALIVE_INTVL: 60,
+    zmq.TCP_KEEPALIVE_CNT: 5,
+}
+"""Options of a listening TCP socket: the kernel asks after 300 s of silence, then every 60 s, and closes a connection
+after 5 times without an answer. A machine that loses power or network closes none, and what it had sent of a message
+would stay in memory for good. Ten minutes, as a link between workers that fails twice within them costs a machine: here
+nobody waits for anything, so a cut need not be noticed soon. A kernel also answers for a process that is stopped."""
+
 # The kinds of messages besides NUMBERED. The last three are the handshake by which memory is shared. _SHARE: the sender
 # says where its memory is. The receiver answers with _MAPPED once it has mapped that memory, or with _BROKEN when it
 # takes nothing more from that link.
@@ -535,6 +546,8 @@ class Links:
         socket.setsockopt(zmq.RCVHWM, 0)
         if self._frame_bytes is not None:
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)  # a connection that sends a larger frame is closed
+            for option, value in KEEPALIVE.items() if kind == zmq.PULL else ():
+                socket.setsockopt(option, value)
         return socket
 
     def _new_connection(self, peer: int, number: int) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
