@@ -110,6 +110,7 @@ _LOOKS = 10  # how often links are checked within the time after which a silent 
 # and with it all links of this process.
 _IPC_ADDRESS = re.compile(r"ipc:///[^\0]+")
 _ADDRESSES = {"shm": _IPC_ADDRESS, "ipc": _IPC_ADDRESS, "tcp": re.compile(r"tcp://\d{1,3}(\.\d{1,3}){3}:\d{1,5}")}
+_SHORT_PATH = re.compile(r"/[!-~]{0,38}")  # absolute, and without what the controller takes for no address (a space)
 _LONGEST_IPC_DIRECTORY = 80  # bytes; sockaddr_un holds 108, and the socket's own name must fit
 _CLOSED_EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -122,10 +123,10 @@ _LINK_EVENTS = _CLOSED_EVENTS | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEE
 
 
 def socket_directory() -> str:
-    """Make a new private directory whose path is short enough for ipc sockets. The caller removes it."""
+    """Make a new private directory whose path can be in the address of an ipc socket. The caller removes it."""
     # $TMPDIR is not used: batch systems often set it to a path that is too long.
     base = os.environ.get("XDG_RUNTIME_DIR", "")
-    usable = base and len(base) < 40 and os.access(base, os.W_OK) and not _why_not_private(base)
+    usable = _SHORT_PATH.fullmatch(base) and os.access(base, os.W_OK) and not _why_not_private(base)
     return tempfile.mkdtemp(prefix=SOCKETS, dir=base if usable else "/tmp")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.processes import command_lines
+from elaswave_spmd.recovery.admission import _ADDRESS
 from elaswave_spmd.runtime.processes.scratch import _OWNER, Scratch, _remove_dead, remove_with
 from elaswave_spmd.runtime.transport.links import SOCKETS, socket_directory
 from tests.locks import is_locked
@@ -184,6 +185,19 @@ def test_the_next_command_removes_what_nobody_holds_any_more() -> None:
         return not Path(folder).exists()
 
     eventually(removed)
+
+
+@pytest.mark.parametrize("name", ["sockets", "a b", "a\tb", "\u00fc", "x" * 40])
+def test_a_base_whose_name_cannot_be_in_the_address_of_a_socket_is_not_used(
+    base: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Each worker reports the address of its socket, which the controller takes only if it can be one."""
+    (base / name).mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base / name))
+    folder = Path(socket_directory())
+    folder.rmdir()
+    assert folder.parent == (base / name if name == "sockets" else Path("/tmp"))
+    assert _ADDRESS.fullmatch(f"ipc://{folder}/1-{os.getpid()}")
 
 
 def opened_in(folder: str) -> list[str]:
