@@ -246,7 +246,10 @@ def test_directories_of_other_users_are_left_alone(base: Path, monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: me + 1)
         _remove_dead(base)
+        with pytest.raises(PermissionError, match="another user's"):
+            Scratch.adopted(str(theirs))
     assert theirs.exists()
+    Scratch.adopted(str(theirs)).give_up()
     clear_up()
     assert not theirs.exists(), "it is in order but for its user"
 
