@@ -1,10 +1,13 @@
-"""Numbers of open files that are rare in tests: none is left, or the next one is larger than `select` takes."""
+"""Open files: numbers of them that are rare in tests (none is left, or the next one is larger than `select` takes), and
+what is set on connections."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import resource
+import socket
+import stat
 from collections.abc import Iterator
 
 OF_SELECT = 1024
@@ -56,4 +59,26 @@ def open_descriptors(below: int) -> list[int]:
         with contextlib.suppress(OSError):
             os.fstat(descriptor)
             found.append(descriptor)
+    return found
+
+
+def keepalive_of_accepted(address: str) -> list[tuple[bool, int, int, int]]:
+    """What the kernel does on the silent connections that this process has accepted at `tcp://HOST:PORT`.
+
+    Returns:
+        For each: whether it asks, after how many seconds, how many seconds later again, and how many times.
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    found = []
+    for descriptor in open_descriptors(-1):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # closed meanwhile, or not connected
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            connection = stack.enter_context(socket.socket(fileno=os.dup(descriptor)))
+            connection.getpeername()
+            if connection.family == socket.AF_INET and connection.getsockname() == (host, int(port)):
+                asks = bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+                after, again, times = (connection.getsockopt(socket.IPPROTO_TCP, name) for name in names)
+                found.append((asks, after, again, times))
     return found

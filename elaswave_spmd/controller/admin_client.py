@@ -94,6 +94,10 @@ def ask(run: str, request: Mapping[str, object], timeout_s: float = ANSWER_S) ->
                 line = lines.readline()
         except PermissionError as error:
             raise _belongs_to_another(run) from error
+        except BlockingIOError as error:  # the queue of its socket is full: it has accepted no connection for long
+            raise RunError(
+                f"the run in {run} does not answer: too many requests wait for it already; is its process stopped?"
+            ) from error
         except TimeoutError as error:
             raise RunError(f"the run in {run} does not answer; is its process stopped?") from error
         except OSError:

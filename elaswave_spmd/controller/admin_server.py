@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import queue
+import select
 import selectors
 import socket
 import sys
@@ -72,9 +73,14 @@ class Administration:
     def answer(self, request: Request, machines: Sequence[Machine] = (), now: float = 0.0) -> list[Action]:
         """Decide about a request. Returns the actions that follow from it, and the reply to it as the last one.
 
+        Nothing follows from a request that nobody waits for any more. A client gives up when this process has stood
+        still for a while, and its user asks again: each of these requests would be followed afterwards.
+
         Args:
             machines: of the run, as they are now; none: it is on one machine, and has no others.
         """
+        if not request.is_awaited():
+            return [Reply(request, _UNHEARD)]
         try:
             actions, answer = self._decide(request.body, machines, now)
         except ControlError as error:
@@ -305,11 +311,17 @@ class _Client:
         self.request = b""
         self.answer = b""
         self.asked = False  # its request is with the controller
+        self.was_told = False  # it was told what becomes of its request, perhaps by the controller that is busy
+        self.has_left = False  # before it was told
 
     @property
     def events(self) -> int:
         """The events that the socket is watched for; 0: nothing, until the controller has answered."""
         return selectors.EVENT_WRITE if self.answer else 0 if self.asked else selectors.EVENT_READ
+
+    def is_there(self) -> bool:
+        """False if it has left without an answer. Any thread."""
+        return self.was_told or not (self.has_left or _is_closed_by_peer(self.link))
 
 
 class ControlSocket:
@@ -448,7 +460,7 @@ class ControlSocket:
         elif self._closing.is_set():
             self._reply(client, _ENDING)
         else:
-            self._mailbox.put(Request(body, lambda answer: self._reply(client, answer)))
+            self._mailbox.put(Request(body, lambda answer: self._reply(client, answer), client.is_there))
 
     def _reply(self, client: _Client, answer: Mapping[str, Any]) -> None:
         """Answer a client. Any thread; never blocks."""
@@ -463,6 +475,7 @@ class ControlSocket:
     def _answer(self, client: _Client, answer: Mapping[str, Any]) -> None:
         if client.link in self._clients and not client.answer:  # else it was told that the controller is busy
             client.answer = json.dumps(answer, ensure_ascii=False).encode() + b"\n"
+            client.was_told = True
             client.until = time.monotonic() + _CLIENT_S
 
     def _drop_late(self, now: float) -> None:
@@ -473,7 +486,10 @@ class ControlSocket:
         """
         for client in list(self._clients.values()):
             waits = client.asked and not client.answer
-            if waits and self._closing.is_set():
+            if waits and not client.is_there():
+                client.has_left = True
+                self._drop(client)
+            elif waits and self._closing.is_set():
                 self._answer(client, _ENDING)
             elif waits and now > client.until:
                 self._answer(client, _BUSY)
@@ -485,11 +501,21 @@ class ControlSocket:
         client.link.close()
 
 
+def _is_closed_by_peer(link: socket.socket) -> bool:
+    """True if the peer has closed its end of a Unix socket as a whole; it may have closed its sending side before."""
+    if (descriptor := link.fileno()) < 0:  # this end is closed as well
+        return True
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & select.POLLHUP for _, events in poll.poll(0))
+
+
 def _error(error: ControlError) -> dict[str, object]:
     return {"error": error.fields()}
 
 
 _BUSY = _error(ControlError("the controller is busy; it will follow the request later"))
+_UNHEARD = _error(ControlError("nobody waits for the answer any more"))
 _ENDING = _error(ControlError("the run is ending"))
 
 

@@ -10,6 +10,7 @@ of the newest mesh epoch has answered or is known to have ended; a member that h
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -63,7 +64,8 @@ class _Gathered:
         hosts: rank -> machine, of the workers of agents.
         answers: rank -> its answer, of the workers that live.
         late: ranks of the workers that did not answer in time.
-        doubted: ranks of the workers whose agent's connection has ended. They may live, and the agent may come back.
+        doubted: rank -> deadline as in `awaited`, of the workers whose agent's connection has ended. They may live, and
+            the agent may come back. Beyond the deadline nobody waits for their answers.
     """
 
     awaited: dict[int, float]
@@ -73,7 +75,7 @@ class _Gathered:
     hosts: dict[int, str] = field(default_factory=dict)
     answers: dict[int, m.Adopted] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)
-    doubted: set[int] = field(default_factory=set)
+    doubted: dict[int, float] = field(default_factory=dict)
 
 
 class Adopter:
@@ -164,7 +166,7 @@ class Adopter:
             case BeatsReceived(beats):
                 self._heard(beats, now)
             case WorkerEnded(rank, exited=RemoteExited(reason=reason)) if reason:
-                gathered.doubted.add(rank)
+                gathered.doubted.setdefault(rank, self._clock + self._timeouts.progress)
             case WorkerEnded(rank):
                 self._ended(rank)
             case Tick():
@@ -189,7 +191,8 @@ class Adopter:
         gathered = self._gathered
         for rank in event.made - event.workers:
             self._ended(rank)
-        gathered.doubted -= event.made
+        for rank in event.made & gathered.doubted.keys():
+            del gathered.doubted[rank]
         gathered.made |= event.made
         gathered.newcomers |= event.newcomers
         gathered.hosts.update(dict.fromkeys(event.made, event.host))
@@ -205,7 +208,7 @@ class Adopter:
         """A worker has ended. If it has answered before, its answer does not count any more."""
         gathered = self._gathered
         gathered.awaited.pop(rank, None)
-        gathered.doubted.discard(rank)
+        gathered.doubted.pop(rank, None)
         if gathered.answers.pop(rank, None) is not None:
             self._members = None
             self._supervision.forget(rank)
@@ -226,17 +229,17 @@ class Adopter:
         """True if no answer is missing any more.
 
         With agents that is so when all members of the newest mesh epoch are of machines that are here, or when it has
-        taken too long.
+        taken too long. An answer of a worker whose agent has been away for too long is not missing.
         """
         gathered = self._gathered
-        if gathered.awaited:
+        if any(self._clock <= gathered.doubted.get(rank, math.inf) for rank in gathered.awaited):
             return False
         if not self._adoption.has_agents or self._clock > self._timeouts.progress:
             return True
         if self._members is None:
             newest = self._newest()
             self._members = frozenset(newest.addresses) if newest is not None else frozenset[int]()
-        return bool(self._members) and self._members <= gathered.made - gathered.doubted
+        return bool(self._members) and self._members <= gathered.made - gathered.doubted.keys()
 
     def _finish(self, now: float) -> list[Action]:
         """End the adoption: all workers have answered or are lost, so the state of the run is known.
@@ -311,10 +314,10 @@ class Adopter:
 
     def _why_lost(self, rank: int) -> str:
         """The reason why a member is lost, in words."""
-        if rank in self._gathered.late:
-            return "it has not answered the controller that came back"
         if self._adoption.has_agents and rank not in self._gathered.made:
             return "its machine has not come back"
+        if rank in self._gathered.late:
+            return "it has not answered the controller that came back"
         return "its process ended while there was no controller"
 
     def _with_domains(self, placement: Placement) -> Placement:

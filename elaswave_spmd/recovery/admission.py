@@ -94,7 +94,7 @@ class MessageBounds:
         layout: the pages.
         steps: of the run.
         num_microbatches: of a step.
-        num_validation_microbatches: of a validation.
+        num_validation_microbatches: of a validation; 0: the run has none.
         state_tensors: fp32 values of a trained parameter's state: the master and those of the optimizer.
         spawns: workers may ask for new ones, in fault injection.
         checks: micro-batches may be checked (verify.rate).
@@ -456,8 +456,8 @@ def _refused_report(
             return _refused_shard(bounds, message, at)
         case m.FinalPages(average=average):
             return DIRECTION if average and not bounds.averages else bounds.refused_payload(message, num_elements)
-        case m.LinkClosed(peer=peer):
-            return "" if -1 <= peer < at.num_ranks else RANK
+        case m.LinkClosed(rank=rank, peer=peer):
+            return VALUE if peer == rank else "" if -1 <= peer < at.num_ranks else RANK
         case m.SpawnRequest(count=count):
             return DIRECTION if not bounds.spawns else "" if 1 <= count <= at.num_ranks else VALUE
         case m.Failed(report=report):
@@ -499,6 +499,8 @@ def _refused_adoption(bounds: MessageBounds, message: m.Adopted, at: ControllerP
     if steps != sorted(set(steps)) or any(
         report.rank != message.rank for report in (*message.applied, *message.damaged)
     ):
+        return VALUE
+    if message.rank in message.closed:  # nobody has a link to itself
         return VALUE
     if not all(0 <= report.epoch <= at.last_epoch for report in (*message.applied, *message.damaged)):
         return EPOCH
@@ -554,6 +556,8 @@ def _are_nodes(nodes: Collection[tuple[int, int]], num_microbatches: int) -> boo
 
 
 def _refused_validation(bounds: MessageBounds, message: m.ValidationLoss, at: ControllerPosition) -> str:
+    if not bounds.num_validation_microbatches:
+        return DIRECTION
     if not bounds.has_step(message.step, at.version):
         return STEP
     if len(message.microbatches) != len(message.losses) or len(message.metrics) > MOST_METRICS:

@@ -79,6 +79,10 @@ def forgeries(sent: Sent, draw: random.Random) -> Iterator[Forgery]:
         if name in fields and not (name == "step" and isinstance(message, m.Failed | m.Measured)):
             yield Forgery(f"{name} that there is not", (sender, peer, changed(message, **{name: FAR}), payload))
             yield Forgery(f"{name} below 0", (sender, peer, changed(message, **{name: -FAR}), payload))
+    if isinstance(message, m.LinkClosed):
+        yield Forgery("link to itself", (sender, peer, changed(message, peer=sender), payload))
+    if isinstance(message, m.Adopted):
+        yield Forgery("link to itself", (sender, peer, changed(message, closed=(0, sender)), payload))
     if payload is None:
         yield Forgery("payload of nothing", (sender, peer, message, torch.zeros(16)))
     else:

@@ -72,6 +72,7 @@ TO_WORKER: Mapping[m.AnyMessage, int | None] = {
     m.PairReceived(17): None,
     m.PairLost(2, SENDER, 0, "timeout"): None,
 }
+ADOPTED = m.Adopted(SENDER, 2, 4, 2, b"columns", (m.Applied(4, 2, SENDER, 2.5, 1.5, True),))
 REPORTS: tuple[m.AnyMessage, ...] = (
     m.Ready(SENDER, "tcp://127.0.0.1:1234", True, 3),
     m.StepReport(2, SENDER, 3, (PART,)),
@@ -108,7 +109,7 @@ REPORTS: tuple[m.AnyMessage, ...] = (
     ),
     m.Constructed(SENDER, (("block0.weight", False, bytes(16)), ("block0.table", True, bytes(range(16))))),
     m.Refused(SENDER, {"what": "a layer draws", "rule": "keyed", "fix": "KeyedDropout"}),
-    m.Adopted(SENDER, 2, 4, 2, b"columns", (m.Applied(4, 2, SENDER, 2.5, 1.5, True),)),
+    ADOPTED,
 )
 
 
@@ -324,6 +325,25 @@ def test_without_checks_nobody_takes_their_messages() -> None:
     for message in reports:
         assert refused_by_controller(bounds, message, SENDER, None, AT_CONTROLLER) == admission.DIRECTION
     assert refused_by_worker(bounds, m.CheckDigests(4, 2, DIGESTS), SENDER, None, AT_WORKER) == admission.DIRECTION
+
+
+@pytest.mark.parametrize(
+    "message",
+    [m.LinkClosed(SENDER, SENDER), m.LinkClosed(SENDER, SENDER, was_linked=False)]
+    + [msgspec.structs.replace(ADOPTED, closed=closed) for closed in ((SENDER,), (0, SENDER, 2))],
+)
+def test_nobody_has_a_link_to_itself(message: m.AnyMessage) -> None:
+    assert by_controller(message, SENDER, None) == admission.VALUE
+    assert by_controller(m.LinkClosed(SENDER, 0), SENDER, None) == ""
+    assert by_controller(msgspec.structs.replace(ADOPTED, closed=(0, 2)), SENDER, None) == ""
+
+
+def test_without_validations_nobody_takes_their_losses() -> None:
+    """Not even of no micro-batch: all of those that there are would be here, and there is no loss among them."""
+    bounds = replace(BOUNDS, num_validation_microbatches=0)
+    nothing = m.ValidationLoss(3, 2, SENDER, (), ())
+    assert by_controller(nothing, SENDER, None) == ""
+    assert refused_by_controller(bounds, nothing, SENDER, None, AT_CONTROLLER) == admission.DIRECTION
 
 
 @pytest.mark.parametrize("order", range(3))

@@ -18,11 +18,12 @@ import pytest
 
 from benchmarks.namespaces import CUT, Way, host_address, hosts, why_not
 from elaswave_spmd.errors import RunError
+from elaswave_spmd.runtime.transport.agent_links import AgentLinks
 from elaswave_spmd.runtime.transport.credentials import RunToken, credentials_from_dict
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Mailbox, PeerClosed
 from elaswave_spmd.runtime.transport.tcp_silence import Silence, has_unsent
-from tests.descriptors import none_left, open_descriptors
+from tests.descriptors import keepalive_of_accepted, none_left, open_descriptors
 from tests.waiting import PATIENCE_S, eventually
 
 SILENCE_S = 0.5
@@ -107,6 +108,26 @@ def test_links_are_sending_while_a_large_payload_is_under_way() -> None:
         receiver.send_signal(signal.SIGCONT)
         eventually(lambda: not links.is_sending())
         assert links.reaches(1)
+
+
+@pytest.mark.parametrize(("kind", "periods"), [(Links, (300, 60, 5)), (AgentLinks, (10, 5, 4))])
+def test_a_machine_that_has_vanished_is_asked_for_on_its_own_connections(
+    kind: type[Links], periods: tuple[int, int, int]
+) -> None:
+    """Nothing is sent on them, so nothing else ends one that nobody closes, with what was received of a message."""
+    credentials = RunToken.make()
+    with contextlib.ExitStack() as stack:
+
+        def opened(me: int) -> Links:
+            way = {"transport": "tcp"} if kind is Links else {"host": "127.0.0.1"}
+            links = kind(me, Mailbox(), credentials=credentials, **way)  # type: ignore[arg-type]
+            stack.callback(links.close)
+            return links
+
+        receiver, sender = opened(CONTROLLER), opened(-2)
+        sender.connect(CONTROLLER, receiver.address)
+        assert not sender.wait_connected([CONTROLLER], PATIENCE_S)
+        assert keepalive_of_accepted(receiver.address) == [(True, *periods)]
 
 
 def test_a_link_that_is_not_connected_in_time_ends() -> None:

@@ -34,7 +34,7 @@ from elaswave_spmd.runtime.transport.credentials import (
     credentials_from_dict,
     require_curve,
 )
-from elaswave_spmd.runtime.transport.links import HANDSHAKE_MS, REJECTED_CONNECTIONS
+from elaswave_spmd.runtime.transport.links import HANDSHAKE_MS, KEEPALIVE, REJECTED_CONNECTIONS
 
 _SHORTEST_SECRET = 16  # bytes
 _ANSWER_TIMEOUT_S = 30.0
@@ -176,6 +176,8 @@ class Rendezvous:
         self._admission = Admission(self._context, keys)
         self._socket = _new_socket(self._context, zmq.ROUTER)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        for option, value in KEEPALIVE.items():
+            self._socket.setsockopt(option, value)
         keys.secure_server(self._socket)
         try:
             self._socket.bind(f"tcp://{host}:{port}")

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -39,11 +40,16 @@ class Scratch:
         """The directory of a command that has died and whose processes go on. Its remover process still waits.
 
         Raises:
-            OSError: the directory is gone, or is being removed.
+            OSError: the directory is gone, or is being removed; or another user has made one of its name since.
         """
         scratch = cls.__new__(cls)
         scratch.path = path
-        scratch._held = hold_lock(Path(path) / _OWNER, os.O_RDWR)
+        scratch._held = _open_owner(path)
+        try:
+            fcntl.flock(scratch._held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            os.close(scratch._held)
+            raise
         scratch._kept = _keep_from_cleaners(path)
         scratch._remover = None
         return scratch
@@ -154,10 +160,35 @@ def _start_remover(folder: Path) -> subprocess.Popen[bytes]:
 def _remove_dead(base: Path) -> None:
     """Remove the directories in `base` that no process holds any more."""
     for folder in base.glob(f"{SOCKETS}*"):
-        with contextlib.suppress(OSError):  # another user's; held; or just removed by another command
-            fd = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC)
+        # Another user's; held; just removed by another command; or nested deeper than Python before 3.13 can remove.
+        with contextlib.suppress(OSError, RecursionError):
+            owner = _open_owner(folder)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder)
             finally:
-                os.close(fd)
+                os.close(owner)
+
+
+def _open_owner(folder: str | Path) -> int:
+    """Open the file by which a directory is held. Returns its descriptor.
+
+    Everybody may make directories and links of such names in /tmp, so nothing is followed or opened that is not this
+    user's own: the mere opening of some devices has an effect, or waits.
+
+    Raises:
+        OSError: it is no directory of this user, or has no such file.
+    """
+    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(directory).st_uid != os.geteuid():
+            raise PermissionError(f"{folder} is another user's")
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
+        owner = os.open(_OWNER, flags, dir_fd=directory)
+    finally:
+        os.close(directory)
+    status = os.fstat(owner)
+    if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+        os.close(owner)
+        raise PermissionError(f"{folder}/{_OWNER} is no file of this user")
+    return owner

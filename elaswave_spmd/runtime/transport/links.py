@@ -88,6 +88,17 @@ REJECTED_CONNECTIONS: Mapping[int, str] = {
 HANDSHAKE_MS = 10_000
 """How long a connection may take to show its credentials, from when it is accepted."""
 
+KEEPALIVE: Mapping[int, int] = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 300,
+    zmq.TCP_KEEPALIVE_INTVL: 60,
+    zmq.TCP_KEEPALIVE_CNT: 5,
+}
+"""Options of a listening TCP socket: the kernel asks after 300 s of silence, then every 60 s, and closes a connection
+after 5 times without an answer. A machine that loses power or network closes none, and what it had sent of a message
+would stay in memory for good. Ten minutes, as a link between workers that fails twice within them costs a machine: here
+nobody waits for anything, so a cut need not be noticed soon. A kernel also answers for a process that is stopped."""
+
 # The kinds of messages besides NUMBERED. The last three are the handshake by which memory is shared. _SHARE: the sender
 # says where its memory is. The receiver answers with _MAPPED once it has mapped that memory, or with _BROKEN when it
 # takes nothing more from that link.
@@ -99,6 +110,7 @@ _LOOKS = 10  # how often links are checked within the time after which a silent 
 # and with it all links of this process.
 _IPC_ADDRESS = re.compile(r"ipc:///[^\0]+")
 _ADDRESSES = {"shm": _IPC_ADDRESS, "ipc": _IPC_ADDRESS, "tcp": re.compile(r"tcp://\d{1,3}(\.\d{1,3}){3}:\d{1,5}")}
+_SHORT_PATH = re.compile(r"/[!-~]{0,38}")  # absolute, and without what the controller takes for no address (a space)
 _LONGEST_IPC_DIRECTORY = 80  # bytes; sockaddr_un holds 108, and the socket's own name must fit
 _CLOSED_EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -111,10 +123,10 @@ _LINK_EVENTS = _CLOSED_EVENTS | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEE
 
 
 def socket_directory() -> str:
-    """Make a new private directory whose path is short enough for ipc sockets. The caller removes it."""
+    """Make a new private directory whose path can be in the address of an ipc socket. The caller removes it."""
     # $TMPDIR is not used: batch systems often set it to a path that is too long.
     base = os.environ.get("XDG_RUNTIME_DIR", "")
-    usable = base and len(base) < 40 and os.access(base, os.W_OK) and not _why_not_private(base)
+    usable = _SHORT_PATH.fullmatch(base) and os.access(base, os.W_OK) and not _why_not_private(base)
     return tempfile.mkdtemp(prefix=SOCKETS, dir=base if usable else "/tmp")
 
 
@@ -535,6 +547,8 @@ class Links:
         socket.setsockopt(zmq.RCVHWM, 0)
         if self._frame_bytes is not None:
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)  # a connection that sends a larger frame is closed
+            for option, value in KEEPALIVE.items() if kind == zmq.PULL else ():
+                socket.setsockopt(option, value)
         return socket
 
     def _new_connection(self, peer: int, number: int) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:

@@ -90,10 +90,13 @@ class Request:
     Args:
         body: the decoded JSON, unchecked.
         reply: sends the answer, which must be JSON-ready. To be called once; never blocks.
+        is_awaited: False if whoever asked has gone without an answer, and so must take the request for one that was not
+            followed. Any thread; never blocks.
     """
 
     body: Mapping[str, Any]
     reply: Callable[[Mapping[str, Any]], None]
+    is_awaited: Callable[[], bool] = lambda: True
 
 
 Item: TypeAlias = Envelope | PeerClosed | ControllerLost | Interrupted | LinksFailed | Request

@@ -26,7 +26,7 @@ from elaswave_spmd.controller.machines import Machines
 from elaswave_spmd.controller.notices import Notices
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.roster import Roster
-from elaswave_spmd.errors import ControlError
+from elaswave_spmd.errors import ControlError, RunError
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery.actions import Broadcast, RemoveMember
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, ProtocolSpec
@@ -38,7 +38,7 @@ from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
 from elaswave_spmd.sharding.replicas import ReplicaSet
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, eventually
 
 USES = [LayerUse(name, (ParameterInfo(f"{name}.w", (64,)),)) for name in "ab"]
 LAYOUT = lay_out(USES, page_size=64)
@@ -578,8 +578,45 @@ def test_a_controller_that_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     served = ControlSocket(tmp_path, mailbox_of(late.append))
     with pytest.raises(ControlError, match="the controller is busy"):
         admin_client.ask(str(tmp_path), {"command": "status"})
+    assert late[0].is_awaited(), "its client was told that it will be followed"
     late[0].reply({})  # in vain, and harmless
     served.close()
+
+
+@pytest.mark.parametrize("is_let_go", [False, True], ids=["before the socket has noticed", "afterwards"])
+def test_requests_whose_clients_have_given_up_are_not_followed(world: World, is_let_go: bool) -> None:
+    """The process of the run stood still, and the user has asked again and again."""
+    requests: list[Request] = []
+    world.socket = served = ControlSocket(world.folder, mailbox_of(requests.append))
+    for _ in range(3):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+            with admin_client.socket_address(world.folder) as address:
+                link.connect(address)
+            link.sendall(b'{"command": "add", "count": 2}\n')
+    eventually(lambda: len(requests) == 3 and not (is_let_go and served._clients))
+    for request in requests:
+        world.answer(request)
+    assert len(world.workers) == 3
+
+
+def test_a_client_that_sends_nothing_more_and_waits_is_answered(served: World) -> None:
+    assert json.loads(raw(served.folder, b'{"command": "add", "count": 1}\n')) == {"added": [3]}
+
+
+def test_a_queue_that_is_full_is_not_taken_for_nobody(tmp_path: Path) -> None:
+    """Each `ctl` that has given up stays in the queue of a process that stands still."""
+    (tmp_path / "config.yaml").touch()
+    with contextlib.ExitStack() as stack, admin_client.socket_address(tmp_path) as address:
+        stopped = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        stopped.bind(address)
+        stopped.listen(0)
+        with pytest.raises(BlockingIOError):
+            while True:
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                waiting.setblocking(False)
+                waiting.connect(address)
+        with pytest.raises(RunError, match="too many requests wait for it already; is its process stopped"):
+            admin_client.ask(str(tmp_path), {"command": "status"})
 
 
 # ---- the command

@@ -257,6 +257,33 @@ def test_an_agent_that_is_not_back_is_waited_for_as_one_that_has_not_come_yet() 
     assert world.over
 
 
+def test_nobody_waits_longer_for_the_answers_of_a_machine_that_is_gone_once_more_than_for_the_machine() -> None:
+    """It may have lost its power, or its network, when its workers had been asked and had not answered."""
+    world = World()
+    world.answer(0, 1)
+    world.back(2, 3)
+    world.answer(2)
+    world.ticks(1)
+    world.lost_with_their_agent(2, 3)
+    assert world.ticks(PROGRESS_S) == [] and not world.over
+    assert world.ticks(1) == [] and world.over
+    missing = world.adopter._gathered
+    missing.late.add(3)
+    missing.made -= missing.doubted.keys()
+    assert world.adopter._why_lost(3) == "its machine has not come back", "it could not have answered"
+
+
+def test_who_is_asked_on_other_machines_is_waited_for_meanwhile() -> None:
+    world = World()
+    world.answer(0)
+    world.back(2, 3)
+    world.lost_with_their_agent(2, 3)
+    world.ticks(PROGRESS_S + 1)
+    assert not world.over, "worker 1 may be in its first action"
+    world.answer(1)
+    assert world.over
+
+
 class TellingAgents(FakeAgents):
     """Agents with news."""
 

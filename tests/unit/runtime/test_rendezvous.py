@@ -29,6 +29,7 @@ from elaswave_spmd.runtime.processes.rendezvous import (
 )
 from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals
 from elaswave_spmd.runtime.transport.credentials import RunKeys, RunToken
+from tests.descriptors import keepalive_of_accepted
 from tests.ports import free_port
 from tests.waiting import PATIENCE_S, eventually, others_run_while_this_thread_waits
 
@@ -86,6 +87,13 @@ def test_agents_find_the_controller_and_get_ids_of_their_own(controller: Rendezv
     assert [it.peer for it in found] == [-2, -3]
     assert {(it.address, it.credentials, it.local_host) for it in found} == {(ADDRESS, KEYS, "127.0.0.1")}
     assert not controller.rejected, "whoever looks for a controller knocks once, with the right key"
+
+
+def test_the_connection_of_a_machine_that_has_vanished_does_not_stay_for_good(
+    controller: Rendezvous, port: int
+) -> None:
+    with socket.create_connection(("127.0.0.1", port)):
+        eventually(lambda: keepalive_of_accepted(f"tcp://127.0.0.1:{port}") == [(True, 300, 60, 5)])
 
 
 def test_another_secret_is_refused(controller: Rendezvous, port: int) -> None:

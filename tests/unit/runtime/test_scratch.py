@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.processes import command_lines
-from elaswave_spmd.runtime.processes.scratch import Scratch, remove_with
-from elaswave_spmd.runtime.transport.links import socket_directory
+from elaswave_spmd.recovery.admission import _ADDRESS
+from elaswave_spmd.runtime.processes.scratch import _OWNER, Scratch, _remove_dead, remove_with
+from elaswave_spmd.runtime.transport.links import SOCKETS, socket_directory
 from tests.locks import is_locked
 from tests.waiting import eventually
 
@@ -186,6 +187,19 @@ def test_the_next_command_removes_what_nobody_holds_any_more() -> None:
     eventually(removed)
 
 
+@pytest.mark.parametrize("name", ["sockets", "a b", "a\tb", "\u00fc", "x" * 40])
+def test_a_base_whose_name_cannot_be_in_the_address_of_a_socket_is_not_used(
+    base: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Each worker reports the address of its socket, which the controller takes only if it can be one."""
+    (base / name).mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base / name))
+    folder = Path(socket_directory())
+    folder.rmdir()
+    assert folder.parent == (base / name if name == "sockets" else Path("/tmp"))
+    assert _ADDRESS.fullmatch(f"ipc://{folder}/1-{os.getpid()}")
+
+
 def opened_in(folder: str) -> list[str]:
     """The files that this process has open in a directory, and the directory itself."""
     found = []
@@ -203,3 +217,53 @@ def test_directories_of_other_kinds_are_left_alone(base: Path) -> None:
     assert len(opened_in(mine.path)) == 2
     mine.remove()
     assert {*base.iterdir()} == {other} and not opened_in(mine.path)
+
+
+def abandoned(base: Path, name: str = "abandoned") -> Path:
+    """A directory that its processes have left behind: the next command removes it."""
+    folder = base / f"{SOCKETS}{name}"
+    folder.mkdir(mode=0o700)
+    (folder / _OWNER).touch()
+    return folder
+
+
+def test_links_and_files_of_other_kinds_are_not_followed_and_not_opened(base: Path, tmp_path: Path) -> None:
+    mine, linked, by_link = abandoned(base), abandoned(tmp_path), base / f"{SOCKETS}link"
+    by_link.symlink_to(linked)
+    of_a_link, of_a_pipe = abandoned(base, "of_a_link"), abandoned(base, "of_a_pipe")
+    for folder in (of_a_link, of_a_pipe):
+        (folder / _OWNER).unlink()
+    (of_a_link / _OWNER).symlink_to(linked / _OWNER)
+    os.mkfifo(of_a_pipe / _OWNER)
+    clear_up()
+    assert not mine.exists()
+    assert {*base.iterdir()} == {by_link, of_a_link, of_a_pipe} and (linked / _OWNER).exists()
+    assert not opened_in(str(base)), "what was looked at is closed"
+
+
+def test_directories_of_other_users_are_left_alone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, me = abandoned(base), os.geteuid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: me + 1)
+        _remove_dead(base)
+        with pytest.raises(PermissionError, match="another user's"):
+            Scratch.adopted(str(theirs))
+    assert theirs.exists()
+    Scratch.adopted(str(theirs)).give_up()
+    clear_up()
+    assert not theirs.exists(), "it is in order but for its user"
+
+
+def test_a_directory_that_is_nested_too_deeply_to_be_removed_does_not_keep_a_command_from_starting(base: Path) -> None:
+    deep = abandoned(base)
+    at = os.open(deep, os.O_RDONLY)
+    for _ in range(sys.getrecursionlimit() + 100):
+        os.mkdir("d", dir_fd=at)
+        inner = os.open("d", os.O_RDONLY, dir_fd=at)
+        os.close(at)
+        at = inner
+    os.close(at)
+    try:
+        clear_up()
+    finally:
+        subprocess.run(["rm", "-rf", str(deep)], check=True)  # Python before 3.13 cannot
