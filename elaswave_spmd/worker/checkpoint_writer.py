@@ -339,12 +339,14 @@ def read_reports(directory: Path) -> dict[int, StepRecord]:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             for fields in read_json(read_regular(path)):
                 fields |= {name: float_of_hex(fields[name]) for name in ("loss", "grad_norm")}
+                if isinstance(weight := fields.get("weight"), str):  # earlier versions wrote it as a number
+                    fields["weight"] = float_of_hex(weight)
                 found[fields["step"]] = StepRecord(**fields)
     return found
 
 
 def _save_reports(directory: Path, rank: int, reports: Iterable[StepRecord]) -> None:
     """Writes a worker's records. Floats are written in hexadecimal, so that they are read back bit for bit."""
-    rows = [{**asdict(r), "loss": r.loss.hex(), "grad_norm": r.grad_norm.hex()} for r in reports]
+    rows = [{name: v.hex() if isinstance(v, float) else v for name, v in asdict(r).items()} for r in reports]
     with contextlib.suppress(RunError), replacing(directory / f"reports_{rank}.json", durable=True) as scratch:
         scratch.write_text(json.dumps(rows))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from elaswave_spmd.runtime.devices import device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
 from elaswave_spmd.worker import checkpoint_writer
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
-from elaswave_spmd.worker.checkpoint_writer import CheckpointWriter, read_reports
+from elaswave_spmd.worker.checkpoint_writer import CheckpointWriter, StepRecord, _save_reports, read_reports
 from elaswave_spmd.worker.state_replica import StateReplica
 from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.processes import Worker
@@ -130,6 +132,28 @@ def test_a_checkpoint_of_an_earlier_life_is_written_anew(
     before, _ = save(tmp_path, 5, Ballot(incarnation, 3))
     driven(Orphaned, disk, tmp_path, before if begun_with else None)
     assert (5 in disk.steps) == is_written == bool(read_reports(before))
+
+
+def test_records_of_steps_are_read_back_bit_for_bit(tmp_path: Path) -> None:
+    """JSON has no numbers for a weight that is not finite, and one such step must not hide the others."""
+    records = [
+        StepRecord(1, 3, 0.1, 0.2, 2, 0.3),
+        StepRecord(2, 3, math.inf, -math.inf, 2, math.inf),
+        StepRecord(3, 3, 1.5, 0.5, 2),
+    ]
+    _save_reports(tmp_path, 0, records)
+    assert list(read_reports(tmp_path).values()) == records
+    _save_reports(tmp_path, 0, [StepRecord(4, 3, math.nan, math.nan, 2, math.nan)])
+    (read,) = read_reports(tmp_path).values()
+    assert all(value is not None and math.isnan(value) for value in (read.loss, read.grad_norm, read.weight))
+
+
+@pytest.mark.parametrize("weight", [{}, {"weight": None}, {"weight": 2.5}])
+def test_records_of_earlier_versions_are_read(tmp_path: Path, weight: dict[str, float | None]) -> None:
+    """They wrote the weight as a number, and before that there was none."""
+    rows = [{"step": 7, "epoch": 3, "loss": "0x1.8p+0", "grad_norm": "0x1p-1", "workers": 2, **weight}]
+    (tmp_path / "reports_0.json").write_text(json.dumps(rows))
+    assert read_reports(tmp_path) == {7: StepRecord(7, 3, 1.5, 0.5, 2, weight.get("weight"))}
 
 
 def test_the_state_of_a_run_that_stops_is_written_before_the_copies_that_wait(disk: SlowDisk, tmp_path: Path) -> None:
