@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from elaswave_spmd.run_dir.atomic_write import replacing, sync_directory, writing
+from elaswave_spmd.run_dir.atomic_write import replacing, sync_directory, sync_file, writing
 from elaswave_spmd.run_dir.checkpoints import find_checkpoints, step_of
-from elaswave_spmd.run_dir.directory import METRICS
+from elaswave_spmd.run_dir.directory import EVENTS, METRICS
 from elaswave_spmd.run_dir.json_lines import json_text, read_json_lines
 from elaswave_spmd.run_dir.manifest import MANIFEST
 
@@ -20,9 +20,14 @@ ROLLBACK = "rollback"
 def discard_after(run_dir: Path, step: int) -> None:
     """Remove the checkpoints and the lines of metrics.jsonl after a step. Called when no worker writes any more.
 
+    The run's events have the event `rollback`, which is flushed to the disk before anything is removed: if the machine
+    crashes meanwhile, whoever resumes the run must know what is in doubt.
+
     Raises:
         FilesError: a file cannot be written or removed.
     """
+    with writing(run_dir / EVENTS):
+        sync_file(run_dir / EVENTS)
     for path in find_checkpoints(run_dir):
         if step_of(path) > step:
             with writing(path):

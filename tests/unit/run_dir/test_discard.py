@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+
+import pytest
 
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
 from elaswave_spmd.run_dir.discard import discard_after, still_valid, unfinished_rollback
+
+
+@pytest.fixture(autouse=True)
+def events(tmp_path: Path) -> Path:
+    path = tmp_path / "events.jsonl"
+    path.touch()
+    return path
 
 
 def test_all_after_the_step_goes_and_the_rest_stays(tmp_path: Path) -> None:
@@ -23,6 +33,26 @@ def test_all_after_the_step_goes_and_the_rest_stays(tmp_path: Path) -> None:
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == lines[:8]
     discard_after(tmp_path, 0)
     assert (tmp_path / "metrics.jsonl").read_text() == "" and not checkpoint_path(tmp_path, 4).exists()
+
+
+def test_the_event_is_on_the_disk_before_anything_is_removed(
+    tmp_path: Path, events: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, flushed, fsync = checkpoint_path(tmp_path, 12), list[Path](), os.fsync
+    folder.mkdir(parents=True)
+    manifest = folder / "manifest.json"
+    manifest.touch()
+    (tmp_path / "metrics.jsonl").touch()
+
+    def note(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        assert manifest.exists() == (not flushed), path
+        flushed.append(path)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    discard_after(tmp_path, 8)
+    assert flushed[0] == events and not folder.exists()
 
 
 def test_events_of_steps_that_were_given_up_do_not_count() -> None:
