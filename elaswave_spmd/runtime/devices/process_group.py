@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1  # between two polls; the pause doubles from the first to the second
-_ALL, _LEFT = "all", "left"  # outcomes of a meeting: all members came, or a member left for a newer mesh epoch
+_ALL, _LEFT = "all", "left"  # outcomes of a meeting: all members came, or a member has left, as for a newer mesh epoch
 
 
 class GroupLibrary(ABC):
@@ -164,8 +164,9 @@ class GroupInBackground:
         self._timeout_s = timeout_s
         self._name = name
         self._gathers = gathers
-        self._lock = threading.Lock()  # guards _epoch, _made and failure
+        self._lock = threading.Lock()  # guards the next three, and failure
         self._epoch = -1
+        self._is_given_up = False  # True if this epoch is to have no group any more
         self._made: _Group | None = None  # the group of the newest epoch, once it is connected and as long as it works
         self.failure: str | None = None
         """The reason why the newest group could not be made. Text, since an exception would refer to the group."""
@@ -186,7 +187,7 @@ class GroupInBackground:
         assert rank in members and epoch > self._epoch, (epoch, members, rank)
         with self._lock:
             old = self._detach()
-            self._epoch = epoch
+            self._epoch, self._is_given_up = epoch, False
             self.failure = None
         self._end_in_thread(old, f"mesh epoch {epoch}")
         arguments = (epoch, tuple(members), rank)
@@ -232,12 +233,13 @@ class GroupInBackground:
         return made.in_progress[-1]
 
     def give_up(self) -> None:
-        """Abandon a group that has failed. The next one is made in the next mesh epoch.
+        """Abandon a group that has failed, or that is being made. The next one is made in the next mesh epoch.
 
         The caller must have dropped its collectives before; see the top of this file.
         """
         with self._lock:
             old = self._detach()
+            self._is_given_up = True
         self._end_in_thread(old, "it has failed")
 
     def close(self) -> None:
@@ -269,7 +271,7 @@ class GroupInBackground:
         passed (NCCL 2.28.9); and what is made in the background delays nobody.
         """
         made: list[_Group] = []  # a list, as in `_detach`
-        reason = f"mesh epoch {epoch} is over"
+        reason = f"it is not needed any more in mesh epoch {epoch}, or that is over"
         try:
             self._library.enter_thread()
             if len(members) == 1:
@@ -281,19 +283,19 @@ class GroupInBackground:
             made.append(_Group(epoch, members, self._library.make(store, members.index(rank), len(members))))
             if self._connect(made[0], rank):
                 with self._lock:
-                    if epoch == self._epoch:
+                    if self._is_wanted(epoch):
                         self._made = made.pop()
         except Exception as error:  # a member was lost while they connected; the next mesh epoch makes another group
             reason = f"{type(error).__name__}: {error}"
             with self._lock:
-                if epoch == self._epoch:
+                if self._is_wanted(epoch):
                     self.failure = reason
         finally:
             if made:
                 self._end(made, reason)
 
     def _meet(self, store: Any, epoch: int, number: int) -> bool:
-        """Wait until all members are here, or until this worker is in a newer mesh epoch. True if they make the group.
+        """Wait until all members are here, or until the group is not wanted here any more. True if they make the group.
 
         All members get the same answer, since making a group cannot be cancelled: if one made it and another had left,
         the first would hang. Whoever comes first, the last member to arrive or one that leaves, decides the outcome for
@@ -313,7 +315,7 @@ class GroupInBackground:
         first sends between them, where the one waits for the other. That must not be in the middle of a backward.
 
         Returns:
-            False if its mesh epoch is over before.
+            False if its mesh epoch is over before, or it is given up.
         """
         if self._gathers:
             share, gathered = self._library.token(1), self._library.token(len(group.members))
@@ -345,7 +347,11 @@ class GroupInBackground:
 
     def _is_past(self, epoch: int) -> bool:
         with self._lock:
-            return epoch != self._epoch
+            return not self._is_wanted(epoch)
+
+    def _is_wanted(self, epoch: int) -> bool:
+        """True if the group of a mesh epoch is to be made, or used. The caller holds the lock."""
+        return epoch == self._epoch and not self._is_given_up
 
 
 def _poll_until(condition: Callable[[], bool], is_cancelled: Callable[[], bool] = lambda: False) -> bool:
