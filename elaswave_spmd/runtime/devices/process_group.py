@@ -128,8 +128,11 @@ class Collective:
 
     @property
     def is_over(self) -> bool:
-        """True if the library no longer accesses the values. A failed collective may still be writing to them."""
-        return self._failure is None and self._is_done()
+        """True if it is known to have succeeded (`wait`), so that the library no longer accesses the values.
+
+        A failed one may still be writing to them until its group is aborted, and c10d calls it completed as well.
+        """
+        return self._work is None
 
 
 @dataclass(frozen=True)
