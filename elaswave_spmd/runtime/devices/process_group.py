@@ -375,12 +375,10 @@ class DeviceGroups(GroupLibrary):
         address: address of the run's `GroupStore`.
         host: address at which the other machines reach this one.
         timeout_s: time limit of the library itself for connecting, and for a collective.
-        beside: they are groups beside those of stages; see `DeviceKind.make_group`.
     """
 
-    def __init__(self, device: Device, address: str, host: str, timeout_s: float, *, beside: bool = False) -> None:
+    def __init__(self, device: Device, address: str, host: str, timeout_s: float) -> None:
         self._device = device
-        self._beside = beside
         self._address = address
         self._host = host
         self._timeout = timedelta(seconds=timeout_s)
@@ -389,7 +387,7 @@ class DeviceGroups(GroupLibrary):
         return connect_group_store(self._address, prefix)
 
     def make(self, store: Any, rank: int, size: int) -> Any:
-        return self._device.kind.make_group(store, rank, size, self._timeout, self._host, beside=self._beside)
+        return self._device.kind.make_group(store, rank, size, self._timeout, self._host)
 
     def gather(self, backend: Any, share: Tensor, gathered: Tensor) -> Any:
         from torch._C._distributed_c10d import AllgatherOptions  # torch.distributed does not export it
