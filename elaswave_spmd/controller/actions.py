@@ -246,6 +246,19 @@ class WriteManifest:
 
 
 @dataclass(frozen=True)
+class RemoveShards:
+    """Remove shards of a checkpoint that was given up, in the background. Nobody is writing them.
+
+    Args:
+        step: of the checkpoint.
+        names: of the shards' files.
+    """
+
+    step: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class FindCheckpoint:
     """Finish the manifest that is being written, and look for the newest good checkpoint; CheckpointFound follows.
 
@@ -295,6 +308,7 @@ Action: TypeAlias = (
     | WriteCosts
     | PlanChange
     | WriteManifest
+    | RemoveShards
     | FindCheckpoint
     | ReportExits
     | Reply

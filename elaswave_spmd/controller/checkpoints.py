@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elaswave_spmd.controller.actions import Action, Record, WriteManifest
+from elaswave_spmd.controller.actions import Action, Record, RemoveShards, WriteManifest
 from elaswave_spmd.controller.events import ManifestWritten, OldRemoved
 from elaswave_spmd.controller.resume import ResumePoint
 from elaswave_spmd.controller.run_fingerprint import identity_of
@@ -135,6 +135,7 @@ class CheckpointCoordinator:
         self._incomplete = 0 if spec.came_back else spec.step
         self._last: Save | None = None  # the order to save the state with which the run stops; None while it goes on
         self._failed: dict[int, str] = {}  # step -> why it will have no checkpoint
+        self._useless: dict[int, list[str]] = {}  # step -> names of shards on the disk of which nothing will come
         self._not_removed = ""  # why an older checkpoint is still there that the newest was to replace
         self._validation: dict[str, object] | None = None
 
@@ -188,22 +189,24 @@ class CheckpointCoordinator:
         """
         self._last = save
         self._failed.pop(save.version, None)
+        self._useless.pop(save.version, None)  # workers write them again, under the same names
 
     def wrote(self, message: ShardWritten, now: float) -> list[Action]:
         """A worker's shard is on the disk, or it could not be written (`message.error`)."""
         if message.epoch <= self._distrusted.get(message.step, -1):
-            return []  # the shard may be from a wrong replica
+            return self._came_for_nothing(message)  # the shard may be from a wrong replica
         if message.step <= self._newest:
             return []  # a surplus shard: the mesh changed, and another worker has written the same pages, too
         if message.step in self._failed and message.step not in self._distrusted:
-            return []  # another shard of this checkpoint is missing for good, which has been reported
+            return self._came_for_nothing(message)  # another shard is missing for good, which has been reported
         if message.error:
             last = self._last
             # When one more worker is lost the order to save is given again, in a newer mesh epoch. Then a failure of
             # the first attempt does not matter any more.
             if last is not None and message.step == last.version and message.epoch < last.epoch:
                 return []
-            return self._abandon(message.step, f"worker {message.rank}: {message.error.splitlines()[0]}")
+            why = f"worker {message.rank}: {message.error.splitlines()[0]}"
+            return [*self._abandon(message.step, why), *self._removals()]
         pending = self._pending.setdefault(message.step, _Pending(now))
         pending.add(
             ShardInfo(
@@ -240,7 +243,7 @@ class CheckpointCoordinator:
         """Replicas differed at a version: the shards of it that were written up to this mesh epoch may be wrong."""
         self._distrusted[version] = epoch
         is_pending = version in self._pending
-        return self._abandon(version, "replicas of its state differ") if is_pending else []
+        return [*self._abandon(version, "replicas of its state differ"), *self._removals()] if is_pending else []
 
     def written(self, event: ManifestWritten, now: float) -> list[Action]:
         """A manifest is on the disk, so its checkpoint is complete; or it could not be written (`event.error`)."""
@@ -285,6 +288,7 @@ class CheckpointCoordinator:
         validated = self._spec.orders.validate_every
         self._failed = {s: why for s, why in self._failed.items() if s > step or (validated and s % validated == 0)}
         self._distrusted = {s: epoch for s, epoch in self._distrusted.items() if s > step}
+        self._useless = {s: names for s, names in self._useless.items() if s > step}  # the others are pruned
 
     def _complete_if_whole(self, step: int, pending: _Pending) -> list[Action]:
         """Complete a checkpoint if all of its pages are there, and, with `compares`, its replicas were equal."""
@@ -324,6 +328,25 @@ class CheckpointCoordinator:
         if step in self._pending and self._pending[step].is_queued:
             return []
         self._failed[step] = why
-        if self._pending.pop(step, None) is None and step <= self._newest:
+        pending = self._pending.pop(step, None)
+        if pending is None and step <= self._newest:
             return []
+        # A whole set of good shards may still be completed by a controller that resumes the run.
+        if pending is not None and (pending.num_pages < self._spec.num_pages or step in self._distrusted):
+            self._useless.setdefault(step, []).extend(pending.shards)
         return [Record("checkpoint_lost", {"step": step, "message": f"no checkpoint of step {step}: {why}"})]
+
+    def _came_for_nothing(self, message: ShardWritten) -> list[Action]:
+        """A shard was written of a checkpoint that is given up."""
+        if message.step in self._failed and not message.error:
+            self._useless.setdefault(message.step, []).append(message.name)
+        return self._removals()
+
+    def _removals(self) -> list[Action]:
+        """The removals of shards of checkpoints that were given up, which would take the room of the next one.
+
+        Only shards that were reported, so that nobody is writing them, and only of steps before the last committed one:
+        if this controller stands still for long, its workers write their state at that version or a later one.
+        """
+        due = [step for step in self._useless if step < self._committed]
+        return [RemoveShards(step, tuple(self._useless.pop(step))) for step in sorted(due)]

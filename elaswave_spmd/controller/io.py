@@ -57,7 +57,7 @@ from elaswave_spmd.recovery.admission import DIRECTION, UNREADABLE, refused_hear
 from elaswave_spmd.recovery.messages import Adopt, Heartbeat, Prepare, decode, encode
 from elaswave_spmd.run_dir.atomic_write import sync_file
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path
-from elaswave_spmd.run_dir.checkpoints import load_newest_good, prune, unfinished_shards, write_manifest
+from elaswave_spmd.run_dir.checkpoints import load_newest_good, prune, remove_shards, unfinished_shards, write_manifest
 from elaswave_spmd.run_dir.directory import EVENTS, METRICS
 from elaswave_spmd.run_dir.journal import Journal
 from elaswave_spmd.run_dir.manifest import Manifest
@@ -219,6 +219,10 @@ class ControllerIO(Protocol):
             best: the validated steps from the lowest loss to the highest. The checkpoints of the first ones are kept
                 (checkpoint.keep_best).
         """
+        ...
+
+    def remove_shards(self, step: int, names: Sequence[str]) -> None:
+        """Remove shards of a checkpoint in the background, as far as that is possible."""
         ...
 
     def find_checkpoint(self, newest: int | None) -> None:
@@ -493,6 +497,9 @@ class ProcessIO:
     def write_manifest(self, manifest: Manifest, trusted: int | None, best: Sequence[int]) -> None:
         self._writer.write(manifest, trusted, best)
 
+    def remove_shards(self, step: int, names: Sequence[str]) -> None:
+        self._writer.remove(step, names)
+
     def find_checkpoint(self, newest: int | None) -> None:
         self._ready += self.finish_writing()
         self._ready.append(CheckpointFound(newest_checkpoint(self._run_dir, newest)))
@@ -701,8 +708,25 @@ def newest_checkpoint(run_dir: Path, newest: int | None = None) -> SavedState | 
         return None
 
 
+@dataclass(frozen=True)
+class _Completion:
+    """A manifest to be written; `trusted` and `best` as for `ControllerIO.write_manifest`."""
+
+    manifest: Manifest
+    trusted: int | None
+    best: Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Removal:
+    """Shards to be removed, as for `ControllerIO.remove_shards`."""
+
+    step: int
+    names: Sequence[str]
+
+
 class _ManifestWriter:
-    """The journal of mesh epochs, and a thread that writes manifests and removes old checkpoints.
+    """The journal of mesh epochs, and a thread that writes manifests, and removes old checkpoints and useless shards.
 
     The controller's thread waits for the disk only for the journal, whose line must be on it before a Prepare is sent.
 
@@ -730,7 +754,7 @@ class _ManifestWriter:
         self._settings = settings
         self._mailbox = mailbox
         self._incarnation = spec.incarnation
-        self._manifests: queue.SimpleQueue[tuple[Manifest, int | None, Sequence[int]] | None] = queue.SimpleQueue()
+        self._due: queue.SimpleQueue[_Completion | _Removal | None] = queue.SimpleQueue()  # None: the thread ends
         self._results: deque[ManifestWritten | OldRemoved] = deque()
         self._thread: threading.Thread | None = None
         self._journal = Journal(run_dir)
@@ -753,17 +777,23 @@ class _ManifestWriter:
         self._journal.append(self._incarnation, prepare.epoch, "prepare", after=prepare.after, **fields)
 
     def write(self, manifest: Manifest, trusted: int | None, best: Sequence[int]) -> None:
+        self._ask(_Completion(manifest, trusted, best))
+
+    def remove(self, step: int, names: Sequence[str]) -> None:
+        self._ask(_Removal(step, names))
+
+    def _ask(self, due: _Completion | _Removal) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._write_all, name="manifests", daemon=True)
+            self._thread = threading.Thread(target=self._work, name="manifests", daemon=True)
             self._thread.start()
-        self._manifests.put((manifest, trusted, best))
+        self._due.put(due)
 
     def next_result(self) -> ManifestWritten | OldRemoved | None:
         return self._results.popleft() if self._results else None
 
     def finish(self) -> list[ManifestWritten | OldRemoved]:
         if self._thread is not None:
-            self._manifests.put(None)
+            self._due.put(None)
             self._thread.join()
             self._thread = None
         return [self._results.popleft() for _ in range(len(self._results))]
@@ -774,36 +804,43 @@ class _ManifestWriter:
         A run that needs the results of the thread calls `finish` before this.
         """
         if self._thread is not None:
-            self._manifests.put(None)
+            self._due.put(None)
             self._thread.join(self._patience_s)
             self._is_left = self._thread.is_alive()
             self._thread = None
         self._journal.close()
 
-    def _write_all(self) -> None:
-        """The thread: one manifest after another, and the removal of old checkpoints after each."""
-        while (due := self._manifests.get()) is not None and not self._is_left:
-            manifest, trusted, best = due
-            error = why_not = ""
-            try:
-                # On the disk before the manifest: a run that is resumed from the checkpoint needs the metrics and the
-                # validations up to its step.
-                sync_file(self._run_dir / METRICS)
-                sync_file(self._run_dir / EVENTS)
-                write_manifest(checkpoint_path(self._run_dir, manifest.step), manifest)
-            except (RunError, UserError, OSError) as caught:
-                error = str(caught)
-            self._tell(ManifestWritten(manifest, error))
-            if error:
-                continue
-            # Reported first: the new checkpoint is complete, whether or not the old ones can be removed. Before `prune`
-            # removes any, it reads those that it keeps as a whole.
-            try:
-                keep, keep_best = self._settings.keep, self._settings.keep_best
-                prune(self._run_dir, keep, trusted, best, keep_best, is_over=lambda: self._is_left)
-            except (RunError, UserError, OSError) as caught:
-                why_not = str(caught)
-            self._tell(OldRemoved(manifest.step, why_not))
+    def _work(self) -> None:
+        """The thread: one manifest or removal after another."""
+        while (due := self._due.get()) is not None and not self._is_left:
+            match due:
+                case _Completion():
+                    self._complete(due)
+                case _Removal(step, names):
+                    remove_shards(self._run_dir, step, names)
+
+    def _complete(self, due: _Completion) -> None:
+        """Write a manifest, and remove old checkpoints after that."""
+        manifest, error, why_not = due.manifest, "", ""
+        try:
+            # On the disk before the manifest: a run that is resumed from the checkpoint needs the metrics and the
+            # validations up to its step.
+            sync_file(self._run_dir / METRICS)
+            sync_file(self._run_dir / EVENTS)
+            write_manifest(checkpoint_path(self._run_dir, manifest.step), manifest)
+        except (RunError, UserError, OSError) as caught:
+            error = str(caught)
+        self._tell(ManifestWritten(manifest, error))
+        if error:
+            return
+        # Reported first: the new checkpoint is complete, whether or not the old ones can be removed. Before `prune`
+        # removes any, it reads those that it keeps as a whole.
+        try:
+            keep, keep_best = self._settings.keep, self._settings.keep_best
+            prune(self._run_dir, keep, due.trusted, due.best, keep_best, is_over=lambda: self._is_left)
+        except (RunError, UserError, OSError) as caught:
+            why_not = str(caught)
+        self._tell(OldRemoved(manifest.step, why_not))
 
     def _tell(self, result: ManifestWritten | OldRemoved) -> None:
         self._results.append(result)

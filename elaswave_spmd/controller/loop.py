@@ -39,6 +39,7 @@ from elaswave_spmd.controller.actions import (
     Record,
     RecordLostWorker,
     RefuseAgent,
+    RemoveShards,
     Reply,
     ReportExits,
     Settled,
@@ -578,6 +579,8 @@ class Controller:
                 io.plan(request)
             case WriteManifest(manifest):
                 io.write_manifest(manifest, self._trusted, self._log.validations.ranked if self._keeps_best else ())
+            case RemoveShards(step, names):
+                io.remove_shards(step, names)
             case FindCheckpoint(newest):
                 io.find_checkpoint(newest)
             case ReportExits():

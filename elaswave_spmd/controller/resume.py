@@ -29,6 +29,7 @@ from elaswave_spmd.run_dir.checkpoints import (
     find_checkpoints,
     has_manifest,
     load_newest_good,
+    open_checkpoint,
     remove_unfinished,
     step_of,
     write_manifest,
@@ -42,7 +43,7 @@ from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint, sets_of
 from elaswave_spmd.run_dir.run_identity import check_identity
 from elaswave_spmd.runtime.transport.credentials import Credentials
 from elaswave_spmd.sharding.replicas import unsurvived_text
-from elaswave_spmd.worker.checkpoint_writer import read_reports
+from elaswave_spmd.worker.checkpoint_writer import has_reports, read_reports
 from elaswave_spmd.worker.learning_rate import LearningRate
 
 if TYPE_CHECKING:
@@ -521,7 +522,10 @@ def _new_id() -> str:
 
 
 def complete(run_dir: Path) -> Path | None:
-    """Write the manifest of the newest checkpoint that lacks one and whose shards contain all pages.
+    """Write the manifest of the newest checkpoint that lacks a good one and whose shards contain all pages.
+
+    Bad checkpoints that are newer than the newest good one are passed over: a run that went on from that one may have
+    lost its controller before it had come so far again, and its workers have saved an earlier state, or that very one.
 
     Lines of metrics.jsonl that the dead controller did not write are made from the workers' own reports. Values in them
     that follow from settings are taken from the identity in the dead controller's journal; whether the run that goes on
@@ -536,13 +540,19 @@ def complete(run_dir: Path) -> Path | None:
         CheckpointError: the records of the run are missing or damaged.
         FilesError: the disk is full.
     """
-    for path in find_checkpoints(run_dir):
-        if has_manifest(path):
-            return None
+    found = find_checkpoints(run_dir)
+    for number, path in enumerate(found):
+        if is_complete := has_manifest(path):
+            # To find out whether it is good is to read all of it, which is done only if something depends on it.
+            if not any(map(_may_be_completed, found[number:])) or _is_good(path):
+                return None
+            if not _may_be_completed(path):
+                continue
         shards, bad = find_shards(path)
         if shards and _complete_one(run_dir, path, shards):
             return path
-        if unread := [error.what for _, error in bad if isinstance(error, UnreadableError)]:
+        unread = [error.what for _, error in bad if isinstance(error, UnreadableError)]
+        if unread and not is_complete:  # a run that goes on does not remove a checkpoint that has a manifest
             raise UnreadableError(
                 f"{path} has the state after step {step_of(path)}, or a part of it: {unread[0]}",
                 rule="what workers have saved when their controller was gone is not given up because it cannot be read "
@@ -551,6 +561,22 @@ def complete(run_dir: Path) -> Path | None:
                 fix=f"the same command when it can be read; or remove {path}: the run goes on from an earlier one then",
             )
     return None
+
+
+def _may_be_completed(path: Path) -> bool:
+    """True for a checkpoint without a manifest, and for one beside whose shards workers without a controller wrote."""
+    try:
+        return not has_manifest(path) or has_reports(path)
+    except (UnreadableError, OSError):
+        return True
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        open_checkpoint(path, verify=True)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _complete_one(run_dir: Path, path: Path, shards: list[ShardInfo]) -> bool:

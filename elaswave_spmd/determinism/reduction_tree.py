@@ -55,7 +55,10 @@ def sibling_in(parent: Node, half: Node) -> Node:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Add the two halves of `into`. IEEE addition is commutative, so the sum may be stored in either buffer."""
+    """Add the two halves of `into`. IEEE addition is commutative, so the sum may be stored in either buffer.
+
+    The sum of two NaN is a NaN, and which one may depend on the buffer: whoever compares sums takes them for the same.
+    """
 
     left: Node
     right: Node

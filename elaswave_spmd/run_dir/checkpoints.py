@@ -300,6 +300,20 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
+def remove_shards(run_dir: str | Path, step: int, names: Sequence[str]) -> None:
+    """Remove shards of a checkpoint that will not be completed; errors are ignored.
+
+    Its directory stays: a worker that is about to write another shard must find it.
+
+    Args:
+        step: of the checkpoint.
+        names: of the shards' files.
+    """
+    for name in names:
+        with contextlib.suppress(OSError):
+            (checkpoint_path(run_dir, step) / name).unlink()
+
+
 def remove_unfinished(run_dir: str | Path) -> None:
     """Remove the directories without a manifest. Called when no worker writes any more; errors are ignored."""
     with contextlib.suppress(UnreadableError, OSError):

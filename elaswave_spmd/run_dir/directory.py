@@ -23,7 +23,14 @@ from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
 from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.errors import ConfigError, DataError, FilesError
 from elaswave_spmd.regular_files import read_regular
-from elaswave_spmd.run_dir.atomic_write import READ_ONLY, make_private_folder, open_private, replacing
+from elaswave_spmd.run_dir.atomic_write import (
+    READ_ONLY,
+    make_private_folder,
+    open_private,
+    replacing,
+    sync_directory,
+    sync_file,
+)
 from elaswave_spmd.run_dir.in_place import InPlace
 from elaswave_spmd.run_dir.json_lines import (
     JsonLines,
@@ -116,6 +123,8 @@ class RunDir:
                 _claim(folder / CONFIG, f"{FORMAT_FIELD}: {FORMAT_VERSION}\n{config_yaml}", undo)
                 undo.callback(_remove_files, folder, (METRICS, EVENTS))
                 run_dir = cls(folder, made)
+                undo.callback(run_dir.close)
+                _sync_names(folder, made)
                 undo.pop_all()
                 return run_dir
         raise ConfigError(f"no free name under runs/ after {_NAME_TRIES} tries", where="run.dir", fix="run.dir=runs/a")
@@ -412,6 +421,18 @@ def _claim(path: Path, text: str, undo: contextlib.ExitStack) -> None:
         raise _holds_a_run(path.parent, path.name) from error
     undo.callback(_remove_files, path.parent, (path.name,))
     path.write_text(text, encoding="utf-8")
+    sync_file(path)
+
+
+def _sync_names(folder: Path, made: tuple[Path, ...]) -> None:
+    """Flush the names of a new run's files, and those of the folders that were made for it, to the disk.
+
+    What the run writes and flushes later is lost in a crash of the machine if its directory's own name is.
+    """
+    sync_directory(folder)
+    for each in reversed(made):
+        with contextlib.suppress(OSError):  # a folder of the user's may be one that cannot be read
+            sync_directory(each.parent)
 
 
 def _remove_files(folder: Path, names: tuple[str, ...]) -> None:

@@ -16,11 +16,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
 
-from elaswave_spmd.errors import RunError, UserError
+from elaswave_spmd.errors import CheckpointError, RunError, UserError
 from elaswave_spmd.recovery.messages import Applied, ShardWritten
 from elaswave_spmd.regular_files import read_regular
 from elaswave_spmd.run_dir.atomic_write import replacing
@@ -29,7 +30,7 @@ from elaswave_spmd.run_dir.checkpoint_writers import assign_writers
 from elaswave_spmd.run_dir.in_place import InPlace
 from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.run_dir.json_lines import float_of_hex, read_json
-from elaswave_spmd.run_dir.manifest import MANIFEST
+from elaswave_spmd.run_dir.manifest import load_manifest
 from elaswave_spmd.runtime.devices import Device, HostCopy
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
@@ -50,6 +51,8 @@ has written none of them down, and a checkpoint without the lines of all steps b
 
 _OTHERS_S, _POLL_S = 1.0, 0.02
 """For how long `write_now` waits for other workers' shards, at least, and how often it looks."""
+
+_REPORTS = "reports_*.json"
 
 Arrays = dict[PageRange, dict[str, np.ndarray]]
 """Page range -> kind of state (`MASTER`, or one of the optimizer's) -> fp32 [elements]."""
@@ -177,7 +180,7 @@ class CheckpointWriter:
         directory = checkpoint_path(self._orders.run_dir, step)
         with self._changed:  # perhaps it is the file that is about to be written
             self._changed.wait_for(lambda: self._being_written != step)
-        if not step or (directory / MANIFEST).exists():
+        if not step or self._is_complete(directory):
             return ""  # initial values can be drawn again; or the controller had completed this checkpoint
         began, wrote = time.monotonic(), None
         if arrays := self._copy(replica, step):
@@ -193,6 +196,18 @@ class CheckpointWriter:
         if wrote.error:
             return f"its state after step {step} could not be written to {directory}: {wrote.error}"
         return ""
+
+    def _is_complete(self, directory: Path) -> bool:
+        """True if this life of the run has completed a checkpoint, or began with it.
+
+        One of an earlier life does not count: this life computes its step again because it is bad.
+        """
+        if str(directory) == self._orders.source:
+            return True
+        try:
+            return load_manifest(directory).ballot.incarnation == self._orders.incarnation
+        except CheckpointError:  # there is none, or it is damaged
+            return False
 
     def _writers_that_lack(self, replica: StateReplica, directory: Path, until: float) -> frozenset[int]:
         """The workers that have not written their shards by then, of pages which this worker holds as well.
@@ -305,22 +320,33 @@ class CheckpointWriter:
         return ShardWritten(step, self._rank, epoch, *content, copied.copy_ms, write_ms)
 
 
+def has_reports(directory: Path) -> bool:
+    """True if workers whose controller was gone have saved their state in this directory (`write_now`).
+
+    Raises:
+        OSError: it cannot be listed now.
+    """
+    return any(fnmatchcase(name, _REPORTS) for name in os.listdir(directory))
+
+
 def read_reports(directory: Path) -> dict[int, StepRecord]:
     """Reads the records that workers wrote beside their shards (`CheckpointWriter.write_now`), by step.
 
     A file that cannot be read is left out: the records are for the metrics, the state does not need them.
     """
     found: dict[int, StepRecord] = {}
-    for path in sorted(directory.glob("reports_*.json")):
+    for path in sorted(directory.glob(_REPORTS)):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             for fields in read_json(read_regular(path)):
                 fields |= {name: float_of_hex(fields[name]) for name in ("loss", "grad_norm")}
+                if isinstance(weight := fields.get("weight"), str):  # earlier versions wrote it as a number
+                    fields["weight"] = float_of_hex(weight)
                 found[fields["step"]] = StepRecord(**fields)
     return found
 
 
 def _save_reports(directory: Path, rank: int, reports: Iterable[StepRecord]) -> None:
     """Writes a worker's records. Floats are written in hexadecimal, so that they are read back bit for bit."""
-    rows = [{**asdict(r), "loss": r.loss.hex(), "grad_norm": r.grad_norm.hex()} for r in reports]
+    rows = [{name: v.hex() if isinstance(v, float) else v for name, v in asdict(r).items()} for r in reports]
     with contextlib.suppress(RunError), replacing(directory / f"reports_{rank}.json", durable=True) as scratch:
         scratch.write_text(json.dumps(rows))

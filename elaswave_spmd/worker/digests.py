@@ -44,6 +44,14 @@ class Digester:
             columns[:rest] += bits[rows * DIGEST_COLUMNS :] * weights[rows]
         return self.device.to_host(columns).numpy().tobytes()
 
+    def digest_of_sum(self, value: Tensor) -> bytes:
+        """The digest of a sum, in which all elements that are not a number count as the same (`with_one_nan`).
+
+        Args:
+            value: floating-point numbers, of any shape.
+        """
+        return self.digest(with_one_nan(self._here(value)))
+
     def _here(self, tensor: Tensor) -> Tensor:
         """The tensor; on the host, if it is an output of a compiled island, whose state is in host memory."""
         return tensor if tensor.device.type == self.device.place.type else tensor.detach().cpu()
@@ -57,6 +65,19 @@ class Digester:
             odd = (state ^ (state >> np.uint64(31))) | np.uint64(1)
             self._weights = torch.from_numpy(odd.view(np.int64)).to(self.device.place)
         return self._weights[:rows]
+
+
+def with_one_nan(value: Tensor) -> Tensor:
+    """The same numbers, where all that are not a number (NaN) have the same bits; the tensor itself if it has none.
+
+    A NaN has a sign and a payload. Those of NaN + NaN are those of one of the two, and which one is not the same on all
+    devices and for all orders of the operands. So two workers that have added up rightly may differ in them.
+
+    Args:
+        value: floating-point numbers, of any shape.
+    """
+    nans = value.isnan()
+    return value.masked_fill(nans, torch.nan) if nans.any() else value
 
 
 class MicrobatchDigests:

@@ -25,7 +25,7 @@ from elaswave_spmd.sharding.layout import LOSS, ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.worker.buffers import GradientBuffer
 from elaswave_spmd.worker.context import WorkerHooks
-from elaswave_spmd.worker.digests import Digester
+from elaswave_spmd.worker.digests import Digester, with_one_nan
 from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.gradient_reduction import RangeReduction, first_page_of_use, uses_of
 from elaswave_spmd.worker.gradient_routes import Route, routes
@@ -218,7 +218,7 @@ class SumChecks:
             gradient.flat.copy_(wrong)
         if step == self._step.number and self.looks_at(layer):
             for route in self._step.routes[layer]:
-                digest = self._digester.digest(gradient.pages(route.first, route.stop))
+                digest = self._digester.digest_of_sum(gradient.pages(route.first, route.stop))
                 self._sums[(layer, route.first, route.stop), node] = route, digest
         self._hooks.on_point(FaultPoint.SUM, step)
 
@@ -226,7 +226,7 @@ class SumChecks:
         """A sum of this worker's host is complete, for a primary on another one. Returns what is sent to it."""
         value = self._hooks.computed(FaultPoint.SUM, step, value)
         if step == self._step.number and route in self._step.routes.get(route.layer, ()):
-            self._sums[(route.layer, route.first, route.stop), node] = route, self._digester.digest(value)
+            self._sums[(route.layer, route.first, route.stop), node] = route, self._digester.digest_of_sum(value)
         return value
 
     def _give(self, receiver: int, message: m.Addend, part: Tensor) -> None:
@@ -311,7 +311,7 @@ class SumChecks:
         if check.added is None or check.given is None or check.is_settled or check.is_reported:
             return
         added, given = check.added, check.given
-        if added[1] == given[1] and torch.equal(added[0].view(torch.int32), given[0].view(torch.int32)):
+        if added[1] == given[1] and _are_same(added[0], given[0]):
             check.is_settled, check.has_agreed, check.added, check.given = True, True, None, None
             return
         check.is_reported = True
@@ -321,7 +321,7 @@ class SumChecks:
 
     def _digested(self, result: Result) -> m.SumResult:
         gradient, norms = result
-        return self._digester.digest(gradient), norms
+        return self._digester.digest_of_sum(gradient), norms
 
     # ---- once more
 
@@ -383,7 +383,7 @@ class SumChecks:
             value = left + right
         if node in wanted:
             value = self._hooks.computed(FaultPoint.SUM, self._step.number, value)
-            rows.append((use, lo, hi, self._digester.digest(value)))
+            rows.append((use, lo, hi, self._digester.digest_of_sum(value)))
         return value
 
     def _report(
@@ -391,6 +391,16 @@ class SumChecks:
     ) -> None:
         at = self._rank, request.epoch, request.step, request.layer, request.first, request.stop
         self._send(CONTROLLER, m.AddedUp(*at, again, sums, results))
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """True if two sums have the same bits, except for which NaN an element is. Nothing is copied if all are the same.
+
+    Args:
+        one: fp32 [elements]; `other` has as many.
+    """
+    same = torch.equal(one.view(torch.int32), other.view(torch.int32))
+    return same or torch.equal(with_one_nan(one).view(torch.int32), with_one_nan(other).view(torch.int32))
 
 
 def _as_bytes(norms: Sequence[float]) -> bytes:

@@ -7,7 +7,7 @@ behind `ControllerIO` and the file system.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -319,6 +319,8 @@ class SimulatedIO:
     def write_manifest(self, manifest: Manifest, trusted: int | None, best: object) -> None:
         self._cluster.checkpoints.commit(manifest)
         self.events.append(ManifestWritten(manifest))
+
+    def remove_shards(self, step: int, names: Sequence[str]) -> None: ...
 
     def find_checkpoint(self, newest: int | None) -> None:
         self.events.append(CheckpointFound(self._cluster.checkpoints.newest_up_to(newest)))

@@ -8,10 +8,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor
 
 from elaswave_spmd.recovery.checks import CheckDraw
 from elaswave_spmd.recovery.controller_protocol import Policy
+from elaswave_spmd.worker.buffers import GradientBuffer
+from elaswave_spmd.worker.sum_checks import SumChecks
 from tests.cluster import schedules
 from tests.cluster.faults import RECEIVER, SENDER, Fault, MessageFault
 from tests.cluster.processes import LostStateError
@@ -20,6 +23,7 @@ from tests.simulated.bits_cases import MirroredCluster, Run, expected, mirrored_
 RUN = Run(microbatches=5, steps=6)
 PLACES = ("forward", "backward", "reduce", "sum", "norm", "apply")
 SUMS = ("sum", "norm")
+COMPUTED = SumChecks.computed
 
 
 def miscompute(place: str, rank: int = 1, step: int = 3, count: int = 1) -> Fault:
@@ -127,6 +131,29 @@ def test_wrong_sums_of_a_tied_model_are_found_and_told(mesh: str, zero: int) -> 
                 assert f"of the {tensor} of layer" in event and f"worker {rank} " in event
                 told += 1
     assert told >= 2
+
+
+def with_nan_of_its_own(self: SumChecks, step: int, layer: int, microbatch: int, gradient: GradientBuffer) -> None:
+    """In place of `SumChecks.computed`: in step 3 each gradient is NaN, of each micro-batch with another payload."""
+    if step == 3:
+        size = self._layout.layers[layer].num_value_elements  # without the loss
+        gradient.flat[:size].view(torch.int32).fill_(0x7FC00000 + microbatch)
+    COMPUTED(self, step, layer, microbatch, gradient)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "hosts"), [("dp2", 1, 1), ("dp3", 3, 2), ("pp2", 0, 1), ("dp2_pp2", 1, 2), ("stages1-3", 1, 1)]
+)
+@one_thread()
+def test_nobody_is_blamed_for_gradients_that_are_not_finite(mesh: str, zero: int, hosts: int) -> None:
+    """Which NaN the sum of two is depends on the order of the operands, and is no result. The step is skipped (S6)."""
+    run = Run(model="gpt_tied", microbatches=4, steps=4)
+    with mock.patch.object(SumChecks, "computed", with_nan_of_its_own):
+        cluster = MirroredCluster(run, mesh, zero, verify_rate=1.0, hosts=hosts)
+        found = outcome(cluster.run())
+        wanted = outcome(MirroredCluster(run, "single", 0, verify_rate=1.0).run())
+    assert not cluster.result.epochs and [kind for kind, _ in cluster.events if kind in ("corrupt", "mismatch")] == []
+    assert [norm == "nan" for norm in found.norms] == [step == 3 for step in range(1, 5)] and found == wanted
 
 
 def one_more(result: Tensor, draw: random.Random) -> Tensor:

@@ -126,16 +126,15 @@ class DeviceKind(Protocol):
         """
         ...
 
-    def make_group(
-        self, store: Any, rank: int, size: int, timeout: timedelta, host: str, *, beside: bool = False
-    ) -> Any:
+    def make_group(self, store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
         """Make this process's end of a group, a backend object of c10d. All members call this together.
+
+        Where the library can, its collectives have a stream of another pool than copies and computation: a stream that
+        both had would make these wait for a peer.
 
         Args:
             store: c10d's store, used for this group alone.
             host: address at which the other members reach this machine, for backends that need it.
-            beside: it is one of many groups beside that of a stage. Where the library can, its collectives have streams
-                of another pool than copies and computation: a stream that both had would make these wait for a peer.
         """
         ...
 
@@ -150,9 +149,7 @@ class WithoutGroups:
     def group_environment(self, given: Mapping[str, str]) -> dict[str, str]:
         return {}
 
-    def make_group(
-        self, store: Any, rank: int, size: int, timeout: timedelta, host: str, *, beside: bool = False
-    ) -> Any:
+    def make_group(self, store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
         raise AssertionError("it has no groups")
 
     def abort_group(self, group: Any, reason: str) -> None:

@@ -113,4 +113,4 @@ def pairs_of(device: Device, address: str, host: str, timeout_s: float) -> Pairs
         host: address at which the other machines reach this one.
         timeout_s: time limit of making a group once both workers have met, and of a transfer.
     """
-    return PairsInBackground(DeviceGroups(device, address, host, timeout_s, beside=True), timeout_s)
+    return PairsInBackground(DeviceGroups(device, address, host, timeout_s), timeout_s)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1  # between two polls; the pause doubles from the first to the second
-_ALL, _LEFT = "all", "left"  # outcomes of a meeting: all members came, or a member left for a newer mesh epoch
+_ALL, _LEFT = "all", "left"  # outcomes of a meeting: all members came, or a member has left, as for a newer mesh epoch
 
 
 class GroupLibrary(ABC):
@@ -128,8 +128,11 @@ class Collective:
 
     @property
     def is_over(self) -> bool:
-        """True if the library no longer accesses the values. A failed collective may still be writing to them."""
-        return self._failure is None and self._is_done()
+        """True if it is known to have succeeded (`wait`), so that the library no longer accesses the values.
+
+        A failed one may still be writing to them until its group is aborted, and c10d calls it completed as well.
+        """
+        return self._work is None
 
 
 @dataclass(frozen=True)
@@ -164,8 +167,9 @@ class GroupInBackground:
         self._timeout_s = timeout_s
         self._name = name
         self._gathers = gathers
-        self._lock = threading.Lock()  # guards _epoch, _made and failure
+        self._lock = threading.Lock()  # guards the next three, and failure
         self._epoch = -1
+        self._is_given_up = False  # True if this epoch is to have no group any more
         self._made: _Group | None = None  # the group of the newest epoch, once it is connected and as long as it works
         self.failure: str | None = None
         """The reason why the newest group could not be made. Text, since an exception would refer to the group."""
@@ -186,7 +190,7 @@ class GroupInBackground:
         assert rank in members and epoch > self._epoch, (epoch, members, rank)
         with self._lock:
             old = self._detach()
-            self._epoch = epoch
+            self._epoch, self._is_given_up = epoch, False
             self.failure = None
         self._end_in_thread(old, f"mesh epoch {epoch}")
         arguments = (epoch, tuple(members), rank)
@@ -232,12 +236,13 @@ class GroupInBackground:
         return made.in_progress[-1]
 
     def give_up(self) -> None:
-        """Abandon a group that has failed. The next one is made in the next mesh epoch.
+        """Abandon a group that has failed, or that is being made. The next one is made in the next mesh epoch.
 
         The caller must have dropped its collectives before; see the top of this file.
         """
         with self._lock:
             old = self._detach()
+            self._is_given_up = True
         self._end_in_thread(old, "it has failed")
 
     def close(self) -> None:
@@ -269,7 +274,7 @@ class GroupInBackground:
         passed (NCCL 2.28.9); and what is made in the background delays nobody.
         """
         made: list[_Group] = []  # a list, as in `_detach`
-        reason = f"mesh epoch {epoch} is over"
+        reason = f"it is not needed any more in mesh epoch {epoch}, or that is over"
         try:
             self._library.enter_thread()
             if len(members) == 1:
@@ -281,19 +286,19 @@ class GroupInBackground:
             made.append(_Group(epoch, members, self._library.make(store, members.index(rank), len(members))))
             if self._connect(made[0], rank):
                 with self._lock:
-                    if epoch == self._epoch:
+                    if self._is_wanted(epoch):
                         self._made = made.pop()
         except Exception as error:  # a member was lost while they connected; the next mesh epoch makes another group
             reason = f"{type(error).__name__}: {error}"
             with self._lock:
-                if epoch == self._epoch:
+                if self._is_wanted(epoch):
                     self.failure = reason
         finally:
             if made:
                 self._end(made, reason)
 
     def _meet(self, store: Any, epoch: int, number: int) -> bool:
-        """Wait until all members are here, or until this worker is in a newer mesh epoch. True if they make the group.
+        """Wait until all members are here, or until the group is not wanted here any more. True if they make the group.
 
         All members get the same answer, since making a group cannot be cancelled: if one made it and another had left,
         the first would hang. Whoever comes first, the last member to arrive or one that leaves, decides the outcome for
@@ -313,7 +318,7 @@ class GroupInBackground:
         first sends between them, where the one waits for the other. That must not be in the middle of a backward.
 
         Returns:
-            False if its mesh epoch is over before.
+            False if its mesh epoch is over before, or it is given up.
         """
         if self._gathers:
             share, gathered = self._library.token(1), self._library.token(len(group.members))
@@ -345,7 +350,11 @@ class GroupInBackground:
 
     def _is_past(self, epoch: int) -> bool:
         with self._lock:
-            return epoch != self._epoch
+            return not self._is_wanted(epoch)
+
+    def _is_wanted(self, epoch: int) -> bool:
+        """True if the group of a mesh epoch is to be made, or used. The caller holds the lock."""
+        return epoch == self._epoch and not self._is_given_up
 
 
 def _poll_until(condition: Callable[[], bool], is_cancelled: Callable[[], bool] = lambda: False) -> bool:
@@ -366,12 +375,10 @@ class DeviceGroups(GroupLibrary):
         address: address of the run's `GroupStore`.
         host: address at which the other machines reach this one.
         timeout_s: time limit of the library itself for connecting, and for a collective.
-        beside: they are groups beside those of stages; see `DeviceKind.make_group`.
     """
 
-    def __init__(self, device: Device, address: str, host: str, timeout_s: float, *, beside: bool = False) -> None:
+    def __init__(self, device: Device, address: str, host: str, timeout_s: float) -> None:
         self._device = device
-        self._beside = beside
         self._address = address
         self._host = host
         self._timeout = timedelta(seconds=timeout_s)
@@ -380,7 +387,7 @@ class DeviceGroups(GroupLibrary):
         return connect_group_store(self._address, prefix)
 
     def make(self, store: Any, rank: int, size: int) -> Any:
-        return self._device.kind.make_group(store, rank, size, self._timeout, self._host, beside=self._beside)
+        return self._device.kind.make_group(store, rank, size, self._timeout, self._host)
 
     def gather(self, backend: Any, share: Tensor, gathered: Tensor) -> Any:
         from torch._C._distributed_c10d import AllgatherOptions  # torch.distributed does not export it

@@ -48,7 +48,8 @@ def _added(terms: Terms) -> Term:
     left, right = map(_added, terms)
     if left.owned:
         return Term(left.values.add_(right.values), owned=True)
-    # Addition is commutative bit for bit, so the sum may be stored on either side.
+    # Addition is commutative bit for bit, so the sum may be stored on either side. Only which NaN the sum of two is may
+    # depend on the side, so whoever compares sums takes all NaN for the same.
     return Term(right.values.add_(left.values) if right.owned else left.values + right.values, owned=True)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elaswave_spmd.controller.actions import Record, WriteManifest
+from elaswave_spmd.controller.actions import Action, Record, RemoveShards, WriteManifest
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator
 from elaswave_spmd.controller.events import ManifestWritten, OldRemoved
+from elaswave_spmd.recovery.actions import Save
 from elaswave_spmd.recovery.messages import ShardWritten
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from tests.unit.controller.test_compared_checkpoints import RANGES, coordinator, write
@@ -114,3 +115,72 @@ def test_one_whose_manifest_cannot_be_written_is_lost_and_training_goes_on() -> 
     assert isinstance(written, WriteManifest)
     (lost,) = found.written(ManifestWritten(written.manifest, "no space left"), 0.0)
     assert isinstance(lost, Record) and lost.kind == "checkpoint_lost" and found.newest < 5
+
+
+def removed(actions: list[Action]) -> dict[int, tuple[str, ...]]:
+    return {action.step: action.names for action in actions if isinstance(action, RemoveShards)}
+
+
+def shard(step: int, rank: int, epoch: int = 0) -> ShardWritten:
+    """One of three workers has written its part of a checkpoint."""
+    ranges = (RANGES[:1], RANGES[1:2], RANGES[2:])[rank]
+    return ShardWritten(step, rank, epoch, f"shard_{rank}_1-{epoch}", 1, "0" * 64, ranges)
+
+
+NO_SPACE = "no space left"
+
+
+def test_shards_of_a_checkpoint_that_is_given_up_leave_their_room_to_the_next() -> None:
+    found = coordinator(compares=False)
+    found.committed(7)
+    assert found.wrote(shard(5, 0), 0.0) == []
+    assert removed(found.wrote(ShardWritten(5, 1, 0, error=NO_SPACE), 0.0)) == {5: ("shard_0_1-0",)}
+    assert removed(found.wrote(ShardWritten(5, 1, 0, error=NO_SPACE), 0.0)) == {}, "once"
+    assert removed(found.wrote(shard(5, 2), 0.0)) == {5: ("shard_2_1-0",)}, "as soon as it is written"
+    assert removed(found.wrote(shard(10, 0), 0.0)) == {}, "it may still be whole"
+
+
+def test_those_of_a_version_at_which_workers_may_be_stay_until_they_are_past_it() -> None:
+    """While the controller stands still workers may save that very state, under the same names."""
+    found = coordinator(compares=False)
+    found.committed(5)
+    found.wrote(shard(5, 0), 0.0)
+    assert removed(found.wrote(ShardWritten(5, 1, 0, error=NO_SPACE), 0.0)) == {}
+    found.committed(6)
+    assert removed(found.wrote(shard(5, 2), 0.0)) == {5: ("shard_0_1-0", "shard_2_1-0")}
+
+
+def test_a_run_that_stops_with_that_state_keeps_what_is_there() -> None:
+    found = coordinator(compares=False)
+    found.committed(5)
+    found.wrote(shard(5, 0), 0.0)
+    found.wrote(ShardWritten(5, 1, 0, error=NO_SPACE), 0.0)
+    found.stop_and_save(Save(5, 0, "too few workers"))
+    found.committed(6)
+    assert removed(found.wrote(shard(5, 2), 0.0)) == {}
+
+
+def test_a_whole_set_stays_for_whoever_resumes_the_run() -> None:
+    """Unless its replicas differed: then it may be wrong."""
+    for is_trusted in (True, False):
+        found = coordinator()
+        found.committed(7)
+        assert [found.wrote(shard(5, rank), 0.0) for rank in range(3)] == [[]] * 3
+        if is_trusted:
+            assert removed(found.wrote(ShardWritten(5, 3, 0, error=NO_SPACE), 0.0)) == {}
+        else:
+            names = tuple(shard(5, rank).name for rank in range(3))
+            assert removed(found.distrust(5, 0)) == {5: names}
+            late = ShardWritten(5, 3, 0, "late", 1, "0" * 64, RANGES[:1])
+            assert removed(found.wrote(late, 0.0)) == {5: ("late",)}
+            assert removed(found.wrote(shard(5, 0, epoch=1), 0.0)) == {}, "from a replica that is right"
+
+
+def test_those_that_a_newer_checkpoint_replaces_are_removed_with_it() -> None:
+    found = coordinator(compares=False)
+    found.committed(5)
+    found.wrote(shard(5, 0), 0.0)
+    found.wrote(ShardWritten(5, 1, 0, error=NO_SPACE), 0.0)
+    complete(found, 10)
+    found.committed(11)
+    assert removed(found.wrote(ShardWritten(15, 1, 0, error=NO_SPACE), 0.0)) == {}

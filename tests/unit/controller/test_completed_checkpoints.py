@@ -15,10 +15,10 @@ from elaswave_spmd.regular_files import regular_fd
 from elaswave_spmd.run_dir import checkpoint_shard, read_metrics
 from elaswave_spmd.run_dir.checkpoint_shard import UnreadableError
 from elaswave_spmd.run_dir.checkpoints import load_newest_good, newest_complete
-from elaswave_spmd.run_dir.journal import Journal
+from elaswave_spmd.run_dir.journal import Ballot, Journal
 from elaswave_spmd.run_dir.manifest import MANIFEST, layout_fingerprint
 from elaswave_spmd.worker.checkpoint_writer import StepRecord, _save_reports
-from tests.unit.run_dir.checkpoint_cases import KINDS, save, small_layout
+from tests.unit.run_dir.checkpoint_cases import KINDS, flip, save, small_layout, state_of, whole, write_shards
 
 STEP = 2
 OPTIM = {"lr": 0.5, "schedule": "constant", "warmup_steps": 0, "final_lr_ratio": 0.0}
@@ -33,12 +33,29 @@ def saved_by_workers(folder: Path, **about: Any) -> Path:
     """A run without a line of metrics, whose workers have saved the state after step 2. Returns the checkpoint."""
     directory, _ = save(folder, STEP)
     (directory / MANIFEST).unlink()
+    record(folder, directory, **about)
+    return directory
+
+
+def record(folder: Path, directory: Path, incarnation: int = 1, **about: Any) -> None:
+    """What a life of the run, and its workers that have saved their state in `directory`, write beside the shards."""
     (folder / "metrics.jsonl").touch()
     _save_reports(directory, 0, [StepRecord(step, 3, 1.5, 0.25, 2) for step in (1, STEP)])
+    fields = {"run": "r1", "layout": layout_fingerprint(small_layout()), "kinds": list(KINDS), "identity": identity()}
     with Journal(folder) as journal:
-        layout = layout_fingerprint(small_layout())
-        journal.append(1, 3, "start", run="r1", layout=layout, kinds=list(KINDS), **({"identity": identity()} | about))
-    return directory
+        journal.append(incarnation, 3, "start", **(fields | about))
+
+
+def damage(directory: Path, how: str) -> None:
+    """Make a bad checkpoint of a good one."""
+    shard = sorted(directory.glob("shard_*"))[0]
+    match how:
+        case "flipped":
+            flip(shard, -1)
+        case "missing":
+            shard.unlink()
+        case "torn":
+            (directory / MANIFEST).write_text("{")
 
 
 @pytest.fixture
@@ -116,3 +133,52 @@ def test_a_checkpoint_that_cannot_be_listed_is_waited_for(tmp_path: Path, monkey
         with pytest.raises(UnreadableError, match="Stale file handle"):
             complete(tmp_path)
     assert complete(tmp_path) == directory
+
+
+DAMAGES = ("flipped", "missing", "torn")
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_newer_checkpoint_that_is_bad_is_passed_over(tmp_path: Path, how: str) -> None:
+    """The run went on from a checkpoint before it, and its controller was killed before it had come so far again."""
+    save(tmp_path, 1)
+    bad, _ = save(tmp_path, STEP + 1)
+    damage(bad, how)
+    directory = saved_by_workers(tmp_path)
+    assert complete(tmp_path) == directory
+    found, others = load_newest_good(tmp_path)
+    assert found.step == STEP and [path for path, _ in others] == [bad]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_what_workers_have_saved_beside_a_bad_checkpoint_takes_its_place(tmp_path: Path, how: str) -> None:
+    directory, _ = save(tmp_path, STEP)
+    damage(directory, how)
+    layout = small_layout()
+    shards = {0: whole(layout)}
+    write_shards(directory, layout, state_of(layout, STEP), shards, step=STEP, ballot=Ballot(2, 3))
+    record(tmp_path, directory, incarnation=2)
+    assert complete(tmp_path) == directory
+    found, others = load_newest_good(tmp_path)
+    assert found.manifest.ballot == Ballot(2, 3) and not others
+
+
+@pytest.mark.parametrize("how", ["", *DAMAGES])
+def test_a_checkpoint_is_not_made_anew_of_its_own_shards(tmp_path: Path, how: str) -> None:
+    """A good one stays, as does what is before it. A bad one is left to whoever looks for the newest good one."""
+    directory = saved_by_workers(tmp_path)
+    newest, _ = save(tmp_path, STEP + 1)
+    damage(newest, how)
+    before = (newest / MANIFEST).read_bytes()
+    assert complete(tmp_path) == (directory if how else None)
+    assert (newest / MANIFEST).read_bytes() == before
+
+
+def test_whether_the_newest_is_good_is_not_looked_at_if_nothing_depends_on_it(
+    tmp_path: Path, unreadable: list[str]
+) -> None:
+    """To look is to read all of it."""
+    for step in (1, STEP):
+        directory, _ = save(tmp_path, step)
+    unreadable += [file.name for file in directory.glob("shard_*")]
+    assert complete(tmp_path) is None

@@ -28,6 +28,7 @@ from elaswave_spmd.controller.io import ProcessIO, Spawned, _ManifestWriter, lis
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.recovery import admission
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
 from elaswave_spmd.run_dir.directory import EVENTS, METRICS
 from elaswave_spmd.run_dir.manifest import Manifest
 from elaswave_spmd.runtime.processes.agents import Agents
@@ -189,3 +190,18 @@ def test_the_end_of_a_run_waits_for_old_checkpoints_no_longer_than_it_may(
     assert not closing.is_alive()
     goes_on.set()
     eventually(lambda: over == [True])
+
+
+def test_shards_that_are_useless_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    for name in (METRICS, EVENTS):
+        (tmp_path / name).touch()
+    directory = checkpoint_path(tmp_path, 5)
+    directory.mkdir(parents=True)
+    for rank in range(3):
+        (directory / f"shard_{rank}").touch()
+    spec = cast(CheckpointSpec, SimpleNamespace(incarnation=1, run="r", fingerprint={}, layout={}, kinds=(), step=0))
+    writer = _ManifestWriter(tmp_path, CheckpointSettings(), spec, Mailbox(), None, {}, None, PATIENCE_S)
+    writer.remove(5, ("shard_0", "is not there", "shard_2"))
+    writer.remove(6, ("its directory is not there",))
+    assert writer.finish() == [] and [file.name for file in directory.iterdir()] == ["shard_1"]
+    writer.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPr
 
 from elaswave_spmd.runtime.devices import device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
-from elaswave_spmd.runtime.devices.process_group import Collective, DeviceGroups, GroupInBackground
+from elaswave_spmd.runtime.devices.process_group import Collective, DeviceGroups, GroupInBackground, _Group
 from tests.waiting import eventually
 
 LASTS_S = 60.0  # the same where nothing is to hang: longer than a busy machine stands still
@@ -212,6 +213,7 @@ def test_an_exchange_that_not_all_take_part_in_has_failed_and_blocks_nobody() ->
     for work in works:
         with pytest.raises(RuntimeError, match=r"not complete within 10 s|[Tt]imed out|[Cc]losed"):
             work.wait()
+    assert not any(work.is_over for work in works)
 
 
 def test_the_reason_names_what_took_too_long() -> None:
@@ -223,20 +225,37 @@ def test_the_reason_names_what_took_too_long() -> None:
             work.wait()
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_memory_is_kept_until_the_library_writes_to_it_no_more(fails: bool) -> None:
-    work = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
-    collective = Collective(work, values := torch.zeros(8), 0.0 if fails else 60.0)
-    if fails:
-        work.is_completed = lambda: False
-        assert collective.is_completed()
-        with pytest.raises(RuntimeError, match="not complete within 0 s"):
+def refuses() -> None:
+    raise RuntimeError("a peer is gone")
+
+
+@pytest.mark.parametrize("why", ["", "not complete within 0 s", "a peer is gone"])
+def test_memory_is_kept_until_the_library_writes_to_it_no_more(why: str) -> None:
+    """c10d calls a collective completed that it knows to have failed: only `wait` raises."""
+    is_late = why.startswith("not complete")
+    work = SimpleNamespace(is_completed=lambda: not is_late, wait=refuses if why else lambda: None)
+    collective = Collective(work, values := torch.zeros(8), 0.0 if is_late else 60.0)
+    assert collective.is_completed() and not collective.is_over
+    if why:
+        with pytest.raises(RuntimeError, match=why):
             collective.wait()
         assert collective.values is values and not collective.is_over, "it may still be written to"
     else:
         collective.wait()
         assert collective.values is None and collective.is_over and collective.is_completed()
         collective.wait()
+
+
+def test_a_group_keeps_the_memory_of_what_has_failed_until_it_is_ended() -> None:
+    group = Stage(patience_s=LASTS_S).worker(0)
+    group._made = _Group(0, (0, 1), None)
+    done, failed = (SimpleNamespace(is_completed=lambda: True, wait=wait) for wait in (lambda: None, refuses))
+    works = [group._begun(group._made, work, torch.zeros(1)) for work in (done, failed)]
+    works[0].wait()
+    assert group._serving().in_progress == deque(works[1:])
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        works[1].wait()
+    assert group._serving().in_progress == deque(works[1:])
 
 
 def test_a_group_that_has_failed_is_not_used_again() -> None:

@@ -122,6 +122,40 @@ def test_a_group_that_hangs_while_it_connects_is_ended_in_the_next_epoch() -> No
     assert "2 ends of 2" not in library.asked
 
 
+def is_being_made(epoch: int) -> bool:
+    return any(thread.name == f"group of epoch {epoch}" for thread in threading.enumerate())
+
+
+def test_a_group_that_is_given_up_is_not_waited_for_any_more() -> None:
+    """Its thread had asked the controller's store ten times a second whether the others had come."""
+    library = Library()
+    workers = {rank: library.worker(rank) for rank in (1, 2)}
+    workers[1].enter_epoch(0, [1, 2], 1)
+    assert is_being_made(0)
+    workers[1].give_up()
+    eventually(lambda: not is_being_made(0))
+    workers[2].enter_epoch(0, [1, 2], 2)  # all have been there, but the first has left
+    eventually(lambda: not is_being_made(0))
+    assert not library.asked and {worker.ready for worker in workers.values()} == {None}
+    for rank, worker in workers.items():
+        worker.enter_epoch(1, [1, 2], rank)
+    eventually(lambda: all(worker.ready == 1 for worker in workers.values()))
+
+
+def test_a_group_that_is_given_up_while_it_connects_is_ended_and_never_used() -> None:
+    library = Library()
+    library.hangs = True
+    workers = {rank: library.worker(rank) for rank in (1, 2)}
+    for rank, worker in workers.items():
+        worker.enter_epoch(0, [1, 2], rank)
+    eventually(lambda: len(library.connected) == 2)
+    workers[1].give_up()
+    eventually(lambda: "1 ends of 2" in library.asked)
+    library.hangs = False
+    eventually(lambda: workers[2].ready == 0)
+    assert workers[1].ready is None and workers[1].failure is None
+
+
 def test_a_group_that_fails_while_it_connects_is_ended() -> None:
     library = Library()
     library.fails = "a member is gone"

@@ -74,26 +74,18 @@ def test_only_the_directions_that_are_needed_are_made() -> None:
     eventually(lambda: len(stage.ended) == 6)
 
 
-def test_pairs_connect_for_exchanges_alone_and_on_streams_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They never gather; and copies and computation must not wait in a stream that a transfer has."""
-    beside = list[bool]()
-    make = type(KIND).make_group
-
-    def watched(kind: Any, *args: Any, **how: Any) -> Any:
-        beside.append(how.pop("beside", False))
-        return make(kind, *args, **how)
+def test_pairs_connect_for_exchanges_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They never gather."""
 
     def gather(*args: Any) -> None:
         raise AssertionError("a pair gathers nothing")
 
-    monkeypatch.setattr(type(KIND), "make_group", watched)
     monkeypatch.setattr(DeviceGroups, "gather", gather)
     made = [pairs_of(HostDevice(KIND), "", "127.0.0.1", LASTS_S) for _ in range(2)]
     stage = Stage(patience_s=LASTS_S)
     monkeypatch.setattr(DeviceGroups, "open_store", lambda self, prefix: PrefixStore(prefix, stage.store))
     enter(made, 0, (0, 1))
     eventually(lambda: are_ready(made, (0, 1)))
-    assert beside == [True, True]
     close(made, 1)
 
 

@@ -114,6 +114,41 @@ def test_two_runs_that_start_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     first.close()
 
 
+def test_the_names_of_a_new_run_survive_a_crash_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it flushes later is lost if its directory's own name is."""
+    flushed, fsync = list[str](), os.fsync
+
+    def note(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        flushed.append(str(path.relative_to(tmp_path)))
+        assert path.is_dir() or path.read_text(), "its content is flushed, too"
+        assert (tmp_path / "a" / "b" / "events.jsonl").exists() or not path.is_dir()
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    with contextlib.closing(RunDir.create(tmp_path / "a" / "b", "seed: 1\n", model="m", mesh="s")):
+        assert flushed == ["a/b/config.yaml", "a/b", "a", "."]
+    flushed.clear()
+    (tmp_path / "made").mkdir()
+    (tmp_path / "a" / "b" / "events.jsonl").touch()
+    with contextlib.closing(RunDir.create(tmp_path / "made", "seed: 1\n", model="m", mesh="s")):
+        assert flushed == ["made/config.yaml", "made"]
+
+
+@pytest.mark.parametrize("failing", ["config.yaml", "a"])
+def test_a_directory_that_cannot_be_flushed_is_refused_and_nothing_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def fail(fd: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{fd}")).name == failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        RunDir.create(tmp_path / "a", "seed: 1\n", model="m", mesh="s")
+    assert not any(tmp_path.iterdir())
+
+
 def test_default_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +13,18 @@ import pytest
 
 from elaswave_spmd.recovery.messages import Applied, ShardWritten
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path
+from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.runtime.devices import device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
 from elaswave_spmd.worker import checkpoint_writer
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
-from elaswave_spmd.worker.checkpoint_writer import CheckpointWriter, read_reports
+from elaswave_spmd.worker.checkpoint_writer import CheckpointWriter, StepRecord, _save_reports, read_reports
 from elaswave_spmd.worker.state_replica import StateReplica
 from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.processes import Worker
 from tests.cluster.schedules import Schedule, cluster_of
 from tests.cluster.tiny import TinyRun
+from tests.unit.run_dir.checkpoint_cases import save
 from tests.waiting import PATIENCE_S, eventually
 
 RUN = TinyRun(steps=6)
@@ -77,12 +81,17 @@ def written(directory: Path) -> list[int]:
     return [step for step in range(1, 7) if list(checkpoint_path(directory, step).glob("shard_*"))]
 
 
-def driven(kind: type[Driven], disk: SlowDisk, directory: Path) -> list[ShardWritten]:
-    """Drives a writer with all steps. Returns what it has reported."""
+def driven(kind: type[Driven], disk: SlowDisk, directory: Path, source: Path | None = None) -> list[ShardWritten]:
+    """Drives a writer with all steps. Returns what it has reported.
+
+    Args:
+        source: the checkpoint that the run says it has begun with.
+    """
     reports: list[ShardWritten] = []
     cluster = cluster_of(Schedule(0, RUN, mesh="single", checkpoint_every=1), kind=kind)
     assert isinstance(cluster, Driven)
-    orders = CheckpointOrders(str(directory), "run", 1, every=1, steps=RUN.steps)
+    begun = None if source is None else str(source)
+    orders = CheckpointOrders(str(directory), "run", 1, every=1, steps=RUN.steps, source=begun)
     cluster.writer = CheckpointWriter(0, orders, RUN.description.layout, HostDevice(device_of("cpu")), reports.append)
     cluster.disk = disk
     cluster.run()
@@ -105,6 +114,46 @@ def test_the_state_of_an_orphan_is_written_before_the_copies_that_wait(disk: Slo
     assert disk.steps == [1, 5, 2, 3] and written(tmp_path) == [1, 2, 3, 5]
     skipped = [report.step for report in reports if report.error]
     assert skipped == [4, 5], "of those that were due while two waited"
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "begun_with", "is_written"), [(0, False, True), (1, False, False), (0, True, False)]
+)
+def test_a_checkpoint_of_an_earlier_life_is_written_anew(
+    disk: SlowDisk, tmp_path: Path, incarnation: int, begun_with: bool, is_written: bool
+) -> None:
+    """This life has gone on from one before it, as it is bad. One of this life, or that it began with, is good."""
+
+    class Orphaned(Driven):
+        def at_end(self, replica: StateReplica) -> None:
+            assert self.writer.write_now(replica) == ""
+            self.disk.goes_on.set()
+
+    before, _ = save(tmp_path, 5, Ballot(incarnation, 3))
+    driven(Orphaned, disk, tmp_path, before if begun_with else None)
+    assert (5 in disk.steps) == is_written == bool(read_reports(before))
+
+
+def test_records_of_steps_are_read_back_bit_for_bit(tmp_path: Path) -> None:
+    """JSON has no numbers for a weight that is not finite, and one such step must not hide the others."""
+    records = [
+        StepRecord(1, 3, 0.1, 0.2, 2, 0.3),
+        StepRecord(2, 3, math.inf, -math.inf, 2, math.inf),
+        StepRecord(3, 3, 1.5, 0.5, 2),
+    ]
+    _save_reports(tmp_path, 0, records)
+    assert list(read_reports(tmp_path).values()) == records
+    _save_reports(tmp_path, 0, [StepRecord(4, 3, math.nan, math.nan, 2, math.nan)])
+    (read,) = read_reports(tmp_path).values()
+    assert all(value is not None and math.isnan(value) for value in (read.loss, read.grad_norm, read.weight))
+
+
+@pytest.mark.parametrize("weight", [{}, {"weight": None}, {"weight": 2.5}])
+def test_records_of_earlier_versions_are_read(tmp_path: Path, weight: dict[str, float | None]) -> None:
+    """They wrote the weight as a number, and before that there was none."""
+    rows = [{"step": 7, "epoch": 3, "loss": "0x1.8p+0", "grad_norm": "0x1p-1", "workers": 2, **weight}]
+    (tmp_path / "reports_0.json").write_text(json.dumps(rows))
+    assert read_reports(tmp_path) == {7: StepRecord(7, 3, 1.5, 0.5, 2, weight.get("weight"))}
 
 
 def test_the_state_of_a_run_that_stops_is_written_before_the_copies_that_wait(disk: SlowDisk, tmp_path: Path) -> None:

@@ -51,6 +51,21 @@ def test_zero_and_minus_zero_are_two_results() -> None:
     assert DIGESTER.digest(torch.tensor([0.0])) != DIGESTER.digest(torch.tensor([-0.0]))
 
 
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_all_nan_are_one_result_of_a_sum_and_every_other_bit_counts(dtype: torch.dtype) -> None:
+    one = torch.tensor([1.0, torch.nan, -0.0, torch.inf, torch.nan]).to(dtype)
+    other = one.clone()
+    other.view(DTYPES[dtype])[one.isnan()] |= 1
+    other[1].neg_()
+    assert DIGESTER.digest(one) != DIGESTER.digest(other)
+    assert DIGESTER.digest_of_sum(one) == DIGESTER.digest_of_sum(other)
+    for at, value in ((0, 2.0), (2, 0.0), (3, -torch.inf), (4, 3.0)):
+        changed = other.clone()
+        changed[at] = value
+        assert DIGESTER.digest_of_sum(changed) != DIGESTER.digest_of_sum(other)
+    assert DIGESTER.digest_of_sum(one[:1]) == DIGESTER.digest(one[:1])
+
+
 def test_the_results_of_a_micro_batch_by_layer() -> None:
     digests = MicrobatchDigests(DIGESTER)
     one, two, three = torch.ones(1), torch.ones(2), torch.ones(3)

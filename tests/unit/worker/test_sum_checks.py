@@ -15,7 +15,7 @@ from elaswave_spmd.determinism.reduction_tree import Node, maximal_nodes, split
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.checks import CheckDraw
-from elaswave_spmd.recovery.sum_checks import drawn_ranges, sums_of
+from elaswave_spmd.recovery.sum_checks import REDUCED_GRADIENT, drawn_ranges, first_different, sums_of
 from elaswave_spmd.runtime.devices import device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
 from elaswave_spmd.runtime.transport.links import CONTROLLER
@@ -77,13 +77,19 @@ class Workers:
             checks.enter_epoch(self.placement, self.placement.replica_map(LAYOUT), STEP - 1)
             checks.begin(STEP)
 
-    def compute(self, deliver: int = ALL) -> None:
-        """All workers compute their micro-batches, and send their sums. So many messages arrive."""
+    def compute(self, deliver: int = ALL, *, nan: bool = False) -> None:
+        """All workers compute their micro-batches, and send their sums. So many messages arrive.
+
+        Args:
+            nan: the first element of each gradient is not a number.
+        """
         torch.manual_seed(1)
         for layer in range(len(LAYOUT.layers)):
             for microbatch in range(RUN.microbatches):
                 buffer = self.leaves[layer, microbatch] = GradientBuffer(LAYOUT.layers[layer], torch.device("cpu"))
                 buffer.flat.normal_()
+                if nan:
+                    buffer.flat[:1] = torch.nan
                 rank = self.placement.worker_of_microbatch(self.placement.stage_of_layer(layer), microbatch)
                 self.checks[rank].computed(STEP, layer, microbatch, buffer)
             for rank, node in sums_of(self.placement, layer):
@@ -123,14 +129,20 @@ class Workers:
                 assert isinstance(message, m.Addend) and payload is not None
                 self.checks[peer].received(sender, message, payload)
 
-    def give_all(self, wrong: PageRange | None = None) -> list[ReplicaSet]:
-        """All primaries send their reduced gradients, one of them with another bit."""
+    def give_all(self, wrong: PageRange | None = None, *, other_nan: bool = False) -> list[ReplicaSet]:
+        """All primaries send their reduced gradients, one of them with another bit.
+
+        Args:
+            other_nan: each NaN of theirs has the other sign.
+        """
         found = []
         for pages, checker in drawn_ranges(CheckDraw(3, self.rate), STEP, LAYOUT, self.placement.replica_map(LAYOUT)):
             gradient = self.reduced(pages).clone()
             norms = self.norms(pages, gradient)
             if pages.key == wrong:
                 gradient.view(torch.int32)[-1] ^= 1
+            if other_nan:
+                gradient.view(torch.int32)[gradient.isnan()] ^= -(2**31)
             self.checks[checker].gradient(STEP, pages.key, gradient, norms)
             found.append(pages)
         self.deliver()
@@ -147,6 +159,27 @@ def test_all_checks_of_uneven_pages_agree_in_the_order_of_the_tree(mesh: str) ->
     assert sum(checks.num_made for checks in workers.checks.values()) == len(ranges)
     assert any(len(LAYOUT.uses_of(pages.layer, pages.first)) == 2 for pages in ranges)
     assert {pages.num_pages for pages in ranges} == {1, 2}
+
+
+@pytest.mark.parametrize("mesh", ["dp3", "dp2_pp2", "pp3"])
+def test_which_nan_a_sum_is_does_not_count(mesh: str) -> None:
+    """Of NaN + NaN the sign and the payload depend on the order of the operands, which is not the same everywhere."""
+    workers = Workers(placed(mesh))
+    workers.compute(nan=True)
+    ranges = workers.give_all(other_nan=True)
+    assert any(workers.reduced(pages).isnan().any() for pages in ranges)
+    assert all(checks.is_settled for checks in workers.checks.values()) and not workers.told
+
+
+def test_beside_a_nan_one_bit_is_told_and_nothing_else_differs() -> None:
+    workers = Workers(placed("dp3"))
+    workers.compute(nan=True)
+    pages = next(pages for pages in workers.placement.replica_map(LAYOUT)[1] if pages.first == 0)
+    assert workers.reduced(pages).isnan()[0] and pages.num_pages == 1
+    workers.give_all(wrong=pages.key, other_nan=True)
+    (told,) = workers.told
+    assert isinstance(told, m.SumsDiffer) and (told.layer, told.first, told.stop) == pages.key
+    assert first_different(told.owned, told.checked) == (REDUCED_GRADIENT, 1)
 
 
 @pytest.mark.parametrize("mesh", ["dp3", "pp3"])

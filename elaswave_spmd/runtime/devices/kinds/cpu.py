@@ -56,9 +56,7 @@ class Cpu:
     def group_environment(self, given: Mapping[str, str]) -> dict[str, str]:
         return {}
 
-    def make_group(
-        self, store: Any, rank: int, size: int, timeout: timedelta, host: str, *, beside: bool = False
-    ) -> Any:
+    def make_group(self, store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
         from torch.distributed import ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
 
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]

@@ -93,15 +93,14 @@ class Cuda:
         why = {_NCCL_WAIT: "if NCCL's watchdog ends processes", _NCCL_CONNECT: "if NCCL waits for peers in a call"}
         return set_variables(given, {_NCCL_WAIT: "1", _NCCL_CONNECT: "0"}, why)
 
-    def make_group(
-        self, store: Any, rank: int, size: int, timeout: timedelta, host: str, *, beside: bool = False
-    ) -> Any:
+    def make_group(self, store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
         from torch.distributed import ProcessGroupNCCL  # pyright: ignore[reportPrivateImportUsage]
 
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
-        # torch hands out the 32 streams of each priority in turn, also to copies: those of many groups would be theirs.
-        options.is_high_priority_stream = beside
+        # torch hands out the 32 streams of a priority in turn. Those of normal priority also go to copies and threads:
+        # after some mesh epochs a group would have that of the copies, which would then wait for its peers.
+        options.is_high_priority_stream = True
         return ProcessGroupNCCL(store, rank, size, options)
 
     def abort_group(self, group: Any, reason: str) -> None:

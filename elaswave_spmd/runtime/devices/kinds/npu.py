@@ -81,13 +81,11 @@ class Npu:
     def group_environment(self, given: Mapping[str, str]) -> dict[str, str]:
         return set_variables(given, {_HCCL_ERRORS: "0"}, {_HCCL_ERRORS: "if an error of HCCL ends the process"})
 
-    def make_group(
-        self, store: Any, rank: int, size: int, timeout: timedelta, host: str, *, beside: bool = False
-    ) -> Any:
+    def make_group(self, store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
         import torch_npu  # pyright: ignore[reportMissingImports]
 
         options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
-        options.is_high_priority_stream = beside
+        options.is_high_priority_stream = True  # as for CUDA: copies have streams of normal priority
         options._timeout = timeout
         return torch_npu._C._distributed_c10d.ProcessGroupHCCL(store, rank, size, options)
 
