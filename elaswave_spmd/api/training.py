@@ -16,6 +16,7 @@ from elaswave_spmd.by_value import ByValue
 from elaswave_spmd.conf.given_files import path_given
 from elaswave_spmd.errors import RunError, RunInterrupted, StoppedBySignal
 from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals
+from elaswave_spmd.user_code import refuse_edited
 
 if TYPE_CHECKING:
     from elaswave_spmd.callbacks import Callback
@@ -111,6 +112,9 @@ def _trained(settings: Settings, signals: StopSignals, given: Given, callbacks: 
 
     by_value = ByValue.of(given.objects) if given.objects else None
     try:
+    for keyword, target in (("model", settings.model.target), ("data", settings.data.target)):
+        if target is not None:
+            refuse_edited(target, keyword)
         return startup.train(settings, signals, given=by_value, callbacks=callbacks)
     except startup.Unfinished as end:
         with signals.held():
