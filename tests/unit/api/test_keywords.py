@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import numpy as np
 from torch import nn
 
 import elaswave_spmd as ew
@@ -198,8 +199,39 @@ def test_a_process_has_what_is_given_while_it_lasts_and_only_then() -> None:
     check_given("my_file.Net", "model", ModelError)
 
 
-def named_in(module: str, name: str) -> object:
-    import importlib
+def test_what_a_run_reads_here_leaves_nothing_in_the_callers_own_dataset() -> None:
+    """A second call with the same object pickles it again, and an open file cannot be pickled."""
+    calls: list[int] = []
+
+    class Opening(Rows):
+        def __init__(self) -> None:
+            self.table = np.zeros(3)
+            self.lock: object = None
+
+        def __getitem__(self, index: int) -> list[int]:
+            self.lock = threading.Lock()
+            calls.append(index)
+            return [0] * 9
+
+    mine, method = Opening(), Opening.__getitem__
+    for _ in range(2):
+        found, given = {}, Given()
+        name_data(mine, found, given)
+        with ByValue.of(given.objects).importable():
+            prepare_data(DataSpec(target=found["data.target"]), 8)
+            held = named_in(MODULE, "Opening")
+            assert isinstance(held, Held)
+            copy = held.value
+            assert type(copy) is Opening and copy is not mine and copy.lock is not None
+            assert np.shares_memory(copy.table, mine.table)
+    assert mine.lock is None and calls == [0, 9, 0, 9]
+    assert Opening.__getitem__ is method, "the caller's class is as it was"
+
+
+def test_an_object_that_cannot_be_unpickled_is_refused_before_anything_starts() -> None:
+    class Lost(Rows):
+        def __setstate__(self, state: object) -> None:
+            raise KeyError("state")
 
     return getattr(importlib.import_module(module), name)
 
