@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import pytest
 import numpy as np
+import pytest
 from torch import nn
 
 import elaswave_spmd as ew
@@ -75,7 +76,23 @@ def test_everything_else_goes_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
     name_model(functools.partial(Rows), both, given)
     name_data(Rows(), both, given)
     assert both == {"model.target": "by_value.Rows", "data.target": "by_value.Rows_data"}
-    assert given.names == {"model": "Rows", "data": "Rows_data"}
+    assert given.names == {"model": "...", "data": "..."}
+
+
+def test_what_goes_by_value_is_given_again_by_its_name_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("elaswave_spmd.api.keywords"), "importable_name", lambda value: None)
+
+    class Here(Rows):
+        pass
+
+    for value, name in ((Rows, "Rows"), (Here, "..."), (lambda: Rows(), "..."), (functools.partial(Rows), "...")):
+        given = Given()
+        name_data(value, {}, given)
+        assert given.names == {"data": name}
+    for value in (Rows(), [1, 2]):
+        given = Given()
+        name_data(value, {}, given)
+        assert given.names == {"data": "..."}
 
 
 def test_a_model_that_is_constructed_and_things_that_are_none_are_refused() -> None:
@@ -233,6 +250,13 @@ def test_an_object_that_cannot_be_unpickled_is_refused_before_anything_starts() 
         def __setstate__(self, state: object) -> None:
             raise KeyError("state")
 
+    found, given = {}, Given()
+    name_data(Lost(), found, given)
+    with pytest.raises(ConfigError, match=r"cannot be unpickled .*KeyError: 'state'"):
+        ByValue.of(given.objects).importable().__enter__()
+
+
+def named_in(module: str, name: str) -> object:
     return getattr(importlib.import_module(module), name)
 
 
