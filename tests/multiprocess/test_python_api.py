@@ -52,6 +52,12 @@ def test_a_script_with_a_model_of_its_own_is_killed_interrupted_and_resumed_with
     assert digests[0] == digests[1]
 
 
+def going_on(run_dir: Path) -> str:
+    """What a call is told that has given Net, an object of Rows and SETTINGS, of which `run.*` is no run's own."""
+    settings = {name: value for name, value in SETTINGS.items() if name.startswith("run.")}
+    return f"resume with: train(resume='{run_dir}', model=Net, data=..., settings={settings}), with the data of this"
+
+
 def test_the_stop_button_of_a_notebook_ends_a_run_with_its_state_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
