@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import io
 import mmap
 import os
 import pickle
@@ -59,14 +60,19 @@ class ByValue:
 
     @contextlib.contextmanager
     def importable(self) -> Iterator[None]:
-        """A `with` in which this process has the objects in the module `by_value`, as they were given.
+        """A `with` in which this process has the objects in the module `by_value`.
+
+        Of an object that is constructed already it has a copy, as workers have. The run reads samples of it here too,
+        and what reading leaves behind, such as an open file, is not to be in the caller's own.
 
         Raises:
             RunError: another run of this process has objects by value now.
+            ConfigError: an object cannot be unpickled.
         """
         if MODULE in sys.modules:
             raise RunError(f"a module {MODULE} is there already: another run of this process gets objects by value now")
-        _make_module(self.objects)
+        objects = {name: _copied(value) if isinstance(value, Held) else value for name, value in self.objects.items()}
+        _make_module(objects)
         try:
             yield
         finally:
@@ -88,6 +94,38 @@ class Held:
 
     def __call__(self) -> Any:
         return self.value
+
+
+def _copied(value: Held) -> Held:
+    """A copy of an object, by way of its pickle; the memory of numpy arrays is that of the original.
+
+    Classes, functions and modules are not copied. Unpickled by cloudpickle in the process that has defined it, a class
+    would get methods with globals of their own, and the caller goes on with that class.
+
+    Raises:
+        ConfigError: it cannot be unpickled.
+    """
+    import cloudpickle
+
+    kept, buffers, pickled = list[object](), list[pickle.PickleBuffer](), io.BytesIO()
+
+    class Pickler(cloudpickle.Pickler):
+        def persistent_id(self, obj: object) -> int | None:
+            if not isinstance(obj, type | FunctionType | ModuleType):
+                return None
+            kept.append(obj)
+            return len(kept) - 1
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: int) -> object:
+            return kept[pid]
+
+    Pickler(pickled, buffer_callback=buffers.append).dump(value)
+    pickled.seek(0)
+    try:
+        return Unpickler(pickled, buffers=buffers).load()
+    except Exception as error:
+        raise untakeable(error) from error
 
 
 def take(fd: int) -> None:

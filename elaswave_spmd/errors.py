@@ -200,7 +200,7 @@ def place_in_user_code(error: BaseException) -> str | None:
 
     For example "my_file.py:12, in __init__: self.out = nn.Linear(d_model, 0 / 0)".
     """
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_code(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
     if not frames:
         return None
     last = frames[-1]
@@ -223,7 +223,7 @@ def shorten_report(report: str) -> str:
     """
     lines = report.splitlines()
     frames = [(number, found[1]) for number, line in enumerate(lines) if (found := _FRAME.match(line))]
-    users = [position for position, (_, path) in enumerate(frames) if _is_user_code(path)]
+    users = [position for position, (_, path) in enumerate(frames) if is_user_code(path)]
     if not users:
         told = next((number for number, line in enumerate(lines) if _is_user_error(line)), None)
         return report if told is None else "\n".join([*lines[told:], _left_out(len(frames))])
@@ -244,6 +244,6 @@ def _left_out(frames: int) -> str:
     return f"({frames} frames of elaswave_spmd and of libraries are left out; events.jsonl has all of them)"
 
 
-def _is_user_code(path: str) -> bool:
+def is_user_code(path: str) -> bool:
     """True if a source file belongs neither to this package nor to Python or an installed library."""
     return not (path.startswith((_PACKAGE, "<", *_LIBRARIES)) or "site-packages" in path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +14,11 @@ from elaswave_spmd.errors import ConfigError, DataError, ModelError
 
 @dataclass(frozen=True)
 class Given:
-    """The arguments that a call gives by value, and the names that they have for the caller.
+    """The arguments that a call gives by value, and how a call gives them again.
 
     Attributes:
         objects: name in the module `by_value` -> the object.
-        model, data: the caller's name of each; empty: it is not given by value.
+        names: keyword -> the name of the object in the caller's module, or "..." if it has none there.
     """
 
     objects: dict[str, object] = field(default_factory=dict)
@@ -29,8 +30,14 @@ class Given:
         if name in self.objects:
             name = f"{name}_{keyword}"
         self.objects[name] = value
-        self.names[keyword] = name
+        self.names[keyword] = _name_there(value)
         return target_of(name)
+
+
+def _name_there(value: object) -> str:
+    """The name of a class or function in the module that defines it, where that is the object itself; else "..."."""
+    module, name = sys.modules.get(getattr(value, "__module__", None) or ""), getattr(value, "__name__", None)
+    return name if isinstance(name, str) and getattr(module, name, None) is value else "..."
 
 
 def name_model(model: object, named: dict[str, Any], given: Given) -> None:

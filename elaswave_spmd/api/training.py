@@ -16,6 +16,7 @@ from elaswave_spmd.by_value import ByValue
 from elaswave_spmd.conf.given_files import path_given
 from elaswave_spmd.errors import RunError, RunInterrupted, StoppedBySignal
 from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals
+from elaswave_spmd.user_code import refuse_edited
 
 if TYPE_CHECKING:
     from elaswave_spmd.callbacks import Callback
@@ -93,19 +94,27 @@ def train(
                 composed = settings_from(words_of(named))
                 refuse_call(composed, [name for name, value in named.items() if value is not None])
             signals.check()
-            return load_run(_trained(composed, signals, given, callbacks))
+            return load_run(_trained(composed, signals, given, named, callbacks))
         except Signalled as signalled:  # before there was a run, or while its files were read
             raise RunInterrupted(str(signalled), None) from None
 
 
-def _trained(settings: Settings, signals: StopSignals, given: Given, callbacks: Sequence[Callback]) -> Path:
+def _trained(
+    settings: Settings, signals: StopSignals, given: Given, named: Mapping[str, Any], callbacks: Sequence[Callback]
+) -> Path:
     """Train; the run's directory.
+
+    Args:
+        settings: of the run; `named` are those of the call among them.
 
     Raises:
         UserError, RunError, RunInterrupted: as for `train`.
     """
     from elaswave_spmd.runtime.devices.selection import worker_start
 
+    for keyword, target in (("model", settings.model.target), ("data", settings.data.target)):
+        if target is not None:
+            refuse_edited(target, keyword)
     worker_start(settings)  # refuses a device that cannot be used here; what it lacks may keep torch from importing
     from elaswave_spmd.controller import startup
 
@@ -114,15 +123,17 @@ def _trained(settings: Settings, signals: StopSignals, given: Given, callbacks: 
         return startup.train(settings, signals, given=by_value, callbacks=callbacks)
     except startup.Unfinished as end:
         with signals.held():
-            error = _error_of(end, settings, given)
+            error = _error_of(end, settings, given, named, callbacks)
     raise error
 
 
-def _error_of(end: Unfinished, settings: Settings, given: Given) -> BaseException:
+def _error_of(
+    end: Unfinished, settings: Settings, given: Given, named: Mapping[str, Any], callbacks: Sequence[Callback]
+) -> BaseException:
     """The exception that the caller gets for a run that did not finish. What is left of the run is in it or printed."""
     from elaswave_spmd.controller.ending import Call, Ending
 
-    call = Call(given.names.get("model"), given.names.get("data"))
+    call = Call(given.names.get("model"), given.names.get("data"), bool(callbacks), named)
     ending = Ending(end.error, settings, call, end.run_dir)
     if isinstance(end.error, StoppedBySignal | KeyboardInterrupt):
         return RunInterrupted("\n".join(ending.lines()), end.run_dir)

@@ -89,14 +89,15 @@ def _load(target: str) -> Callback:
 def _refuse_unheard(callback: Callback, where: str) -> None:
     """Refuse a callback with a method of another name than those that a run calls: it would wait for that in vain.
 
-    Methods that it has of other base classes are not looked at.
+    Looked at are its class and what was set on the object. Methods that it has of other base classes are not looked at.
 
     Raises:
         ConfigError: there is one.
     """
     heard = [name for name in vars(Callback) if name.startswith("on_")]
     own = [cls for cls in type(callback).__mro__ if issubclass(cls, Callback)]
-    named = {name for cls in own for name, value in vars(cls).items() if name.startswith("on_") and callable(value)}
+    scopes = [getattr(callback, "__dict__", {}), *map(vars, own)]
+    named = {name for scope in scopes for name, value in scope.items() if name.startswith("on_") and callable(value)}
     if unheard := sorted(named - {*heard}):
         like = closest(unheard[0], heard)
         raise ConfigError(

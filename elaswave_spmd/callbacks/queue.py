@@ -55,7 +55,9 @@ class CallbackQueue:
         return self._is_over
 
     def hears(self, method: str) -> bool:
-        """True if the callback has a method of its own of this name."""
+        """True if the callback has a method of its own of this name, of its class or set on the object."""
+        if callable(getattr(self._callback, "__dict__", {}).get(method)):
+            return True
         return getattr(type(self._callback), method) is not getattr(Callback, method)
 
     def put(self, call: Call) -> None:

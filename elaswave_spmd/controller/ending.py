@@ -11,8 +11,8 @@ import shlex
 import shutil
 import sys
 import traceback
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from elaswave_spmd.conf.schema import RAY, TORCHRUN, Settings
@@ -20,6 +20,7 @@ from elaswave_spmd.controller.io import newest_checkpoint
 from elaswave_spmd.errors import RunError, StoppedBySignal, UserError, headline_of
 from elaswave_spmd.run_dir.checkpoints import newest_complete
 from elaswave_spmd.run_dir.directory import SUMMARY
+from elaswave_spmd.run_dir.json_lines import plain
 from elaswave_spmd.run_dir.lock import workers_live
 from elaswave_spmd.runtime.processes.stop_signals import Signalled
 
@@ -27,6 +28,14 @@ _OF_NODES = (
     *("runtime.rendezvous", "runtime.agents", "runtime.local_workers", "runtime.agent_workers", "runtime.launcher"),
 )
 """A command that torchrun starts on all nodes, or that Ray does, does not take these from the run that it resumes."""
+_NOT_AGAIN = ("train.resume", "run.dir")
+"""What a command that goes on says anew."""
+
+
+def _is_repeated(name: str, *, was_resumed: bool, also: Collection[str]) -> bool:
+    """True if a command that goes on names a setting of the one that ended; args as for `Command.resuming`."""
+    group = name.partition(".")[0]
+    return name not in _NOT_AGAIN and group != "chaos" and (was_resumed or group == "run" or name in also)
 
 
 @dataclass(frozen=True)
@@ -71,10 +80,7 @@ class Command:
 
         kept = []
         for word in self.words:
-            name = setting_of(word)
-            group = name.partition(".")[0]
-            is_kept = was_resumed or group == "run" or name in also
-            if name not in ("train.resume", "run.dir") and group != "chaos" and is_kept:
+            if _is_repeated(setting_of(word), was_resumed=was_resumed, also=also):
                 kept.append(word)
         folder = () if into is None else (word_of("run.dir", str(into)),)
         return shlex.join((*self.program, word_of("train.resume", str(run_dir)), *folder, *kept))
@@ -89,19 +95,34 @@ class Call:
     """A call of `elaswave_spmd.train`, for the call that goes on. What it says is Python.
 
     Args:
-        model, data: names of what is given by value, and so has to be given again; None: it is in the run's settings.
+        model, data: what stands for that which is given by value, and so has to be given again: its name in the
+            caller's module, or "..." if it has none there; None: it is in the run's settings.
+        has_callbacks: callbacks were given, as objects.
+        settings: the settings of the call, by name.
     """
 
     model: str | None = None
     data: str | None = None
+    has_callbacks: bool = False
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     def resuming(
         self, run_dir: Path, *, was_resumed: bool, into: Path | None = None, also: Collection[str] = ()
     ) -> str:
         """The call that goes on from the newest checkpoint in `run_dir`; as for `Command.resuming`."""
+        again = {"model.target": self.model, "data.target": self.data}  # given by a keyword, not among the settings
+        kept = {
+            name: value
+            for name, value in self.settings.items()
+            if _is_repeated(name, was_resumed=was_resumed, also=also) and again.get(name) is None
+        }
         given = {"resume": repr(str(run_dir)), "model": self.model, "data": self.data}
         given["run_dir"] = None if into is None else repr(str(into))
-        more = ", with the settings that were given now" if was_resumed else ""
+        given["callbacks"] = "..." if self.has_callbacks else None
+        given["settings"] = repr(plain(kept)) if kept else None
+        same = [name for name, text in given.items() if text == "..."]
+        some = " and ".join([", ".join(same[:-1]), same[-1]] if len(same) > 1 else same)
+        more = f", with the {some} of this call in place of ..." if same else ""
         return f"train({', '.join(f'{name}={text}' for name, text in given.items() if text is not None)}){more}"
 
     def again(self) -> str:

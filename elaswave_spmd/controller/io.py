@@ -60,7 +60,7 @@ from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path
 from elaswave_spmd.run_dir.checkpoints import load_newest_good, prune, remove_shards, unfinished_shards, write_manifest
 from elaswave_spmd.run_dir.directory import EVENTS, METRICS
 from elaswave_spmd.run_dir.journal import Journal
-from elaswave_spmd.run_dir.manifest import Manifest
+from elaswave_spmd.run_dir.manifest import Manifest, layout_summary
 from elaswave_spmd.runtime.devices.group_store import GroupStore, group_host
 from elaswave_spmd.runtime.processes import death_watch
 from elaswave_spmd.runtime.processes.adoption import read_address
@@ -342,6 +342,7 @@ class ProcessIO:
             plan.data,
             LinkSpec(self._links.address, scratch, credentials, host, payloads),
             checkpoints.orders,
+            layout_summary(plan.description.layout),
             OptionSpec(
                 profile=plan.costs.to_json() if settings.schedule.profile else None,
                 trace=str(run_dir) if settings.run.trace else None,

@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.resume import saved, without_those_of_one_command
@@ -29,6 +29,7 @@ from elaswave_spmd.controller.resume import (
     known_validations,
     lock_resumed,
 )
+from elaswave_spmd.controller.run_fingerprint import as_far_as_saved, identity_of
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.recovery.generations import FIRST
 from elaswave_spmd.recovery.messages import Prepare
@@ -37,10 +38,15 @@ from elaswave_spmd.run_dir.checkpoints import newest_complete
 from elaswave_spmd.run_dir.directory import SUMMARY
 from elaswave_spmd.run_dir.journal import ORPHAN_GRACE, read_journal
 from elaswave_spmd.run_dir.lock import RunLock, workers_live
+from elaswave_spmd.run_dir.manifest import layout_fingerprint
+from elaswave_spmd.run_dir.run_identity import check_identity
 from elaswave_spmd.runtime.processes.adoption import Orphans, read_address
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.scratch import Scratch
 from elaswave_spmd.runtime.transport.credentials import credentials_from_dict
+
+if TYPE_CHECKING:
+    from elaswave_spmd.worker.plan_run import RunPlan
 
 ADOPT, SCRATCH, NEXT_RANK = "adopt", "scratch", "next_rank"
 _OTHER_SETTINGS = (
@@ -83,11 +89,14 @@ class OrphanedRun:
         fork_server: the parent of the workers on this machine, and the directory of its sockets; None if it has ended,
             so that workers may live on other machines only.
         start: the point at which the run goes on.
+        begun: what the workers have begun with, by the journal: the `layout` of their model, and the `identity` of the
+            run.
     """
 
     settings: Settings
     fork_server: tuple[ForkServerClient, Scratch] | None
     start: ResumePoint
+    begun: Mapping[str, Any]
 
     @property
     def adoption(self) -> Adoption:
@@ -98,6 +107,23 @@ class OrphanedRun:
     def open_run_dir(self) -> RunDir:
         """The run's directory, whose lock is held."""
         return RunDir.reopen(self.adoption.run_dir)
+
+    def check_plan(self, plan: RunPlan) -> None:
+        """Refuse to go on with a plan of another model, or of other data, than the workers have.
+
+        Their settings are equal. But the files that these name may have changed since the workers read them.
+
+        Raises:
+            ConfigError: lists the differences.
+        """
+        present = identity_of(plan.settings, plan.data)
+        saved = self.begun["identity"]
+        check_identity(
+            {"layout": self.begun["layout"], "data": saved["data"]},
+            {"layout": layout_fingerprint(plan.description.layout), "data": as_far_as_saved(present, saved)["data"]},
+            where=checks.override("train.resume", str(self.adoption.run_dir)),
+            fix="the files of the model and the data as they were when its workers began, which still live",
+        )
 
     def give_back(self) -> None:
         """Leave the workers to another controller, as this one cannot begin. It has sent them nothing yet."""
@@ -201,7 +227,7 @@ def _adopt(settings: Settings, path: Path, lock: RunLock, *, may_have_agents: bo
             adoption=adoption,
         )
         undo.pop_all()
-        return OrphanedRun(replace(settings, mesh=mesh), fork_server, start)
+        return OrphanedRun(replace(settings, mesh=mesh), fork_server, start, first)
 
 
 def _mesh_of_workers(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from array import array
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast, Committed, EpochBegun, RemoveMember, ValidationDone
 from elaswave_spmd.recovery.messages import Applied, Damaged, Measured, Ready
 from elaswave_spmd.run_dir import MetricsLine, RunObserver, weights_sha256
+from elaswave_spmd.run_dir.discard import ROLLBACK
 from elaswave_spmd.run_dir.faults import UNDISTURBED_STEPS
 from elaswave_spmd.worker.optimizers import averages
 
@@ -405,6 +407,7 @@ class RunLog:
         self._groups = GroupLog(observer)
         self._pairs = PairLog(observer)
         self._rejections = RejectionLog(observer, self._record.rejected)
+        self._seconds = array("d")  # that each step of this life of the run took, in order
         # Step that is not committed yet -> the longest time in seconds that any worker waited for its data.
         self._data_seconds: dict[int, float] = {}
 
@@ -521,9 +524,17 @@ class RunLog:
                     self._record.replicas_wrong += 1
                 if kind == "fail":
                     self._record.lost_workers[str(fields["phase"])] += len(cast(list[int], fields["ranks"]))
+                if kind == ROLLBACK:
+                    fields = {**fields, "seconds": round(self._seconds_after(cast(int, fields["step"])), 3)}
                 self.observer.on_event(kind, **fields)
             case WriteCosts(text):
                 self.observer.on_costs(text)
+
+    def _seconds_after(self, step: int) -> float:
+        """The time of the steps after this one that were committed, in seconds: in this life of the run, or before."""
+        first = self._start.step
+        before = sum(line.seconds for number, line in self._start.lines.items() if step < number <= first)
+        return before + sum(self._seconds[max(0, step - first) :])
 
     def lost(self, rank: int, at: float, sign: Sign | None) -> None:
         """The loss of a member was noticed, at time `at`; `sign` is its death or last sign of life, if known."""
@@ -578,6 +589,7 @@ class RunLog:
         # The Applied that commits a step also says that its sender has applied it.
         self._epochs.applied(applied.rank, applied.step, now)
         is_usual = not is_missing and not (applied.step > 1 and job.validates_at(applied.step - 1))
+        self._seconds.append(line.seconds)
         self._record.add_step(line, after_validation=not is_usual)
         self.observer.on_step(line)
         self._record.num_steps += 1

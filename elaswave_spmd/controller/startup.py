@@ -363,6 +363,7 @@ class _Lives:
         # With agents the run is planned twice: this first plan finds errors in the settings before it waits for agents,
         # and the second one below uses the topology of the machines that came.
         if orphaned is not None:
+            orphaned.check_plan(plan)
             if launcher.agents is not None:
                 launcher.agents.go_on(most_workers(settings), settings.to_dict(), data.to_dict())
         elif (topology := gather(launcher, settings, data)) is not None:

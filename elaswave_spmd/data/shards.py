@@ -89,8 +89,8 @@ class ShardedDataset(ABC, Generic[Shard]):
         return np.cumsum(lengths, dtype=np.int64)
 
     @cached_property
-    def _readers(self) -> OrderedDict[int, _Reader]:
-        return OrderedDict()  # a number of its own -> reader, the last used one last
+    def _readers(self) -> _Readers:
+        return _Readers()
 
     def _reader_at(self, number: int, offset: int) -> _Reader:
         """A reader from which the sample can be read: one that is open, or a new one."""
@@ -106,6 +106,16 @@ class ShardedDataset(ABC, Generic[Shard]):
             _, oldest = readers.popitem(last=False)
             oldest.close()
         return made
+
+
+class _Readers(OrderedDict[int, "_Reader"]):
+    """The open iterators of a dataset: a number of its own -> reader, the last used one last.
+
+    Pickled it is empty. An iterator often cannot be pickled, or only with all that is left of its shard.
+    """
+
+    def __reduce__(self) -> tuple[type[_Readers], tuple[()]]:
+        return _Readers, ()
 
 
 @dataclass

@@ -51,9 +51,11 @@ def main(arguments: Sequence[str], program: str) -> int:
         (quiet, "1 of 2: a small GPT on 4 workers, undisturbed", ()),
         (killed, f"2 of 2: the same, and worker {_RANK} gets SIGKILL in the middle of step {at}", (kill,)),
     )
+    from elaswave_spmd.conf.compose import word_of  # Hydra: not before it is needed
+
     for run_dir, title, words in runs:
         print(f"\n{title}", flush=True)
-        code = _run("train", *_SETTINGS, f"train.steps={options.steps}", f"run.dir={run_dir}", *words)
+        code = _run("train", *_SETTINGS, f"train.steps={options.steps}", word_of("run.dir", str(run_dir)), *words)
         if code:
             print(f"the run ended with exit code {code}; its files are in {run_dir}", file=sys.stderr)
             return code if code > 0 else 128 - code

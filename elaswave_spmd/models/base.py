@@ -73,6 +73,8 @@ class LayeredModel(nn.Module):
         for name, given in layers.items():
             _check_name(self, name)
             is_factory = callable(given) and not isinstance(given, nn.Module)
+            if is_factory:
+                _check_factory(name, given)
             layer = build_layer(name, given) if is_factory else given
             self.add_module(name, _checked_layer(name, layer))
         self.layer_names: tuple[str, ...] = tuple(layers)
@@ -202,6 +204,27 @@ def _check_name(model: nn.Module, name: str) -> None:
             rule="a layer's name is an identifier that the model does not use otherwise",
             fix=f"call it {name}_layer" if name.isidentifier() else 'names such as "embed", "block0", "head"',
         )
+
+
+def _check_factory(name: str, factory: Callable[..., object]) -> None:
+    """Refuse a function that was meant as the layer itself, such as `torch.relu` or a lambda of the layer's input."""
+    takes = ""
+    try:
+        inspect.signature(factory).bind()
+    except ValueError:  # no signature is known. A function in C makes no module
+        if not inspect.isbuiltin(factory):
+            return
+    except TypeError as error:
+        takes = f" ({error})"
+    else:
+        return
+    raise ModelError(
+        f"layer {name} is {getattr(factory, '__name__', type(factory).__name__)}, which is no module, and makes none "
+        f"when it is called without arguments{takes}",
+        rule="a layer is an nn.Module, or a factory of one: a callable without arguments",
+        where=f"layer {name}",
+        fix="an nn.Module whose forward calls the function; or lambda: Block(...), which makes the module",
+    )
 
 
 def _checked_layer(name: str, layer: object) -> nn.Module:

@@ -237,9 +237,12 @@ def _lost(run: RecordedRun, incidents: Iterable[Incident]) -> tuple[Lost, ...]:
         kind, at = event.get("event"), _number(event, "time") or 0.0
         if kind == "checkpoint":
             add("checkpoint", (_number(event, "copy_ms") or 0.0) / 1e3)
-        if kind in ("rollback", "restart"):
-            kept, last = _number(event, "step") or 0, _number(event, "given_up" if kind == "rollback" else "lost_after")
-            given_up = sum(seconds for step, seconds in seconds_of.items() if int(kept) < step <= int(last or 0))
+        if kind == "rollback":  # it has removed their lines: those that there are now tell of the steps in their place
+            given_up = _number(event, "seconds") or 0.0
+            add("steps given up", given_up, given_up)
+        if kind == "restart":
+            kept, last = _number(event, "step") or 0, _number(event, "lost_after") or 0
+            given_up = sum(seconds for step, seconds in seconds_of.items() if int(kept) < step <= int(last))
             add("steps given up", given_up, given_up)
         if kind == "start" and ended is not None:
             add("not running", at - ended)

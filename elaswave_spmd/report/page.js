@@ -34,11 +34,14 @@ async function follow() {
     if (!document.hidden) {
       try {
         const answer = await fetch("changes?since=" + encodeURIComponent(version), {cache: "no-store"});
-        if (!answer.ok) throw new Error(String(answer.status));
-        const changes = await answer.json();
-        if (changes.version !== version) showChanges(changes);
-        version = changes.version;
-        status.textContent = changes.state === "not ended" ? "live" : changes.state;
+        if (answer.ok) {
+          const changes = await answer.json();
+          if (changes.version !== version) showChanges(changes);
+          version = changes.version;
+          status.textContent = changes.state === "not ended" ? "live" : changes.state;
+        } else {
+          status.textContent = await answer.text(); // why, such as a file that cannot be read
+        }
       } catch (error) {
         status.textContent = "the server of this page does not answer";
       }

@@ -38,25 +38,34 @@ class FollowedLines:
     """A file of JSON lines that grows: each call of `read` returns the lines that are new since the last one.
 
     What was read once is not read again. A last line without its newline is left for the next call. A file that does
-    not exist yet has no lines.
+    not exist yet has no lines. One that was written anew, as by a run that goes back to a checkpoint, is read from its
+    begin.
+
+    Attributes:
+        is_anew: the last `read` was from the begin of a file that was written anew: lines before it do not count.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
         self._number = 0
+        self._last = b""  # the line before the offset. It has moved where the file was written anew
+        self.is_anew = False
 
     def read(self) -> list[dict[str, Any]]:
         """The new lines.
 
         Raises:
-            DataError: the file cannot be read, has become shorter, or a whole line is not a JSON object.
+            DataError: the file cannot be read, or a whole line is not a JSON object.
         """
+        self.is_anew = False
         try:
             with open_regular(self._path) as file:
-                if file.seek(0, 2) < self._offset:
-                    raise DataError(f"{self._path} has become shorter", rule="the files of a run only grow")
-                file.seek(self._offset)
+                file.seek(self._offset - len(self._last))
+                self.is_anew = file.read(len(self._last)) != self._last
+                if self.is_anew:
+                    self._offset, self._number, self._last = 0, 0, b""
+                    file.seek(0)
                 content = file.read()
         except FileNotFoundError:
             return []
@@ -64,6 +73,7 @@ class FollowedLines:
             raise DataError(f"cannot read {self._path} ({error.strerror or error})") from error
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
+        self._last = whole[whole[:-1].rfind(b"\n") + 1 :] or self._last
         return [self._parse(line) for line in whole.split(b"\n")[:-1]]
 
     def name_of(self, number: int) -> str:
@@ -126,9 +136,10 @@ class RunReader:
         except DataError as error:
             self._error = error.fields()
             raise
-        if lines or events:
+        if lines or events or self._metrics.is_anew:
             summary = _read_summary(self._path / SUMMARY)
-            self._run = RecordedRun(run.path, run.config, run.metrics + lines, run.events + events, summary)
+            metrics = () if self._metrics.is_anew else run.metrics
+            self._run = RecordedRun(run.path, run.config, metrics + lines, run.events + events, summary)
         return self._run
 
 

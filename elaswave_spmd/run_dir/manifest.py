@@ -95,6 +95,15 @@ def layout_fingerprint(layout: ModelLayout) -> dict[str, Any]:
     }
 
 
+def layout_summary(layout: ModelLayout) -> str:
+    """A line that differs for layouts with other fingerprints: "2 layers, 1,234 parameters, sha256 0a1b2c...".
+
+    The controller sends it to workers, which have imported the model by themselves. Its numbers are for errors.
+    """
+    digest = hashlib.sha256(json.dumps(layout_fingerprint(layout), sort_keys=True).encode()).hexdigest()
+    return f"{len(layout.layers)} layers, {layout.num_parameters:,} parameters, sha256 {digest[:16]}"
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The description of a checkpoint.

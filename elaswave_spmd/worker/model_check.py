@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,7 +62,7 @@ from elaswave_spmd.worker.layer_watch import (
 )
 from elaswave_spmd.worker.loss_check import check_loss, check_metrics, refuse_detached, shortened
 from elaswave_spmd.worker.profiling import LayerMemory
-from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, naming_layer
+from elaswave_spmd.worker.programs.eager import BACKWARD_OF_LOSS, Batches, StagePrograms, naming_layer
 from elaswave_spmd.worker.spec import Job
 
 DIGEST_BYTES = 16
@@ -230,6 +231,14 @@ def mistake_in_model(error: Exception, place: torch.device) -> ModelError | None
         if "dtype" in str(error):
             rule += "; parameters are in runtime.dtype, whichever dtype the constructor gave them, and so are the "
             rule += "floating-point tensors between layers, while integers of inputs(batch) stay integers"
+        if BACKWARD_OF_LOSS in notes[0] and (found := re.match("Found dtype (Double|Float|Half) ", str(error))):
+            rule = (
+                "loss(output, batch) computes in one dtype: some functions, such as huber_loss, take two and have no "
+                "backward then; Python floats in a sample become float64"
+            )
+            wrong = {"Double": "float64", "Float": "float32", "Half": "float16"}[found[1]]
+            label = re.search(rf"(batch\S*) {wrong}\[", notes[0])
+            fix = f"in loss(): {label[1] if label else 'what has another dtype'}.to(output.dtype)"
     if "meta" in str(error):  # torch's name of a device on which tensors have no values
         rule = (
             "inputs(batch), loss() and metrics() are called on the model without memory: its parameters and constants "

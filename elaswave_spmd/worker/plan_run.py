@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.given_files import text_of
 from elaswave_spmd.conf.schema import EMULATED, GROUP, Settings
 from elaswave_spmd.data import PreparedData
@@ -23,6 +24,7 @@ from elaswave_spmd.models import (
     other_loss,
 )
 from elaswave_spmd.recovery.early_stop import EarlyStop
+from elaswave_spmd.run_dir.manifest import layout_summary
 from elaswave_spmd.runtime.devices.selection import kind_of
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from elaswave_spmd.scheduling.placement import Placement, place
@@ -306,6 +308,33 @@ def _num_validation_microbatches(settings: Settings, data: PreparedData) -> int:
                 fix=f"more data, a larger data.validation_fraction, or no {name}",
             )
     return number
+
+
+def refuse_other_layout(plan: RunPlan, planned: str, rank: int) -> None:
+    """Refuse the model that this worker has imported if it has another layout than the controller has planned with.
+
+    The two import it by its name, each in a process of its own, so its file may have changed in between. Workers alone
+    would agree with each other, and train what the controller cannot read.
+
+    Args:
+        planned: the controller's `layout_summary`.
+        rank: of this worker.
+
+    Raises:
+        ModelError: it has.
+    """
+    if (found := layout_summary(plan.description.layout)) == planned:
+        return
+    target = plan.settings.model.target
+    raise ModelError(
+        f"worker {rank} has another model than the controller: {found}; the controller has {planned}",
+        rule="the process that starts a run and all workers have the same model: each imports it by its name, or calls "
+        "the function that makes it",
+        where=checks.override("model.target", target) if target is not None else "model",
+        fix="where a notebook or script had imported the file before it was changed: importlib.reload(module) and the "
+        "class of it, or restart the kernel; on several machines: the same files on all; and no size in a model that "
+        "depends on the process or the machine",
+    )
 
 
 def check_given_weights(plan: RunPlan) -> None:

@@ -52,7 +52,7 @@ from elaswave_spmd.worker.loading import BackgroundLoader
 from elaswave_spmd.worker.loop import Executor
 from elaswave_spmd.worker.message_limits import message_limits
 from elaswave_spmd.worker.model_check import check_model, refusing_mistakes
-from elaswave_spmd.worker.plan_run import RunPlan, plan_run
+from elaswave_spmd.worker.plan_run import RunPlan, plan_run, refuse_other_layout
 from elaswave_spmd.worker.profiling import MemoryRow, Row, WeightsRow
 from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.spec import WorkerSpec, message_bounds
@@ -219,6 +219,7 @@ class WorkerProcess:
         # The plan is made here again rather than sent by the controller: it is a pure function of settings and data,
         # and for a large model the layout is larger than both.
         plan = plan_run(self._settings, spec.run.data, costs=costs)
+        refuse_other_layout(plan, spec.run.layout, self._rank)
         if spec.death_watch is not None:
             self._before_loss = death_watch.hold_mutex(*spec.death_watch)
         progress = itertools.count(1)

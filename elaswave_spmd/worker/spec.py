@@ -194,6 +194,8 @@ class RunSpec:
         data: the prepared data.
         links: how to reach the others.
         checkpoints: what is to be written, and what the run begins with.
+        layout: the summary of the layout that the controller has planned with (`manifest.layout_summary`). A worker
+            that has imported another model refuses it.
         options: what is optional.
     """
 
@@ -201,6 +203,7 @@ class RunSpec:
     data: PreparedData
     links: LinkSpec
     checkpoints: CheckpointOrders
+    layout: str
     options: OptionSpec = OptionSpec()
 
 
@@ -241,6 +244,7 @@ class WorkerSpec:
             "host": run.links.host,
             "payloads": dict(run.links.payloads),
             "checkpoints": run.checkpoints.to_dict(),
+            "layout": run.layout,
             "options": options,
             "death_watch": None if self.death_watch is None else list(self.death_watch),
         }
@@ -268,6 +272,7 @@ class WorkerSpec:
             PreparedData.from_dict(fields["data"]),
             links,
             CheckpointOrders(**fields["checkpoints"]),
+            str(fields["layout"]),
             OptionSpec(**fields["options"]),
         )
         death_watch = fields["death_watch"]
@@ -285,6 +290,7 @@ _KEYS = {
     "host",
     "payloads",
     "checkpoints",
+    "layout",
     "options",
     "death_watch",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -147,19 +148,33 @@ def test_a_stop_that_was_asked_for_ends_the_supervisor_as_well(folder: Path) -> 
     assert "its state after step" in done.err.lower() and not comebacks(folder)
 
 
-def test_other_settings_are_refused_and_the_workers_live_on(folder: Path, undisturbed: Undisturbed) -> None:
-    with launch(folder, *WORDS, ADOPT) as first:
+def test_other_settings_or_another_model_are_refused_and_the_workers_live_on(
+    folder: Path, undisturbed: Undisturbed
+) -> None:
+    with launch(folder, *WORDS, ADOPT) as first, contextlib.ExitStack() as left:
         killed_at(first, AT)
         go_on(folder)
         first.process.wait(PATIENCE_S)
-        with launch(folder, *_resuming(), "optim.lr=0.5", mark=first.mark) as other:
-            out, err = other.process.communicate(timeout=PATIENCE_S)
-            assert other.process.returncode == 2 and "other settings" in err, (out, err)
-            assert len(first.processes()) >= 4
-            with launch(folder, *_resuming(), mark=first.mark) as run:
-                eventually(lambda: comebacks(folder), run.process)
-                out, err = run.process.communicate(timeout=PATIENCE_S)
-                assert run.process.returncode == 0, (out, err)
+
+        def tried(*words: str) -> tuple[int | None, str]:
+            # The end of this context ends what is left of the run, its workers as well.
+            other = left.enter_context(launch(folder, *_resuming(), *words, mark=first.mark))
+            _, err = other.process.communicate(timeout=PATIENCE_S)
+            assert len(first.processes()) >= 4, err
+            return other.process.returncode, err
+
+        code, err = tried("optim.lr=0.5")
+        assert code == 2 and "other settings" in err
+        text = (folder / "patient_model.py").read_text()
+        (folder / "patient_model.py").write_text(text.replace("(**sizes)", "(**{**sizes, 'd_model': 64})"))
+        code, err = tried()
+        assert code == 2 and "layout.layers[0].parameters[0].shape: saved" in err, err
+        assert "as they were when its workers began" in err
+        (folder / "patient_model.py").write_text(text)
+        run = left.enter_context(launch(folder, *_resuming(), mark=first.mark))
+        eventually(lambda: comebacks(folder), run.process)
+        out, err = run.process.communicate(timeout=PATIENCE_S)
+        assert run.process.returncode == 0, (out, err)
         waiting(lambda: not first.processes() and not first.removers())
     assert_nothing_was_done_again(folder, undisturbed(STEPS), 2)
 

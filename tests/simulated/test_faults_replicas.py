@@ -97,6 +97,7 @@ def test_where_nobody_can_tell_the_run_goes_back_once(
     assert outcome(cluster.run()) == expected(RUN) and cluster.result.restarts == [back]
     (event,) = said(cluster, "rollback")
     assert (event["step"], event["given_up"], event["ranks"]) == (back, 3, [])
+    assert event["seconds"] > 0
     faults = [update(1), update(0, step=5)]
     cluster = MirroredCluster(
         RUN, mesh, zero, faults=faults, verify_every=1, policy=Policy(mirrors), checkpoint_every=every

@@ -86,6 +86,10 @@ def program_args(job: Job, layout: ModelLayout, loss: Loss | Objective) -> Progr
     }
 
 
+BACKWARD_OF_LOSS = "backward, with the loss"
+"""The phase of the last layer's backward in the notes of exceptions."""
+
+
 @dataclass
 class SavedForward:
     """The parts of the forward of one layer and micro-batch that its backward needs.
@@ -372,7 +376,7 @@ class StagePrograms:
             try:
                 run_backward(outputs, gradients_of(dy))
             except (Exception, SystemExit) as error:
-                note_layer(error, self._name_of(layer), "backward", saved.x)
+                self._note_backward(error, layer, saved.x, batch)
                 raise
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -416,10 +420,24 @@ class StagePrograms:
         loss = self._losses.pop(microbatch) if layer == self._last else None
         begun = BegunBackward([None] * len(self._values[layer].trained), put_off, loss)
         if outputs := graded(y):
-            with naming_layer(self._name_of(layer), "backward", saved.x):
+            try:
                 self._begin_backward(layer, saved.x, outputs, gradients_of(dy), begun)
+            except (Exception, SystemExit) as error:
+                self._note_backward(error, layer, saved.x, batch)
+                raise
         self._begun[layer, microbatch] = begun
         return self._gradient_of(layer, saved.x)
+
+    def _note_backward(self, error: Exception | SystemExit, layer: int, x: Activation, batch: Any) -> None:
+        """Adds the note of `note_layer`. That of the last layer's backward is the loss's as well, and names the batch.
+
+        Raises:
+            ModelError: in place of a SystemExit.
+        """
+        if layer == self._last:
+            note_layer(error, self._name_of(layer), BACKWARD_OF_LOSS, x, batch)
+        else:
+            note_layer(error, self._name_of(layer), "backward", x)
 
     def _begin_backward(
         self,
@@ -619,7 +637,9 @@ class StagePrograms:
             module.training = training
 
 
-def note_layer(error: Exception | SystemExit, name: str, phase: str, x: Activation | None = None) -> None:
+def note_layer(
+    error: Exception | SystemExit, name: str, phase: str, x: Activation | None = None, batch: Any = None
+) -> None:
     """Adds a note to an exception that comes out of a layer: the layer, what it was doing, and its input.
 
     For example "in layer 'block0' (forward), input float32[2, 16, 32]". The caller raises the same exception again, so
@@ -631,11 +651,14 @@ def note_layer(error: Exception | SystemExit, name: str, phase: str, x: Activati
         name: the layer's name.
         phase: "forward", "backward", "weight gradients", "evaluation" or "compilation", perhaps with an addition.
         x: the layer's input, if it still exists; only its shape and dtype are read.
+        batch: the micro-batch, if it has part in it; of this as well.
 
     Raises:
         ModelError: in place of a SystemExit.
     """
     note = f"in layer '{name}' ({phase})" + (f", input {in_words(x)}" if x is not None else "")
+    if batch is not None:
+        note += "".join(f", {leaf} {in_words(values)}" for leaf, values in leaves_of(batch))
     if isinstance(error, SystemExit):
         raise exit_as_error(error, note) from error
     add_note(error, note)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import nn
 
@@ -74,7 +76,23 @@ def test_everything_else_goes_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
     name_model(functools.partial(Rows), both, given)
     name_data(Rows(), both, given)
     assert both == {"model.target": "by_value.Rows", "data.target": "by_value.Rows_data"}
-    assert given.names == {"model": "Rows", "data": "Rows_data"}
+    assert given.names == {"model": "...", "data": "..."}
+
+
+def test_what_goes_by_value_is_given_again_by_its_name_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("elaswave_spmd.api.keywords"), "importable_name", lambda value: None)
+
+    class Here(Rows):
+        pass
+
+    for value, name in ((Rows, "Rows"), (Here, "..."), (lambda: Rows(), "..."), (functools.partial(Rows), "...")):
+        given = Given()
+        name_data(value, {}, given)
+        assert given.names == {"data": name}
+    for value in (Rows(), [1, 2]):
+        given = Given()
+        name_data(value, {}, given)
+        assert given.names == {"data": "..."}
 
 
 def test_a_model_that_is_constructed_and_things_that_are_none_are_refused() -> None:
@@ -198,9 +216,47 @@ def test_a_process_has_what_is_given_while_it_lasts_and_only_then() -> None:
     check_given("my_file.Net", "model", ModelError)
 
 
-def named_in(module: str, name: str) -> object:
-    import importlib
+def test_what_a_run_reads_here_leaves_nothing_in_the_callers_own_dataset() -> None:
+    """A second call with the same object pickles it again, and an open file cannot be pickled."""
+    calls: list[int] = []
 
+    class Opening(Rows):
+        def __init__(self) -> None:
+            self.table = np.zeros(3)
+            self.lock: object = None
+
+        def __getitem__(self, index: int) -> list[int]:
+            self.lock = threading.Lock()
+            calls.append(index)
+            return [0] * 9
+
+    mine, method = Opening(), Opening.__getitem__
+    for _ in range(2):
+        found, given = {}, Given()
+        name_data(mine, found, given)
+        with ByValue.of(given.objects).importable():
+            prepare_data(DataSpec(target=found["data.target"]), 8)
+            held = named_in(MODULE, "Opening")
+            assert isinstance(held, Held)
+            copy = held.value
+            assert type(copy) is Opening and copy is not mine and copy.lock is not None
+            assert np.shares_memory(copy.table, mine.table)
+    assert mine.lock is None and calls == [0, 9, 0, 9]
+    assert Opening.__getitem__ is method, "the caller's class is as it was"
+
+
+def test_an_object_that_cannot_be_unpickled_is_refused_before_anything_starts() -> None:
+    class Lost(Rows):
+        def __setstate__(self, state: object) -> None:
+            raise KeyError("state")
+
+    found, given = {}, Given()
+    name_data(Lost(), found, given)
+    with pytest.raises(ConfigError, match=r"cannot be unpickled .*KeyError: 'state'"):
+        ByValue.of(given.objects).importable().__enter__()
+
+
+def named_in(module: str, name: str) -> object:
     return getattr(importlib.import_module(module), name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 from pathlib import Path
@@ -17,7 +18,7 @@ import elaswave_spmd as ew
 from elaswave_spmd.api.keywords import Given
 from elaswave_spmd.api.training import _error_of
 from elaswave_spmd.by_value import ByValue
-from elaswave_spmd.conf.compose import settings_from
+from elaswave_spmd.conf.compose import settings_from, words_of
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.controller import startup
 from elaswave_spmd.controller.ending import Call
@@ -200,20 +201,66 @@ def test_code_by_value_and_agents_are_refused_before_anything_starts(tmp_path: P
 def test_what_the_caller_gets_for_a_run_that_did_not_finish(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings, given = settings_from([]), Given()
     given.add("model", Net)
-    stopped = _error_of(Unfinished(StoppedBySignal("it stops"), tmp_path), settings, given)
+    stopped = _error_of(Unfinished(StoppedBySignal("it stops"), tmp_path), settings, given, {}, ())
     assert isinstance(stopped, RunInterrupted) and isinstance(stopped, KeyboardInterrupt)
     assert str(stopped).startswith("it stops\nnothing to resume") and stopped.run_dir == tmp_path
     assert capsys.readouterr().err == ""
     failure = RunError("a worker is gone")
-    assert _error_of(Unfinished(failure, tmp_path), settings, given) is failure
+    assert _error_of(Unfinished(failure, tmp_path), settings, given, {}, ()) is failure
     assert failure.run_dir == tmp_path and "nothing to resume" in capsys.readouterr().err
 
 
 def test_the_call_that_goes_on() -> None:
     run = Path("/runs/a")
     assert Call().resuming(run, was_resumed=False) == "train(resume='/runs/a')"
-    whole = Call("Net", "Rows").resuming(run, was_resumed=True, into=Path("/runs/a_2"))
-    assert whole.startswith("train(resume='/runs/a', model=Net, data=Rows, run_dir='/runs/a_2'), with the settings")
+    assert Call("Net").resuming(run, was_resumed=False, into=Path("/runs/a_2")) == (
+        "train(resume='/runs/a', model=Net, run_dir='/runs/a_2')"
+    )
+    assert Call("...", "...", True).resuming(run, was_resumed=False) == (
+        "train(resume='/runs/a', model=..., data=..., callbacks=...), with the model, data and callbacks of this "
+        "call in place of ..."
+    )
+
+
+def test_the_call_that_goes_on_has_the_settings_that_are_not_those_of_the_run() -> None:
+    """Trackers and callbacks belong to one command; a run that was resumed has what was given then, as well."""
+    named = {
+        "model.target": "by_value.lambda",
+        "data.target": "my_file.Rows",
+        "mesh": "dp2",
+        "train.steps": np.int64(7),
+        "optim.betas": (0.9, 0.99),
+        "run.trackers": ["wandb"],
+        "run.callbacks": [],
+        "run.dir": "/runs/a",
+        "train.resume": "/runs/a",
+        "data.path": Path("/data"),
+        "chaos.events": [{"step": 5, "kind": "kill", "rank": 1, "point": "backward"}],
+    }
+    call = Call("...", settings=named)
+    for was_resumed, wanted in (
+        (False, {"run.trackers": ["wandb"], "run.callbacks": []}),
+        (
+            True,
+            {
+                "data.target": "my_file.Rows",
+                "mesh": "dp2",
+                "train.steps": 7,
+                "optim.betas": [0.9, 0.99],
+                "run.trackers": ["wandb"],
+                "run.callbacks": [],
+                "data.path": "/data",
+            },
+        ),
+    ):
+        text = call.resuming(Path("/runs/a"), was_resumed=was_resumed)
+        parsed = ast.parse(text.partition(", with the")[0], mode="eval").body
+        assert isinstance(parsed, ast.Call)
+        given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in parsed.keywords}
+        assert given == {"resume": "/runs/a", "model": ..., "settings": wanted}
+        assert settings_from([*words_of(wanted), "mesh=dp2"])
+    assert "run.dir" not in (also := call.resuming(Path("/runs/a"), was_resumed=False, also=("mesh",)))
+    assert "'mesh': 'dp2'" in also
 
 
 def test_plans_and_scenarios_are_values() -> None:

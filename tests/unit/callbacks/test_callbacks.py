@@ -146,6 +146,19 @@ def test_methods_that_a_callback_lacks_cost_nothing() -> None:
     assert queue._thread is None
 
 
+def test_a_method_that_was_set_on_the_object_is_called_as_one_of_its_class(tmp_path: Path) -> None:
+    told: list[object] = []
+    callback = Callback()
+    callback.on_step = told.append
+    listener = runner(callback)
+    listener.started(info(tmp_path))
+    listener.step(line(1))
+    listener.event("fail", 1.0, "lost", {})  # it has no method for this
+    listener.finished({})
+    listener.end(None)
+    assert told == [line(1)] and not listener.pop_news()
+
+
 def test_a_callback_that_hangs_holds_up_neither_the_run_nor_another_callback(tmp_path: Path) -> None:
     held, heard = Held(), Heard()
     listener = runner(held, heard)
@@ -414,3 +427,13 @@ def test_what_a_caller_gives_must_be_callbacks_each_once() -> None:
     for no_list in (good, Callback, None, 3):
         with pytest.raises(ConfigError, match=r"callbacks is .*, which is no list(.|\n)*callbacks=\[Watch\(\)\]"):
             checked(no_list)
+
+
+def test_a_misspelt_method_that_was_set_on_the_object_is_refused() -> None:
+    class Watch(Callback):
+        def __init__(self) -> None:
+            self.on_gpu = True  # no method
+            self.on_stpe = print
+
+    with pytest.raises(ConfigError, match=r"Watch has on_stpe, which no run calls(.|\n)*def on_step\(self, record\)"):
+        checked([Watch()])

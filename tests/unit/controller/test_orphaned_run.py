@@ -12,12 +12,17 @@ from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
 from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.conf.schema import AUTO, RAY, MeshSettings, Settings
 from elaswave_spmd.controller import orphaned_run as orphaned_run_module
+from elaswave_spmd.controller.launching import data_spec
 from elaswave_spmd.controller.orphaned_run import adoption_record, find_orphaned_run
+from elaswave_spmd.controller.run_fingerprint import identity_of
+from elaswave_spmd.data import prepare_data
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.run_dir.directory import EVENTS, METRICS
 from elaswave_spmd.run_dir.journal import Journal
 from elaswave_spmd.run_dir.lock import LOCK
+from elaswave_spmd.run_dir.manifest import layout_fingerprint
 from elaswave_spmd.runtime.transport.credentials import RunToken
+from elaswave_spmd.worker.plan_run import plan_run
 from tests.unit.controller.made_up_workers import settings_in
 
 
@@ -163,3 +168,27 @@ def test_nothing_is_said_of_the_mesh_that_they_have(on_two: Settings, capsys: py
         orphaned = find_orphaned_run(on(on_two, mesh))
         assert orphaned is not None and not capsys.readouterr().out
         orphaned.give_back()
+
+
+# ---- what its files say now
+
+
+def test_a_plan_of_another_model_or_of_other_data_than_the_workers_have_is_refused(
+    settings: Settings, tmp_path: Path
+) -> None:
+    """Settings name files, which somebody may edit while a run goes on."""
+    data = prepare_data(data_spec(settings))
+    plan = plan_run(settings, data)
+    begun = {"identity": identity_of(settings, data), "layout": layout_fingerprint(plan.description.layout)}
+    with Journal(tmp_path / "run") as journal:
+        journal.append(2, 0, "start", run="abc", **begun, **about(settings, tmp_path))
+    orphaned = find_orphaned_run(settings)
+    assert orphaned is not None
+    orphaned.check_plan(plan)
+    wider = plan_run(replace(settings, model=replace(settings.model, d_model=16)), data)
+    with pytest.raises(ConfigError, match=r"layout\.layers\[0\]\.parameters\[0\]\.shape: saved .* now ") as refused:
+        orphaned.check_plan(wider)
+    assert refused.value.where == f"train.resume={tmp_path / 'run'}" and "still live" in refused.value.fix
+    with pytest.raises(ConfigError, match=r"data\.sha256: saved "):
+        orphaned.check_plan(replace(plan, data=replace(data, sha256="of other text")))
+    orphaned.give_back()

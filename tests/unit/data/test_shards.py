@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Iterator
@@ -69,6 +70,16 @@ def test_an_iterator_that_is_near_reads_on_and_keeps_what_it_passes() -> None:
     dataset[5 + 14 + dataset.read_forward + 2]  # too far: another one is opened
     dataset[5 + 13]  # handed out already: not kept
     assert dataset.opened == [("c", 10), ("c", 14 + dataset.read_forward + 2), ("c", 13)]
+
+
+def test_a_dataset_that_was_read_is_pickled_without_its_open_iterators() -> None:
+    """The next run is given the same object; its workers open shards by themselves."""
+    dataset = Counted()
+    assert dataset[7] == SAMPLES[7] and dataset.open_now == 1
+    copy = pickle.loads(pickle.dumps(dataset))
+    copy.opened.clear()
+    assert copy[8] == SAMPLES[8] and copy.opened == [("c", 3)]
+    assert dataset[8] == SAMPLES[8] and dataset.opened == [("c", 2)], "its own iterator reads on"
 
 
 @pytest.mark.parametrize("index", [-1, len(SAMPLES)])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from elaswave_spmd.conf.compose import settings_from
+from elaswave_spmd.demo import demo_command
 from elaswave_spmd.demo.comparison import Comparison, compare
 from elaswave_spmd.demo.demo_command import main
 from elaswave_spmd.errors import ConfigError
@@ -71,3 +73,14 @@ def test_a_directory_that_exists_and_too_few_steps_are_refused(tmp_path: Path) -
         main(["--out", str(tmp_path)], "elaswave-spmd")
     with pytest.raises(ConfigError, match="--steps 2 is too few"):
         main(["--steps", "2"], "elaswave-spmd")
+
+
+@pytest.mark.parametrize("name", ["a,b", "d\u00e9mo", "a=b", "a (1)", "it's", "${x}", "plain"])
+def test_the_runs_are_in_the_folder_that_is_named_whatever_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(demo_command, "_run", lambda *words: commands.append(words) or 1)
+    for out in (str(tmp_path / name), name):
+        assert main(["--out", out], "demo") == 1
+        assert settings_from(commands.pop()[1:]).run.dir == f"{out}/undisturbed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,6 +89,28 @@ def test_outside_of_a_run_a_factory_is_built_at_once() -> None:
     torch.manual_seed(5)
     model = LayeredModel({"only": lambda: Block(4)})
     assert torch.equal(model.get_parameter("only.up.weight"), layer.up.weight), "its own generators, as they are"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (
+            lambda x: x.relu(),
+            "<lambda>, which is no module, and makes none when it is called without arguments (missing ",
+        ),
+        (nn.functional.gelu, "gelu, which is no module"),  # in C, without a signature
+        (nn.Linear, "Linear, which is no module"),
+    ],
+)
+def test_a_function_of_the_layers_input_is_no_factory(given: Any, shown: str) -> None:
+    with pytest.raises(ModelError) as refused:
+        LayeredModel({"only": given})
+    assert refused.value.what.startswith(f"layer only is {shown}")
+    assert "a callable without arguments" in refused.value.rule
+
+
+def test_a_class_without_arguments_is_a_factory() -> None:
+    assert isinstance(LayeredModel({"only": nn.ReLU}).get_submodule("only"), nn.ReLU)
 
 
 @pytest.mark.parametrize("made", [lambda: 3, lambda: None, lambda: nn.Linear])

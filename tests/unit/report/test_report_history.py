@@ -15,6 +15,7 @@ from elaswave_spmd.report.decimate import MOST_POINTS, kept_points
 from elaswave_spmd.report.history import Plan, history_of
 from elaswave_spmd.report.page import fragments_of
 from elaswave_spmd.report.recorded import FollowedLines, RecordedRun, RunReader
+from elaswave_spmd.run_dir.discard import discard_after
 from elaswave_spmd.run_dir.metrics import MetricsLine
 
 FOUR = {"mesh": "dp2_pp2", "stages": [[0, 1], [2, 3]], "layer_cuts": [0, 2, 4], "microbatch_counts": [[2, 2], [2, 2]]}
@@ -132,11 +133,21 @@ def test_numbers_that_no_run_has_make_a_page_as_if_they_were_not_told(odd: dict[
 
 def test_steps_given_up_are_those_that_the_run_had() -> None:
     """An event that names a hundred billion of them made a report count for hours."""
-    kinds = {"rollback": "given_up", "restart": "lost_after"}
-    for kind, name in kinds.items():
-        run = recorded(event(kind, 101.0, step=1, **{name: 10**15}), metrics=(line(1), line(2, 3.0), line(3, 4.0)))
-        (found,) = [lost for lost in history_of(run).lost if lost.cause == "steps given up"]
-        assert found.seconds == found.again == 7.0
+    run = recorded(event("restart", 101.0, step=1, lost_after=10**15), metrics=(line(1), line(2, 3.0), line(3, 4.0)))
+    assert given_up(run) == (7.0, 7.0)
+
+
+def given_up(run: RecordedRun) -> tuple[float, float]:
+    (found,) = [lost for lost in history_of(run).lost if lost.cause == "steps given up"]
+    return found.seconds, found.again
+
+
+def test_of_a_rollback_the_steps_count_that_it_has_removed_and_not_those_that_were_done_since() -> None:
+    back = event("rollback", 101.0, step=1, given_up=3, seconds=7.0)
+    assert given_up(recorded(back, metrics=(line(1), line(2, 20.0), line(3, 30.0)))) == (7.0, 7.0)
+    assert given_up(recorded(back, metrics=(line(1),))) == (7.0, 7.0)
+    del back["seconds"]  # of an earlier version
+    assert given_up(recorded(back, metrics=(line(1), line(2, 20.0)))) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("end, state", [("finish", "finished"), ("stop", "stopped"), ("validation", "not ended")])
@@ -186,9 +197,39 @@ def test_a_growing_file_is_read_once(tmp_path: Path) -> None:
     with open(path, "ab") as file:
         file.write(b": 3}\n")
     assert lines.read() == [{"a": 3}]
-    path.write_bytes(b"")
-    with pytest.raises(DataError, match="has become shorter"):
-        lines.read()
+    assert not lines.is_anew
+
+
+@pytest.mark.parametrize("size", ["shorter", "as long", "longer"])
+def test_a_file_that_was_written_anew_is_read_from_its_begin(tmp_path: Path, size: str) -> None:
+    """A run that goes back to a checkpoint writes metrics.jsonl anew, and may have done the steps again by now."""
+    path = tmp_path / "a.jsonl"
+    lines = FollowedLines(path)
+    old = [{"a": 1, "seconds": 1.0}, {"a": 2, "seconds": 1.0}, {"a": 3, "seconds": 1.0}]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in old))
+    assert lines.read() == old
+    new = [old[0], {"a": 2, "seconds": 2.0}, {"a": 3, "seconds": 2.0}, {"a": 4, "seconds": 2.0}]
+    new = new[: {"shorter": 1, "as long": 3, "longer": 4}[size]]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in new))
+    assert lines.read() == new and lines.is_anew
+    assert lines.name_of(-1) == f"{path}, line {len(new)}"
+    assert lines.read() == [] and not lines.is_anew
+
+
+def test_a_page_that_follows_a_run_goes_back_with_it(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: m\n")
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(f"{json.dumps(line(step).to_dict())}\n" for step in range(1, 8)))
+    reader = RunReader(tmp_path)
+    assert [found.step for found in reader.read().metrics] == [1, 2, 3, 4, 5, 6, 7]
+    discard_after(tmp_path, 4)
+    assert [found.step for found in reader.read().metrics] == [1, 2, 3, 4]
+    assert reader.read() is reader.read()
+    with metrics.open("a") as file:
+        file.write(f"{json.dumps(line(5, 2.0).to_dict())}\n")
+    assert [found.seconds for found in reader.read().metrics] == [1.0, 1.0, 1.0, 1.0, 2.0]
+    metrics.write_text("")  # gone back to the begin
+    assert reader.read().metrics == ()
 
 
 def test_a_malformed_line_is_refused_with_its_number(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from elaswave_spmd.data.samples import GenericDataset
 from elaswave_spmd.determinism import Keys, sample_ids
 from elaswave_spmd.errors import DataError, ModelError
 from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama, Objective, build_model, constructing
@@ -439,6 +440,43 @@ def test_what_the_loss_raises_is_told_of_the_loss_and_not_of_a_layer(loss: Calla
     assert told is not None and told.what.startswith(f"the model raised {raised}")
     assert ", in loss(output, batch), of output float32[2, 6, 11], batch.tokens int64[2, 6]" in told.what
     assert told.fix == "correct loss()" and "loss(output, batch) after the last layer" in told.rule
+
+
+class Regression(LayeredModel):
+    """Of samples (features, label)."""
+
+    def __init__(self) -> None:
+        super().__init__({"head": nn.Linear(3, 1)})
+
+    def inputs(self, batch: Any) -> Tensor:
+        return batch[0]
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return functional.huber_loss(output[:, 0], batch[1], reduction="sum")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "label", "told"),
+    [
+        ("fp32", 0.5, "batch[0] float32[2, 3], batch[1] float64[2]"),  # as default_collate makes it of Python's float
+        ("bf16", np.float32(0.5), "batch[0] bfloat16[2, 3], batch[1] float32[2]"),
+    ],
+)
+def test_labels_of_another_dtype_than_the_output_are_told_of_the_loss_and_not_of_a_layer(
+    dtype: str, label: Any, told: str, checkpointing: bool
+) -> None:
+    features = torch.ones(3, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
+    data = GenericDataset([(features, label)] * 20, 0, 20, "data")
+    job = a_job(is_tokens=False, seq_len=1, dtype=dtype, activation_checkpointing=checkpointing)
+    with constructing(3):
+        model = local(Regression(), job)
+    with pytest.raises(RuntimeError, match="Found dtype") as caught:
+        check_model(model, job, data, CPU)
+    refused = mistake_in_model(caught.value, CPU)
+    assert refused is not None and "in layer 'head' (backward, with the loss), input" in refused.what
+    assert refused.what.endswith(told) and "loss(output, batch) computes in one dtype" in refused.rule
+    assert refused.fix == "in loss(): batch[1].to(output.dtype)"
 
 
 class Ends(nn.Module):

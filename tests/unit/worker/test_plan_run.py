@@ -1,13 +1,16 @@
-"""The plan of a run: what is said of workers without a micro-batch and of the warm-up; its profile."""
+"""The plan of a run: what is said of workers without a micro-batch and of the warm-up; its profile; other models."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from elaswave_spmd.conf.compose import settings_from
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import ConfigError, ModelError
-from elaswave_spmd.worker.plan_run import RunPlan, plan_run, read_profile
+from elaswave_spmd.run_dir.manifest import layout_summary
+from elaswave_spmd.worker.plan_run import RunPlan, plan_run, read_profile, refuse_other_layout
 
 SMALL = ("model=mlp_tiny", "train.seq_len=8", "model.layers=2", "model.d_model=8", "page.size=64")
 
@@ -78,3 +81,22 @@ def test_a_model_has_a_row_for_each_token_of_its_data() -> None:
     assert caught.value.what == "model.args.vocab_size=10 is less than the 11 tokens of data=text"
     for rows in (11, 50):
         assert planned(f"+model.args.vocab_size={rows}").job.is_tokens
+
+
+def test_a_worker_with_another_model_than_the_controller_has_planned_with_is_refused() -> None:
+    """Its file was edited after the process of a notebook had imported it."""
+    before, after = planned(), planned("model.d_model=12")
+    refuse_other_layout(before, layout_summary(before.description.layout), 3)
+    with pytest.raises(ModelError) as caught:
+        refuse_other_layout(after, layout_summary(before.description.layout), 3)
+    assert caught.value.what.startswith("worker 3 has another model than the controller: 4 layers, ")
+    assert "; the controller has 4 layers, " in caught.value.what and "importlib.reload" in caught.value.fix
+    numbers = [plan.description.layout.num_parameters for plan in (before, after)]
+    assert numbers[0] != numbers[1] and all(f"{number:,} parameters" in caught.value.what for number in numbers)
+
+
+def test_a_layout_of_as_many_parameters_with_other_names_is_another_one() -> None:
+    layout = planned().description.layout
+    renamed = replace(layout.layers[0], name="other")
+    other = replace(layout, layers=(renamed, *layout.layers[1:]))
+    assert other.num_parameters == layout.num_parameters and layout_summary(other) != layout_summary(layout)

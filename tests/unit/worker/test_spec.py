@@ -38,7 +38,8 @@ def spec_of(
     data: PreparedData, options: OptionSpec | None = None, credentials: Credentials | None = None
 ) -> WorkerSpec:
     links = LinkSpec("tcp://127.0.0.1:1", "/tmp/run", credentials, "127.0.0.1", {"Publish": 8})
-    run = RunSpec(Settings(), data, links, CheckpointOrders("/runs/1", "1", 2, 10, 100), options or OptionSpec())
+    orders = CheckpointOrders("/runs/1", "1", 2, 10, 100)
+    run = RunSpec(Settings(), data, links, orders, "2 layers", options or OptionSpec())
     return WorkerSpec(3, run, ("/tmp/run/mutexes", 5))
 
 
