@@ -13,8 +13,8 @@ import dataclasses
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -189,6 +189,7 @@ class SimulatedCluster:
         self._action = action
         self._has_gone_back = False
         self.events: list[tuple[str, dict[str, object]]] = []  # that the run has written: kind, fields
+        self.held_up = 0  # standstills while a message of the controller was on its way that a member may wait for
         self._description = description
         self._model = make_model()
         self._train = train
@@ -371,6 +372,11 @@ class SimulatedCluster:
             self.note(sender, "->", message)
         if then := self.after_message(sender, message, SENDER):
             self.inject(sender, then, out=link)
+
+    def refused(self, rank: int, reason: str) -> None:
+        """A worker has refused a message."""
+        self.note(rank, "refuses a message:", reason)
+        self.rejected[reason] += 1
 
     def _check_state(self, sender: int, message: m.PageState) -> None:
         """Asserts that state which is sent is of the version that the message says."""
@@ -682,9 +688,22 @@ class SimulatedCluster:
             losses = len({*self._window}) if has_losses else 0
             self._end = LostStateError(action, losses, self._mirrored, left)
 
+    @property
+    def standstills(self) -> list[dict[str, Any]]:
+        """The events that tell of one."""
+        return [fields for kind, fields in self.events if kind == "standstill"]
+
+    def _is_held_up(self, rank: int) -> bool:
+        """A message of the controller is on its way to a worker that may wait for it: nobody waits for limits."""
+        found = [m.decode(it.header) for it in self._wires.in_flight.get((CONTROLLER, rank), ())]
+        found = [m.decode(it.data) if isinstance(it, m.OfGeneration) else it for it in found]
+        return any(not isinstance(it, m.Limits | m.Pace) for it in found)
+
     def noted(self, kind: str, fields: dict[str, object]) -> None:
         """The run writes an event."""
         self.events.append((kind, fields))
+        if kind == "standstill":
+            self.held_up += any(map(self._is_held_up, self.protocol.members))
         if kind == "corrupt" and fields["tensor"] == "state":  # its copy is as good as lost until it is made again
             self._window += cast(list[int], fields["ranks"])
 
@@ -958,12 +977,16 @@ class SimulatedCluster:
 
     # ---- turns
 
-    def run(self) -> Trained:
+    def run(self, *, mends: Collection[str] = ()) -> Trained:
         """Trains to the last step.
+
+        Args:
+            mends: what the run may mend by itself: a "standstill", after which all send again, or a message that is
+                "rejected". Links here lose and change nothing unasked, so either is a defect, whatever the bits are.
 
         Raises:
             AssertionError: nothing can go on (a deadlock), with what each worker waits for; or the controller has
-                stopped for a reason that no fault explains.
+                stopped for a reason that no fault explains; or the run has mended what is not in `mends`.
             LostStateError: all replicas of some pages are gone and there is no checkpoint, or too few workers are left.
         """
         while True:
@@ -975,6 +998,9 @@ class SimulatedCluster:
             if not isinstance(outcome, RestartFrom):
                 break
             self._restart(outcome)
+        if isinstance(outcome, RunFinished) or self._end is not None:
+            assert "standstill" in mends or not self.standstills, f"the run stood still: {self.standstills}"
+            assert "rejected" in mends or not self.rejected, f"messages were refused: {dict(self.rejected)}"
         if isinstance(outcome, RunFinished):
             return self.result
         if self._end is not None:
