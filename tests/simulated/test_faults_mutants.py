@@ -69,6 +69,7 @@ SEEDS: dict[str, tuple[int, ...]] = {
     "joins page ranges of a step under way": (15, 26, 31),
     "keeps nothing for page ranges that are joined": (112, 167, 277),
     "uses pairs that were lost in an epoch before it has entered that": (802,),
+    "refuses what a pair brings of a micro-batch that it checks": (0, 17, 18),
     "sends no replicas to a first mesh that was not planned": (0, 3, 6),
     "waits for workers that were lost while they started": (0, 3, 5),
     "gives a place to a spare that was lost": (12,),
