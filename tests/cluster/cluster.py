@@ -47,7 +47,7 @@ from elaswave_spmd.scheduling.cost_model import MemoryRule
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.scheduling.split_backward import SplitBackward
 from elaswave_spmd.sharding.replica_placement import place_replicas
-from elaswave_spmd.sharding.replicas import all_replica_sets
+from elaswave_spmd.sharding.replicas import ReplicaSet, all_replica_sets
 from elaswave_spmd.worker.channel import Incoming
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from elaswave_spmd.worker.configuration import Configuration
@@ -62,7 +62,8 @@ from elaswave_spmd.worker.model_layout import ModelDescription
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, program_args
 from elaswave_spmd.worker.spec import Job
 from elaswave_spmd.worker.stage_collectives import StageGroup
-from elaswave_spmd.worker.state import MASTER
+from elaswave_spmd.worker.state import LEARNING, MASTER, HeldRange
+from elaswave_spmd.worker.state_replica import StateReplica
 from tests.cluster.failing_device import DEVICE_FAULT, FailingDevice
 from tests.cluster.faults import LOSSES, RECEIVER, SENDER, AnyFault, Link, MessageFault, Plan
 from tests.cluster.kept_checkpoints import RUN_DIR, KeptCheckpoint, KeptCheckpoints
@@ -102,6 +103,15 @@ _PATIENCE = 1000  # turns that the last of the faults are waited for when nothin
 
 def bytes_of(payload: Tensor) -> memoryview:
     return memoryview(payload.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _overlap(one: ReplicaSet, other: ReplicaSet) -> bool:
+    return one.layer == other.layer and one.first < other.stop and other.first < one.stop
+
+
+def _is_frozen(replica: StateReplica, part: HeldRange) -> bool:
+    """A worker has pages that are not trained: they are current at every version (S8)."""
+    return replica.is_frozen(part.pages) and part.version != LEARNING
 
 
 def is_heartbeat(event: Event | MoveDue) -> bool:
@@ -211,6 +221,7 @@ class SimulatedCluster:
         self._absent: list[int] = []  # gone, or stopped
         self._window: list[int] = []  # lost, or with wrong state, since every page had all its mirrors
         self._damaged: set[int] = set()  # workers that have given up state
+        self._caught_up: set[tuple[int, int]] = set()  # (learner, mesh epoch), as the controller has heard
         self._paused = 0  # the controller does nothing before this turn
         self._applied: dict[int, int] = {}
         self._leaving: set[int] = set()
@@ -240,6 +251,7 @@ class SimulatedCluster:
         for table in (self._workers, self._lost, self._absent, self._let_go, self._window, self._notices):
             table.clear()
         self._damaged.clear()
+        self._caught_up.clear()
         self._ended.clear()
         self._were_members.clear()
         self.is_settled = True
@@ -649,6 +661,8 @@ class SimulatedCluster:
         if isinstance(message, m.Damaged) and not message.reason:  # until it has learned it again
             self._window.append(message.rank)
             self._damaged.add(message.rank)
+        if isinstance(message, m.CaughtUp):
+            self._caught_up.add((message.rank, message.epoch))
         if isinstance(message, m.Adopted):
             self._applied[message.rank] = message.version
         if isinstance(message, m.Applied):
@@ -681,7 +695,13 @@ class SimulatedCluster:
         self.result.num_weights_only += sum(line.backward == WEIGHTS_ONLY for line in plan)
 
     def cannot_go_on(self, action: Save | Unrecoverable) -> None:
-        """The controller has found that state is lost, or that too few workers are left."""
+        """The controller has found that state is lost, or that too few workers are left.
+
+        Asserts that what is lost is lost (C4): no living member has any of it, as a replica.
+        """
+        if isinstance(action, Unrecoverable):
+            held = {pages.key: found for pages in action.lost if (found := self._holders(pages))}
+            assert not held, f"state is given up that members have: {held}"
         if self._end is None:
             left = len({*self.protocol.members} - {*self._lost, *self._leaving})
             has_losses = not {*self._window}.isdisjoint({*self._lost, *self._damaged})
@@ -698,6 +718,24 @@ class SimulatedCluster:
         found = [m.decode(it.header) for it in self._wires.in_flight.get((CONTROLLER, rank), ())]
         found = [m.decode(it.data) if isinstance(it, m.OfGeneration) else it for it in found]
         return any(not isinstance(it, m.Limits | m.Pace) for it in found)
+
+    def _holders(self, pages: ReplicaSet) -> list[int]:
+        """The living members that are replicas of some of these pages, at the version of the step they applied last.
+
+        So is a learner that the controller has heard to have caught up. What others have already, nobody knows (C4).
+        """
+        found = []
+        for rank in self.protocol.members:
+            worker = self._workers.get(rank)
+            if worker is None or worker.executor is None or rank in self._lost:
+                continue
+            replica, version = worker.executor.replica, worker.executor.version
+            parts = [part for part in replica.state if part.version == version or _is_frozen(replica, part)]
+            inside = [part.pages for part in parts if _overlap(part.pages, pages)]
+            counts = (rank, worker.executor.configuration.epoch) in self._caught_up
+            if any(counts or rank in it.replicas for it in inside):
+                found.append(rank)
+        return found
 
     def noted(self, kind: str, fields: dict[str, object]) -> None:
         """The run writes an event."""
