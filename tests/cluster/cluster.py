@@ -723,6 +723,7 @@ class SimulatedCluster:
         """The living members that are replicas of some of these pages, at the version of the step they applied last.
 
         So is a learner that the controller has heard to have caught up. What others have already, nobody knows (C4).
+        Where replicas are compared, what a learner has may come from a wrong one, and counts for nothing then (H3).
         """
         found = []
         for rank in self.protocol.members:
@@ -732,7 +733,7 @@ class SimulatedCluster:
             replica, version = worker.executor.replica, worker.executor.version
             parts = [part for part in replica.state if part.version == version or _is_frozen(replica, part)]
             inside = [part.pages for part in parts if _overlap(part.pages, pages)]
-            counts = (rank, worker.executor.configuration.epoch) in self._caught_up
+            counts = (rank, worker.executor.configuration.epoch) in self._caught_up and not self._job.verify_every
             if any(counts or rank in it.replicas for it in inside):
                 found.append(rank)
         return found
