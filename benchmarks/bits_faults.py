@@ -4,7 +4,7 @@
 of these meshes), fp32 and bf16, real processes and real signals. A choice of 50 that has every kind on every mesh
 twice; `--full` runs all. Compared exactly with the undisturbed runs of the same dtype on one worker and on the same
 mesh: the columns loss_hex and grad_norm_hex, weights_sha256, every validation loss. A run also fails if the fault did
-not happen, or if events.jsonl does not report it.
+not happen, if events.jsonl does not report it, or if it reports what the run mended though no fault asked for it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.bits import Case, Findings, Identity, Outcome, Runner, attempt, read_outcome, settings_of
 from benchmarks.harness import Result, say
+from benchmarks.soak_checks import mended
 
 STEPS = 40
 MESHES = {"dp4": 4, "dp2_pp2": 4, "pp3": 3, "dp3_pp2": 6, "[3,2]": 5}
@@ -92,7 +93,7 @@ def run_fault(runner: Runner, fault: Fault) -> Outcome:
 
     Raises:
         RunError: the run failed.
-        ValueError: the fault is not among the run's events.
+        ValueError: the fault is not among the run's events, or something is that the run mended unasked.
     """
 
     def read(run_dir: Path) -> Outcome:
@@ -100,6 +101,8 @@ def run_fault(runner: Runner, fault: Fault) -> Outcome:
         reported = {line["event"] for line in lines if fault.rank in line.get("ranks", ()) or line["event"] == "join"}
         if missing := set(KINDS[fault.kind][2]) - reported:
             raise ValueError(f"events.jsonl does not report: {', '.join(sorted(missing))}")
+        if unasked := mended(lines):
+            raise ValueError("; ".join(unasked))
         return read_outcome(run_dir, STEPS)
 
     return runner.run_as(disturbed(fault, runner.run_dir), read)

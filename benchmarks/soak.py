@@ -12,8 +12,9 @@ random, and while workers start, restart or join, a checkpoint is written, or a 
 are seen in the run itself. A restart or a join may take further faults to bring about, which count as well.
 
 Each run is held to the undisturbed one on one worker: loss_hex and grad_norm_hex of every step, every validation loss,
-and weights_sha256 are equal; each step is once in metrics.jsonl; events.jsonl tells each loss; exit code 0. Afterwards
-no process is left, whatever its parent is, no socket, temporary file or unfinished file, and the controller has no more
+and weights_sha256 are equal; each step is once in metrics.jsonl; events.jsonl tells each loss, and nothing that the run
+mended though no fault asked for it (a standstill, a refused message, a lost link); exit code 0. Afterwards no process
+is left, whatever its parent is, no socket, temporary file or unfinished file, and the controller has no more
 descriptors open than before with as many workers. Exit code 1 if any of it does not hold.
 
 No fault takes the last worker of a run, which nothing but a checkpoint survives.

@@ -12,6 +12,7 @@ from benchmarks.soak_plans import OF_CONTROLLER, PAUSE
 
 Event = Mapping[str, Any]
 _TELLING = ("fail", "leave", "restart")
+_MENDING = ("standstill", "rejected", "link", "mismatch", "corrupt", "corruption")
 _LAST_STEPS = 3  # who dies in the last steps may be gone before anybody needs to know
 
 
@@ -82,6 +83,19 @@ def _joined(events: Sequence[Event], rank: int) -> bool:
 
 def _tells(event: Event, rank: int) -> bool:
     return event["event"] in _TELLING and rank in event.get("ranks", ())
+
+
+def mended(events: Sequence[Event], expected: Collection[str] = ()) -> list[str]:
+    """What a run has mended by itself though no fault asked for it, in words.
+
+    A message that is lost is sent again, and one that is wrong is refused: the bits stay the same, and these events are
+    all that shows of a defect.
+
+    Args:
+        expected: kinds of events that the faults of this run lead to.
+    """
+    found = [event for event in events if event["event"] in _MENDING and event["event"] not in expected]
+    return [f"no fault asked for the event {event['event']}: {event.get('message', '')}" for event in found]
 
 
 def leaked(descriptors: Sequence[tuple[object, Mapping[str, int]]]) -> list[str]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from benchmarks.bits import Outcome, differences, read_outcome
 from benchmarks.namespaces import Hosts, host_address, hosts
 from benchmarks.processes import Program, new_directory, processes_with, program
+from benchmarks.soak_checks import mended
 from benchmarks.soak_runs import Place, Watch
 
 CUT_2, CUT_20, CUT, STOPPED, KILLED = "cut 2 s", "cut 20 s", "cut for ever", "stopped", "killed"
@@ -153,6 +154,7 @@ class HostRun:
             problems.append(f"workers {sorted(lost)} were lost, though the link was back in time")
         if self.report.fault not in (CUT_2, CUT_SHORT) and len(lost) < 2:
             problems.append(f"events.jsonl tells the loss of workers {sorted(lost)}, and a host had two")
+        problems += mended(self._watch.events)
         for folder in (path for path in self._folder.iterdir() if path.name[0] in "tx"):
             if folder.is_dir():
                 problems += [f"left: {path}" for path in folder.rglob("*")]

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.bits import Outcome, differences, read_outcome
 from benchmarks.harness import say
 from benchmarks.processes import Program, in_use, new_directory, processes_with, program
-from benchmarks.soak_checks import Event, Strike, by_kind, leaked, lives, untold
+from benchmarks.soak_checks import Event, Strike, by_kind, leaked, lives, mended, untold
 from benchmarks.soak_plans import (
     ANY,
     CHECKPOINT,
@@ -563,6 +563,7 @@ class Soak:
         else:
             problems += differences(found, standard)
         problems += untold(self._watch.events, self.report.strikes, self._place.steps)
+        problems += mended(self._watch.events)
         problems += leaked(self._descriptors)
         problems += [f"left: {path}" for path in self._left()]
 

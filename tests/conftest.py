@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import random
 import signal
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from benchmarks.soak_checks import mended
+from elaswave_spmd.errors import DataError
+from elaswave_spmd.run_dir import read_events
 
 TESTS = Path(__file__).parent
 TIERS = {
@@ -56,6 +62,25 @@ def _same_draws() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _mends_nothing_unasked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test of real processes one of whose runs has mended something by itself that the test does not name.
+
+    Such a run has the right bits although a message was lost or refused: a defect that would be seen nowhere else. The
+    mark `mends` names the kinds of events that a test asks for. Runs in other folders than `tmp_path` are not seen.
+    """
+    node = request.node
+    is_real = any(node.get_closest_marker(tier) for tier in ("processes", "faults"))
+    folder: Path | None = (
+        request.getfixturevalue("tmp_path") if is_real and "tmp_path" in request.fixturenames else None
+    )
+    yield
+    expected = [kind for mark in node.iter_markers("mends") for kind in mark.args]
+    for path in sorted(folder.rglob("events.jsonl")) if folder is not None else ():
+        with suppress(DataError):  # a file that a test has damaged
+            assert not mended(read_events(path.parent), expected), path
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -13,8 +13,8 @@ import dataclasses
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ from elaswave_spmd.scheduling.cost_model import MemoryRule
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.scheduling.split_backward import SplitBackward
 from elaswave_spmd.sharding.replica_placement import place_replicas
-from elaswave_spmd.sharding.replicas import all_replica_sets
+from elaswave_spmd.sharding.replicas import ReplicaSet, all_replica_sets
 from elaswave_spmd.worker.channel import Incoming
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from elaswave_spmd.worker.configuration import Configuration
@@ -62,7 +62,8 @@ from elaswave_spmd.worker.model_layout import ModelDescription
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, program_args
 from elaswave_spmd.worker.spec import Job
 from elaswave_spmd.worker.stage_collectives import StageGroup
-from elaswave_spmd.worker.state import MASTER
+from elaswave_spmd.worker.state import LEARNING, MASTER, HeldRange
+from elaswave_spmd.worker.state_replica import StateReplica
 from tests.cluster.failing_device import DEVICE_FAULT, FailingDevice
 from tests.cluster.faults import LOSSES, RECEIVER, SENDER, AnyFault, Link, MessageFault, Plan
 from tests.cluster.kept_checkpoints import RUN_DIR, KeptCheckpoint, KeptCheckpoints
@@ -102,6 +103,15 @@ _PATIENCE = 1000  # turns that the last of the faults are waited for when nothin
 
 def bytes_of(payload: Tensor) -> memoryview:
     return memoryview(payload.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _overlap(one: ReplicaSet, other: ReplicaSet) -> bool:
+    return one.layer == other.layer and one.first < other.stop and other.first < one.stop
+
+
+def _is_frozen(replica: StateReplica, part: HeldRange) -> bool:
+    """A worker has pages that are not trained: they are current at every version (S8)."""
+    return replica.is_frozen(part.pages) and part.version != LEARNING
 
 
 def is_heartbeat(event: Event | MoveDue) -> bool:
@@ -189,6 +199,7 @@ class SimulatedCluster:
         self._action = action
         self._has_gone_back = False
         self.events: list[tuple[str, dict[str, object]]] = []  # that the run has written: kind, fields
+        self.held_up = 0  # standstills while a message of the controller was on its way that a member may wait for
         self._description = description
         self._model = make_model()
         self._train = train
@@ -210,6 +221,7 @@ class SimulatedCluster:
         self._absent: list[int] = []  # gone, or stopped
         self._window: list[int] = []  # lost, or with wrong state, since every page had all its mirrors
         self._damaged: set[int] = set()  # workers that have given up state
+        self._caught_up: set[tuple[int, int]] = set()  # (learner, mesh epoch), as the controller has heard
         self._paused = 0  # the controller does nothing before this turn
         self._applied: dict[int, int] = {}
         self._leaving: set[int] = set()
@@ -239,6 +251,7 @@ class SimulatedCluster:
         for table in (self._workers, self._lost, self._absent, self._let_go, self._window, self._notices):
             table.clear()
         self._damaged.clear()
+        self._caught_up.clear()
         self._ended.clear()
         self._were_members.clear()
         self.is_settled = True
@@ -371,6 +384,11 @@ class SimulatedCluster:
             self.note(sender, "->", message)
         if then := self.after_message(sender, message, SENDER):
             self.inject(sender, then, out=link)
+
+    def refused(self, rank: int, reason: str) -> None:
+        """A worker has refused a message."""
+        self.note(rank, "refuses a message:", reason)
+        self.rejected[reason] += 1
 
     def _check_state(self, sender: int, message: m.PageState) -> None:
         """Asserts that state which is sent is of the version that the message says."""
@@ -643,6 +661,8 @@ class SimulatedCluster:
         if isinstance(message, m.Damaged) and not message.reason:  # until it has learned it again
             self._window.append(message.rank)
             self._damaged.add(message.rank)
+        if isinstance(message, m.CaughtUp):
+            self._caught_up.add((message.rank, message.epoch))
         if isinstance(message, m.Adopted):
             self._applied[message.rank] = message.version
         if isinstance(message, m.Applied):
@@ -675,16 +695,54 @@ class SimulatedCluster:
         self.result.num_weights_only += sum(line.backward == WEIGHTS_ONLY for line in plan)
 
     def cannot_go_on(self, action: Save | Unrecoverable) -> None:
-        """The controller has found that state is lost, or that too few workers are left."""
+        """The controller has found that state is lost, or that too few workers are left.
+
+        Asserts that what is lost is lost (C4): no living member has any of it, as a replica.
+        """
+        if isinstance(action, Unrecoverable):
+            held = {pages.key: found for pages in action.lost if (found := self._holders(pages))}
+            assert not held, f"state is given up that members have: {held}"
         if self._end is None:
             left = len({*self.protocol.members} - {*self._lost, *self._leaving})
             has_losses = not {*self._window}.isdisjoint({*self._lost, *self._damaged})
             losses = len({*self._window}) if has_losses else 0
             self._end = LostStateError(action, losses, self._mirrored, left)
 
+    @property
+    def standstills(self) -> list[dict[str, Any]]:
+        """The events that tell of one."""
+        return [fields for kind, fields in self.events if kind == "standstill"]
+
+    def _is_held_up(self, rank: int) -> bool:
+        """A message of the controller is on its way to a worker that may wait for it: nobody waits for limits."""
+        found = [m.decode(it.header) for it in self._wires.in_flight.get((CONTROLLER, rank), ())]
+        found = [m.decode(it.data) if isinstance(it, m.OfGeneration) else it for it in found]
+        return any(not isinstance(it, m.Limits | m.Pace) for it in found)
+
+    def _holders(self, pages: ReplicaSet) -> list[int]:
+        """The living members that are replicas of some of these pages, at the version of the step they applied last.
+
+        So is a learner that the controller has heard to have caught up. What others have already, nobody knows (C4).
+        Where replicas are compared, what a learner has may come from a wrong one, and counts for nothing then (H3).
+        """
+        found = []
+        for rank in self.protocol.members:
+            worker = self._workers.get(rank)
+            if worker is None or worker.executor is None or rank in self._lost:
+                continue
+            replica, version = worker.executor.replica, worker.executor.version
+            parts = [part for part in replica.state if part.version == version or _is_frozen(replica, part)]
+            inside = [part.pages for part in parts if _overlap(part.pages, pages)]
+            counts = (rank, worker.executor.configuration.epoch) in self._caught_up and not self._job.verify_every
+            if any(counts or rank in it.replicas for it in inside):
+                found.append(rank)
+        return found
+
     def noted(self, kind: str, fields: dict[str, object]) -> None:
         """The run writes an event."""
         self.events.append((kind, fields))
+        if kind == "standstill":
+            self.held_up += any(map(self._is_held_up, self.protocol.members))
         if kind == "corrupt" and fields["tensor"] == "state":  # its copy is as good as lost until it is made again
             self._window += cast(list[int], fields["ranks"])
 
@@ -958,12 +1016,16 @@ class SimulatedCluster:
 
     # ---- turns
 
-    def run(self) -> Trained:
+    def run(self, *, mends: Collection[str] = ()) -> Trained:
         """Trains to the last step.
+
+        Args:
+            mends: what the run may mend by itself: a "standstill", after which all send again, or a message that is
+                "rejected". Links here lose and change nothing unasked, so either is a defect, whatever the bits are.
 
         Raises:
             AssertionError: nothing can go on (a deadlock), with what each worker waits for; or the controller has
-                stopped for a reason that no fault explains.
+                stopped for a reason that no fault explains; or the run has mended what is not in `mends`.
             LostStateError: all replicas of some pages are gone and there is no checkpoint, or too few workers are left.
         """
         while True:
@@ -975,6 +1037,9 @@ class SimulatedCluster:
             if not isinstance(outcome, RestartFrom):
                 break
             self._restart(outcome)
+        if isinstance(outcome, RunFinished) or self._end is not None:
+            assert "standstill" in mends or not self.standstills, f"the run stood still: {self.standstills}"
+            assert "rejected" in mends or not self.rejected, f"messages were refused: {dict(self.rejected)}"
         if isinstance(outcome, RunFinished):
             return self.result
         if self._end is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.controller.resume import Adoption
+from elaswave_spmd.recovery import admission
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.worker.stage_boundary import Crossing
 from tests.cluster.faults import Link, MessageFault
@@ -64,8 +65,10 @@ class PairHub:
         self.lost, self.failing, self.losing, self.meets = lost, failing, losing, meets
         self.ways: dict[tuple[int, int, int, int], _Way] = {}  # by incarnation, mesh epoch, sender, receiver
         self.ended: Counter[str] = Counter()
-        """How many were sent, received, failed, refused, or had their messages lost, by this word."""
+        """How many were sent, received, failed, refused, lost their messages, or came out of order, by this word."""
         self.received: Counter[str] = Counter()  # transfers, by the kind of message
+        self.lacking: set[tuple[int, int]] = set()
+        """Receivers of lost messages: (incarnation, rank). Numbers that follow on a lost one are refused (P3)."""
 
 
 class MadeUpPairs:
@@ -239,8 +242,17 @@ class PairedCluster(GroupedCluster):
             if hub.draw.random() < hub.losing:
                 hub.ended["lost"] += 1
                 hub.ways[self._orders.incarnation, message.epoch, sender, peer].waits = True
+                hub.lacking.add((self._orders.incarnation, peer))
                 return
         super().send(sender, peer, message, payload)
+
+    def refused(self, rank: int, reason: str) -> None:
+        """A worker has refused a message. One whose number is not the next is right to be, behind one that was lost."""
+        hub = self.pair_hub
+        if reason == admission.VALUE and (self._orders.incarnation, rank) in hub.lacking:
+            hub.ended["out of order"] += 1
+            return
+        super().refused(rank, reason)
 
     def at_message(self, rank: int, message: m.Message, side: str, link: Link | None = None) -> None:
         super().at_message(rank, _within(message), side, link)

@@ -498,8 +498,7 @@ def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended
         wanted = undisturbed(schedule.run.key)
         cluster = cluster_of(schedule, trace)
         how, failure, detail = judge(schedule, cluster, wanted)
-        # A pair refuses what follows on what it has lost.
-        if how == "bits" and cluster.rejected and not schedule.paired:
+        if not failure and cluster.rejected:
             how, failure, detail = "", "a message of the product was refused", str(dict(cluster.rejected))
     except Exception as error:
         how, failure, detail = "", _classified(error), "".join(traceback.format_exception(error))
@@ -512,7 +511,7 @@ def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended
     moves = sum(_moved(a, b) for a, b in itertools.pairwise(placements))
     counts = len(trained.epochs), trained.turns, moves, len(trained.restarts)
     counts = *counts, trained.num_put_off, trained.num_weights_only, trained.comebacks, trained.most_strangers
-    counts = *counts, cluster.link_breaks.lost.total(), len(_standstills(cluster))
+    counts = *counts, cluster.link_breaks.lost.total(), len(cluster.standstills)
     return Ended(how, failure, detail, plan.num_injected, plan.lost_at, *counts)
 
 
@@ -529,24 +528,21 @@ def _moved(old: Placement, new: Placement) -> bool:
 def judge(schedule: Schedule, cluster: SimulatedCluster, wanted: Outcome) -> tuple[str, str, str]:
     """How a cluster ended, as `Ended` has it: (how, failure, detail).
 
-    No fault leads to a standstill, and a message that is lost to one that is over when all is sent again. So does one
-    of a controller whose messages are late for longer than a standstill takes, such as a worker's first Reconfigure.
+    No fault leads to a standstill, and a message that is lost to one that is over when all is sent again. So does a
+    message of the controller that is late for longer than a standstill takes, such as a worker's first Reconfigure: it
+    is still on its way then.
     """
     how, failure, detail = _judge(schedule, cluster, wanted)
-    stood = _standstills(cluster)
-    if len(stood) > (schedule.loses is not None or schedule.late is not None):
+    stood = [fields["message"] for fields in cluster.standstills]
+    allowed = 1 if schedule.loses is not None else cluster.held_up if schedule.late is not None else 0
+    if len(stood) > min(1, allowed):
         return "", "the run stood still", f"{stood}; then: {failure or how}, {detail}"
     return how, failure, detail
 
 
-def _standstills(cluster: SimulatedCluster) -> list[object]:
-    """What the events of standstills say."""
-    return [fields["message"] for kind, fields in cluster.events if kind == "standstill"]
-
-
 def _judge(schedule: Schedule, cluster: SimulatedCluster, wanted: Outcome) -> tuple[str, str, str]:
     try:
-        found = Outcome.of(cluster.run())
+        found = Outcome.of(cluster.run(mends=("standstill", "rejected")))  # judged by `judge` and `run`
     except LostStateError as lost:
         if lost.left == 0 or lost.losses > min(schedule.mirror_count, lost.members - 1):
             return "lost", "", str(lost)

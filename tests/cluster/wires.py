@@ -216,13 +216,9 @@ class Wires:
 
 
 class Cluster(Protocol):
-    """The part of the cluster that a worker's channel uses: messages, and the faults that happen at them.
+    """The part of the cluster that a worker's channel uses: messages, and the faults that happen at them."""
 
-    Args:
-        rejected: reason -> number of messages that were refused.
-    """
-
-    rejected: Counter[str]
+    def refused(self, rank: int, reason: str) -> None: ...
 
     def is_stranger(self, rank: int, peer: int) -> bool: ...
 
@@ -273,7 +269,7 @@ class SimulatedChannel:
         return found
 
     def reject(self, reason: str) -> None:
-        self._cluster.rejected[reason] += 1
+        self._cluster.refused(self._rank, reason)
 
     @property
     def rejected(self) -> dict[str, int]:

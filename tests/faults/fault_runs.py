@@ -153,7 +153,10 @@ def run_with(folder: Path, *arguments: str) -> Changes:
 
 
 def survived(folder: Path, done: Done) -> Changes:
-    """Checks a run that has reached its end: exit code, output, and the order of its mesh epochs."""
+    """Checks a run that has reached its end: exit code, output, and the order of its mesh epochs.
+
+    That it has mended nothing unasked is checked for all tests of real processes (tests/conftest.py).
+    """
     assert (done.code, done.err) == (0, ""), done.err
     changes = Changes.of(folder / "run")
     assert changes.epochs == sorted(changes.epochs), "mesh epochs are in order"

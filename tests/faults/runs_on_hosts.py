@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.namespaces import Hosts, host_name, hosts
 from benchmarks.processes import Program, end_marked, environment_of, new_directory, processes_with, program
-from benchmarks.soak_checks import Event
+from benchmarks.soak_checks import Event, mended
 from benchmarks.soak_runs import Watch
 from tests.multiprocess import patient_model
 from tests.multiprocess.real_runs import SMALL, TRAIN, train, train_server, write_text
@@ -147,11 +147,12 @@ class RunOnHosts:
         """From now on the model waits for nothing."""
         self._go.touch()
 
-    def finish(self, wanted: Path, codes: dict[int, int]) -> None:
+    def finish(self, wanted: Path, codes: dict[int, int], mends: Collection[str] = ()) -> None:
         """The run goes to its end. Its bits are those of another run, and nothing of it and of its agents is left.
 
         Args:
             codes: host -> the exit code of its agent.
+            mends: kinds of events by which it may say that it has mended something.
         """
         self.let_go()
         self.run.finish(PATIENCE_S)
@@ -160,6 +161,7 @@ class RunOnHosts:
         ours = [self.run, *self.agents.values(), *self._ended]
         eventually(lambda: not any(processes_with(each.mark) for each in ours))
         assert_same_bits(self.run_dir, wanted)
+        assert not mended(self.watch.events, mends)
         left = [path for path in self.folder.rglob("elaswave-*") if path.is_dir()]
         assert not left, f"sockets left behind: {left}"
 

@@ -69,6 +69,7 @@ def results(run_dir: Path, first: int = 1) -> tuple[Bits, str, Mapping[int, obje
     return replace(bits, validation=losses), read_summary(run_dir)["weights_ema_sha256"], metrics
 
 
+@pytest.mark.mends("corrupt", "mismatch")
 def test_a_run_with_everything_has_the_bits_of_one_worker(folder: Path) -> None:
     faulty, single, resumed = (folder / name for name in ("faulty", "single", "resumed"))
     with launch(folder, *RUN, "mesh=dp2_pp2", "sharding=zero2", FAULTS, "run.dir=faulty") as run:

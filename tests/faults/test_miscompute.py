@@ -12,6 +12,8 @@ from tests.faults.conftest import Undisturbed
 from tests.faults.fault_runs import STEPS, TINY, Bits, chaos, run_with
 from tests.multiprocess.real_runs import train, write_text
 
+pytestmark = pytest.mark.mends("corrupt", "mismatch")
+
 
 @pytest.mark.parametrize(
     ("mesh", "sharding", "rank", "point", "tensor"),

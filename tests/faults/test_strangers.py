@@ -119,6 +119,7 @@ def run_with(
     [([], 0), (["runtime.encryption=false"], 0), ([], 2)],
     ids=["encrypted", "plain", "two agents"],
 )
+@pytest.mark.mends("rejected")
 def test_strangers_at_all_ports_of_a_run_have_no_effect(
     tmp_path: Path, undisturbed: Path, overrides: list[str], num_agents: int
 ) -> None:

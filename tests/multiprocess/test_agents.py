@@ -199,6 +199,7 @@ def test_machines_add_up_sums_of_their_own_workers_first(site: Site, undisturbed
     assert {f"PartialSum {way} hosts to the group" for way in ("within", "between")} <= names
 
 
+@pytest.mark.mends("corrupt", "mismatch")
 def test_a_device_on_another_machine_that_computes_wrongly_is_named_with_its_host(site: Site, tmp_path: Path) -> None:
     wanted = alone(tmp_path / "alone", *SHORT, "verify.rate=0")
     wrong = "chaos.events=[{step: 2, kind: miscompute, rank: 1, point: reduce}]"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.faults.fault_runs import PATIENT
 from tests.multiprocess.real_runs import SMALL, train, write_text
@@ -46,6 +48,7 @@ def test_weight_gradients_are_put_off_and_change_no_bit(tmp_path: Path) -> None:
     assert any(action.get("cat") == "weights" for action in actions)
 
 
+@pytest.mark.mends("corruption")
 def test_a_step_that_begins_anew_after_a_repair_computes_with_the_repaired_parameters(tmp_path: Path) -> None:
     """A parameter flips before it is used, is found before the vote, and comes from the other replica: same version."""
     # chaos.seed=1 draws the parameters of a page range, not its optimizer state.

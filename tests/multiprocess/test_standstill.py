@@ -7,10 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from elaswave_spmd.run_dir import read_metrics
 from tests.faults.fault_runs import Bits
 from tests.multiprocess.real_runs import SMALL, Done, fork_command, train, write_text
 
+pytestmark = pytest.mark.mends("standstill")
 # Workers are forks of the command. Worker 1 loses what it sends of one kind in step 3, once or always.
 SCRIPT = """
 import sys

@@ -46,6 +46,7 @@ def test_meshes_have_the_bits_of_one_worker(single: Bits, tmp_path: Path, words:
     assert run(tmp_path / "meshed", *words) == single
 
 
+@pytest.mark.mends("corrupt", "mismatch")
 def test_a_wrong_result_is_found(single: Bits, tmp_path: Path) -> None:
     """One bit of the first tensor of a tuple is flipped on worker 1; checks find it, and the step is computed again."""
     wrong = chaos("step: 3, kind: miscompute, rank: 1, point: forward")

@@ -8,10 +8,13 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 
-from elaswave_spmd.sharding.replicas import all_replica_sets
+from elaswave_spmd.recovery import reconfiguration
+from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, all_replica_sets
 from tests.cluster.faults import RECEIVER, SENDER, AnyFault, Fault, MessageFault, ThenFault
 from tests.cluster.schedules import Schedule, run
 from tests.cluster.tiny import TinyRun
@@ -108,6 +111,20 @@ def test_6_a_pair_at_once_is_survived_unless_it_held_all_copies_of_a_page(pair: 
     for order in range(ORDERS):
         ended = run(replace(schedule, seed=order))
         assert (ended.how, ended.injected) == (wanted, 2), (order, ended.failure, ended.detail)
+
+
+def test_6_state_that_a_living_member_has_is_not_lost() -> None:
+    """Also if more workers are lost than there are mirrors: here a replica is forgotten for each worker that is."""
+    schedule = Schedule(0, TinyRun(), "dp4", 1, 1, scatter=2, faults=tuple(Fault(2, "kill", r, "norm") for r in (0, 1)))
+    good_replicas = reconfiguration.good_replicas
+
+    def forgets(replicas: ReplicaMap, *arguments: Any) -> tuple[ReplicaMap, tuple[ReplicaSet, ...]]:
+        found, lost = good_replicas(replicas, *arguments)
+        return found, (*lost, *(pages for pages in all_replica_sets(replicas) if 2 in pages.replicas))
+
+    with mock.patch.object(reconfiguration, "good_replicas", forgets):
+        ended = run(schedule)
+    assert "state is given up that members have" in ended.failure
 
 
 def test_6_some_pairs_are_survived_and_some_are_not() -> None:

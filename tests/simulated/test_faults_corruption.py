@@ -211,6 +211,7 @@ def test_parameters_that_are_damaged_are_not_given_to_who_asks_for_them(zero: in
         ]
         cluster = MirroredCluster(run_of(), "dp3", zero, faults=faults, verify_every=1, policy=Policy(2), seed=count)
         assert outcome(cluster.run()) == expected(run_of())
+        assert cluster.plan.num_injected == 2 and len(damage_of(cluster)) == 1, count
 
 
 class Remembering(MirroredCluster):

@@ -16,8 +16,9 @@ from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.faults import SENDER, Fault, Link, MessageFault, ThenFault
 from tests.cluster.schedules import Schedule, cluster_of, judge, run, undisturbed
 from tests.cluster.tiny import TinyRun
+from tests.simulated import mutants
 from tests.simulated.bits_cases import one_thread
-from tests.simulated.mutants import MUTANTS, planted, schedule_for
+from tests.simulated.mutants import MUTANTS, planted, schedule_for, short_run
 
 VERIFICATION = Path(__file__).parents[2] / "docs" / "verification.md"
 # Seeds of schedules that show the damage; `python -m tests.simulated.mutants` finds others.
@@ -68,6 +69,7 @@ SEEDS: dict[str, tuple[int, ...]] = {
     "joins page ranges of a step under way": (15, 26, 31),
     "keeps nothing for page ranges that are joined": (112, 167, 277),
     "uses pairs that were lost in an epoch before it has entered that": (802,),
+    "refuses what a pair brings of a micro-batch that it checks": (0, 17, 18),
     "sends no replicas to a first mesh that was not planned": (0, 3, 6),
     "waits for workers that were lost while they started": (0, 3, 5),
     "gives a place to a spare that was lost": (12,),
@@ -88,11 +90,23 @@ def test_a_schedule_finds_the_mutant(name: str) -> None:
     for seed in SEEDS[name]:
         schedule = schedule_for(name, seed)
         undisturbed(schedule.run.key)  # cached before the mutant is planted: it must not change what is expected
-        assert run(schedule).failure == "", f"schedule {seed} fails without any damage"
+        assert short_run(schedule) == "", f"schedule {seed} fails without any damage"
         with planted(name):
-            if run(schedule).failure:
+            if short_run(schedule):
                 return
     pytest.fail(f"none of the schedules {SEEDS[name]} shows it any more: find others")
+
+
+def test_an_exception_of_the_mutant_itself_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here this file stands for that of the mutants."""
+    monkeypatch.setattr(mutants, "_OF_A_MUTANT", f" in {Path(__file__).name}:")
+
+    def raises(self: WorkerProtocol, *_: object) -> list[Effect]:
+        raise TypeError("not as it is called")
+
+    monkeypatch.setattr(WorkerProtocol, "_advance", raises)
+    with pytest.raises(AssertionError, match="not as it is called"):
+        short_run(Schedule(0, TinyRun(), "dp2"))
 
 
 def test_votes_are_passed_on_after_the_answer_to_a_prepare() -> None:

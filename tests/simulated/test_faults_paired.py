@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from elaswave_spmd.recovery import admission
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.controller_protocol import Policy
 from tests.cluster.faults import RECEIVER, SENDER, AnyFault, Fault, MessageFault
@@ -16,6 +17,7 @@ from tests.cluster.schedules import Schedule, run_many
 from tests.simulated.bits_cases import MirroredCluster, Run, expected, one_thread, outcome
 
 CHUNK = 30
+FEW = 8  # of each further kind
 MESHES = ["pp2", "dp2_pp2", "dp3_pp2", "stages3-2", "stages1-3", "pp3"]
 
 
@@ -122,6 +124,24 @@ def test_no_schedule_of_faults_changes_a_bit_or_gets_stuck(first: int, moving: b
     tally = run_many(range(first, first + CHUNK), moving=moving, paired=True)
     assert tally.failures == {}
     assert tally.injected > CHUNK and tally.ends["bits"] > CHUNK // 2, "faults did happen, and runs came to their ends"
+
+
+@pytest.mark.parametrize("kind", ["miscompute", "flips", "late", "votes", "peers", "silent"])
+def test_no_schedule_of_faults_with_pairs_and_something_else_changes_a_bit(kind: str) -> None:
+    """Nor is anything refused, but for what follows on a message that was lost."""
+    tally = run_many(range(FEW), paired=True, **{kind: True})
+    assert tally.failures == {}
+    assert tally.injected > FEW // 2 and tally.ends["bits"] > FEW // 2
+
+
+@one_thread()
+def test_a_message_that_is_refused_for_no_loss_is_counted() -> None:
+    """Messages that were lost explain numbers out of order at their receivers, and nothing else."""
+    cluster = train(Run(microbatches=5, steps=8), "dp2_pp2", 1, losing=0.05, seed=1)
+    assert cluster.pair_hub.ended["lost"] and cluster.pair_hub.ended["out of order"] and not cluster.rejected
+    ((_, rank), *_) = cluster.pair_hub.lacking
+    cluster.refused(rank, admission.SIZE)
+    assert cluster.rejected == {admission.SIZE: 1}
 
 
 def test_with_pairs_a_schedule_is_drawn_as_without() -> None:

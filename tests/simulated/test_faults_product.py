@@ -6,12 +6,16 @@ A ZeRO level has half of the points of a mesh and kind, and the next level the o
 from __future__ import annotations
 
 import random
+from collections import Counter
+from functools import cache
+from typing import Any
 
 import pytest
 
 from elaswave_spmd.mesh import MeshShape
 from elaswave_spmd.worker.fault_points import OF_SPLIT_BACKWARDS, FaultPoint
 from tests.cluster.faults import Fault
+from tests.cluster.processes import Worker
 from tests.simulated.bits_cases import (
     MirroredCluster,
     Run,
@@ -25,6 +29,35 @@ SIZES = {"dp4": 4, "dp2_pp2": 4, "pp3": 3, "dp3_pp2": 6, "stages3-2": 5, "stages
 KINDS = ("kill", "stop", "term", "join", "replace")
 
 
+class Passing(MirroredCluster):
+    """Counts how often each worker passes each point of each step."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.passed = Counter[tuple[int, int, FaultPoint]]()  # (step, rank, point) -> times
+        super().__init__(*arguments, **options)
+
+    def _visit(self, worker: Worker, point: FaultPoint, step: int) -> None:
+        self.passed[step, worker.rank, point] += 1
+        super()._visit(worker, point, step)
+
+
+@cache
+@one_thread()
+def passed(mesh: str, zero: int) -> Counter[tuple[int, int, FaultPoint]]:
+    """How often workers pass the points of the run in which nothing happens."""
+    cluster = Passing(RUN, mesh, zero)
+    cluster.run()
+    return cluster.passed
+
+
+def drawn_fault(draw: random.Random, mesh: str, zero: int, kind: str, point: FaultPoint) -> Fault:
+    """A fault at a passage of this point that there is: the first or the second one of a worker in a step."""
+    times = passed(mesh, zero)
+    able = sorted((step, rank) for step, rank, at in times if at is point and step < RUN.steps)
+    step, rank = draw.choice(able)
+    return Fault(step, kind, rank, point.value, draw.randint(1, min(2, times[step, rank, point])))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("mesh", SIZES)
@@ -34,11 +67,10 @@ def test_no_event_at_no_point_changes_a_bit(mesh: str, zero: int, kind: str) -> 
     points = [point for point in FaultPoint if point not in OF_SPLIT_BACKWARDS]
     for order, point in list(enumerate(points))[zero % 2 :: 2]:
         draw = random.Random(f"{mesh} {zero} {kind} {point.value}")
-        fault = Fault(
-            draw.randint(1, RUN.steps - 1), kind, draw.randrange(SIZES[mesh]), point.value, draw.randint(1, 2)
-        )
+        fault = drawn_fault(draw, mesh, zero, kind, point)
         cluster = MirroredCluster(RUN, mesh, zero, seed=order, faults=[fault])
         assert outcome(cluster.run()) == wanted, fault
+        assert cluster.plan.num_injected == 1, f"the point is not passed: {fault}"
 
 
 @pytest.mark.parametrize("kind", KINDS)

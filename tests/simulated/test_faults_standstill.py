@@ -1,7 +1,8 @@
 """A message is lost without a trace: nothing moves, until the controller has all members send again, or ends the run.
 
 Links of the product lose nothing unnoticed, so a lost message stands for a bug: it is what a bug looks like to others.
-That no schedule without one stands still is checked by all of them (schedules.judge).
+That nothing else stands still is checked in all runs of the simulated cluster (`SimulatedCluster.run`), and in
+schedules by `schedules.judge`, where a message of the controller that is late may be the reason if it is on its way.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from tests.cluster.cluster import SimulatedCluster
-from tests.cluster.schedules import Outcome, Schedule, cluster_of, run, run_many, undisturbed
+from tests.cluster.schedules import Outcome, Schedule, cluster_of, judge, run, run_many, undisturbed
 from tests.cluster.tiny import TinyRun
+from tests.cluster.wires import PUT_OFF, Lateness
 
 RUN = TinyRun(steps=4, microbatches=5)
 
@@ -53,11 +55,6 @@ class DroppingCluster(SimulatedCluster):
         if not self._is_dropped(CONTROLLER, rank, m.decode(header)):
             super().from_controller(rank, header)
 
-    @property
-    def standstills(self) -> list[dict[str, Any]]:
-        """The events that tell of one."""
-        return [fields for kind, fields in self.events if kind == "standstill"]
-
 
 def dropping(drops: Drops, mesh: str = "dp3_pp2", zero: int = 1, **schedule: Any) -> DroppingCluster:
     """A cluster before its first step."""
@@ -69,7 +66,7 @@ def dropping(drops: Drops, mesh: str = "dp3_pp2", zero: int = 1, **schedule: Any
 
 def assert_sent_again(cluster: DroppingCluster) -> None:
     """It ends with the undisturbed bits, after one standstill."""
-    assert Outcome.of(cluster.run()) == undisturbed(RUN)
+    assert Outcome.of(cluster.run(mends=["standstill"])) == undisturbed(RUN)
     (event,) = cluster.standstills
     assert cluster.num_dropped == 1 and not event["again"]
     assert {rank for ranks in event["waits"].values() for rank in ranks} == {*event["ranks"]}
@@ -170,8 +167,26 @@ def test_another_step_that_stands_still_later_is_sent_again_as_well() -> None:
     cluster = dropping(
         lambda _, __, it, count: isinstance(it, m.PartialSum) and count in (20, 60), mesh="dp3", checkpoint_every=1
     )
-    assert Outcome.of(cluster.run()) == undisturbed(RUN)
+    assert Outcome.of(cluster.run(mends=["standstill"])) == undisturbed(RUN)
     assert [event["again"] for event in cluster.standstills] == [False, False]
+
+
+def test_a_standstill_that_nobody_asked_for_fails_a_run() -> None:
+    """Whatever its bits are. So do messages that are refused; test_forgeries.py has those that are asked for."""
+    cluster = dropping(lambda _, __, it, count: isinstance(it, m.PartialSum) and count == 20, mesh="dp3")
+    with pytest.raises(AssertionError, match="the run stood still"):
+        cluster.run()
+    cluster = dropping(lambda *_: False, mesh="dp3")
+    cluster.rejected["for no reason"] += 1
+    with pytest.raises(AssertionError, match="messages were refused"):
+        cluster.run()
+
+
+def test_a_late_message_excuses_a_standstill_that_it_explains_alone() -> None:
+    late = Lateness(PUT_OFF, 0, 0.0)
+    schedule = Schedule(0, RUN, "dp3", late=late)
+    lost = dropping(lambda _, __, it, count: isinstance(it, m.PartialSum) and count == 20, mesh="dp3", late=late)
+    assert judge(schedule, lost, undisturbed(RUN))[1] == "the run stood still"
 
 
 def test_without_it_the_run_would_stand_still_for_ever() -> None:

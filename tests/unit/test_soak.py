@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.processes import in_use
-from benchmarks.soak_checks import Strike, by_kind, leaked, untold
+from benchmarks.soak_checks import Strike, by_kind, leaked, mended, untold
 from benchmarks.soak_plans import (
     CONTROLLER_KILL,
     KILL,
@@ -117,6 +117,13 @@ def test_losses_that_are_told(events: list[dict[str, Any]], strikes: list[Strike
 def test_losses_that_are_not_told(events: list[dict[str, Any]], strikes: list[Strike]) -> None:
     (problem,) = untold(events, strikes, STEPS)
     assert str(strikes[0]) in problem
+
+
+@pytest.mark.parametrize("kind", ["standstill", "rejected", "link", "mismatch", "corrupt", "corruption"])
+def test_what_a_run_mends_unasked_is_a_problem(kind: str) -> None:
+    events = [STARTED, event("fail", ranks=[1]), event(kind, message="so it was"), event("validation", step=2)]
+    assert mended(events) == [f"no fault asked for the event {kind}: so it was"]
+    assert mended(events, expected=[kind]) == mended([STARTED, event("recovered", step=3)]) == []
 
 
 def test_descriptors_that_grow_in_the_same_state_leak() -> None:
