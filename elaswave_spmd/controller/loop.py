@@ -165,10 +165,11 @@ class Controller:
         self._sum_verifier = SumVerifier(verdicts, draw, self.protocol)
         self._roster = Roster(plan.placement.mesh.members)
         self._packer = Packer()
-        self._released = ReleasedWorkers(settings.timeouts.shutdown)
         self._ready: set[int] = set()  # the workers that have reported Ready
         self._bounds = _bounds_of(plan)
         self._supervision = Supervision(settings.timeouts, now)
+        self._clock, within_s = self._supervision.clock, settings.timeouts.shutdown
+        self._released = ReleasedWorkers(self._clock, within_s)
         self._replacements = Replacements(ReplacementPolicy.from_settings(settings.elastic), self._roster)
         self._machines = Machines(
             settings.elastic,
@@ -189,12 +190,12 @@ class Controller:
         self._notices = Notices(settings.elastic, self.protocol, self._roster, self._failures)
         self._checkpoints = CheckpointCoordinator(checkpoints, compares=plan.job.compares_at(0))
         self._replicas = ReplicaVerifier(settings, self.protocol, plan.job.compares_at, self._checkpoints, verdicts)
-        self._stopping = Stopping(self.protocol, self._checkpoints, self._failures, settings.timeouts.shutdown)
+        self._stopping = Stopping(self.protocol, self._checkpoints, self._failures, self._clock, within_s)
         frequencies = frequencies or Frequencies(settings.schedule)
         self._rescheduler = Rescheduler(policy, measured, self.protocol, frequencies, self._roster)
         self._worker_states = WorkerStates(self.protocol, self._roster, self._replacements, self._rescheduler)
         self._keeps_best = settings.checkpoint.keep_best > 0
-        # The time until which the last checkpoints are waited for, once all steps are done; None before that.
+        # The time of `_clock` until which the last checkpoints are waited for, once all steps are done; None before.
         self._done_by: float | None = None
         self._admin = Administration(
             self.protocol,
@@ -312,7 +313,7 @@ class Controller:
         message = f"the run cannot be asked: no {SOCKET} in its directory ({why_not})"
         no_admin: list[Action] = [Record("no_ctl", {"message": message})] if why_not else []
         if self._adopter is not None:
-            return [*no_admin, *self._adopter.start(self._io.now())]
+            return [*no_admin, *self._adopter.start()]
         return [*no_admin, Spawn(self._plan.placement.mesh.members, newcomers=False)]
 
     # ---- events in, actions out
@@ -334,7 +335,7 @@ class Controller:
             return actions
         # Manifests first: a run that is ending may be waiting for its last one.
         if isinstance(event, ManifestWritten | OldRemoved):
-            return [*self._of_checkpoints(event, now), *self._stopping.check(now), *self._end_if_saved(now)]
+            return [*self._of_checkpoints(event, now), *self._stopping.check(now), *self._end_if_saved()]
         if isinstance(event, StopRequested):
             return self._stopping.requested(event)
         if self._failures.is_ending:
@@ -435,7 +436,7 @@ class Controller:
             case m.SpawnRequest():
                 return [Spawn(self._roster.allocate(message.count))]
             case m.ShardWritten():
-                return [*self._checkpoints.wrote(message, now), *self._stopping.check(now), *self._end_if_saved(now)]
+                return [*self._checkpoints.wrote(message, now), *self._stopping.check(now), *self._end_if_saved()]
             case m.ChecksDiffer():
                 return self._verifier.differ(message)
             case m.CheckedAgain():
@@ -474,7 +475,7 @@ class Controller:
         lost = self._failures.suspected(suspects, now)
         if standstill is not None and self._done_by is None:
             lost += self._failures.stands_still(standstill)
-        actions, unwritten = self._released.overdue(now)
+        actions, unwritten = self._released.overdue()
         if actions:
             self._checkpoints.worker_lost(until=unwritten)  # what they were writing will not come
         if silent := [suspect.rank for suspect in suspects if suspect.is_silent]:
@@ -486,7 +487,7 @@ class Controller:
             actions.append(UsePlaces())
         if self._notices.is_waiting:
             actions += self._notices.check(self._io.machines(), now)
-        return [*actions, *self._stopping.check(now), *self._end_if_saved(now)]
+        return [*actions, *self._stopping.check(now), *self._end_if_saved()]
 
     # ---- carrying actions out
 
@@ -562,15 +563,15 @@ class Controller:
                 self._sum_verifier.begun(action)
                 return self._rescheduler.begun(placement, version)
             case Save():
-                self._stopping.begin(action, now)
+                self._stopping.begin(action)
             case Unrecoverable() if self._done_by is not None:
                 # All steps are done and the weights are collected; only checkpoints were waited for, and will not come.
                 return [End(RunFinished())]
             case Unrecoverable():
                 return self._failures.end(action, now)
             case Done():
-                self._done_by = self._done_by or now + self._plan.settings.timeouts.shutdown
-                return self._end_if_saved(now)
+                self._done_by = self._done_by or self._clock.now + self._plan.settings.timeouts.shutdown
+                return self._end_if_saved()
             case End(outcome):
                 # Once all results are here the run has finished, whatever loss or request has ended it after that.
                 self.outcome = outcome if self._done_by is None else RunFinished()
@@ -638,7 +639,7 @@ class Controller:
             why = "no validation loss was finite"
         return Record("early_stop", {"step": step, **about, "message": f"the run ends after step {step}: {why}"})
 
-    def _end_if_saved(self, now: float) -> list[Action]:
+    def _end_if_saved(self) -> list[Action]:
         """The end of a run whose result is complete, once its newest checkpoint is on the disk, or time is up.
 
         With `checkpoint.keep_best` the checkpoints of the best validated steps are waited for as well.
@@ -648,7 +649,7 @@ class Controller:
         ranked = (step for step in self._log.validations.ranked if not self._checkpoints.why_not(step))
         best = islice(ranked, self._plan.settings.checkpoint.keep_best)
         is_awaited = self._checkpoints.awaits_newest or any(self._checkpoints.awaits(step) for step in best)
-        if now < self._done_by and is_awaited:
+        if self._clock.now < self._done_by and is_awaited:
             return []
         return [End(RunFinished())]
 
@@ -693,7 +694,7 @@ class Controller:
         self._worker_states.removed(rank, lost=lost)
         self._roster.remove(rank)
         if not lost:
-            self._released.let_go(rank, self._io.now(), self.protocol.version)
+            self._released.let_go(rank, self.protocol.version)
         else:
             self._checkpoints.worker_lost()
             # Its process may still live: it may be stopped, or on a machine that the others cannot reach.
