@@ -166,8 +166,8 @@ class Adopter:
                 gathered.doubted.add(rank)
             case WorkerEnded(rank):
                 self._ended(rank)
-            case Tick():
-                actions = self._tick(now)
+            case Tick(read_until):
+                actions = self._tick(now, read_until)
             case _:
                 raise AssertionError(f"{event} is for later")
         return [*actions, *(self._finish(now) if self._are_all_here() else [])]
@@ -209,10 +209,10 @@ class Adopter:
             self._members = None
             self._supervision.forget(rank)
 
-    def _tick(self, now: float) -> list[Action]:
+    def _tick(self, now: float, read_until: float) -> list[Action]:
         """Let the clock tick, and kill the workers whose deadline has passed without an answer."""
         gathered = self._gathered
-        self._supervision.postpone(now)
+        self._supervision.postpone(now, read_until)
         late = sorted(rank for rank, until in gathered.awaited.items() if self._clock.now > until)
         for rank in late:
             del gathered.awaited[rank]

@@ -340,7 +340,9 @@ class Controller:
             return self._stopping.requested(event)
         if self._failures.is_ending:
             if isinstance(event, Tick):
-                self._supervision.postpone(now)  # the run ends anyway: no worker is suspected any more
+                self._supervision.postpone(
+                    now, event.read_until
+                )  # the run ends anyway: no worker is suspected any more
             # The end of a process may be seen before the last messages of its worker. Every step that was committed
             # must have its line in the metrics, whatever ends the run, so Applied still counts.
             if isinstance(event, Received) and isinstance(event.message, m.Applied):
@@ -384,8 +386,8 @@ class Controller:
                 return self.protocol.rebalance(goal)
             case Planned():
                 return self._rescheduler.planned(event)
-            case Tick():
-                return self._tick(now)
+            case Tick(read_until):
+                return self._tick(now, read_until)
             case Rejected():
                 pass  # for the log alone
         return []
@@ -467,11 +469,11 @@ class Controller:
         self._supervision.heartbeat(beat, now)
         return self._failures.heartbeat(beat.rank, now, is_relayed=is_relayed)
 
-    def _tick(self, now: float) -> Iterable[Action]:
+    def _tick(self, now: float, read_until: float) -> Iterable[Action]:
         """What is due by the clock: deadlines of workers and of the last checkpoint, and starts that had to wait."""
         # Only when it is needed: `free_to_leave` goes through all replica sets.
         free = self.protocol.free_to_leave if self._supervision.has_overdue_leavers else ()
-        suspects, standstill = self._supervision.tick(now, self.protocol.unanswered, free)
+        suspects, standstill = self._supervision.tick(now, read_until, self.protocol.unanswered, free)
         lost = self._failures.suspected(suspects, now)
         if standstill is not None and self._done_by is None:
             lost += self._failures.stands_still(standstill)

@@ -98,12 +98,13 @@ class Supervision:
         self._liveness.wants_to_leave(rank)
 
     def tick(
-        self, now: float, unanswered: tuple[int, Collection[int]], free_to_leave: Collection[int]
+        self, now: float, read_until: float, unanswered: tuple[int, Collection[int]], free_to_leave: Collection[int]
     ) -> tuple[list[Suspect], Standstill | None]:
         """Check all deadlines.
 
         Args:
             now: the time in seconds, by the controller's clock.
+            read_until: as in `events.Tick`.
             unanswered: the epoch of the last Prepare, and the workers that could have answered it by now and have not.
             free_to_leave: workers that asked to leave and whose pages all have another replica; needed if
                 `has_overdue_leavers`.
@@ -113,14 +114,15 @@ class Supervision:
             else None.
         """
         self._liveness.expect_answers(*unanswered)
-        self.postpone(now)
+        self.postpone(now, read_until)
         suspects, standstill = self._liveness.tick(free_to_leave), self._movement.tick()
         return suspects, None if suspects else standstill
 
-    def postpone(self, now: float) -> None:
+    def postpone(self, now: float, read_until: float) -> None:
         """Let the clock tick without checking the deadlines of workers: the next tick is due half a period later."""
         self._ticked = now
-        self.clock.tick(now)
+        # Not up to `now`: what workers have sent, and is not read yet, must not count as not sent.
+        self.clock.tick(min(now, read_until))
 
     def last_sign(self, rank: int, faulted_at: float | None) -> Sign | None:
         """The instant of a worker's death, if fault injection wrote it down; else its last sign of life, if any.

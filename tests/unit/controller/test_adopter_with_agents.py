@@ -33,7 +33,7 @@ class World:
         plan = SimpleNamespace(settings=SimpleNamespace(timeouts=timeouts))
         adoption = Adoption(RUN_DIR, 2, 1, pids={0: 10, 1: 11}, made=(0, 1), has_agents=has_agents, seconds=1.0)
         ignored, clock = dict.fromkeys(("watch", "forget", "heartbeat"), lambda *_: None), TickClock(HEARTBEAT_S, 0.0)
-        supervision = SimpleNamespace(**ignored, clock=clock, postpone=clock.tick)
+        supervision = SimpleNamespace(**ignored, clock=clock, postpone=lambda now, _: clock.tick(now))
         arguments: list[Any] = [adoption, plan, None, None, supervision, None, 0, None]
         self.adopter = Adopter(*cast(Any, arguments))
         self.now = 0.0
