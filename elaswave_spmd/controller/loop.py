@@ -340,9 +340,7 @@ class Controller:
             return self._stopping.requested(event)
         if self._failures.is_ending:
             if isinstance(event, Tick):
-                self._supervision.postpone(
-                    now, event.read_until
-                )  # the run ends anyway: no worker is suspected any more
+                self._supervision.postpone(now, event.read_until)  # the run ends anyway: nobody is suspected any more
             # The end of a process may be seen before the last messages of its worker. Every step that was committed
             # must have its line in the metrics, whatever ends the run, so Applied still counts.
             if isinstance(event, Received) and isinstance(event.message, m.Applied):
@@ -453,6 +451,9 @@ class Controller:
                 return protocol.damaged(message)
             case m.LinkClosed():  # between two workers; the controller's own links end as LinkEnded
                 failures.link_closed(message.rank, message.peer, was_linked=message.was_linked)
+            case m.LinksClosed(rank, peers):
+                for peer in peers:
+                    failures.link_closed(rank, peer)
             case m.Failed():
                 return failures.failed(message, now)
             case m.Ready() | m.Checked() | m.Constructed() | m.Refused():

@@ -458,6 +458,9 @@ def _refused_report(
             return DIRECTION if average and not bounds.averages else bounds.refused_payload(message, num_elements)
         case m.LinkClosed(peer=peer):
             return "" if -1 <= peer < at.num_ranks else RANK
+        case m.LinksClosed(peers=peers):
+            exist = 0 <= min(peers, default=-1) <= max(peers, default=-1) < at.num_ranks
+            return RANK if not exist else "" if len(set(peers)) == len(peers) else VALUE
         case m.SpawnRequest(count=count):
             return DIRECTION if not bounds.spawns else "" if 1 <= count <= at.num_ranks else VALUE
         case m.Failed(report=report):

@@ -82,6 +82,7 @@ REPORTS: tuple[m.AnyMessage, ...] = (
     m.Damaged(SENDER, 2, 3, (PAGES,), "lost"),
     m.LinkClosed(SENDER, 2),
     m.LinkClosed(SENDER, 2, was_linked=False),
+    m.LinksClosed(SENDER, (0, 2)),
     m.Leaving(SENDER),
     m.SpawnRequest(SENDER, 1),
     m.Applied(4, 2, SENDER, 2.5, 1.5, True),
