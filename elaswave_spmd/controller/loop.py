@@ -12,7 +12,7 @@ Broadcast(Prepare) for `_execute`. docs/protocol.md goes on from there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -72,7 +72,7 @@ from elaswave_spmd.controller.events import (
 from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy
 from elaswave_spmd.controller.garbage import CollectorPaused
 from elaswave_spmd.controller.io import ControllerIO
-from elaswave_spmd.controller.machines import Machines
+from elaswave_spmd.controller.machines import Machines, Whereabouts
 from elaswave_spmd.controller.model_checks import ModelChecks, split_of_emulated
 from elaswave_spmd.controller.notices import Notices
 from elaswave_spmd.controller.outcomes import Outcome, RunFinished, RunStopped
@@ -504,8 +504,32 @@ class Controller:
             action = queue.popleft()
             if self._is_overtaken(action):
                 continue
+            if isinstance(action, LinkFailed):
+                failed = [action]
+                while queue and isinstance(following := queue[0], LinkFailed):
+                    failed.append(following)
+                    queue.popleft()
+                queue.extend(self._links_failed(failed))
+                for link in failed:
+                    self._log.action(link, self._io.now())
+                continue
             queue.extend(self._execute(action))
             self._log.action(action, self._io.now())
+
+    def _links_failed(self, failed: Sequence[LinkFailed]) -> list[Action]:
+        """One end of each of these links goes, or its machine.
+
+        A network that is cut in two fails hundreds of links of each worker on its border, and one heartbeat tells of
+        all of that worker's. So where workers are is looked up once for all that one event tells of.
+        """
+        where, now = Whereabouts.on(self._io.machines()), self._io.now()
+        actions: list[Action] = []
+        for link in failed:
+            if not link.ends <= self._roster.pids.keys():
+                continue  # something before this has removed one of the two workers
+            severed = self._machines.link_failed(link, where)
+            actions += self._failures.cannot_reach(link.rank, link.reason, now) if severed is None else severed
+        return actions
 
     def _is_overtaken(self, action: Action) -> bool:
         """True for a Prepare that is followed by a newer one in the queue, as when several workers are lost at once.
@@ -549,12 +573,6 @@ class Controller:
                 self._log.lost(rank, at, self._supervision.last_sign(rank, io.faulted_at(rank)))
             case EvictWorker(rank, reason):
                 return self._failures.computes_wrongly(rank, reason, now)
-            case LinkFailed(ends, rank, reason):
-                # Skipped if an action before this one has removed one of the two workers.
-                if ends <= self._roster.pids.keys():
-                    if (severed := self._machines.link_failed(action, io.machines(), now)) is not None:
-                        return severed
-                    return self._failures.cannot_reach(rank, reason, now)
             case GoBack():
                 return self._failures.go_back(action)
             case Committed(applied):

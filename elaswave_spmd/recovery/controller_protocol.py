@@ -778,9 +778,9 @@ class ControllerProtocol:
             after = min(after, self._change.after)
         self._last_epoch += 1
         self._change = _Change(self._last_epoch, after, self._num_ranks)
-        if not self.members:
+        if not (members := self.members):
             return [Unrecoverable((), "no worker is left")]
-        return [Broadcast(self.members, Prepare(self._last_epoch, after))]
+        return [Broadcast(members, Prepare(self._last_epoch, after))]
 
     def _take_part(self, rank: int) -> list[ProtocolAction]:
         """A newcomer or a leaver takes part in the change under way; if there is none, a planned one begins.
