@@ -57,7 +57,7 @@ class _Gathered:
     """The workers that were asked, and their answers so far.
 
     Args:
-        awaited: rank -> deadline in seconds of `Adopter._clock`, of the workers that have not answered yet.
+        awaited: rank -> deadline in seconds of `Supervision.clock`, of the workers that have not answered yet.
         made: ranks of all workers, living or not, that were ever started on the machines that are known by now.
         newcomers: ranks of the workers that were about to join, whether they live or have ended meanwhile.
         seconds: how long there was no controller.
@@ -86,7 +86,7 @@ class Adopter:
 
     A worker may be in the middle of an action when it is asked. So it has as long to answer as the failure detector
     allows for the longest action, a worker's first one. Machines that have not come back are awaited as long as any
-    other action may take (timeouts.progress). Time is counted as the failure detector counts it: a tick counts as one
+    other action may take (timeouts.progress). Time is counted by the failure detector's clock: a tick counts as one
     heartbeat period at most. So a pause of this process or of its machine, in which answers cannot be read, uses up
     nobody's time.
 
@@ -116,8 +116,8 @@ class Adopter:
         self._validated = validated
         self._ended_at = ended_at
         self._timeouts = plan.settings.timeouts
-        self._clock = 0.0  # seconds since the adoption began, without pauses of this process
-        self._ticked = 0.0  # when the last tick was counted, in seconds of the controller's clock
+        self._clock = supervision.clock
+        self._machines_until = self._clock.now + self._timeouts.progress  # then other machines are not awaited any more
         made = {*adoption.pids, *adoption.made}
         self._gathered = _Gathered({}, made, set(adoption.newcomers), adoption.seconds)
         # The members of the newest mesh epoch, by the answers so far; None if it has to be found again.
@@ -143,9 +143,8 @@ class Adopter:
             return not isinstance(event.message, m.Adopted | m.Heartbeat)
         return not isinstance(event, WorkerEnded | AgentBack | BeatsReceived | Tick)
 
-    def start(self, now: float) -> list[Action]:
+    def start(self) -> list[Action]:
         """Ask all workers that live."""
-        self._ticked = now
         return self._ask(self._adoption.pids)
 
     def decide(self, event: Event, now: float) -> list[Action]:
@@ -169,15 +168,15 @@ class Adopter:
                 gathered.doubted.setdefault(rank, self._clock + self._timeouts.progress)
             case WorkerEnded(rank):
                 self._ended(rank)
-            case Tick():
-                actions = self._tick(now)
+            case Tick(read_until):
+                actions = self._tick(now, read_until)
             case _:
                 raise AssertionError(f"{event} is for later")
         return [*actions, *(self._finish(now) if self._are_all_here() else [])]
 
     def _ask(self, ranks: Collection[int]) -> list[Action]:
         """Ask workers for what they know. The deadline of a worker that was asked before stays as it is."""
-        until = self._clock + self.longest_s
+        until = self._clock.now + self.longest_s
         for rank in ranks:
             self._gathered.awaited.setdefault(rank, until)
         return [AdoptWorker(rank) for rank in sorted(ranks)]
@@ -213,13 +212,11 @@ class Adopter:
             self._members = None
             self._supervision.forget(rank)
 
-    def _tick(self, now: float) -> list[Action]:
-        """Advance the clock, and kill the workers whose deadline has passed without an answer."""
+    def _tick(self, now: float, read_until: float) -> list[Action]:
+        """Let the clock tick, and kill the workers whose deadline has passed without an answer."""
         gathered = self._gathered
-        self._clock += min(now - self._ticked, self._timeouts.heartbeat)
-        self._ticked = now
-        self._supervision.postpone(now)
-        late = sorted(rank for rank, until in gathered.awaited.items() if self._clock > until)
+        self._supervision.postpone(now, read_until)
+        late = sorted(rank for rank, until in gathered.awaited.items() if self._clock.now > until)
         for rank in late:
             del gathered.awaited[rank]
         gathered.late.update(late)
@@ -234,7 +231,7 @@ class Adopter:
         gathered = self._gathered
         if any(self._clock <= gathered.doubted.get(rank, math.inf) for rank in gathered.awaited):
             return False
-        if not self._adoption.has_agents or self._clock > self._timeouts.progress:
+        if not self._adoption.has_agents or self._clock.now > self._machines_until:
             return True
         if self._members is None:
             newest = self._newest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +136,15 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """The next deadline has come; nothing else may have happened."""
+    """The next deadline has come; nothing else may have happened.
+
+    Args:
+        read_until: all messages that came before this time, in seconds of `ControllerIO.now`, were returned as events
+            before. Infinite if none waits. While a backlog is read it stays behind the time at which the tick comes: a
+            worker whose answer waits there must not be taken for silent.
+    """
+
+    read_until: float = math.inf
 
 
 Event: TypeAlias = (

@@ -72,7 +72,7 @@ from elaswave_spmd.runtime.processes.scratch import remove_with
 from elaswave_spmd.runtime.processes.stop_signals import signal_name
 from elaswave_spmd.runtime.transport.credentials import Credentials, make_credentials
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
-from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, Mailbox, PeerClosed, Request
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, Mailbox, PeerClosed, ReadMark, Request
 from elaswave_spmd.worker.message_limits import message_limits, payload_limits
 from elaswave_spmd.worker.spec import LinkSpec, OptionSpec, RunSpec, WorkerSpec
 
@@ -113,7 +113,8 @@ class ControllerIO(Protocol):
         """The next event. Waits for one until the clock has reached `until`, and then returns a Tick.
 
         A Tick that is due comes before everything else that waits, but not twice in a row: if the controller were
-        always late for its deadlines, no other event would ever get through.
+        always late for its deadlines, no other event would ever get through. It says up to which time everything was
+        returned before.
         """
         ...
 
@@ -294,6 +295,8 @@ class ProcessIO:
         self._rejected: Counter[str] = Counter()
         self._look_at = 0.0
         self._has_ticked = False  # True if the last event was a Tick: then everything else comes before the next Tick
+        self._read_until = time.monotonic()  # everything that came before was returned, or is in `_ready`
+        self._awaits_mark = False  # True if the links were asked for a mark, by which `_read_until` advances
         self._deaths: deque[WorkerEnded] = deque()  # filled by the death watch's threads; a deque needs no lock
         agents = self._agents
         host, transport = listen_host(settings.runtime), cast(Transport, settings.runtime.transport)
@@ -367,7 +370,7 @@ class ProcessIO:
             left = until - time.monotonic()
             if left <= 0 and not self._has_ticked:
                 self._has_ticked = True
-                return Tick()  # before the mailbox: a flood of messages must not delay the failure detector
+                return self._tick()  # before the mailbox: a flood of messages must not delay what is due
             self._has_ticked = False
             item = self._mailbox.get(max(0.0, min(left, _POLL_S)))
             self._ready += [*self._asked(), *self._ended_after_words(), *self._rejections()]
@@ -377,6 +380,13 @@ class ProcessIO:
                 return written
             if (planned := self._planning.next_answer()) is not None:
                 return planned
+
+    def _tick(self) -> Tick:
+        """A Tick, with the time up to which everything was read; and ask the links for a mark at the present time."""
+        if not self._awaits_mark:
+            self._awaits_mark = True
+            self._links.mark(time.monotonic())
+        return Tick(self._read_until)
 
     def next_ends(self) -> list[WorkerEnded]:
         found: list[WorkerEnded] = []
@@ -595,7 +605,10 @@ class ProcessIO:
         return [event] if event is not None else []
 
     def _event_of(self, item: Item) -> Event | None:
-        """The event for an item of the mailbox; None if there is none, as for an item that only wakes the thread."""
+        """The event for an item of the mailbox; None if there is none, as for an item that only wakes the thread.
+
+        Events of items are returned before the next Tick, so a mark that is reached here counts from that one on.
+        """
         match item:
             case Envelope():
                 return self._decode(item)
@@ -603,6 +616,9 @@ class ProcessIO:
                 return item
             case PeerClosed():
                 return LinkEnded(item.peer)
+            case ReadMark(at):
+                self._read_until, self._awaits_mark = at, False
+                return None
             case _:
                 return None
 

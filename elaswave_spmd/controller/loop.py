@@ -12,7 +12,7 @@ Broadcast(Prepare) for `_execute`. docs/protocol.md goes on from there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -73,7 +73,7 @@ from elaswave_spmd.controller.events import (
 from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy
 from elaswave_spmd.controller.garbage import CollectorPaused
 from elaswave_spmd.controller.io import ControllerIO
-from elaswave_spmd.controller.machines import Machines
+from elaswave_spmd.controller.machines import Machines, Whereabouts
 from elaswave_spmd.controller.model_checks import ModelChecks, split_of_emulated
 from elaswave_spmd.controller.notices import Notices
 from elaswave_spmd.controller.outcomes import Outcome, RunFinished, RunStopped
@@ -166,10 +166,11 @@ class Controller:
         self._sum_verifier = SumVerifier(verdicts, draw, self.protocol)
         self._roster = Roster(plan.placement.mesh.members)
         self._packer = Packer()
-        self._released = ReleasedWorkers(settings.timeouts.shutdown)
         self._ready: set[int] = set()  # the workers that have reported Ready
         self._bounds = _bounds_of(plan)
         self._supervision = Supervision(settings.timeouts, now)
+        self._clock, within_s = self._supervision.clock, settings.timeouts.shutdown
+        self._released = ReleasedWorkers(self._clock, within_s)
         self._replacements = Replacements(ReplacementPolicy.from_settings(settings.elastic), self._roster)
         self._machines = Machines(
             settings.elastic,
@@ -190,12 +191,12 @@ class Controller:
         self._notices = Notices(settings.elastic, self.protocol, self._roster, self._failures)
         self._checkpoints = CheckpointCoordinator(checkpoints, compares=plan.job.compares_at(0))
         self._replicas = ReplicaVerifier(settings, self.protocol, plan.job.compares_at, self._checkpoints, verdicts)
-        self._stopping = Stopping(self.protocol, self._checkpoints, self._failures, settings.timeouts.shutdown)
+        self._stopping = Stopping(self.protocol, self._checkpoints, self._failures, self._clock, within_s)
         frequencies = frequencies or Frequencies(settings.schedule)
         self._rescheduler = Rescheduler(policy, measured, self.protocol, frequencies, self._roster)
         self._worker_states = WorkerStates(self.protocol, self._roster, self._replacements, self._rescheduler)
         self._keeps_best = settings.checkpoint.keep_best > 0
-        # The time until which the last checkpoints are waited for, once all steps are done; None before that.
+        # The time of `_clock` until which the last checkpoints are waited for, once all steps are done; None before.
         self._done_by: float | None = None
         self._admin = Administration(
             self.protocol,
@@ -313,7 +314,7 @@ class Controller:
         message = f"the run cannot be asked: no {SOCKET} in its directory ({why_not})"
         no_admin: list[Action] = [Record("no_ctl", {"message": message})] if why_not else []
         if self._adopter is not None:
-            return [*no_admin, *self._adopter.start(self._io.now())]
+            return [*no_admin, *self._adopter.start()]
         return [*no_admin, Spawn(self._plan.placement.mesh.members, newcomers=False)]
 
     # ---- events in, actions out
@@ -335,12 +336,12 @@ class Controller:
             return actions
         # Manifests first: a run that is ending may be waiting for its last one.
         if isinstance(event, ManifestWritten | OldRemoved):
-            return [*self._of_checkpoints(event, now), *self._stopping.check(now), *self._end_if_saved(now)]
+            return [*self._of_checkpoints(event, now), *self._stopping.check(now), *self._end_if_saved()]
         if isinstance(event, StopRequested):
             return self._stopping.requested(event)
         if self._failures.is_ending:
             if isinstance(event, Tick):
-                self._supervision.postpone(now)  # the run ends anyway: no worker is suspected any more
+                self._supervision.postpone(now, event.read_until)  # the run ends anyway: nobody is suspected any more
             # The end of a process may be seen before the last messages of its worker. Every step that was committed
             # must have its line in the metrics, whatever ends the run, so Applied still counts.
             if isinstance(event, Received) and isinstance(event.message, m.Applied):
@@ -384,8 +385,8 @@ class Controller:
                 return self.protocol.rebalance(goal)
             case Planned():
                 return self._rescheduler.planned(event)
-            case Tick():
-                return self._tick(now)
+            case Tick(read_until):
+                return self._tick(now, read_until)
             case Rejected():
                 pass  # for the log alone
         return []
@@ -436,7 +437,7 @@ class Controller:
             case m.SpawnRequest():
                 return [Spawn(self._roster.allocate(message.count))]
             case m.ShardWritten():
-                return [*self._checkpoints.wrote(message, now), *self._stopping.check(now), *self._end_if_saved(now)]
+                return [*self._checkpoints.wrote(message, now), *self._stopping.check(now), *self._end_if_saved()]
             case m.ChecksDiffer():
                 return self._verifier.differ(message)
             case m.CheckedAgain():
@@ -451,6 +452,9 @@ class Controller:
                 return protocol.damaged(message)
             case m.LinkClosed():  # between two workers; the controller's own links end as LinkEnded
                 failures.link_closed(message.rank, message.peer, was_linked=message.was_linked)
+            case m.LinksClosed(rank, peers):
+                for peer in peers:
+                    failures.link_closed(rank, peer)
             case m.Failed():
                 return failures.failed(message, now)
             case m.Ready() | m.Checked() | m.Constructed() | m.Refused():
@@ -467,15 +471,15 @@ class Controller:
         self._supervision.heartbeat(beat, now)
         return self._failures.heartbeat(beat.rank, now, is_relayed=is_relayed)
 
-    def _tick(self, now: float) -> Iterable[Action]:
+    def _tick(self, now: float, read_until: float) -> Iterable[Action]:
         """What is due by the clock: deadlines of workers and of the last checkpoint, and starts that had to wait."""
         # Only when it is needed: `free_to_leave` goes through all replica sets.
         free = self.protocol.free_to_leave if self._supervision.has_overdue_leavers else ()
-        suspects, standstill = self._supervision.tick(now, self.protocol.unanswered, free)
+        suspects, standstill = self._supervision.tick(now, read_until, self.protocol.unanswered, free)
         lost = self._failures.suspected(suspects, now)
         if standstill is not None and self._done_by is None:
             lost += self._failures.stands_still(standstill)
-        actions, unwritten = self._released.overdue(now)
+        actions, unwritten = self._released.overdue()
         if actions:
             self._checkpoints.worker_lost(until=unwritten)  # what they were writing will not come
         if silent := [suspect.rank for suspect in suspects if suspect.is_silent]:
@@ -487,7 +491,7 @@ class Controller:
             actions.append(UsePlaces())
         if self._notices.is_waiting:
             actions += self._notices.check(self._io.machines(), now)
-        return [*actions, *self._stopping.check(now), *self._end_if_saved(now)]
+        return [*actions, *self._stopping.check(now), *self._end_if_saved()]
 
     # ---- carrying actions out
 
@@ -501,8 +505,32 @@ class Controller:
             action = queue.popleft()
             if self._is_overtaken(action):
                 continue
+            if isinstance(action, LinkFailed):
+                failed = [action]
+                while queue and isinstance(following := queue[0], LinkFailed):
+                    failed.append(following)
+                    queue.popleft()
+                queue.extend(self._links_failed(failed))
+                for link in failed:
+                    self._log.action(link, self._io.now())
+                continue
             queue.extend(self._execute(action))
             self._log.action(action, self._io.now())
+
+    def _links_failed(self, failed: Sequence[LinkFailed]) -> list[Action]:
+        """One end of each of these links goes, or its machine.
+
+        A network that is cut in two fails hundreds of links of each worker on its border, and one heartbeat tells of
+        all of that worker's. So where workers are is looked up once for all that one event tells of.
+        """
+        where, now = Whereabouts.on(self._io.machines()), self._io.now()
+        actions: list[Action] = []
+        for link in failed:
+            if not link.ends <= self._roster.pids.keys():
+                continue  # something before this has removed one of the two workers
+            severed = self._machines.link_failed(link, where)
+            actions += self._failures.cannot_reach(link.rank, link.reason, now) if severed is None else severed
+        return actions
 
     def _is_overtaken(self, action: Action) -> bool:
         """True for a Prepare that is followed by a newer one in the queue, as when several workers are lost at once.
@@ -546,12 +574,6 @@ class Controller:
                 self._log.lost(rank, at, self._supervision.last_sign(rank, io.faulted_at(rank)))
             case EvictWorker(rank, reason):
                 return self._failures.computes_wrongly(rank, reason, now)
-            case LinkFailed(ends, rank, reason):
-                # Skipped if an action before this one has removed one of the two workers.
-                if ends <= self._roster.pids.keys():
-                    if (severed := self._machines.link_failed(action, io.machines(), now)) is not None:
-                        return severed
-                    return self._failures.cannot_reach(rank, reason, now)
             case GoBack():
                 return self._failures.go_back(action)
             case Committed(applied):
@@ -563,15 +585,15 @@ class Controller:
                 self._sum_verifier.begun(action)
                 return self._rescheduler.begun(placement, version)
             case Save():
-                self._stopping.begin(action, now)
+                self._stopping.begin(action)
             case Unrecoverable() if self._done_by is not None:
                 # All steps are done and the weights are collected; only checkpoints were waited for, and will not come.
                 return [End(RunFinished())]
             case Unrecoverable():
                 return self._failures.end(action, now)
             case Done():
-                self._done_by = self._done_by or now + self._plan.settings.timeouts.shutdown
-                return self._end_if_saved(now)
+                self._done_by = self._done_by or self._clock.now + self._plan.settings.timeouts.shutdown
+                return self._end_if_saved()
             case End(outcome):
                 # Once all results are here the run has finished, whatever loss or request has ended it after that.
                 self.outcome = outcome if self._done_by is None else RunFinished()
@@ -641,7 +663,7 @@ class Controller:
             why = "no validation loss was finite"
         return Record("early_stop", {"step": step, **about, "message": f"the run ends after step {step}: {why}"})
 
-    def _end_if_saved(self, now: float) -> list[Action]:
+    def _end_if_saved(self) -> list[Action]:
         """The end of a run whose result is complete, once its newest checkpoint is on the disk, or time is up.
 
         With `checkpoint.keep_best` the checkpoints of the best validated steps are waited for as well.
@@ -651,7 +673,7 @@ class Controller:
         ranked = (step for step in self._log.validations.ranked if not self._checkpoints.why_not(step))
         best = islice(ranked, self._plan.settings.checkpoint.keep_best)
         is_awaited = self._checkpoints.awaits_newest or any(self._checkpoints.awaits(step) for step in best)
-        if now < self._done_by and is_awaited:
+        if self._clock.now < self._done_by and is_awaited:
             return []
         return [End(RunFinished())]
 
@@ -696,7 +718,7 @@ class Controller:
         self._worker_states.removed(rank, lost=lost)
         self._roster.remove(rank)
         if not lost:
-            self._released.let_go(rank, self._io.now(), self.protocol.version)
+            self._released.let_go(rank, self.protocol.version)
         else:
             self._checkpoints.worker_lost()
             # Its process may still live: it may be stopped, or on a machine that the others cannot reach.

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elaswave_spmd.conf.schema import ElasticSettings
@@ -74,6 +74,25 @@ class _Pause:
     seconds: float
     reason: str
     until: float = math.inf
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Which worker is on which machine, looked up once for many workers.
+
+    Args:
+        own: the controller's machine; None if the run can have no other machine.
+        of_agents: rank -> its machine, of the workers on machines with an agent.
+    """
+
+    own: Machine | None
+    of_agents: Mapping[int, Machine]
+
+    @classmethod
+    def on(cls, machines: Sequence[Machine]) -> Whereabouts:
+        """The workers of these machines, as they are now."""
+        own = next((machine for machine in machines if machine.agent is None), None)
+        return cls(own, {rank: it for it in machines if it.agent is not None for rank in it.ranks})
 
 
 class Machines:
@@ -175,23 +194,21 @@ class Machines:
     def _is_paused(self, host: str, now: float) -> bool:
         return host in self._paused and now < self._paused[host].until
 
-    def link_failed(self, failed: LinkFailed, machines: Sequence[Machine], now: float) -> list[Action] | None:
+    def link_failed(self, failed: LinkFailed, where: Whereabouts) -> list[Action] | None:
         """Two workers cannot reach each other. If they are on two machines, one of the machines is given up.
 
         It is a machine with an agent, and the one with fewer living workers.
 
         Args:
-            machines: the machines of the run, as they are now.
+            where: the workers of all machines, as they are now.
 
         Returns:
             The actions; empty if one of the machines is being given up already. None if both workers are on the same
             machine, so that no network between machines has failed.
         """
-        pids = self._roster.pids
-        own = next((machine for machine in machines if machine.agent is None), None)
-        places = {rank: machine for machine in machines if machine.agent is not None for rank in machine.ranks}
+        pids, own = self._roster.pids, where.own
         # A worker without a process id here that no machine lists is of a machine that was given up: its end follows.
-        ends = {rank: places.get(rank) or (None if pids[rank] is None else own) for rank in failed.ends}
+        ends = {rank: where.of_agents.get(rank) or (None if pids[rank] is None else own) for rank in failed.ends}
         if own is None or len({*ends.values()}) == 1:
             return None
         if None in ends.values() or any(machine and machine.agent in self._severed for machine in ends.values()):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from elaswave_spmd.controller.actions import Action, Kill, Record
 from elaswave_spmd.mesh.mesh import named_workers
+from elaswave_spmd.recovery.tick_clock import TickClock
 
 KILLED = "killed"
 """The kind of the event about workers that were told to end, and did not."""
@@ -20,26 +21,28 @@ class ReleasedWorkers:
     """The workers that have been told to end.
 
     Args:
+        clock: the clock of the deadlines.
         seconds: how long they may take (timeouts.shutdown).
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, clock: TickClock, seconds: float) -> None:
+        self._clock = clock
         self._seconds = seconds
         self._until: dict[int, tuple[float, int]] = {}  # rank -> when it is to have ended, its last step; in this order
 
-    def let_go(self, rank: int, now: float, step: int) -> None:
+    def let_go(self, rank: int, step: int) -> None:
         """A worker has been told to end.
 
         Args:
             step: the last one of which it may have to write state.
         """
-        self._until[rank] = now + self._seconds, step
+        self._until[rank] = self._clock.now + self._seconds, step
 
     def ended(self, rank: int) -> None:
         """A worker's process has ended. Does nothing if the worker was not told to end."""
         self._until.pop(rank, None)
 
-    def overdue(self, now: float) -> tuple[list[Action], int]:
+    def overdue(self) -> tuple[list[Action], int]:
         """End those that should have ended by now, each once. With every tick.
 
         Returns:
@@ -47,7 +50,7 @@ class ReleasedWorkers:
         """
         ranks: list[int] = []
         for rank, (until, _) in self._until.items():
-            if now <= until:
+            if self._clock.now <= until:
                 break
             ranks.append(rank)
         if not ranks:

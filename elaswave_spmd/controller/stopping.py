@@ -10,12 +10,14 @@ from elaswave_spmd.controller.outcomes import RunStopped
 from elaswave_spmd.errors import StoppedBySignal
 from elaswave_spmd.recovery.actions import Save
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
+from elaswave_spmd.recovery.tick_clock import TickClock
 
 
 class Stopping:
     """Stops a run after its state was saved. All methods are called by the controller's thread.
 
     Args:
+        clock: the clock of the deadline.
         seconds: how long the last checkpoint may take (timeouts.shutdown).
     """
 
@@ -24,16 +26,18 @@ class Stopping:
         protocol: ControllerProtocol,
         checkpoints: CheckpointCoordinator,
         failures: FailureHandler,
+        clock: TickClock,
         seconds: float,
     ) -> None:
         self._protocol = protocol
         self._checkpoints = checkpoints
         self._failures = failures
+        self._clock = clock
         self._seconds = seconds
         self._signal = ""  # the name of the signal by which the run was asked to end
         self._is_asked_early = False  # True if the run was asked to end while workers were being adopted
         self._save: Save | None = None  # the newest order to save the state
-        self._until = 0.0  # the time until which the checkpoint is waited for
+        self._until = 0.0  # the time of `clock` until which the checkpoint is waited for
 
     def requested(self, event: StopRequested) -> list[Action]:
         """A signal asks the run to end: it finishes its step, saves its state and ends; or at once, by a second one."""
@@ -76,10 +80,10 @@ class Stopping:
             return []  # there are no members yet, and nothing to save
         return [*self._protocol.stop(f"worker {rank} was asked to end by SIGTERM, and elastic.enabled is false")]
 
-    def begin(self, save: Save, now: float) -> None:
+    def begin(self, save: Save) -> None:
         """The workers have been ordered to write their state. Called again if one more worker is lost meanwhile."""
         self._save = save
-        self._until = now + self._seconds
+        self._until = self._clock.now + self._seconds
         self._checkpoints.stop_and_save(save)
 
     def check(self, now: float) -> list[Action]:
@@ -92,6 +96,6 @@ class Stopping:
         if self._checkpoints.newest >= self._save.version:
             return self._failures.end(SaveEnded(self._save), now)
         why = self._checkpoints.why_not(self._save.version)
-        if not why and now > self._until:
+        if not why and self._clock.now > self._until:
             why = f"not within {self._seconds:g} s (timeouts.shutdown)"
         return self._failures.end(SaveEnded(self._save, why), now) if why else []

@@ -15,6 +15,7 @@ from elaswave_spmd.conf.schema import Timeouts
 from elaswave_spmd.recovery.failure_detector import Liveness, Suspect
 from elaswave_spmd.recovery.messages import Heartbeat
 from elaswave_spmd.recovery.standstill import Standstill, StandstillDetector
+from elaswave_spmd.recovery.tick_clock import TickClock
 
 _BEATS = 3  # up to this many heartbeat periods after a fault, heartbeats that its worker had sent may still arrive
 
@@ -44,8 +45,10 @@ class Supervision:
 
     def __init__(self, timeouts: Timeouts, now: float) -> None:
         self._timeouts = timeouts
-        self._liveness = Liveness(timeouts)
-        self._movement = StandstillDetector(timeouts)
+        self.clock = TickClock(timeouts.heartbeat, now)
+        """The clock of all deadlines of the run by which something is given up. This object drives it."""
+        self._liveness = Liveness(timeouts, self.clock)
+        self._movement = StandstillDetector(timeouts, self.clock)
         self._alive_at: dict[
             int, float
         ] = {}  # when a worker's last sign of life came; kept after its loss, for the log
@@ -95,12 +98,13 @@ class Supervision:
         self._liveness.wants_to_leave(rank)
 
     def tick(
-        self, now: float, unanswered: tuple[int, Collection[int]], free_to_leave: Collection[int]
+        self, now: float, read_until: float, unanswered: tuple[int, Collection[int]], free_to_leave: Collection[int]
     ) -> tuple[list[Suspect], Standstill | None]:
         """Check all deadlines.
 
         Args:
             now: the time in seconds, by the controller's clock.
+            read_until: as in `events.Tick`.
             unanswered: the epoch of the last Prepare, and the workers that could have answered it by now and have not.
             free_to_leave: workers that asked to leave and whose pages all have another replica; needed if
                 `has_overdue_leavers`.
@@ -110,14 +114,15 @@ class Supervision:
             else None.
         """
         self._liveness.expect_answers(*unanswered)
-        # The detector has no clock: it counts the seconds between ticks, each as one heartbeat period at most.
-        passed, self._ticked = now - self._ticked, now
-        suspects, standstill = self._liveness.tick(passed, free_to_leave), self._movement.tick(passed)
+        self.postpone(now, read_until)
+        suspects, standstill = self._liveness.tick(free_to_leave), self._movement.tick()
         return suspects, None if suspects else standstill
 
-    def postpone(self, now: float) -> None:
-        """Skip a tick that was due, without checking any deadline: the next one is due half a period later."""
+    def postpone(self, now: float, read_until: float) -> None:
+        """Let the clock tick without checking the deadlines of workers: the next tick is due half a period later."""
         self._ticked = now
+        # Not up to `now`: what workers have sent, and is not read yet, must not count as not sent.
+        self.clock.tick(min(now, read_until))
 
     def last_sign(self, rank: int, faulted_at: float | None) -> Sign | None:
         """The instant of a worker's death, if fault injection wrote it down; else its last sign of life, if any.

@@ -58,8 +58,6 @@ _TO_WORKERS = (
 )
 _STEPS_AHEAD = 2
 """Members are at most two steps apart, and a worker whose micro-batches are all others' works ahead by one."""
-_EPOCHS_AHEAD = 1_000
-"""More changes of the mesh than can overtake each other while one worker waits for its Reconfigure."""
 _MOST_LEVELS = 16  # of votes
 _LONGEST_NORM = 64
 """An exact sum of doubles is at most 40 doubles long: their exponents span 2,098 bits, and one has 53 of them."""
@@ -270,12 +268,15 @@ class WorkerPosition:
     """The place of the worker that gets a message: its version, its mesh epoch, and who votes to it in that.
 
     Args:
+        promised: the newest mesh epoch whose Prepare it has answered, or `epoch`. No member can be in a later one: an
+            epoch begins when all living members of the one before have answered, this worker among them.
         voters: at each level.
         began: the version that all members of the first mesh began with; None: the worker came later, and knows not.
     """
 
     version: int
     epoch: int
+    promised: int
     voters: Sequence[Collection[int]]
     began: int | None = None
 
@@ -309,7 +310,7 @@ def refused_by_worker(
         case m.PairSent() | m.PairReceived() | m.PairLost():
             return _refused_of_pair(message, sender, num_elements, at) if bounds.pairs else DIRECTION
         case _:
-            if not 0 <= getattr(message, "attempt", 0) <= at.epoch + _EPOCHS_AHEAD:
+            if not 0 <= getattr(message, "attempt", 0) <= at.promised:
                 return EPOCH
             if not bounds.has_step(message.step, at.version):
                 return STEP
@@ -322,7 +323,7 @@ def refused_by_worker(
 def _refused_of_pair(
     message: m.PairSent | m.PairReceived | m.PairLost, sender: int, num_elements: int | None, at: WorkerPosition
 ) -> str:
-    if not 0 <= getattr(message, "epoch", 0) <= at.epoch + _EPOCHS_AHEAD:
+    if not 0 <= getattr(message, "epoch", 0) <= at.promised:
         return EPOCH
     match message:
         case m.PairSent(epoch=epoch, number=number, size=size, resent=resent):
@@ -348,7 +349,7 @@ def _refused_vote(
         return SIZE
     if not vote.step >= 1 or not bounds.has_step(vote.step, at.version):
         return STEP
-    if not 0 <= vote.epoch <= at.epoch + _EPOCHS_AHEAD:
+    if not 0 <= vote.epoch <= at.promised:
         return EPOCH
     # A vote of a later epoch may come before its Reconfigure, from a worker that is not known here yet.
     if not 0 <= vote.level < (len(at.voters) if vote.epoch == at.epoch else _MOST_LEVELS):
@@ -458,6 +459,9 @@ def _refused_report(
             return DIRECTION if average and not bounds.averages else bounds.refused_payload(message, num_elements)
         case m.LinkClosed(rank=rank, peer=peer):
             return VALUE if peer == rank else "" if -1 <= peer < at.num_ranks else RANK
+        case m.LinksClosed(rank=rank, peers=peers):
+            exist = 0 <= min(peers, default=-1) <= max(peers, default=-1) < at.num_ranks
+            return RANK if not exist else "" if len({rank, *peers}) == len(peers) + 1 else VALUE
         case m.SpawnRequest(count=count):
             return DIRECTION if not bounds.spawns else "" if 1 <= count <= at.num_ranks else VALUE
         case m.Failed(report=report):

@@ -6,7 +6,7 @@ class.
 
 There is one way to change the mesh epoch, whatever the event: Prepare goes to the living members, each answers with a
 StepReport, and Reconfigure goes to the members of the new epoch. An event before the Reconfigure begins this again,
-with the next epoch number.
+with the next epoch number, unless it is a join or a leave that can still take part.
 """
 
 from __future__ import annotations
@@ -164,6 +164,8 @@ class _Change:
     Args:
         epoch: the number of the epoch that is prepared.
         after: as in Prepare.
+        num_ranks: when it began, the ranks below this one had been given to workers; 0 if its Prepare is that of a
+            controller before this one.
         reports: rank -> its StepReport.
         late: learners whose CaughtUp arrived after their StepReport. CaughtUp does not say of which version the state
             is, so these learners cannot count as replicas if the state of just this version is needed.
@@ -171,6 +173,7 @@ class _Change:
 
     epoch: int
     after: int
+    num_ranks: int = 0
     reports: dict[int, StepReport] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)
 
@@ -371,6 +374,7 @@ class ControllerProtocol:
         self._pending = _Pending()
         self._behind: set[int] | None = None  # learners that have not caught up; None: not worked out in this epoch
         self._domains: dict[int, Path | None] = {}  # of newcomers
+        self._num_ranks = 1 + max(placement.mesh.members)  # ranks below it have been given to workers
         self._saving = ""  # why the run is about to stop
         self._stop_wanted = ""  # why somebody wants it to stop
         self._stops_last = False  # also after the last step, whose validation cannot be completed
@@ -480,6 +484,7 @@ class ControllerProtocol:
     def expect(self, rank: int, domain: Path | None) -> None:
         """A newcomer was started in this failure domain; None if the run has only one."""
         self._domains[rank] = domain
+        self._num_ranks = max(self._num_ranks, 1 + rank)
 
     def ready(self, message: Ready) -> list[ProtocolAction]:
         """A worker is ready.
@@ -492,7 +497,7 @@ class ControllerProtocol:
             self._starters.add(message.rank)  # a worker that the first mesh did not wait for may still join it
             return self._start_if_complete()
         self._pending.newcomers.append(message.rank)
-        return self._begin(after=self._next_boundary())
+        return self._take_part(message.rank)
 
     def lost(
         self, rank: int, reason: str, *, spare: Ready | None = None, replacement: int | None = None
@@ -518,7 +523,7 @@ class ControllerProtocol:
         if rank not in self.placement.mesh or rank in self._pending.lost:
             removed = [RemoveMember(rank, lost=True)] if rank in self._pending.newcomers else []
             self._pending.newcomers = [newcomer for newcomer in self._pending.newcomers if newcomer != rank]
-            return [*removed, *(self._begin(after=self._next_boundary()) if spare is not None else [])]
+            return [*removed, *(self._take_part(spare.rank) if spare is not None else [])]
         self._pending.lost[rank] = reason
         self._pending.leaving.pop(rank, None)
         return [RemoveMember(rank, lost=True), *self._begin(after=AT_ONCE)]
@@ -569,6 +574,7 @@ class ControllerProtocol:
         newest = before.reconfigure
         self._started = True
         self.placement = before.placement
+        self._num_ranks = max(self._num_ranks, 1 + max(before.placement.mesh.members))
         self._wanted_stages = reconfiguration.wanted_stages(before.placement.mesh.stages, self._wanted_stages)
         self.running = Assignment.of(before.placement)
         self.addresses = {rank: newest.addresses[rank] for rank in before.versions}
@@ -619,7 +625,7 @@ class ControllerProtocol:
         if rank not in self.members or rank in self._pending.leaving or not self._started:
             return []
         self._pending.leaving[rank] = reason
-        return self._begin(after=self._next_boundary())
+        return self._take_part(rank)
 
     def stop(self, reason: str, *, at_once: bool = False) -> list[ProtocolAction]:
         """Stop the run after the step under way and save its state, as if too few workers were left (C10).
@@ -771,10 +777,22 @@ class ControllerProtocol:
         if self._change is not None:
             after = min(after, self._change.after)
         self._last_epoch += 1
-        self._change = _Change(self._last_epoch, after)
-        if not self.members:
+        self._change = _Change(self._last_epoch, after, self._num_ranks)
+        if not (members := self.members):
             return [Unrecoverable((), "no worker is left")]
-        return [Broadcast(self.members, Prepare(self._last_epoch, after))]
+        return [Broadcast(members, Prepare(self._last_epoch, after))]
+
+    def _take_part(self, rank: int) -> list[ProtocolAction]:
+        """A newcomer or a leaver takes part in the change under way; if there is none, a planned one begins.
+
+        The change under way needs no other Prepare. Its answers say what members have, which does not depend on who
+        comes or leaves, and this is decided when all of them are here. If a hundred newcomers each began it anew, no
+        step would be made until the last of them is ready. A newcomer that was started after the Prepare begins it anew
+        all the same: no member may have a rank that is not in the journal yet (A7).
+        """
+        if self._change is not None and rank < self._change.num_ranks:
+            return []
+        return self._begin(after=self._next_boundary())
 
     # ---- the new epoch
 

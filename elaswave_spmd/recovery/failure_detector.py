@@ -14,6 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from elaswave_spmd.conf.schema import Timeouts
+from elaswave_spmd.recovery.tick_clock import TickClock
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Suspect:
 
 @dataclass
 class _Watched:
-    """State of a worker that is watched. Times are in seconds of the detector's own clock."""
+    """State of a worker that is watched. Times are in seconds of the detector's clock."""
 
     heard: float  # when the last heartbeat came, or when it was first watched
     progress: int | None = None  # the number of actions by its last heartbeat; None before the first one
@@ -59,9 +60,9 @@ class _Starting:
 class Liveness:
     """Watches the heartbeats of workers.
 
-    Its clock is the sum of the ticks, each of which counts as one heartbeat period at most. So if the controller's
-    machine pauses, the heartbeats that wait in its mailbox are read before any worker counts as silent for long: no
-    worker is suspected too early, however late the ticks come.
+    Its clock (`TickClock`) counts each tick as one heartbeat period at most. So if the controller's machine pauses, the
+    heartbeats that wait in its mailbox are read before any worker counts as silent for long: no worker is suspected too
+    early, however late the ticks come.
 
     A worker that waits for a message need not make progress. An action may take the longest of these: the time
     `timeouts.progress`; `progress_factor` times the mean of all actions that watched workers have finished; and, before
@@ -75,9 +76,9 @@ class Liveness:
     such as that of an answer to Prepare, are noticed in time.
     """
 
-    def __init__(self, timeouts: Timeouts) -> None:
+    def __init__(self, timeouts: Timeouts, clock: TickClock) -> None:
         self._timeouts = timeouts
-        self._clock = 0.0
+        self._clock = clock
         self._workers: dict[int, _Watched] = {}
         self._deadlines: list[tuple[float, int]] = []  # a heap of (time, rank); ranks that are not watched are skipped
         self._leavers = set[int]()
@@ -90,20 +91,20 @@ class Liveness:
     @property
     def has_overdue_leavers(self) -> bool:
         """True if `timeouts.leave` is over at the next tick for a worker that has asked to leave."""
-        soon = self._clock + self._timeouts.heartbeat  # no tick counts for more
+        soon = self._clock.now + self._timeouts.heartbeat  # no tick counts for more
         return any(self._is_overdue_leaver(self._workers[rank], soon) for rank in self._leavers)
 
     def expect(self, rank: int, seconds: float) -> None:
         """A worker has been started. It becomes suspect if `watch` is not called for it within `seconds`."""
         assert rank not in self._workers, rank
-        self._starting[rank] = _Starting(self._clock, seconds)
+        self._starting[rank] = _Starting(self._clock.now, seconds)
 
     def watch(self, rank: int) -> None:
         """Expect heartbeats of `rank` from now on."""
         assert rank not in self._workers, rank
         self._starting.pop(rank, None)
-        self._workers[rank] = _Watched(heard=self._clock)
-        heapq.heappush(self._deadlines, (self._clock + self._timeouts.suspect, rank))
+        self._workers[rank] = _Watched(heard=self._clock.now)
+        heapq.heappush(self._deadlines, (self._clock.now + self._timeouts.suspect, rank))
 
     def forget(self, rank: int) -> None:
         """Expect nothing of `rank` any more: it has ended, or is fenced. Unknown ranks are ignored."""
@@ -127,7 +128,7 @@ class Liveness:
         for rank in unanswered:
             worker = self._workers.get(rank)
             if worker is not None and worker.unanswered_since is None:
-                worker.unanswered_since = self._clock
+                worker.unanswered_since = self._clock.now
         self._prepare_epoch = epoch
         self._unanswered = unanswered
 
@@ -135,7 +136,7 @@ class Liveness:
         """A worker has asked to leave: `timeouts.leave` runs from now on. Unknown ranks are ignored."""
         worker = self._workers.get(rank)
         if worker is not None and worker.leaving_since is None:
-            worker.leaving_since = self._clock
+            worker.leaving_since = self._clock.now
             self._leavers.add(rank)
 
     def heartbeat(self, rank: int, progress: int, waiting: bool, action: str = "") -> None:
@@ -153,50 +154,47 @@ class Liveness:
         worker = self._workers.get(rank)
         if worker is None:
             if (starting := self._starting.get(rank)) is not None and not waiting:  # it has compiled a program
-                starting.since = self._clock
+                starting.since = self._clock.now
             return
-        worker.heard = self._clock
+        worker.heard = self._clock.now
         if worker.progress is not None and progress < worker.progress:
             return  # an older heartbeat, which an agent has sent on after a newer one had come directly
         if worker.progress is not None and progress > worker.progress:
             self._num_actions += progress - worker.progress
             if worker.busy_since is not None:
-                self._busy_seconds += self._clock - worker.busy_since
+                self._busy_seconds += self._clock.now - worker.busy_since
             worker.finished = True
             worker.busy_since = None
         if waiting:
             worker.busy_since = None
         elif worker.busy_since is None:
-            worker.busy_since = self._clock
+            worker.busy_since = self._clock.now
         worker.progress = progress
         worker.action = action
 
-    def tick(self, dt: float, free_to_leave: Collection[int] | None = None) -> list[Suspect]:
-        """`dt` seconds have passed since the last tick, and all heartbeats that came before now were handed in.
+    def tick(self, free_to_leave: Collection[int] | None = None) -> list[Suspect]:
+        """The clock has ticked, and all messages that came before the time that it shows now were handed in.
 
         Args:
-            dt: the seconds since the last tick.
             free_to_leave: the workers whose pages all have another replica; None for all workers. A worker that has
                 asked to leave and is not among them at the end of `timeouts.leave` gets as much time again.
 
         Returns:
             The workers that became suspect by this tick, in the order of ranks. Each is returned only once.
         """
-        assert dt >= 0, dt
-        self._clock += min(dt, self._timeouts.heartbeat)
-        usual = self._usual_limit()
+        now, usual = self._clock.now, self._usual_limit()
         suspects = self._late_starters()
-        while self._deadlines and self._deadlines[0][0] <= self._clock:
+        while self._deadlines and self._deadlines[0][0] <= now:
             _, rank = heapq.heappop(self._deadlines)
             worker = self._workers.get(rank)
             if worker is None or worker.suspected:
                 continue
-            if free_to_leave is not None and rank not in free_to_leave and self._is_overdue_leaver(worker, self._clock):
-                worker.leaving_since = self._clock
+            if free_to_leave is not None and rank not in free_to_leave and self._is_overdue_leaver(worker, now):
+                worker.leaving_since = now
             deadline, reason = self._next_deadline(worker, usual)
-            if deadline <= self._clock:
+            if deadline <= now:
                 worker.suspected = True
-                is_silent = self._clock - worker.heard >= self._timeouts.suspect
+                is_silent = now - worker.heard >= self._timeouts.suspect
                 suspects.append(Suspect(rank, reason, is_silent))
             else:
                 heapq.heappush(self._deadlines, (deadline, rank))
@@ -204,8 +202,10 @@ class Liveness:
 
     def _late_starters(self) -> list[Suspect]:
         """The workers that were not ready in time. They are not waited for any more."""
-        late = [rank for rank, starting in self._starting.items() if self._clock - starting.since >= starting.seconds]
-        seconds = {rank: self._clock - self._starting.pop(rank).since for rank in late}
+        late = [
+            rank for rank, starting in self._starting.items() if self._clock.now - starting.since >= starting.seconds
+        ]
+        seconds = {rank: self._clock.now - self._starting.pop(rank).since for rank in late}
         return [Suspect(rank, f"not ready after {late_s:.1f} s", is_silent=True) for rank, late_s in seconds.items()]
 
     def _usual_limit(self) -> float:
@@ -218,7 +218,7 @@ class Liveness:
 
     def _next_deadline(self, worker: _Watched, usual: float) -> tuple[float, str]:
         """(when the worker becomes suspect if nothing is heard of it, the reason if that is now and else "")."""
-        timeouts, now = self._timeouts, self._clock
+        timeouts, now = self._timeouts, self._clock.now
         longest_action = usual if worker.finished else max(usual, timeouts.start)
         deadline, reason = math.inf, ""
         # The order matters: if several limits are over at once, the first of these reasons is the most helpful one.

@@ -859,6 +859,17 @@ class LinkClosed(Message, frozen=True):
     was_linked: bool = True
 
 
+class LinksClosed(Message, frozen=True):
+    """Worker -> controller: its links to several `peers` have closed, as LinkClosed reports one.
+
+    When a rack is lost each survivor loses many links at once. A message for each of them, from each survivor, would
+    keep the controller from the answers to its Prepare.
+    """
+
+    rank: int
+    peers: tuple[int, ...]
+
+
 class Leaving(Message, frozen=True):
     """Worker -> controller: the worker got SIGTERM, and asks to leave once none of its state is needed any more."""
 
@@ -1133,6 +1144,7 @@ AnyMessage: TypeAlias = (
     | ReplicasAgree
     | Damaged
     | LinkClosed
+    | LinksClosed
     | Leaving
     | SpawnRequest
     | Heartbeat

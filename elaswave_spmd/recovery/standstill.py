@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from elaswave_spmd.conf.schema import Timeouts
 from elaswave_spmd.mesh.mesh import shortened_workers
 from elaswave_spmd.recovery.messages import Heartbeat
+from elaswave_spmd.recovery.tick_clock import TickClock
 
 _MOST_TOLD = 8  # different reasons for waiting that a sentence lists
 _STEPS = 4  # nothing moves for this many mean step times: longer than any part of a normal step takes
@@ -60,8 +61,8 @@ class StandstillDetector:
     These count as movement: a worker computes or sends, finishes an action, or begins to wait for something else; the
     controller gets a message other than a heartbeat, or sends one to members; a step is committed.
 
-    Its clock is the sum of the ticks, each of which counts as one heartbeat period at most, as in
-    `failure_detector.Liveness`: so a pause of the controller's machine is no standstill.
+    Its clock is that of the failure detector, which counts each tick as one heartbeat period at most: so a pause of the
+    controller's machine is no standstill.
 
     The limit is the longest of these: `timeouts.progress`; `_STEPS` times the mean time from one commit to the next, or
     `timeouts.start` while there is no such mean; and the time after which a silent link is noticed
@@ -70,11 +71,11 @@ class StandstillDetector:
     Handling a heartbeat takes the same time however many workers there are.
     """
 
-    def __init__(self, timeouts: Timeouts) -> None:
+    def __init__(self, timeouts: Timeouts, clock: TickClock) -> None:
         self._timeouts = timeouts
         self._least = max(timeouts.progress, timeouts.silent_link + timeouts.suspect)
-        self._clock = 0.0
-        self._moved_at = 0.0
+        self._clock = clock
+        self._moved_at = clock.now
         self._said: dict[int, _Said] = {}
         self._committed_at: float | None = None  # None: not since the begin, or not since a standstill
         self._step_seconds = 0.0
@@ -94,33 +95,31 @@ class StandstillDetector:
         if (before := self._said.get(beat.rank)) is None:
             return
         if not beat.waiting or beat.is_sending or before.progress != beat.progress or before.action != beat.action:
-            self._moved_at = self._clock
+            self._moved_at = self._clock.now
             self._said[beat.rank] = _Said(beat.progress, beat.action)
 
     def moved(self) -> None:
         """Note any other sign that the run does not stand still."""
-        self._moved_at = self._clock
+        self._moved_at = self._clock.now
 
     def committed(self) -> None:
         """A step is committed."""
         if self._committed_at is not None:
-            self._step_seconds += self._clock - self._committed_at
+            self._step_seconds += self._clock.now - self._committed_at
             self._num_steps += 1
-        self._committed_at = self._moved_at = self._clock
+        self._committed_at = self._moved_at = self._clock.now
 
-    def tick(self, dt: float) -> Standstill | None:
-        """`dt` seconds have passed since the last tick, and all heartbeats that came before now were handed in.
+    def tick(self) -> Standstill | None:
+        """The clock has ticked, and all messages that came before the time that it shows now were handed in.
 
         Returns:
             A Standstill if nothing has moved for too long, else None. Then the time begins again, so that it is not
             reported at every tick.
         """
-        assert dt >= 0, dt
-        self._clock += min(dt, self._timeouts.heartbeat)
-        seconds = self._clock - self._moved_at
+        seconds = self._clock.now - self._moved_at
         if seconds < self.limit:
             return None
-        self._moved_at, self._committed_at = self._clock, None
+        self._moved_at, self._committed_at = self._clock.now, None
         return Standstill(seconds, {rank: said.action for rank, said in self._said.items()})
 
     @property

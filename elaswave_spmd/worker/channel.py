@@ -243,6 +243,7 @@ class SocketChannel:
         if self._early:
             items, self._early = [*self._early, *items], []
         found: list[Incoming] = []
+        closed: list[PeerClosed] = []
         for item in items:
             if isinstance(item, ControllerLost) and (self._has_agent or not self._fence.was_adopted):
                 self.is_abandoned = self._has_agent
@@ -255,10 +256,9 @@ class SocketChannel:
                 continue  # the link to a controller of the past
             if item == PeerClosed(CONTROLLER):
                 self._controller_lost()
-            if isinstance(item, PeerClosed):  # the controller finds out whether the peer is lost, or the link alone
-                closed = m.LinkClosed(self._links.me, item.peer, item.was_linked)
-                self.send(CONTROLLER, closed)
-                found.append(Incoming(self._links.me, closed))
+            if isinstance(item, PeerClosed):
+                closed += [item] if item.peer != CONTROLLER else []
+                found.append(Incoming(self._links.me, m.LinkClosed(self._links.me, item.peer, item.was_linked)))
             if isinstance(item, Envelope) and (incoming := self._decode(item)) is not None:
                 if isinstance(incoming.message, m.Stop):
                     raise WorkerStopped
@@ -269,9 +269,23 @@ class SocketChannel:
                     self._links.connect(CONTROLLER, adopt.address)
                     self._saves_at = math.inf
                 found.append(incoming)
+        if closed:
+            self._report_closed(closed)
         if not found and time.monotonic() >= self._saves_at:
             raise WorkerStopped
         return found
+
+    def _report_closed(self, closed: Sequence[PeerClosed]) -> None:
+        """Tell the controller of closed links. It finds out whether the peers are lost, or the links alone.
+
+        Those that were found closed at once are one message: if a rack is lost, each survivor loses many links.
+        """
+        me, ended = self._links.me, [item.peer for item in closed if item.was_linked]
+        if len(ended) > 1:
+            self.send(CONTROLLER, m.LinksClosed(me, tuple(dict.fromkeys(ended))))
+        for item in closed:
+            if len(ended) == 1 or not item.was_linked:
+                self.send(CONTROLLER, m.LinkClosed(me, item.peer, item.was_linked))
 
     def _controller_lost(self) -> None:
         """Note the time at which the step under way is given up, if it takes so long: the state before it is saved."""

@@ -396,7 +396,8 @@ class Executor:
         # A message from this worker to itself is a LinkClosed that its links made. The controller is trusted.
         if sender in (self.rank, CONTROLLER):
             return ""
-        at = WorkerPosition(self.version, self.configuration.epoch, self.commit.protocol.voters, self._began)
+        epoch, protocol = self.configuration.epoch, self.commit.protocol
+        at = WorkerPosition(self.version, epoch, max(epoch, protocol.promised), protocol.voters, self._began)
         if why := refused_by_worker(self._bounds, message, sender, num_elements, at):
             return why
         is_crossing = isinstance(message, m.Activation | m.ActivationGradient)

@@ -46,7 +46,7 @@ RESULT = (bytes(512), b"1234")
 ELEMENTS = BOUNDS.num_elements(PAGES, "state") or 0
 FRAMES = 10_000
 AT_CONTROLLER = ControllerPosition(version=3, last_epoch=2, num_ranks=3, ready={0, 2})
-AT_WORKER = WorkerPosition(version=3, epoch=2, voters=({1, 2}, {2}))
+AT_WORKER = WorkerPosition(version=3, epoch=2, promised=3, voters=({1, 2}, {2}))
 PART = m.PartialStep(
     4, (0, 1), (0,), (1,), ((1, 0),), ((1, 0),), {1: ((0, 1), (0, 2))}, ((*PAGES, 1, ((0, 1),)),), (PAGES,), (1,)
 )
@@ -83,6 +83,7 @@ REPORTS: tuple[m.AnyMessage, ...] = (
     m.Damaged(SENDER, 2, 3, (PAGES,), "lost"),
     m.LinkClosed(SENDER, 2),
     m.LinkClosed(SENDER, 2, was_linked=False),
+    m.LinksClosed(SENDER, (0, 2)),
     m.Leaving(SENDER),
     m.SpawnRequest(SENDER, 1),
     m.Applied(4, 2, SENDER, 2.5, 1.5, True),
@@ -158,6 +159,25 @@ def test_a_vote_comes_from_whom_it_is_expected_of() -> None:
         (3, -1, admission.VALUE),
     ):
         assert by_worker(m.Vote(4, epoch, SENDER, (1.5,), level=level), SENDER, None) == why, (epoch, level)
+
+
+@pytest.mark.parametrize(
+    ("message", "num_elements"),
+    [
+        (m.Vote(4, 5_000, SENDER, (1.5,)), None),
+        (m.PartialSum(4, *PAGES, 0, 2, attempt=5_000), ELEMENTS),
+        (m.PairSent(5_000, 1, 0, b"", True), None),
+    ],
+    ids=lambda it: type(it).__name__,
+)
+def test_an_epoch_may_be_as_far_ahead_as_the_last_prepare_that_was_answered(
+    message: m.AnyMessage, num_elements: int | None
+) -> None:
+    """Each loss takes a number, so that thousands may be left out between two epochs. A vote that is refused is not
+    sent again, and the run would stand still. In an epoch beyond that nobody can be: all answer before it begins."""
+    for promised, why in ((4_999, admission.EPOCH), (5_000, ""), (7_000, "")):
+        at = replace(AT_WORKER, promised=promised)
+        assert refused_by_worker(BOUNDS, message, SENDER, num_elements, at) == why
 
 
 def test_an_average_is_refused_where_the_run_has_none() -> None:

@@ -19,6 +19,7 @@ from elaswave_spmd.runtime.transport.credentials import Admission
 from elaswave_spmd.runtime.transport.frames import Message, MessageReader, MessageRejected
 
 _BURST = 256  # messages received from the PULL socket before the other sockets are polled
+_MOST_BURSTS = 4_000  # a million messages: what is to follow all messages that have arrived comes after so many at most
 _MONITOR_EVENT = struct.Struct("=hi")  # the first frame of a monitor's message: event, value
 
 
@@ -74,6 +75,10 @@ class EventLoop:
         self._next_look = time.monotonic() + handlers.look_s
         self._monitors: dict[zmq.Socket[bytes], Callable[[int, int], None]] = {}
         self._pending_work: deque[Callable[[], None]] = deque()
+        self._num_bursts = 0
+        # Calls that follow everything that has arrived before they were asked for: (the burst after which they come at
+        # the latest, call).
+        self._when_read: deque[tuple[int, Callable[[], None]]] = deque()
         self._stopping = False
         self._wake_lock = threading.Lock()  # guards the wake pipe against being closed while others write
         self._wake_open = True
@@ -100,6 +105,13 @@ class EventLoop:
         the next event, and all links would wait with it.
         """
         self._hand_over(lambda: self._add(monitor, on_event))
+
+    def when_read(self, then: Callable[[], None]) -> None:
+        """Call `then` in the loop's thread once all messages are received that have arrived by now. Any thread.
+
+        If messages come without an end, faster than they are received, it is called after a million of them.
+        """
+        self._hand_over(lambda: self._when_read.append((self._num_bursts + _MOST_BURSTS, then)))
 
     def stop(self) -> None:
         """End the thread and close its sockets. Any other thread."""
@@ -134,6 +146,9 @@ class EventLoop:
             while self._pending_work:
                 self._pending_work.popleft()()
             pending = self._drain_pull()
+            self._num_bursts += 1
+            while self._when_read and (not pending or self._when_read[0][0] <= self._num_bursts):
+                self._when_read.popleft()[1]()
 
     def _wait_for_stop(self) -> None:
         """After a failure: wait for `stop`. Until then the sockets are needed to send the report of the failure."""

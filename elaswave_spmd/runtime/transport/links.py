@@ -58,7 +58,14 @@ from elaswave_spmd.runtime.transport.frames import (
     frames_of,
     numbered_head,
 )
-from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, LinksFailed, Mailbox, PeerClosed
+from elaswave_spmd.runtime.transport.mailbox import (
+    ControllerLost,
+    Envelope,
+    LinksFailed,
+    Mailbox,
+    PeerClosed,
+    ReadMark,
+)
 from elaswave_spmd.runtime.transport.rings import MEMORY_BYTES, Bell
 from elaswave_spmd.runtime.transport.shared_inbox import SharedInbox
 from elaswave_spmd.runtime.transport.shared_memory import MemoryLocation, SharedMemory, why_unsupported
@@ -448,6 +455,13 @@ class Links:
         If the peer acknowledges nothing this ends with the link at the latest.
         """
         return any(has_unsent(fd) for link in list(self._links.values()) if (fd := link.fd) is not None)
+
+    def mark(self, at: float) -> None:
+        """File a `ReadMark(at)` behind all messages that have arrived by now. Any thread; never blocks.
+
+        Messages that come through shared memory are not among them: the controller, which asks for marks, gets none.
+        """
+        self._loop.when_read(lambda: self._mailbox.put(ReadMark(at)))
 
     def _miss(self, peer: int) -> None:
         """A message was to be sent to a member without a link: file a `PeerClosed` for it, the first time only."""

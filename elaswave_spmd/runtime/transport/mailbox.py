@@ -69,6 +69,20 @@ class Interrupted:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadMark:
+    """All messages that had arrived at this process's links before the time `at` were filed before this item.
+
+    It answers `Links.mark`. Messages that wait in the sockets are read by another thread than the one that handles
+    them, and while that one is busy, few are filed: so the length of the queue does not show how far behind it is.
+
+    Args:
+        at: as given to `Links.mark`.
+    """
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class LinksFailed:
     """Nothing is received any more: an exception has ended the thread of this process's links.
 
@@ -99,7 +113,7 @@ class Request:
     is_awaited: Callable[[], bool] = lambda: True
 
 
-Item: TypeAlias = Envelope | PeerClosed | ControllerLost | Interrupted | LinksFailed | Request
+Item: TypeAlias = Envelope | PeerClosed | ControllerLost | Interrupted | ReadMark | LinksFailed | Request
 
 
 class Source(Protocol):

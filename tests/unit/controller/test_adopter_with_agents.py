@@ -14,6 +14,7 @@ from elaswave_spmd.controller.io import ProcessIO
 from elaswave_spmd.controller.resume import Adoption
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.packed_reconfigure import Packer, Unpacker
+from elaswave_spmd.recovery.tick_clock import TickClock
 from elaswave_spmd.runtime.processes.agents import AgentNews, Agents, RemoteExited
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
@@ -31,13 +32,14 @@ class World:
         timeouts = SimpleNamespace(progress=float(PROGRESS_S), start=float(START_S), heartbeat=HEARTBEAT_S)
         plan = SimpleNamespace(settings=SimpleNamespace(timeouts=timeouts))
         adoption = Adoption(RUN_DIR, 2, 1, pids={0: 10, 1: 11}, made=(0, 1), has_agents=has_agents, seconds=1.0)
-        ignored = dict.fromkeys(("watch", "forget", "postpone", "heartbeat"), lambda *_: None)
-        arguments: list[Any] = [adoption, plan, None, None, SimpleNamespace(**ignored), None, 0, None]
+        ignored, clock = dict.fromkeys(("watch", "forget", "heartbeat"), lambda *_: None), TickClock(HEARTBEAT_S, 0.0)
+        supervision = SimpleNamespace(**ignored, clock=clock, postpone=lambda now, _: clock.tick(now))
+        arguments: list[Any] = [adoption, plan, None, None, supervision, None, 0, None]
         self.adopter = Adopter(*cast(Any, arguments))
         self.now = 0.0
         self.over: list[float] = []
         self.adopter._finish = lambda now: self.over.append(now) or []  # type: ignore[method-assign]
-        assert self.adopter.start(self.now) == [AdoptWorker(0), AdoptWorker(1)]
+        assert self.adopter.start() == [AdoptWorker(0), AdoptWorker(1)]
 
     def happens(self, event: Any) -> list[Any]:
         assert not self.adopter.postpones(event)

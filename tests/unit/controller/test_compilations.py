@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import cast
 
@@ -54,7 +55,7 @@ def is_late(*, ready: bool, beat: Heartbeat | None) -> bool:
             supervision.watch(3, now)
         if tick >= 60 and ready:
             supervision.heartbeat(Heartbeat(3, 0, True), now)
-        found += supervision.tick(now, (0, ()), ())[0]
+        found += supervision.tick(now, math.inf, (0, ()), ())[0]
     assert all(suspect.rank == 3 and "not ready" in suspect.reason for suspect in found)
     return bool(found)
 

@@ -549,7 +549,7 @@ def test_a_link_that_is_lost_is_made_again_once(told: Callable[..., Told]) -> No
         story.until(lambda: story.places(1)[-1].epoch == 1)
         assert story.places(1)[-1].stages == ((0, 1),)
         story.apply(2, 0, 1)
-        story.workers.say(m.LinkClosed(0, 1))
+        story.workers.say(m.LinksClosed(0, (1,)))
         story.until_epoch(0, {0})
         story.dead.add(1)
         the_rest(story, layout, 0)

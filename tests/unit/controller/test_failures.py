@@ -41,6 +41,7 @@ from elaswave_spmd.recovery.actions import RemoveMember, Save, Unrecoverable
 from elaswave_spmd.recovery.failure_detector import Suspect
 from elaswave_spmd.recovery.messages import Failed, Ready, Refused
 from elaswave_spmd.recovery.standstill import Standstill
+from elaswave_spmd.recovery.tick_clock import TickClock
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.sharding.replicas import ReplicaSet
 
@@ -517,12 +518,12 @@ def test_a_worker_that_is_killed_meanwhile_is_the_cause() -> None:
 def test_who_asks_to_leave_before_there_is_a_mesh_stops_nothing() -> None:
     """No worker of ours does; one that has gone wrong must not end the controller."""
     protocol = SimpleNamespace(started=False, stop=lambda _: pytest.fail("nothing is there to be saved"))
-    assert Stopping(cast(Any, protocol), cast(Any, None), World().losses, 1.0).left_alone(0) == []
+    assert Stopping(cast(Any, protocol), cast(Any, None), World().losses, TickClock(0.1, 0.0), 1.0).left_alone(0) == []
 
 
 def test_who_asks_for_the_end_while_workers_are_adopted_hears_of_it_and_asked_again_it_comes_at_once() -> None:
     world = World()
-    stopping = Stopping(cast(Any, world.protocol), cast(Any, None), world.losses, 1.0)
+    stopping = Stopping(cast(Any, world.protocol), cast(Any, None), world.losses, TickClock(0.1, 0.0), 1.0)
     (told,) = stopping.requested_early(StopRequested("SIGTERM"), 300.0)
     assert isinstance(told, Record) and told.kind == "signal" and "300 s at most" in str(told.fields["message"])
     (end,) = stopping.requested_early(StopRequested("SIGINT"), 300.0)
@@ -532,10 +533,24 @@ def test_who_asks_for_the_end_while_workers_are_adopted_hears_of_it_and_asked_ag
 
 def test_the_wish_to_end_of_before_the_adoption_is_the_first_one_after_it() -> None:
     world = World()
-    stopping = Stopping(cast(Any, world.protocol), cast(Any, None), world.losses, 1.0)
+    stopping = Stopping(cast(Any, world.protocol), cast(Any, None), world.losses, TickClock(0.1, 0.0), 1.0)
     stopping.requested_early(StopRequested("SIGTERM"), 300.0)
     stopping.requested(StopRequested("SIGTERM"))
     assert world.stops == [("it was asked to by SIGTERM", False)]
+
+
+def test_a_pause_of_the_machine_is_no_time_in_which_the_state_could_have_been_saved() -> None:
+    """Workers that write it were suspended as well, and go on."""
+    world, clock = World(), TickClock(0.1, 0.0)
+    checkpoints = SimpleNamespace(newest=0, why_not=lambda _: "", stop_and_save=lambda _: None)
+    stopping = Stopping(cast(Any, world.protocol), cast(Any, checkpoints), world.losses, clock, 1.0)
+    stopping.begin(Save(4, 1, "it was asked to by SIGTERM"))
+    clock.tick(3600.0)
+    assert stopping.check(3600.0) == [] and not world.losses.is_ending
+    for tenth in range(1, 12):
+        clock.tick(3600.0 + tenth / 10)
+    with pytest.raises(RunError, match=r"could not be written: not within 1 s \(timeouts\.shutdown\)"):
+        world.do(stopping.check(3601.1))
 
 
 def test_giving_up_shows_the_last_crash() -> None:

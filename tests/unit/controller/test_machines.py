@@ -19,7 +19,8 @@ from elaswave_spmd.controller.actions import (
     RefuseAgent,
     Spawn,
 )
-from elaswave_spmd.controller.machines import Machines
+from elaswave_spmd.controller.loop import Controller
+from elaswave_spmd.controller.machines import Machines, Whereabouts
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.recovery.messages import Ready
@@ -276,7 +277,32 @@ HERE, B, C = (
 def severed(world: World, machines: list[Machine], *ends: int, now: float = 0.0) -> list[Action] | None:
     """Two workers cannot reach each other. Returns what becomes of their machines."""
     failed = LinkFailed(frozenset(ends), max(ends), "the link was lost again")
-    return world.machines.link_failed(failed, machines, now)
+    return world.machines.link_failed(failed, Whereabouts.on(machines))
+
+
+def test_where_workers_are_is_looked_up_once_for_all_links_that_an_event_tells_of() -> None:
+    """A network that is cut in two fails 100,000 links of a large mesh, and finding out takes milliseconds."""
+    world, looks, done = spread(), list[int](), list[object]()
+
+    def machines() -> list[Machine]:
+        looks.append(1)
+        return [HERE, B, C]
+
+    controller = Controller.__new__(Controller)
+    controller.__dict__ |= {
+        "outcome": None,
+        "protocol": SimpleNamespace(last_epoch=0),
+        "_io": SimpleNamespace(machines=machines, now=lambda: 0.0, order_agent=done.append),
+        "_log": SimpleNamespace(action=lambda *_: None),
+        "_roster": world.roster,
+        "_machines": world.machines,
+        "_failures": SimpleNamespace(cannot_reach=lambda rank, *_: done.append(rank) or world.lose(rank) or []),
+    }
+    pairs = (1, 3), (1, 4), (2, 3), (2, 4), (1, 2), (1, 2), (0, 9)
+    controller.execute([LinkFailed(frozenset(ends), max(ends), "the link was lost again") for ends in pairs])
+    assert len(looks) == 1
+    given_up = [order.peer for order in done if isinstance(order, GiveUpAgent)]
+    assert given_up == [-3] and [rank for rank in done if isinstance(rank, int)] == [2], "each of them once"
 
 
 def spread() -> World:

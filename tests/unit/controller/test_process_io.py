@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from elaswave_spmd.conf.schema import CheckpointSettings, RuntimeSettings
+from elaswave_spmd.conf.schema import CheckpointSettings, RuntimeSettings, Timeouts
 from elaswave_spmd.controller import io as module
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.events import (
@@ -25,16 +25,18 @@ from elaswave_spmd.controller.events import (
     WorkerEnded,
 )
 from elaswave_spmd.controller.io import ProcessIO, Spawned, _ManifestWriter, listen_host
+from elaswave_spmd.controller.supervision import Supervision
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.recovery import admission
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.failure_detector import Suspect
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
 from elaswave_spmd.run_dir.directory import EVENTS, METRICS
 from elaswave_spmd.run_dir.manifest import Manifest
 from elaswave_spmd.runtime.processes.agents import Agents
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError, NotStartedError
 from elaswave_spmd.runtime.transport.links import Links
-from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed, ReadMark
 from tests.unit.runtime.test_launcher import FakeForkServer
 from tests.waiting import PATIENCE_S, eventually
 
@@ -47,10 +49,12 @@ def io() -> ProcessIO:
     fork_server, made = FakeForkServer(), ProcessIO.__new__(ProcessIO)
     fork_server.exits = [Exited(0, 5, 1, None)]
     fork_server.mailbox.interrupt("there is something to poll")
-    made._launcher, made._links = cast(ForkServerClient, fork_server), cast(Links, SimpleNamespace(rejected={}))
-    made._mailbox, made._ready, made._stops, made._deaths = Mailbox(), deque(), deque(), deque()
+    mailbox = made._mailbox = Mailbox()
+    links = SimpleNamespace(rejected={}, mark=lambda at: mailbox.put(ReadMark(at)))
+    made._launcher, made._links = cast(ForkServerClient, fork_server), cast(Links, links)
+    made._ready, made._stops, made._deaths = deque(), deque(), deque()
     made._rejected, made._look_at = Counter(), 0.0
-    made._has_ticked = False
+    made._has_ticked, made._read_until, made._awaits_mark = False, 0.0, False
     for item in (Envelope(0, m.encode(HEARTBEAT)), Envelope(0, m.encode(FAILED)), PeerClosed(0)):
         made._mailbox.put(item)
     return made
@@ -103,7 +107,36 @@ def test_what_agents_send_on_is_heartbeats_or_counted(io: ProcessIO, monkeypatch
 
 
 def test_a_tick_is_due_whatever_waits_in_the_mailbox(io: ProcessIO) -> None:
-    assert io.next_event(io.now()) == Tick() and len(io._mailbox) == 3
+    assert isinstance(io.next_event(io.now()), Tick) and len(io._mailbox) == 4  # and a mark
+
+
+def test_nobody_is_lost_whose_answer_waits_to_be_read(io: ProcessIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rack is lost, and survivors send a message for each lost link before they answer. To read all of these takes
+    the controller five times as long as an answer may take."""
+    clock = [100.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    cast(FakeForkServer, io._launcher).exits = []
+    io._mailbox.take_all()
+    timeouts = Timeouts(heartbeat=0.1, suspect=1.0, status=2.0, progress=4.0, start=16.0)
+    supervision, answer = Supervision(timeouts, io.now()), m.StepReport(1, 0, 3, ())
+    supervision.watch(0, io.now())
+    for message in (*(m.LinkClosed(0, peer) for peer in range(1, 101)), answer, HEARTBEAT):
+        io._mailbox.put(Envelope(0, m.encode(message)))
+    num_ticks, unanswered = 0, (0,)
+    while len(io._mailbox) > 1:
+        clock[0] += 0.1  # handling an event takes so long
+        event = io.next_event(supervision.next_tick)
+        if isinstance(event, Tick):
+            num_ticks += 1
+            assert supervision.tick(io.now(), event.read_until, (1, unanswered), ()) == ([], None)
+        elif event == Received(answer, (), 0):
+            unanswered = ()
+    assert num_ticks > 50 and clock[0] > 110.0 and not unanswered
+    found: list[Suspect] = []
+    for _ in range(20):  # it is silent from now on, and nothing waits to be read
+        clock[0] += 0.1
+        found += supervision.tick(io.now(), io.now(), (1, ()), ())[0]
+    assert [suspect.is_silent for suspect in found] == [True]
 
 
 def test_a_clock_that_is_always_late_lets_messages_and_signals_through(io: ProcessIO) -> None:
@@ -114,14 +147,14 @@ def test_a_clock_that_is_always_late_lets_messages_and_signals_through(io: Proce
     }
     io.stop_requested(signal.SIGINT)
     events = [io.next_event(io.now()) for _ in range(12)]
-    others = [event for event in events if event != Tick()]
-    assert events[0] == Tick() and StopRequested("SIGINT") in others
+    others = [event for event in events if not isinstance(event, Tick)]
+    assert isinstance(events[0], Tick) and StopRequested("SIGINT") in others
     assert [type(event) for event in others if isinstance(event, (Received, LinkEnded))] == [
         Received,
         Received,
         LinkEnded,
     ]
-    assert events[-1] == Tick()  # and with nothing to hear, ticks alone
+    assert isinstance(events[-1], Tick)  # and with nothing to hear, ticks alone
 
 
 def test_nobody_waits_for_a_fork_server_that_stands_still(io: ProcessIO, monkeypatch: pytest.MonkeyPatch) -> None:

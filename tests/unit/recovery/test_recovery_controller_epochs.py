@@ -233,6 +233,39 @@ def test_a_newcomer_that_dies_before_it_has_its_place_changes_nothing() -> None:
     assert reconfigures(answer(protocol))[0].stages == ((0, 1), (2,))
 
 
+def test_who_comes_or_leaves_before_the_mesh_is_decided_takes_part_and_nobody_is_asked_again() -> None:
+    """500 newcomers of a large mesh become ready one after the other: each would stop the run once more."""
+    protocol = started(3, 1)
+    for rank in (4, 5, 6, 7):
+        protocol.expect(rank, None)
+    assert {p.epoch for p in prepares(protocol.ready(Ready(4, "at 4"))).values()} == {1}
+    assert protocol.ready(Ready(5, "at 5")) == []
+    protocol.report_received(StepReport(1, 1, 1))
+    assert protocol.drain(1, "asked to leave") == [], "also whoever has answered"
+    assert protocol.ready(Ready(6, "at 6")) == [] and protocol.ready(Ready(7, "at 7")) == []
+    assert protocol.lost(7, "killed") == [RemoveMember(7, lost=True)]
+    effects = answer(protocol, 1)
+    assert protocol.placement.mesh.epoch == 1 and sorted(protocol.placement.mesh.members) == [0, 2, 3, 4, 5, 6]
+    assert begun(effects).kinds == {1: "leave", 4: "join", 5: "join", 6: "join"} and Send(1, Stop()) in effects
+
+
+def test_so_they_do_where_the_change_is_made_at_once_as_somebody_is_lost() -> None:
+    protocol = started(3, 1)
+    protocol.expect(4, None)
+    protocol.lost(2, "killed")
+    assert protocol.ready(Ready(4, "at 4")) == [] and protocol.drain(1, "asked to leave") == []
+    assert begun(answer(protocol, 1)).kinds == {1: "leave", 2: "fail", 4: "join"}
+
+
+def test_a_newcomer_that_was_started_after_the_prepare_begins_the_change_anew() -> None:
+    """The journal has the next free rank with each Prepare: no member may have one that it does not have."""
+    protocol = started()
+    for rank in (3, 4):
+        protocol.expect(rank, None)
+        assert {p.epoch for p in prepares(protocol.ready(Ready(rank, f"at {rank}"))).values()} == {rank - 2}
+    assert sorted(reconfigures(answer(protocol, 1))[0].addresses) == [0, 1, 2, 3, 4]
+
+
 def test_a_newcomer_is_in_the_failure_domain_that_the_launcher_knows() -> None:
     protocol = started()
     protocol.expect(3, ("host 3",))

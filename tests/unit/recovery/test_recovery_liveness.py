@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 import pytest
 from hypothesis import given
@@ -10,13 +11,25 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.conf.schema import Timeouts
 from elaswave_spmd.recovery.failure_detector import Liveness, Suspect
+from elaswave_spmd.recovery.tick_clock import TickClock
 
 T = Timeouts(heartbeat=0.25, suspect=1.0, status=2.0, progress=4.0, progress_factor=8.0, start=16.0)
 BEAT = 0.25  # a power of two: sums of it are exact
 
 
+def detector(timeouts: Timeouts = T) -> Liveness:
+    return Liveness(timeouts, TickClock(timeouts.heartbeat, 0.0))
+
+
+def tick(liveness: Liveness, dt: float, free_to_leave: Collection[int] | None = None) -> list[Suspect]:
+    """So many seconds have passed."""
+    clock = liveness._clock
+    clock.tick(clock._at + dt)
+    return liveness.tick(free_to_leave)
+
+
 def watching(*ranks: int, timeouts: Timeouts = T) -> Liveness:
-    liveness = Liveness(timeouts)
+    liveness = detector(timeouts)
     for rank in ranks:
         liveness.watch(rank)
     return liveness
@@ -27,7 +40,7 @@ def ticks_until_suspect(liveness: Liveness, limit: int = 1000, **beat: object) -
     for count in range(1, limit):
         if beat:
             liveness.heartbeat(**beat)  # type: ignore[arg-type]
-        if suspects := liveness.tick(BEAT):
+        if suspects := tick(liveness, BEAT):
             return count, suspects[0]
     raise AssertionError("nobody became suspect")
 
@@ -36,14 +49,14 @@ def test_silence_is_suspect_after_its_time_and_said_once() -> None:
     liveness = watching(3)
     count, suspect = ticks_until_suspect(liveness)
     assert count * BEAT == T.suspect and suspect == Suspect(3, "no heartbeat for 1.0 s, timeouts.suspect", True)
-    assert all(liveness.tick(BEAT) == [] for _ in range(50))
+    assert all(tick(liveness, BEAT) == [] for _ in range(50))
 
 
 def test_a_heartbeat_does_not_clear_a_suspect() -> None:
     liveness = watching(3)
     ticks_until_suspect(liveness)
     liveness.heartbeat(3, 1, True)
-    assert set(liveness._workers) == {3} and all(liveness.tick(BEAT) == [] for _ in range(50))
+    assert set(liveness._workers) == {3} and all(tick(liveness, BEAT) == [] for _ in range(50))
 
 
 def test_a_heartbeat_that_comes_after_a_newer_one_shows_life_and_no_progress() -> None:
@@ -53,7 +66,7 @@ def test_a_heartbeat_that_comes_after_a_newer_one_shows_life_and_no_progress() -
         for each in (liveness, in_order):
             each.heartbeat(3, count, False, "forward")
         liveness.heartbeat(3, count - 1, True, "forward of before")
-        assert not liveness.tick(BEAT) and not in_order.tick(BEAT)
+        assert not tick(liveness, BEAT) and not tick(in_order, BEAT)
         assert liveness._workers == in_order._workers
     assert liveness._usual_limit() == in_order._usual_limit() > 0
     assert ticks_until_suspect(liveness, rank=3, progress=0, waiting=True)[1].reason.startswith("no progress")
@@ -69,9 +82,9 @@ def test_the_forgotten_and_the_unknown_are_never_suspect() -> None:
 
 
 def test_a_newcomer_that_still_compiles_gets_its_time_again() -> None:
-    liveness = Liveness(T)
+    liveness = detector()
     liveness.expect(5, T.join)
-    assert all(liveness.tick(BEAT) == [] for _ in range(int(T.join / BEAT) - 1))
+    assert all(tick(liveness, BEAT) == [] for _ in range(int(T.join / BEAT) - 1))
     liveness.heartbeat(5, 1, False, "compiling")
     count, suspect = ticks_until_suspect(liveness, limit=10_000)
     assert count * BEAT == T.join and suspect.rank == 5
@@ -108,7 +121,7 @@ def test_a_waiting_worker_needs_no_progress_and_its_wait_does_not_count_later() 
     liveness.heartbeat(0, 1, True)
     for _ in range(200):
         liveness.heartbeat(0, 1, True)
-        assert liveness.tick(BEAT) == []
+        assert tick(liveness, BEAT) == []
     count, _ = ticks_until_suspect(liveness, rank=0, progress=1, waiting=False)
     assert count * BEAT == T.progress
 
@@ -119,7 +132,7 @@ def test_a_wait_within_an_action_starts_its_time_anew() -> None:
     for _ in range(3):
         for _ in range(15):  # 3.75 s, just below T.progress
             liveness.heartbeat(0, 1, False)
-            assert liveness.tick(BEAT) == []
+            assert tick(liveness, BEAT) == []
         liveness.heartbeat(0, 1, True)
     count, _ = ticks_until_suspect(liveness, rank=0, progress=1, waiting=False)
     assert count * BEAT == T.progress
@@ -127,8 +140,8 @@ def test_a_wait_within_an_action_starts_its_time_anew() -> None:
 
 def test_a_pause_of_the_controller_declares_nobody_dead() -> None:
     liveness = watching(0, 1)
-    assert [liveness.tick(3600.0) for _ in range(3)] == [[], [], []]  # no heartbeat read yet: three periods
-    assert {suspect.rank for suspect in liveness.tick(3600.0)} == {0, 1}
+    assert [tick(liveness, 3600.0) for _ in range(3)] == [[], [], []]  # no heartbeat read yet: three periods
+    assert {suspect.rank for suspect in tick(liveness, 3600.0)} == {0, 1}
 
 
 def test_slow_actions_stretch_the_limit() -> None:
@@ -137,7 +150,7 @@ def test_slow_actions_stretch_the_limit() -> None:
         for _ in range(8):  # an action takes 2 s, half of T.progress
             for rank in (0, 1):
                 liveness.heartbeat(rank, step, False)
-            assert liveness.tick(BEAT) == []
+            assert tick(liveness, BEAT) == []
     for rank in (0, 1):
         liveness.heartbeat(rank, 9, False)
     count, _ = ticks_until_suspect(liveness, rank=0, progress=9, waiting=False)
@@ -151,18 +164,16 @@ def test_slow_actions_stretch_the_limit() -> None:
 def test_a_hanging_worker_does_not_stretch_its_own_limit() -> None:
     liveness = watching(0)
     liveness.heartbeat(0, 0, False)
-    liveness.tick(BEAT)
+    tick(liveness, BEAT)
     liveness.heartbeat(0, 1, False)
     count, _ = ticks_until_suspect(liveness, rank=0, progress=1, waiting=False)
     assert count * BEAT == T.progress
 
 
-def test_watching_twice_is_a_mistake_and_so_is_time_that_runs_back() -> None:
+def test_watching_twice_is_a_mistake() -> None:
     liveness = watching(0)
     with pytest.raises(AssertionError):
         liveness.watch(0)
-    with pytest.raises(AssertionError):
-        liveness.tick(-0.1)
 
 
 @given(
@@ -188,7 +199,7 @@ def test_nobody_is_suspect_too_early_and_the_silent_are_in_time(
             if waiting or progress != last[rank]:
                 stalled[rank] = 0.0
             last[rank] = progress
-        suspects = liveness.tick(dt)
+        suspects = tick(liveness, dt)
         for rank in living:
             silent[rank] += min(dt, T.heartbeat)
             stalled[rank] += min(dt, T.heartbeat)
@@ -205,7 +216,7 @@ def test_a_worker_that_beats_and_works_is_never_suspect(periods: list[float], bu
     liveness = watching(0)
     for progress, seconds in enumerate(periods):
         liveness.heartbeat(0, progress, not busy)
-        assert liveness.tick(seconds) == []
+        assert tick(liveness, seconds) == []
 
 
 # ---- an answer to Prepare, a newcomer, a leaver
@@ -218,7 +229,7 @@ def all_beating_until_suspect(liveness: Liveness, *ranks: int) -> tuple[float, l
     for count in range(1, 1000):
         for rank in ranks:
             liveness.heartbeat(rank, 1, True)
-        if suspects := liveness.tick(BEAT):
+        if suspects := tick(liveness, BEAT):
             return count * BEAT, suspects
     raise AssertionError("nobody became suspect")
 
@@ -229,7 +240,7 @@ def test_who_waits_and_does_not_answer_is_suspect_however_its_heart_beats() -> N
     for _ in range(20):
         liveness.heartbeat(1, 1, True)
         liveness.heartbeat(0, 1, True)
-        assert liveness.tick(BEAT) == []
+        assert tick(liveness, BEAT) == []
     liveness.expect_answers(7, (1,))
     wanted = W.status, [Suspect(1, "no answer to Prepare for 2.0 s, timeouts.status")]
     assert all_beating_until_suspect(liveness, 0, 1) == wanted
@@ -241,10 +252,10 @@ def test_another_prepare_is_another_question_and_an_answer_ends_the_wait() -> No
         for _ in range(7):
             liveness.expect_answers(epoch, (0,))
             liveness.heartbeat(0, 1, True)
-            assert liveness.tick(BEAT) == []
+            assert tick(liveness, BEAT) == []
     liveness.expect_answers(5, ())
     liveness.heartbeat(0, 1, True)
-    assert liveness.tick(BEAT) == []
+    assert tick(liveness, BEAT) == []
     liveness.expect_answers(5, (0,))
     assert ticks_until_suspect(liveness, rank=0, progress=1, waiting=True)[0] * BEAT == W.status
 
@@ -255,7 +266,7 @@ def test_an_answer_may_take_many_usual_actions_of_one_that_computes(seconds: flo
     liveness.heartbeat(0, 0, False)
     for progress in range(1, 9):
         for _ in range(int(seconds / BEAT)):
-            assert liveness.tick(BEAT) == []
+            assert tick(liveness, BEAT) == []
         liveness.heartbeat(0, progress, False)
     liveness.expect_answers(1, (0,))
     count, suspect = ticks_until_suspect(liveness, rank=0, progress=8, waiting=False)
@@ -271,30 +282,30 @@ def test_an_answer_may_take_as_long_as_a_first_action() -> None:
 
 
 def test_a_newcomer_that_is_not_ready_is_given_up_and_said_once() -> None:
-    liveness = Liveness(W)
+    liveness = detector(W)
     liveness.expect(5, W.join)
     liveness.expect(4, W.join)
     for _ in range(11):
-        assert liveness.tick(BEAT) == []
-    assert liveness.tick(BEAT) == [Suspect(rank, "not ready after 3.0 s", True) for rank in (4, 5)]
-    assert all(liveness.tick(BEAT) == [] for _ in range(20))
+        assert tick(liveness, BEAT) == []
+    assert tick(liveness, BEAT) == [Suspect(rank, "not ready after 3.0 s", True) for rank in (4, 5)]
+    assert all(tick(liveness, BEAT) == [] for _ in range(20))
 
 
 def test_a_newcomer_that_is_ready_or_gone_is_waited_for_no_longer() -> None:
-    liveness = Liveness(W)
+    liveness = detector(W)
     for rank in (4, 5):
         liveness.expect(rank, W.join)
     liveness.watch(4)
     liveness.forget(5)
     for _ in range(40):
         liveness.heartbeat(4, 0, True)
-        assert liveness.tick(BEAT) == []
+        assert tick(liveness, BEAT) == []
 
 
 def test_a_long_pause_gives_no_newcomer_up() -> None:
-    liveness = Liveness(W)
+    liveness = detector(W)
     liveness.expect(4, W.join)
-    assert liveness.tick(3600.0) == []
+    assert tick(liveness, 3600.0) == []
 
 
 def test_who_asked_to_leave_and_is_not_let_go_has_failed() -> None:
@@ -308,7 +319,7 @@ def test_who_asked_to_leave_and_is_not_let_go_has_failed() -> None:
 
 def test_a_leaver_that_has_what_nobody_else_has_gets_as_much_time_again() -> None:
     free: set[int] = set()
-    liveness = Liveness(W)
+    liveness = detector(W)
     liveness.watch(1)
     liveness.wants_to_leave(1)
     ticks = int(W.leave / BEAT)
@@ -316,7 +327,7 @@ def test_a_leaver_that_has_what_nobody_else_has_gets_as_much_time_again() -> Non
     for _ in range(3 * ticks):
         liveness.heartbeat(1, 1, True)
         asked += liveness.has_overdue_leavers
-        assert liveness.tick(BEAT, free if liveness.has_overdue_leavers else ()) == []
+        assert tick(liveness, BEAT, free if liveness.has_overdue_leavers else ()) == []
     assert 1 <= asked <= 9
     free.add(1)
     assert all_beating_until_suspect(liveness, 1)[0] == W.leave
@@ -327,4 +338,4 @@ def test_who_has_not_asked_to_leave_has_time() -> None:
     liveness = watching(1, timeouts=W)
     for _ in range(100):
         liveness.heartbeat(1, 1, True)
-        assert liveness.tick(BEAT) == []
+        assert tick(liveness, BEAT) == []

@@ -85,6 +85,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.SumAccepted(5, 8, 1, 0, 2),
     m.LinkClosed(3, 1),
     m.LinkClosed(3, 1, False),
+    m.LinksClosed(3, (1, 7)),
     m.GroupLost(3, 1),
     m.GroupLost(3, 1, "Connection closed by peer"),
     m.PairSent(3, 17, 2**33, m.encode(m.PageState(7, 0, 0, 2, b""))),

@@ -164,3 +164,19 @@ def test_an_orphan_that_is_adopted_gives_nothing_up(monkeypatch: pytest.MonkeyPa
     assert len(port.receive_all()) == 2
     now[0] += 1e6
     assert port.receive_all() == []
+
+
+def test_links_that_are_found_closed_at_once_are_one_report() -> None:
+    """The loss of a rack would otherwise take a message for each pair of a lost worker and a survivor."""
+    mailbox, links = Mailbox(), RecordingLinks()
+    port = SocketChannel(cast(Links, links), mailbox, torch.float32, HOST)
+    closed = PeerClosed(3), PeerClosed(5, was_linked=False), PeerClosed(4), PeerClosed(CONTROLLER)
+    for item in closed:
+        mailbox.put(item)
+    assert [incoming.message for incoming in port.receive_all()] == [
+        m.LinkClosed(0, item.peer, item.was_linked) for item in closed
+    ]
+    assert [message for _, message, _ in links.sent] == [m.LinksClosed(0, (3, 4)), m.LinkClosed(0, 5, False)]
+    mailbox.put(PeerClosed(6))
+    port.receive_all()
+    assert links.sent[2:] == [(CONTROLLER, m.LinkClosed(0, 6), [])]
