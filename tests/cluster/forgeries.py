@@ -81,6 +81,8 @@ def forgeries(sent: Sent, draw: random.Random) -> Iterator[Forgery]:
             yield Forgery(f"{name} below 0", (sender, peer, changed(message, **{name: -FAR}), payload))
     if isinstance(message, m.LinkClosed):
         yield Forgery("link to itself", (sender, peer, changed(message, peer=sender), payload))
+    if isinstance(message, m.LinksClosed):
+        yield Forgery("link to itself", (sender, peer, changed(message, peers=(0, sender)), payload))
     if isinstance(message, m.Adopted):
         yield Forgery("link to itself", (sender, peer, changed(message, closed=(0, sender)), payload))
     if payload is None:

@@ -349,12 +349,13 @@ def test_without_checks_nobody_takes_their_messages() -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [m.LinkClosed(SENDER, SENDER), m.LinkClosed(SENDER, SENDER, was_linked=False)]
+    [m.LinkClosed(SENDER, SENDER), m.LinkClosed(SENDER, SENDER, was_linked=False), m.LinksClosed(SENDER, (0, SENDER))]
     + [msgspec.structs.replace(ADOPTED, closed=closed) for closed in ((SENDER,), (0, SENDER, 2))],
 )
 def test_nobody_has_a_link_to_itself(message: m.AnyMessage) -> None:
     assert by_controller(message, SENDER, None) == admission.VALUE
     assert by_controller(m.LinkClosed(SENDER, 0), SENDER, None) == ""
+    assert by_controller(m.LinksClosed(SENDER, (0, 2)), SENDER, None) == ""
     assert by_controller(msgspec.structs.replace(ADOPTED, closed=(0, 2)), SENDER, None) == ""
 
 
