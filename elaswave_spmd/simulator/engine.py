@@ -160,9 +160,9 @@ class _Engine:
         self._parts_left: dict[tuple[int, int], int] = {}  # (step, group) -> parts that are not finished
         self._groups_left: dict[int, int] = {}  # step -> groups that are not finished
         self._available: dict[int, float] = {}  # layer -> time at which its stage has its parameters
-        self._ends: list[float] = []
+        self._ends: list[float] = []  # the time at which each step committed
         self._spans: list[Span] = []
-        self._touched: set[int] = set()
+        self._touched: set[int] = set()  # the workers that may be able to begin an action now
         self._layer_s = {
             kind: [getattr(layer, name) for layer in costs.layers]
             for kind, name in ((FORWARD, "forward_s"), (BACKWARD, "backward_s"), (WEIGHTS, "weights_s"))
@@ -233,6 +233,7 @@ class _Engine:
         """Notes that one part of a step is finished: a worker's actions, or the reduction of all gradients."""
         key = step, group
         if key not in self._parts_left:
+            # Each worker is a part, and the reduction is one more. With `by_stage` a group is a stage.
             whole = len(self._work.stages[group]) if self._by_stage else len(self._workers)
             self._parts_left[key] = whole + (self._sums is not None)
         self._parts_left[key] -= 1

@@ -153,7 +153,7 @@ def outages(fleet: Fleet, failures: Failures, repair: Repair) -> list[Outage]:
     spares = round(repair.spares * fleet.workers)
     empty: set[int] = set()
     waiting: deque[int] = deque()
-    events = [(time, 0, worker) for time, worker in failures]  # 0: fails, 1: a machine is repaired, 2: filled again
+    events = [(time, 0, worker) for time, worker in failures]  # 0: failure, 1: repaired machine, 2: place filled
     heapq.heapify(events)
     while events:
         time, kind, worker = heapq.heappop(events)

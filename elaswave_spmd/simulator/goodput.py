@@ -230,15 +230,15 @@ class Drops:
 
     def goodput(self, scale: Scale, events: Sequence[Outage], seconds: float, stalls: Stalls) -> float:
         fleet, meter = scale.fleet, _Meter()
-        holes: dict[int, int] = {}
-        empty = 0
-        stopped = 0  # replicas that were whole a moment ago
+        holes: dict[int, int] = {}  # replica -> the number of its empty places
+        empty = 0  # the number of all empty places
+        stopped = 0  # the number of replicas that have lost a worker and are not regrouped yet
         todo = sorted([*events, *self._regroupings(events)], key=lambda event: event.time)
         for time, worker, out in todo:
             if time >= seconds:
                 break
             replica, stall_s = worker // fleet.stages, 0.0
-            if worker < 0:
+            if worker < 0:  # an event of `_regroupings`
                 stopped, stall_s = max(0, stopped - 1), stalls.join_s
             elif out:
                 empty, stopped = empty + 1, stopped + self.regroups
@@ -258,6 +258,7 @@ class Drops:
         return meter.until(seconds) / seconds
 
     def _regroupings(self, events: Sequence[Outage]) -> list[Outage]:
+        """Events at which workers are regrouped after a loss, with -1 in place of a worker."""
         return [Outage(e.time + self.again_s, -1, False) for e in events if e.out] if self.regroups else []
 
 
@@ -279,6 +280,7 @@ class Restarts:
         for time, _, out in events:
             empty += 1 if out else -1
             if out:
+                # Only work up to the last checkpoint counts.
                 useful += max(0.0, time - up_at) // (every + stalls.checkpoint_s) * every * rate
                 up_at = time + stalls.restart_s
             if time < up_at:  # a worker that comes later is used from the next restart on

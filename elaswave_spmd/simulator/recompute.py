@@ -85,6 +85,7 @@ def _reassign(
 ) -> tuple[int, ...]:
     """The workers of a stage's micro-batches. Those of lost workers go to the members with the least left to run."""
     left, kinds = dict.fromkeys(members, 0.0), (FORWARD, BACKWARD, WEIGHTS if splits else BACKWARD)
+    # In units of a forward. A whole backward counts as two, and so do its two parts together.
     for microbatch, rank in enumerate(owners):
         if rank in left:
             left[rank] += sum(PipelineAction(stage, kind, microbatch) not in done for kind in kinds)

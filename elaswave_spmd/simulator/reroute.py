@@ -18,6 +18,7 @@ class Reroute:
     """Micro-batches of a lost worker go to its data-parallel peers, and layers stay.
 
     Modelled, in virtual time:
+
     - Micro-batches are rerouted to the least loaded peers. A worker runs whatever is ready, backwards first.
     - Backwards are split in two halves, for the gradients of inputs and of weights. The second half is put off into
       bubbles, as far as there is memory for its activations. There are no mirrors, which would need memory.

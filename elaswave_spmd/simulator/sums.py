@@ -46,8 +46,8 @@ class Sums:
         self._clock = clock
         self._known = known
         self._node_of: dict[tuple[int, int], int] = {}  # (stage, micro-batch) -> number of the tree node
-        self._microbatches_of: list[int] = []
-        self._nodes = [0] * work.num_stages
+        self._microbatches_of: list[int] = []  # of each tree node
+        self._nodes = [0] * work.num_stages  # the number of tree nodes of each stage
         self._num_workers = sum(map(len, work.stages))
         for stage, owners in enumerate(work.owners):
             self._split(stage, owners, microbatch_order)

@@ -19,6 +19,7 @@ class Templates:
     """Each replica is a pipeline of its own. If it loses workers, it goes on with a template for fewer workers.
 
     Modelled:
+
     - There are templates for half the healthy number of stages (rounded up) and more, if they fit in memory. Each has
       the best cuts for 1F1B on equal workers.
     - If a pipeline is too short for any template, its workers make up new pipelines, or go to the shortest others.

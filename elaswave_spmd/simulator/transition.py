@@ -75,6 +75,8 @@ def simulate_transition(case: Case, decision: Decision) -> Transition:
 
 
 class _Simulation:
+    """One simulation of a transition. `_now` is the virtual time, and `_step` the next step number in the timeline."""
+
     def __init__(self, case: Case, decision: Decision) -> None:
         self._case = case
         self._decision = decision
@@ -139,6 +141,7 @@ class _Simulation:
         """
         shown = min(steps or _SHOWN, _SHOWN)
         run = self._run(assignment, costs, hints)
+        # The last ones of the executed steps are shown, moved to the present time.
         begins = sum(run.seconds[:-shown])
         some = [
             span._replace(start=span.start - begins, stop=span.stop - begins, step=self._step + span.step)

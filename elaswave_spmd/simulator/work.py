@@ -150,6 +150,7 @@ class ReadyOrder:
             heapq.heapify(ready)
             self._in_flight += (planned.kind == FORWARD) - (planned.kind == self._last)
             return planned
+        # If no more weight gradients may be put off, some are run before the next backward.
         is_full = len(self._ready[WEIGHTS]) >= self._put_off and self._ready[BACKWARD]
         for kind in (WEIGHTS,) if is_full and self._ready[WEIGHTS] else KINDS:
             if self._ready[kind] and (kind != FORWARD or self._in_flight < self._limit):
