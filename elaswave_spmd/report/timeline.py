@@ -59,6 +59,7 @@ def read_timeline(folder: Path, around_s: float | None, step_s: float) -> Timeli
     window = None if around_s is None else (1e3 * (around_s - 3 * step_s), 1e3 * (around_s + 5 * step_s))
     found: list[Slice] = []
     for piece in _read(path):
+        # Without a moment to look at, the window begins with the first slice of the file.
         window = window or (piece.began_ms, piece.began_ms + 8e3 * step_s)
         if piece.ended_ms > window[0] and piece.began_ms < window[1]:
             found.append(piece)
