@@ -1,5 +1,4 @@
-"""Writing the files of a run: readable by their owner alone, and whole or not at all. Errors of the disk are raised as
-FilesError."""
+"""Writing the files of a run: private to the user, and whole or not at all. Errors of the disk become FilesError."""
 
 from __future__ import annotations
 

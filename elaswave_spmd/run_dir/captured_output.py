@@ -41,7 +41,7 @@ class CapturedOutput:
         return {stream: self.fileno() for stream in (1, 2) if os.isatty(stream)}
 
     def lines(self, *, rest: bool = False) -> list[str]:
-        """The new lines, without newlines. If there is much output, only some of them; the next call goes on there.
+        """The new lines, without newlines. If there is much output, only some of them; later calls return the others.
 
         Args:
             rest: True for all new lines, and a last one that has no newline yet.

@@ -114,7 +114,7 @@ class Display(Protocol):
     def show_workers(self, workers: WorkersNow) -> None: ...
     def finish(self, summary: Mapping[str, object]) -> None: ...
     def forget(self) -> None:
-        """Drop the lines that wait to be shown, as nobody reads the display any more."""
+        """Drop the lines that wait to be shown, since nobody reads the display any more."""
         ...
 
     def close(self) -> None:
@@ -474,7 +474,7 @@ def shows_live(choice: str, console: Console | None = None) -> bool:
         console: the console; None for the standard output.
 
     Raises:
-        ConfigError: the live view is asked for, and the console is not a terminal that can show it.
+        ConfigError: the live view is requested, and the console is not a terminal that can show it.
     """
     # With FORCE_COLOR rich takes any output for a terminal. Colours are fine there, but a moving cursor is not.
     is_screen = sys.stdout.isatty() if console is None else True

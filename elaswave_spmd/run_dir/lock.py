@@ -45,7 +45,7 @@ class RunLock:
         self.path = path
         self.was_left = bool(left)
         self._fd = fd
-        self._left = left  # the content of the file when this process has locked it
+        self._left = left  # the content of the file when this process locked it; empty after a regular end
         call_in_forks(self._drop)
 
     def life_began(self) -> None:

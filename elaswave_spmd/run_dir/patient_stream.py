@@ -35,7 +35,7 @@ class PatientStream(io.TextIOBase):
         self._file = os.open(f"/proc/self/fd/{stream.fileno()}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
         self._waiting = bytearray()
         self._left_out = 0  # lines
-        self._is_within_one = False
+        self._is_within_one = False  # the beginning of the present line was left out, so its rest is, too
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  (a plain attribute there)
@@ -59,7 +59,7 @@ class PatientStream(io.TextIOBase):
         self.send()
         if self._is_within_one or (len(self._waiting) > _MOST and self._waiting.endswith(b"\n")):
             self._left_out += text.count("\n")
-            self._is_within_one = not text.endswith("\n")  # `print` writes the end of a line by itself
+            self._is_within_one = not text.endswith("\n")  # `print` writes the newline in a call of its own
             return len(text)
         if self._left_out:
             self._waiting += f"({self._left_out} lines are left out: the output took none)\n".encode()
