@@ -28,7 +28,7 @@ from elaswave_spmd.errors import ModelError
 from elaswave_spmd.recovery.messages import ALIGNMENT, ITEM_BYTES, MOST_TENSORS, TensorForm, aligned
 
 Activation: TypeAlias = Tensor | tuple[Tensor, ...]
-"""What a layer takes and returns, or the gradient of that."""
+"""The input or output of a layer, or the gradient of one."""
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}

@@ -178,7 +178,10 @@ class ValueBuffer:
         self._note_common_version()
 
     def forget_beyond(self, version: int) -> None:
-        """Take the version away from all pages that are ahead of one; frozen pages are right at every version."""
+        """Take the version away from all pages that are at a later version than this one.
+
+        Frozen pages are right at every version, so they are set to this one instead.
+        """
         ahead = self._versions > version
         self._versions = np.where(ahead, np.where(self._frozen, version, _NO_VERSION), self._versions)
         self._note_common_version()
@@ -325,7 +328,7 @@ class GradientPool:
         self._in_use.remove(buffer)
 
     def release_all(self) -> None:
-        """Returns all buffers to the pool. Called when a step is decided: nobody can ask for its gradients any more."""
+        """Returns all buffers to the pool. Called when a step is decided, as its gradients are not needed any more."""
         self._free += self._in_use
         self._in_use = []
 

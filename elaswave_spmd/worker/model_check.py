@@ -12,7 +12,8 @@ One worker cannot notice what is always the same on it and differs on others: it
 its machine. So each worker reports digests of its results, which the controller compares (controller/model_checks.py).
 Workers of odd rank run the two micro-batches in the other order, so that a value that the first micro-batch leaves
 behind for good differs between workers. A worker without others to compare with runs each kind of layer forward once
-more, after the other layers have run the same micro-batch. So if layers share some state, it is different then.
+more, after the other layers have run the same micro-batch. State that layers share, such as a global variable, then has
+another value than before.
 
 The check leaves nothing behind: the copies of layers are dropped, the programs are as before, and no random key of a
 step is used up.
@@ -417,10 +418,11 @@ class _Check:
         return y
 
     def _backward_of(self, layer: LayerLayout) -> int:
-        """The kind of backward that a layer has: -1, 0 or 1.
+        """The kind of backward that a layer has.
 
-        -1: none, as it comes before the first trained layer. 0: it is that layer, and gives no gradient of its input.
-        1: it comes after that layer.
+        Returns:
+            -1 for a layer before the first trained one, which has no backward. 0 for the first trained one, which gives
+            no gradient of its input. 1 for a layer after it.
         """
         first = self._model.layout.first_trained
         return (layer.index > first) - (layer.index < first)

@@ -101,7 +101,7 @@ class Boundaries:
         return key.kind == GRADIENT and _boundary(key) <= self._first_trained
 
     def receive(self, message: Crossing, payload: Tensor, *, placed: bool = False) -> None:
-        """File a received tensor, in device memory that is aligned as if the tensor had been made here.
+        """Store a received tensor, in device memory that is aligned as if the tensor had been made here.
 
         Args:
             payload: flat, in the dtype of the message.
@@ -143,7 +143,7 @@ class Boundaries:
         self._used = None
 
     def forget_validations(self) -> None:
-        """Drop the tensors of validations, as a new mesh epoch is entered, in which a validation is run again.
+        """Drop the tensors of validations. Called when a new mesh epoch is entered, in which a validation is run again.
 
         They belong to the older epoch's attempt, and may have been computed from damaged parameters (H5).
         """

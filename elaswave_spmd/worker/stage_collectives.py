@@ -186,11 +186,11 @@ class StageCollectives:
         that have to go over links after all."""
         self._under_way: deque[_UnderWay] = deque()
         self._gathers: dict[int, ParameterGather] = {}  # by layer
-        self._keys: frozenset[PageRange] = frozenset()
+        self._keys: frozenset[PageRange] = frozenset()  # the page ranges that the gathers bring
         self._members: tuple[int, ...] = ()
         self.epoch = -1
-        self._lost = False
-        self._offer = ""
+        self._lost = False  # the group of this epoch has failed, or could not be made
+        self._offer = ""  # the extension of this worker's next vote
 
     @property
     def is_off(self) -> bool:
@@ -290,7 +290,7 @@ class StageCollectives:
             self.lose(refused)
 
     def begin_exchanges(self) -> None:
-        """Begin the exchanges whose turn it is, as far as this worker has all that it sends in them.
+        """Begin the exchanges whose turn it is, if everything that this worker sends in them is complete.
 
         Called after messages were handled.
         """

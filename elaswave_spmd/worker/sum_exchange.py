@@ -106,7 +106,7 @@ class Given:
     """The sums and gradients that a worker has given to the exchanges of a step and that may be missing somewhere.
 
     Args:
-        sums: (layer, tree node) -> the sum. The buffer must stay as it is while it is here.
+        sums: (layer, tree node) -> the sum. A buffer must not change as long as it is here.
         collected: layer -> (tree node, first page) -> the sum that this worker has added up for a primary on another
             host. It is dropped when it is sent.
         gradients: page range -> the reduced gradient. `StateReplica` keeps its memory until the step is decided.
@@ -267,7 +267,7 @@ def rounds_of(placement: Placement, stage: int) -> list[dict[int, tuple[Node, ..
 
 
 def sums_of_hosts(placement: Placement, layer: int) -> frozenset[Node]:
-    """The tree nodes that collectors may add up, of the gradients of one layer."""
+    """The tree nodes whose sums collectors may add up, for the gradients of one layer."""
     stage = placement.stage_of_layer(layer)
     hosts, number = Hosts.of(placement, stage), placement.num_microbatches
     made = (hosts.added_up(nodes, number) for nodes in rounds_of(placement, stage))
@@ -287,6 +287,7 @@ def _rounds(
         microbatches: member -> its micro-batches, in the order in which it computes them.
         nodes: member -> its tree nodes, in the order in which they are complete.
     """
+    # For each node, the fraction of the member's micro-batches that are computed when the node is complete.
     ends = {
         member: [Fraction(bisect_left(microbatches[member], hi), len(microbatches[member])) for _, hi in found]
         for member, found in nodes.items()
@@ -354,6 +355,7 @@ def _exchanges_of_sums(
     found, behind = list[SumExchange](), list[SumExchange]()
     for nodes in rounds:
         added_up = hosts.added_up(nodes, num_microbatches)
+        # For each host, the number of sums that it sends to each primary elsewhere: one by one, and added up.
         single = [sum(len(nodes[rank]) for rank in members) for members in hosts.members]
         joined = [len(added_up[members[0]]) for members in hosts.members]
         for layer in reversed(layers):
@@ -480,7 +482,7 @@ class StageExchanges:
         return all((node, route.first) in found for route in self.plan.collects(exchange.layer) for node in nodes)
 
     def collect(self, exchange: SumExchange, route: Route, sums: Mapping[Node, Tensor]) -> None:
-        """File the sums that this worker has added up for a primary on another host, after an exchange within hosts."""
+        """Store the sums that this worker has added up for a primary on another host, after an exchange within hosts."""
         found = self._given.collected.setdefault(exchange.layer, {})
         found |= {(node, route.first): value for node, value in sums.items()}
 
@@ -509,6 +511,7 @@ class StageExchanges:
         """Count the oldest exchange in progress as complete here. Returns own sums now known to be everywhere (E3)."""
         assert self.plan is not None and self._complete < self._issued
         self._complete += 1
+        # Every member has completed the exchange that comes `WINDOW` places before the one that is complete here now.
         if (known := self._complete - WINDOW) <= 0:
             return []
         return self._known_everywhere(self.plan.order[known - 1])

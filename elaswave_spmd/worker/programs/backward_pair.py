@@ -179,6 +179,7 @@ class PairBackend:
         stand_ins = cut.stand_ins()
 
         def run(arguments: list[Any]) -> list[Any]:
+            # Taken out now, as `first` empties the list.
             kept = [arguments[number] for number in cut.kept]
             results = list(first(arguments))
             gradients = results[: cut.num_gradients]
@@ -189,7 +190,7 @@ class PairBackend:
             self._brought.brought.append(_Second(second, kept, versions, stand_ins))
             return gradients
 
-        vars(run)["_boxed_call"] = True
+        vars(run)["_boxed_call"] = True  # torch's mark of a function that takes one list of arguments and empties it
         return run
 
 

@@ -155,7 +155,7 @@ class StagePrograms:
         self._begun: dict[tuple[int, int], BegunBackward] = {}  # keys are (layer, micro-batch)
         self._split: dict[int, SplitLayer] = {}  # the bound layers that put off weight products
         self._marks: dict[int, tuple[bool, ...]] = {}  # layer -> which tensors of its output have a gradient
-        self._weighted: bool | None = None  # whether the loss has a weight; None: it has not been computed yet
+        self._weighted: bool | None = None  # whether the loss has a weight; None before it was first computed
         self.scored: ScoreForm | None = None
         """The form of the numbers that `evaluate` returns for the last layer. None before it has run."""
         self.memory = LayerMemory()
@@ -242,7 +242,7 @@ class StagePrograms:
     @property
     def forwarded(self) -> frozenset[int]:
         """The micro-batches that were run forward through all bound layers, and not yet backward."""
-        # The last bound layer is run last in a forward and first in a backward, so it alone has to be looked at.
+        # The last bound layer is run last in a forward and first in a backward, so only its entries have to be read.
         return frozenset(microbatch for layer, microbatch in self._saved if layer == max(self._modules))
 
     def discard_all(self) -> None:

@@ -277,8 +277,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 def _keyed(draw: np.random.Generator, shape: tuple[int, ...], scale: float) -> Tensor:
     """A tensor of fp32 numbers in [-scale, scale).
 
-    The numbers repeat after `_PERIOD` of them, so that a large tensor costs no more than a copy: the emulation must not
-    take longer than the device that it stands for.
+    They repeat after `_PERIOD` numbers, so that a large tensor costs no more than a copy. The emulation must not take
+    longer than the emulated device.
     """
     size = math.prod(shape)
     numbers = (draw.random(min(size, _PERIOD), dtype=np.float32) * 2 - 1) * np.float32(scale)

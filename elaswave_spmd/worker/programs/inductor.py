@@ -186,7 +186,7 @@ def _run_scored(module: nn.Module, loss: Loss, metrics: Metrics, batch: Any, *ar
 
 
 def _configure(threads: int, num_layers: int, count: Callable[[object], None]) -> None:
-    """Configures torch.compile for this process. The compiler is imported here, so only where something is compiled.
+    """Configures torch.compile for this process. The compiler is imported here, so only if something is compiled.
 
     Args:
         threads: intra-op threads.
@@ -208,9 +208,9 @@ def _configure(threads: int, num_layers: int, count: Callable[[object], None]) -
 
 
 def compiler_version(compiler: str) -> str:
-    """The first line of `COMPILER --version`, or "" where there is none.
+    """The first line of `COMPILER --version`, or "" if there is no such compiler.
 
-    It is part of a run's identity (controller/run_fingerprint.py): another compiler may give other bits.
+    It is part of a run's identity (controller/run_fingerprint.py), since another compiler may give other bits.
     """
     if shutil.which(compiler) is None:
         return ""

@@ -183,6 +183,7 @@ class XlaPrograms(PairPrograms):
         island, layer, specs = self._island, layout.index, self._specs_of(layout)
         host = [torch.zeros(slot.parameter.shape, dtype=dtype) for slot in layout.slots]
         host += [_with_dims(torch.zeros_like(one, requires_grad=False)) for one in tensors_of(x)]
+        # The packed keys: seed, step and layer, then the sample ids (`_given`).
         host.append(torch.zeros(3 + example.num_samples, dtype=torch.int64))
         if layer == self._last:
             host += [_with_dims(torch.zeros_like(leaf)) for _, leaf in leaves_of(example.batch)]
