@@ -482,7 +482,7 @@ class StageExchanges:
         return all((node, route.first) in found for route in self.plan.collects(exchange.layer) for node in nodes)
 
     def collect(self, exchange: SumExchange, route: Route, sums: Mapping[Node, Tensor]) -> None:
-        """Store the sums that this worker has added up for a primary on another host, after an exchange within hosts."""
+        """Store sums that this worker has added up for a primary on another host, after an exchange within hosts."""
         found = self._given.collected.setdefault(exchange.layer, {})
         found |= {(node, route.first): value for node, value in sums.items()}
 
